@@ -147,11 +147,13 @@ def rounds(loader: BalancedLoader[Any], wanted: Mode) -> dict[str, Any]:
     own = {f"{mode}/{reason}": count for (mode, reason), count in loader.counters.rounds.items()}
     tables: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(tables, own)
-    good = (f"{wanted}/", f"{Mode.END}/")
+    # How many rounds a rank has ended after the last batch depends on when it looks.
+    tables = [{key: count for key, count in table.items() if not key.startswith(f"{Mode.END}/")} for table in tables]
+    good = f"{wanted}/"
     return {
         "fell_back": sum(count for table in tables for key, count in table.items() if not key.startswith(good)),
         "ranks_disagree": any(table != tables[0] for table in tables),
-        "rounds": own,
+        "rounds": tables[dist.get_rank()],
         "exposed_ms_per_step": round(1e3 * loader.counters.exposed_seconds / max(sum(own.values()), 1), 4),
         "moving_ms_per_step": round(1e3 * loader.counters.redistribution_seconds / max(sum(own.values()), 1), 4),
     }
