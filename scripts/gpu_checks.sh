@@ -1,72 +1,92 @@
 #!/usr/bin/env bash
-# All checks of routing, embeddings and redistribution that need GPUs, in one go. Each has its log in the folder, figures
-# are written there as JSON, and summary.json tells what passed. Steps that need more GPUs, or a library that is not
-# there, are named as left out.
+# All checks of routing, embeddings, placement and redistribution that need GPUs, in one go. Everything that they print is
+# in checks.log of the folder, figures are beside it as JSON, and summary.json tells what passed. Steps that need more
+# GPUs, or a library that is not there, are named as left out.
 #   scripts/gpu_checks.sh [FOLDER]      default: $OUT, else out/gpu_checks
-# PYTHON is the interpreter (python3), GPUS how many GPUs to use (all), QUICK=1 leaves out the full benchmark tables.
+# PYTHON is the interpreter (python3), GPUS how many GPUs to use (all), ONLY="plans embeddings" takes these steps alone,
+# QUICK=1 leaves out the full benchmark tables, LIMIT_S ends a step that takes longer (300).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-${OUT:-out/gpu_checks}}
-mkdir -p "$out"
+mkdir -p "$out" || exit 1
 python=${PYTHON:-python3}
 gpus=${GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
+[[ "$gpus" =~ ^[0-9]+$ ]] && [ "$gpus" -ge 1 ] || { echo "no GPU, or no torch in $python" >&2; exit 1; }
+log=$out/checks.log
+steps=$(mktemp)
+trap 'rm -f "$steps"' EXIT
+: >"$log"
 has() { "$python" -c "import $1" >/dev/null 2>&1; }
-: >"$out/steps.tsv"
+wanted() { [ -z "${ONLY:-}" ] || [[ " $ONLY " == *" $1 "* ]]; }
 
 step() { # NAME COMMAND...
-  local name=$1 start rc
+  local name=$1 start rc own
   shift
+  wanted "$name" || return 0
+  own=$(mktemp)
   start=$(date +%s)
-  "$@" >"$out/$name.log" 2>&1
+  timeout --kill-after=20 "${LIMIT_S:-300}" "$@" >"$own" 2>&1
   rc=$?
-  printf '%s\t%s\t%s\n' "$name" "$rc" "$(($(date +%s) - start))" >>"$out/steps.tsv"
-  echo "== $name: $([ $rc = 0 ] && echo passed || echo "FAILED ($rc)")"
-  tail -n 4 "$out/$name.log"
+  printf '%s\t%s\t%s\n' "$name" "$rc" "$(($(date +%s) - start))" >>"$steps"
+  { echo "===== $name: $*"; cat "$own"; } >>"$log"
+  echo "== $name: $([ $rc = 0 ] && echo passed || echo "FAILED ($rc)"), $(($(date +%s) - start)) s"
+  tail -n "$([ $rc = 0 ] && echo 4 || echo 15)" "$own"
+  rm -f "$own"
 }
 left_out() { # NAME REASON
-  printf '%s\t%s\t0\n' "$1" "left out: $2" >>"$out/steps.tsv"
+  wanted "$1" || return 0
+  printf '%s\tleft out: %s\t0\n' "$1" "$2" >>"$steps"
   echo "== $1: left out, $2"
 }
-ranks() { "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m "$@"; }
+ranks=("$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m)
 
-[ "$gpus" -ge 1 ] || { echo "no GPU" >&2; exit 1; }
 step routing "$python" -m tests.trainer_client.routing.cuda_checks
 step routing_waves env EVENKEEL_BUCKETIZE_SMALL_BLOCKS=waves "$python" -m tests.trainer_client.routing.cuda_checks
 step nvrtc "$python" -m tests.trainer_client.routing.nvrtc_checks
-if command -v compute-sanitizer >/dev/null; then
-  for tool in memcheck racecheck; do
+for tool in memcheck racecheck; do
+  if command -v compute-sanitizer >/dev/null; then
     step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m tests.trainer_client.routing.cuda_checks --few
-  done
-else
-  left_out memcheck "compute-sanitizer is not there"
-  left_out racecheck "compute-sanitizer is not there"
-fi
+  else
+    left_out "$tool" "compute-sanitizer is not there"
+  fi
+done
 # The two tables beside each other show what the block size by waves is worth; FBGEMM joins where it is installed.
 [ "${QUICK:-0}" = 1 ] && cases=(--case "long histories" --case wide) || cases=()
-step bucketize "$python" -m benchmarks.bucketize "${cases[@]}" --json "$out/bucketize.json"
+step bucketize "$python" -m benchmarks.bucketize --device cuda "${cases[@]}" --json "$out/bucketize.json"
 step bucketize_waves env EVENKEEL_BUCKETIZE_SMALL_BLOCKS=waves \
-  "$python" -m benchmarks.bucketize "${cases[@]}" --json "$out/bucketize_waves.json"
+  "$python" -m benchmarks.bucketize --device cuda "${cases[@]}" --json "$out/bucketize_waves.json"
+if has torchrec && has fbgemm_gpu; then
+  if has highspy; then
+    [ "${QUICK:-0}" = 1 ] && cases=(--case HBM_ONLY --case mixture) || cases=()
+    step plans "${ranks[@]}" benchmarks.placement_gpu "${cases[@]}" --check --json "$out/placement_gpu.json"
+  else
+    left_out plans "HiGHS (highspy) is not installed"
+  fi
+else
+  left_out plans "TorchRec and FBGEMM are not installed"
+fi
 if [ "$gpus" -ge 2 ]; then
-  step embeddings ranks tests.trainer_client.embeddings.nccl_checks --json "$out/embeddings.json"
+  step embeddings "${ranks[@]}" tests.trainer_client.embeddings.nccl_checks --json "$out/embeddings.json"
   step redistribution "$python" -m benchmarks.redistribution --ranks "$gpus" --check
   if has torchrec && has fbgemm_gpu; then
-    step torchrec ranks tests.trainer_client.routing.torchrec_checks
+    step torchrec "${ranks[@]}" tests.trainer_client.routing.torchrec_checks
   else
     left_out torchrec "TorchRec and FBGEMM are not installed"
   fi
 else
   for name in embeddings redistribution torchrec; do left_out "$name" "needs two GPUs"; done
 fi
-"$python" - "$out" "$gpus" <<'PY'
+"$python" - "$steps" "$out/summary.json" "$gpus" <<'PY'
 import json, pathlib, sys
 
-out, gpus = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+lines, target, gpus = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])
 steps = {}
-for line in (out / "steps.tsv").read_text().splitlines():
+for line in lines.read_text().splitlines():
     name, rc, seconds = line.split("\t")
-    steps[name] = {"result": {"0": "passed"}.get(rc, rc if rc.startswith("left") else f"failed: {rc}"), "seconds": int(seconds)}
+    result = "passed" if rc == "0" else rc if rc.startswith("left") else f"failed: {'time is up' if rc in ('124', '137') else rc}"
+    steps[name] = {"result": result, "seconds": int(seconds)}
 failed = [name for name, step in steps.items() if step["result"].startswith("failed")]
-(out / "summary.json").write_text(json.dumps({"gpus": gpus, "failed": failed, "steps": steps}, indent=1) + "\n")
+target.write_text(json.dumps({"gpus": gpus, "failed": failed, "steps": steps}, indent=1) + "\n")
 print("failed:", ", ".join(failed) or "none")
-sys.exit(bool(failed))
+sys.exit(bool(failed) or not steps)
 PY
