@@ -7,10 +7,17 @@ The same model, data and seeds in every setting:
 - `off`: every sample is trained where it was loaded;
 - `kk_all_gather`: Karmarkar-Karp with equal counts after all-gathering the batch, the established way;
 - `embedded`, `grpc`: minimal_move on the ranks, and by a balancer service, by FLOPs;
+- `window`: as `embedded`, over windows of `--window` batches;
 - `embedded_fitted`, `grpc_fitted`: the same by costs that are fitted to the clock in the first steps.
 
-Beside every step time stands what the lengths allow: by FLOPs, the load off over the lower bound; by time, with the
-part of a step that does not depend on lengths measured and the rest balanced to its own lower bound.
+Columns beside median, 99th percentile and mean of the step in ms: `gain` over `off`; `of FLOPs` and `of time`, the
+share reached of what the lengths of single batches allow: by FLOPs, the load off over the lower bound; by time, with
+the part of a step that does not depend on lengths measured and the rest balanced to its own lower bound. `FLOPs` and
+`spread` are max/mean over ranks of the FLOPs trained and of the measured compute time. `exposed` is how much longer a
+step waits for its batch than with `off`, which loads and copies the same, in ms and as a share of the step; `agree` the
+part of it in which the training thread waited for an agreement. `loss` is the largest deviation of the first ten steps'
+losses from `off`, `mean loss` that of the mean over all steps; windows train samples in other steps, so only the second
+counts there.
 """
 
 from __future__ import annotations
@@ -33,13 +40,13 @@ from benchmarks.end_to_end_report import draw, show, summarize
 from examples.hstu.attention import KERNELS
 from trainer_client.datasets import DISTRIBUTIONS
 
-SETTINGS = ("off", "kk_all_gather", "embedded", "grpc", "embedded_fitted", "grpc_fitted")
+SETTINGS = ("off", "kk_all_gather", "embedded", "grpc", "window", "embedded_fitted", "grpc_fitted")
 START_SECONDS = 120.0
 
 
 def main() -> None:
     options = parse_arguments()
-    console = Console(width=140)
+    console = Console(width=190)
     recorded = json.loads(options.from_raw.read_text()) if options.from_raw else record(options, console)
     results = summarize(recorded, skip=options.skip)
     show(results, console)
@@ -108,7 +115,7 @@ def read_address(port_file: Path) -> str:
 
 PASSED_ON = (
     "settings", "lengths", "steps", "batch_size", "max_length", "mean", "layers", "width", "heads", "head_dim",
-    "items", "kernel", "no_compile", "device", "seed",
+    "items", "kernel", "no_compile", "device", "seed", "window", "warm_up",
 )  # fmt: skip
 
 
@@ -126,6 +133,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=256)
     parser.add_argument("--items", type=int, default=100_000, help="size of the catalogue")
     parser.add_argument("--kernel", choices=KERNELS, default="auto", help="of the attention")
+    parser.add_argument("--window", type=int, default=4, help="batches of a window in the setting `window`")
+    parser.add_argument("--warm-up", type=int, help="batches trained before time counts; default: all")
     parser.add_argument("--no-compile", action="store_true", help="do not compile what surrounds the attention")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there are any")
     parser.add_argument("--seed", type=int, default=0)

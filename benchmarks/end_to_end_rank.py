@@ -22,7 +22,7 @@ from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import BalanceOptions, Balancer
 from trainer_client.costs import TokenCost
 from trainer_client.datasets import Keys, SequenceBatch, SyntheticSequences, lengths_named
-from trainer_client.fitting import FitOptions
+from trainer_client.fitting import CostFitter, FitOptions
 from trainer_client.measurement import peak_tflops
 from trainer_client.measurement.steps import PHASES
 
@@ -65,15 +65,19 @@ def main() -> None:
         # Page-locked, as a DataLoader with pin_memory makes them: copies of other memory make the host wait.
         batches = [batch.pin_memory() if on_gpu else batch for batch in make_data(options, lengths, rank)]
         trainer.reset()
-        # All batches once: whatever is compiled for some number of tokens is compiled before time counts.
-        trainer.run(batches, Balancer.off(), name="warm-up")
+        # All batches once: whatever is compiled or loaded for some number of tokens is there before time counts.
+        trainer.run(batches[: options.warm_up], Balancer.off(), name="warm-up")
+        say(rank, f"{lengths}: warmed up, {compilations()} graphs compiled")
         workload: dict[str, Any] = {"samples": gather(sample_lengths(batches, model)), "settings": {}}
         for setting in options.settings:
             trainer.reset()
             balancer = make_balancer(setting, options, lengths)
             fitter = trainer.make_fitter(FIT) if setting.endswith("_fitted") else None
+            compiled = compilations()
             run = trainer.run(batches, balancer, fitter=fitter)
-            workload["settings"][setting] = collect(run)
+            workload["settings"][setting] = collect(run) | {"compilations": gather(compilations() - compiled)}
+            if fitter is not None:
+                workload["settings"][setting]["cost_fit"] = describe_fit(fitter)
             balancer.close()
             median = np.median([step.total for step in run.times[10:] or run.times])
             say(rank, f"{lengths}, {setting}: {median:.2f} ms a step")
@@ -104,6 +108,8 @@ def make_data(options: argparse.Namespace, lengths: str, rank: int) -> Synthetic
 def make_balancer(setting: str, options: argparse.Namespace, lengths: str) -> Balancer:
     """The balancer of a setting."""
     match setting.removesuffix("_fitted"):
+        case "window":
+            return Balancer.embedded(options=BalanceOptions(window=options.window))
         case "off":
             return Balancer.off()
         case "kk_all_gather":
@@ -133,6 +139,7 @@ def collect(run: Run) -> dict[str, Any]:
     return {
         "times": gather([[getattr(step, phase) for phase in PHASES] for step in run.times]),
         "tokens": gather(run.tokens),
+        "flops": gather(run.flops),
         "own_load": gather([report.own_load for report in reports]),
         "imbalance_before": [report.imbalance_before for report in reports],
         "imbalance": [report.imbalance for report in reports],
@@ -153,6 +160,28 @@ def sum_up(run: Run) -> dict[str, float]:
         "flops": sum(perf.flops for perf in late),
         "ms": sum(perf.forward_ms + perf.backward_ms for perf in late),
     }
+
+
+def describe_fit(fitter: CostFitter) -> dict[str, Any]:
+    """The latest fit, the same on all ranks, and whether it was good enough to be used."""
+    fit = fitter.fit
+    if fit is None:
+        return {"used": False}
+    return {
+        "used": fitter.fitted,
+        "explained": fit.explained,
+        "mean_error": fit.error,
+        "fixed_ms": fit.fixed,
+        "coefficients_ms": fit.coefficients.tolist(),
+        "observations": fit.observations,
+    }
+
+
+def compilations() -> int:
+    """Graphs that torch.compile has made so far, one more for each recompilation."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def gather(value: Any) -> list[Any]:

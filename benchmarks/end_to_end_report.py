@@ -44,7 +44,6 @@ def summarize_workload(workload: dict[str, Any], ranks: int, peak: float | None,
     breakdowns = {name: Breakdown.of(table[:, chosen]) for name, table in times.items()}
     fit = fit_compute(settings, breakdowns, chosen)
     bounds = bound_steps(workload["samples"], ranks, fit, chosen)
-    total_flops = np.array([np.array(rank["flops"])[chosen].sum(axis=1) for rank in workload["samples"]]).sum(axis=0)
     # What a step takes besides compute does not depend on lengths; the smallest mean over the settings is attainable.
     besides = min(float((b.step - b.compute.max(axis=1)).mean()) for b in breakdowns.values())
     allowed = besides + fit["fixed_ms"] + bounds["time_bound_ms"]
@@ -62,29 +61,36 @@ def summarize_workload(workload: dict[str, Any], ranks: int, peak: float | None,
     for name, setting in settings.items():
         breakdown = breakdowns[name]
         seconds = breakdown.step.mean() / 1e3
-        tflops = float(total_flops.mean() / ranks / seconds / 1e12)
+        flops = np.array(setting["flops"])[:, chosen]
+        tflops = float(flops.sum(axis=0).mean() / ranks / seconds / 1e12)
         entry = breakdown.summary() | {
             "tflops_per_rank": tflops,
             "mfu": tflops / peak if peak else None,
             "cost_imbalance": float(np.array(setting["imbalance"])[chosen].mean()),
+            "flops_imbalance": float((flops.max(axis=0) / flops.mean(axis=0)).mean()),
             "moved_share": float(np.array(setting["moved_share"])[chosen].mean()),
             "share_of_allowed": float(allowed.mean() / breakdown.step.mean()),
             "peak_gib": max(setting["peak_bytes"]) / 2**30,
             "exposed_agreement_ms_per_step": 1e3 * max(setting["exposed_seconds"]) / len(setting["times"][0]),
             "partition_ms": 1e3 * float(np.mean(setting["partition_seconds"])),
             "stalled_steps": stalled[name].tolist(),
+            "compilations": max(setting.get("compilations", [0])),
             "modes": {mode: setting["modes"].count(mode) for mode in dict.fromkeys(setting["modes"])},
             "step_ms": breakdown.step.round(3).tolist(),
             "losses": setting["losses"],
         }
         if off is not None:
             entry["speedup"] = float(off.step.mean() / breakdown.step.mean())
-            entry["data_over_off_ms"] = entry["data_ms"] - off.summary()["data_ms"]
+            entry["share_of_allowed_by_flops"] = entry["speedup"] / out["allowed_by_flops"]
+            entry["exposed_ms"] = entry["data_ms"] - off.summary()["data_ms"]
+            entry["exposed_share"] = entry["exposed_ms"] / entry["step_ms_mean"]
             reference = np.array(settings["off"]["losses"])
             # Later the rounding of bf16, which differs with the order of samples, has grown by itself.
             deviation = np.abs(np.array(setting["losses"]) / reference - 1)
             entry["loss_deviation"] = float(deviation[:10].max())
             entry["loss_deviation_of_mean"] = float(abs(np.mean(setting["losses"]) / reference.mean() - 1))
+        if "cost_fit" in setting:
+            entry["cost_fit"] = setting["cost_fit"]
         out["settings"][name] = entry
     return out
 
@@ -113,7 +119,7 @@ def fit_compute(
     """Measured compute time of a rank's step as fixed + per token + per FLOP, all at least zero, by least squares."""
     rows, times = [], []
     for name, setting in settings.items():
-        tokens, loads = np.array(setting["tokens"])[:, chosen].T, np.array(setting["own_load"])[:, chosen].T
+        tokens, loads = np.array(setting["tokens"])[:, chosen].T, np.array(setting["flops"])[:, chosen].T
         rows.append(np.stack([tokens.reshape(-1) / 1e3, loads.reshape(-1) / 1e12], axis=1))
         times.append(breakdowns[name].compute.reshape(-1))
     fit = fit_times(np.concatenate(rows), np.concatenate(times))
@@ -147,12 +153,14 @@ def bound_steps(
 
 
 COLUMNS = (
-    ("median ms", "step_ms_median", "{:.2f}"), ("p99", "step_ms_p99", "{:.2f}"), ("mean", "step_ms_mean", "{:.2f}"),
-    ("gain", "speedup", "{:.3f}"), ("allowed", "share_of_allowed", "{:.1%}"),
-    ("TFLOP/s", "tflops_per_rank", "{:.1f}"), ("MFU", "mfu", "{:.1%}"), ("load", "cost_imbalance", "{:.3f}"),
-    ("time", "compute_imbalance", "{:.3f}"), ("data", "data_ms", "{:.2f}"),
-    ("waiting", "waiting_ms", "{:.2f}"), ("comm.", "communication_ms", "{:.2f}"), ("moved", "moved_share", "{:.0%}"),
-    ("GiB", "peak_gib", "{:.1f}"), ("loss", "loss_deviation", "{:.1e}"),
+    ("median", "step_ms_median", "{:.2f}"), ("p99", "step_ms_p99", "{:.2f}"), ("mean", "step_ms_mean", "{:.2f}"),
+    ("gain", "speedup", "{:.3f}"), ("of FLOPs", "share_of_allowed_by_flops", "{:.1%}"),
+    ("of time", "share_of_allowed", "{:.1%}"), ("TFLOP/s", "tflops_per_rank", "{:.1f}"), ("MFU", "mfu", "{:.1%}"),
+    ("FLOPs", "flops_imbalance", "{:.3f}"), ("spread", "compute_imbalance", "{:.3f}"),
+    ("exposed", "exposed_ms", "{:.2f}"), ("", "exposed_share", "{:.2%}"),
+    ("agree", "exposed_agreement_ms_per_step", "{:.2f}"), ("waiting", "waiting_ms", "{:.2f}"),
+    ("comm.", "communication_ms", "{:.2f}"), ("moved", "moved_share", "{:.0%}"), ("GiB", "peak_gib", "{:.1f}"),
+    ("loss", "loss_deviation", "{:.1e}"), ("mean loss", "loss_deviation_of_mean", "{:.1e}"),
 )  # fmt: skip
 
 
@@ -172,6 +180,15 @@ def show(results: dict[str, Any], console: Console) -> None:
             values = [form.format(entry[key]) if entry.get(key) is not None else "" for _, key, form in COLUMNS]
             table.add_row(setting, *values)
         console.print(table)
+        for setting, entry in workload["settings"].items():
+            if "cost_fit" in entry:
+                console.print(describe_cost_fit(setting, entry["cost_fit"]), highlight=False)
+            if entry["stalled_steps"] or entry["compilations"]:
+                console.print(
+                    f"{setting}: {entry['compilations']} graphs compiled meanwhile; left out for all settings, since "
+                    f"over {STALL:.0f} times the median: steps {entry['stalled_steps']}",
+                    highlight=False,
+                )
         fit = workload["fit"]
         console.print(
             f"compute ≈ {fit['fixed_ms']:.2f} ms + {fit['ms_per_1000_tokens']:.3f} ms / 1000 tokens + "
@@ -179,6 +196,16 @@ def show(results: dict[str, Any], console: Console) -> None:
             f"layers {workload['layers_tflops']:.0f} TFLOP/s",
             highlight=False,
         )
+
+
+def describe_cost_fit(setting: str, fit: dict[str, Any]) -> str:
+    """Whether a fitted cost was used, and how good it was."""
+    if "explained" not in fit:
+        return f"{setting}: no fit, too few steps; balanced by FLOPs"
+    return (
+        f"{setting}: the fit explains {fit['explained']:.1%} of the variance of compute time, mean error "
+        f"{fit['mean_error']:.1%}, " + ("used" if fit["used"] else "not used: balanced by FLOPs")
+    )
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

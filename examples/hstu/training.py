@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +33,7 @@ class Run:
         times: Phases of each step.
         reports: What balancing did in each step.
         tokens: Tokens that this rank trained in each step.
+        flops: FLOPs of the layers for what this rank trained in each step.
         losses: (steps,) loss per sample of each step over all ranks.
         perf: Measured modules, if any.
         peak_bytes: Most device memory in use; 0 on CPUs.
@@ -41,6 +43,7 @@ class Run:
     times: list[StepTimes] = field(default_factory=list)
     reports: list[RoundReport] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    flops: list[float] = field(default_factory=list)
     losses: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     perf: list[ModulePerf] = field(default_factory=list)
     peak_bytes: int = 0
@@ -147,6 +150,7 @@ class Trainer:
         )
         run = Run()
         sums: list[torch.Tensor] = []
+        counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, read after the last step
         tracker = None
         if self.track_layers:
             work = AttentionWork(
@@ -169,6 +173,7 @@ class Trainer:
             timer.end_step()
             run.reports.append(loader.report)
             run.tokens.append(self._count_tokens(batch))
+            counts.append((batch.num_history, batch.num_candidates))
             finished = timer.finished()
             run.times += finished
             if fitter is not None:
@@ -187,6 +192,7 @@ class Trainer:
             run.perf += tracker.finished()
             tracker.close()
         run.losses = _mean_losses(sums, run.reports)
+        run.flops = [self._flops(*step) for step in counts]
         run.exposed_seconds = loader.counters.exposed_seconds
         return run
 
@@ -210,6 +216,11 @@ class Trainer:
         """Known from the shapes; nothing is read from the device."""
         stride = 2 if self.options.interleaved else 1
         return batch.context.numel() + stride * batch.history.shape[0] + batch.candidates.shape[0]
+
+    def _flops(self, num_history: torch.Tensor, num_candidates: torch.Tensor) -> float:
+        stride = 2 if self.options.interleaved else 1
+        history, candidates = (count.cpu().numpy().astype(np.float64) for count in (num_history, num_candidates))
+        return float(self.options.cost().flops(stride * history, candidates, float(self.options.num_context)).sum())
 
 
 def _data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
