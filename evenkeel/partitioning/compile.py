@@ -17,7 +17,7 @@ def _digest_of_kernels() -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(__file__).parent.glob("*.py")):
         source = path.read_bytes()
-        if b"@kernel" in source:
+        if b"@kernel" in source or b"@step" in source:
             digest.update(path.name.encode() + b"\0" + source + b"\0")
     return digest.hexdigest()
 
@@ -31,10 +31,24 @@ def kernel(function: F) -> F:
     The machine code is cached under `NUMBA_CACHE_DIR`, else beside the source, else in the user's cache folder. Where
     none of them can be written (a read-only image without a home), it is compiled anew in each process.
     """
+    return _compiled(function)
+
+
+def step(function: F) -> F:
+    """As `kernel`, for what other kernels call often and what allocates nothing: references are not counted.
+
+    Numba counts those of each array that a function is given, two atomic additions each: for the few dozen arrays of
+    the searches that takes longer than a short function's work.
+    """
+    return _compiled(function, _nrt=False)
+
+
+def _compiled(function: F, **options: bool) -> F:
+    njit: Any = numba.njit
     try:
-        compiled: Any = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+        compiled = njit(nogil=True, cache=True, error_model="numpy", **options)(function)
     except RuntimeError:  # numba found no folder to cache in
-        return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+        return cast(F, njit(nogil=True, error_model="numpy", **options)(function))
     # numba renews a cached kernel when its own file changes, but not when a kernel that it calls does, in another file:
     # stamp it with the content of all such files instead.
     with suppress(AttributeError):

@@ -3,10 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import kernel, step
 
 
-@kernel
+@step
 def _sink(keys: NDArray[np.int64], heap: NDArray[np.int32], size: int, i: int, key: int, rank: int) -> None:
     """Put (`key`, `rank`) at or below place `i`; smaller keys, then smaller ranks are higher."""
     while True:
@@ -24,7 +24,7 @@ def _sink(keys: NDArray[np.int64], heap: NDArray[np.int32], size: int, i: int, k
     keys[i], heap[i] = key, rank
 
 
-@kernel
+@step
 def _rise(keys: NDArray[np.int64], heap: NDArray[np.int32], i: int, key: int, rank: int) -> None:
     while i > 0:
         parent = (i - 1) // 2
@@ -35,7 +35,7 @@ def _rise(keys: NDArray[np.int64], heap: NDArray[np.int32], i: int, key: int, ra
     keys[i], heap[i] = key, rank
 
 
-@kernel
+@step
 def _key(load: int, speed: float) -> int:
     """An integer that orders as load over speed does: bits of doubles that are not negative."""
     return int(np.float64(load / speed).view(np.int64))

@@ -3,10 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import step
 
 
-@kernel
+@step
 def sink(heap: NDArray[np.int64], size: int, i: int, weights: NDArray[np.float64]) -> None:
     """Let the rank at place `i` sink to where it belongs, after its weight has fallen."""
     if i >= size:
@@ -28,7 +28,7 @@ def sink(heap: NDArray[np.int64], size: int, i: int, weights: NDArray[np.float64
     heap[i] = rank
 
 
-@kernel
+@step
 def push(heap: NDArray[np.int64], size: int, rank: int, weights: NDArray[np.float64]) -> None:
     """Add a rank to a heap of `size` ranks."""
     place = size

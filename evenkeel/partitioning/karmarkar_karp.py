@@ -8,13 +8,13 @@ Two sets of equal sum and equal number of members are disjoint, so that their fi
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import kernel, step
 from evenkeel.partitioning.sorting import sort_by_key
 
 COUNT = 1 << 32  # a set's tie-breaker is number of members * COUNT + first member, so that one comparison serves both
 
 
-@kernel
+@step
 def sort_sets_descending(
     sums: NDArray[np.int64],
     ties: NDArray[np.int64],
@@ -65,7 +65,7 @@ def sort_sets_descending(
         start = end
 
 
-@kernel
+@step
 def _goes_first(spreads: NDArray[np.int64], sums: NDArray[np.int64], ties: NDArray[np.int64], a: int, b: int) -> bool:
     """Whether state `a` is joined before state `b`; `sums` and `ties` are of their largest sets."""
     if spreads[a] != spreads[b]:
@@ -75,7 +75,7 @@ def _goes_first(spreads: NDArray[np.int64], sums: NDArray[np.int64], ties: NDArr
     return bool(ties[a] > ties[b])
 
 
-@kernel
+@step
 def _sift_down(
     heap: NDArray[np.int32], size: int, spreads: NDArray[np.int64], sums: NDArray[np.int64], ties: NDArray[np.int64]
 ) -> None:
@@ -94,7 +94,7 @@ def _sift_down(
     heap[i] = state
 
 
-@kernel
+@step
 def _rise(
     heap: NDArray[np.int32], i: int, spreads: NDArray[np.int64], sums: NDArray[np.int64], ties: NDArray[np.int64]
 ) -> None:
@@ -188,7 +188,7 @@ def difference_equal_counts(costs: NDArray[np.int64], order: NDArray[np.int32], 
     return sets
 
 
-@kernel
+@step
 def _greater(sums: NDArray[np.int64], ties: NDArray[np.int64], a: int, b: int) -> bool:
     return bool(sums[a] > sums[b] or (sums[a] == sums[b] and ties[a] > ties[b]))
 

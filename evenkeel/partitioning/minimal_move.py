@@ -8,7 +8,7 @@ from evenkeel.partitioning.heaviest_first import push, sink
 from evenkeel.partitioning.rows import Rows, Terms, build_rows, exchange, read_rows
 from evenkeel.partitioning.swaps import cheapest_exchange, fullest_fill
 
-TAKERS = 8  # ranks with the most slack that a rank above its limit turns to in the plain pass
+TAKERS = 16  # ranks that a rank above its limit turns to in vain before the plain pass leaves it as it is
 
 
 @kernel
@@ -54,11 +54,12 @@ def plain_pass(terms: Terms, rows: Rows, ranks: NDArray[np.int64], choices: int,
                 slack[taker] = (terms.limits[taker] - rows.load[taker]) / terms.speeds[taker]
                 sink(heap, size, place, slack)
             else:
-                aside[num_aside] = heap[0]
-                num_aside += 1
-                size -= 1
-                heap[0] = heap[size]
-                sink(heap, size, 0, slack)
+                for place in range(min(choices, size, TAKERS - num_aside) - 1, -1, -1):
+                    aside[num_aside] = heap[place]
+                    num_aside += 1
+                    size -= 1
+                    heap[place] = heap[size]
+                    sink(heap, size, place, slack)
         for i in range(num_aside):
             push(heap, size, aside[i], slack)
             size += 1

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import kernel, step
 
 ACROSS = 16.0  # moving a sample to another node costs this many times as much as inside one
 
@@ -81,7 +81,7 @@ def build_rows(terms: Terms, order: NDArray[np.int32], destinations: NDArray[np.
     return Rows(cost, item, start, length, room, load, used)
 
 
-@kernel
+@step
 def read_rows(rows: Rows, ranks: NDArray[np.int64], destinations: NDArray[np.int32]) -> None:
     """Write the rank of each sample of `ranks` to `destinations`."""
     for rank in ranks:
@@ -89,7 +89,7 @@ def read_rows(rows: Rows, ranks: NDArray[np.int64], destinations: NDArray[np.int
             destinations[rows.item[i]] = rank
 
 
-@kernel
+@step
 def away(terms: Terms, item: int, rank: int) -> float:
     """What it costs that `item` is trained on `rank`: its size, and sixteen times as much across nodes."""
     home = terms.homes[item]
@@ -100,7 +100,7 @@ def away(terms: Terms, item: int, rank: int) -> float:
     return ACROSS * float(terms.sizes[item])
 
 
-@kernel
+@step
 def remove(rows: Rows, rank: int, i: int) -> None:
     """Take entry `i` of row `rank` out; the sums are the caller's."""
     begin = rows.start[rank]
@@ -110,7 +110,7 @@ def remove(rows: Rows, rank: int, i: int) -> None:
         rows.item[place] = rows.item[place + 1]
 
 
-@kernel
+@step
 def insert(rows: Rows, rank: int, cost: int, item: int) -> None:
     """Put a sample into row `rank`, which must have room, behind those of equal cost; the sums are the caller's."""
     begin = rows.start[rank]
@@ -124,7 +124,7 @@ def insert(rows: Rows, rank: int, cost: int, item: int) -> None:
     rows.length[rank] += 1
 
 
-@kernel
+@step
 def exchange(terms: Terms, rows: Rows, giver: int, i: int, taker: int, j: int) -> None:
     """Hand entry `i` of row `giver` to `taker`, and entry `j` of row `taker` to `giver` unless `j` is negative."""
     a = rows.item[rows.start[giver] + i]

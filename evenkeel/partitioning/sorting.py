@@ -3,10 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import kernel, step
 
 
-@kernel
+@step
 def sort_by_key(
     keys: NDArray[np.uint64],
     items: NDArray[np.int32],

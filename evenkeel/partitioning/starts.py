@@ -129,6 +129,8 @@ def kept_at_home(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]
 def at_home(problem: Problem) -> NDArray[np.int32]:
     """The homes, after whatever had to leave went where the load is least."""
     destinations = problem.terms.homes.copy()
+    if problem.terms.most is problem.home_counts:  # the homes are as even as counts get
+        return destinations
     keep, most = kept_at_home(problem)
     if bool((problem.home_counts <= keep).all()):
         return destinations

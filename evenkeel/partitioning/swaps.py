@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import step
 from evenkeel.partitioning.rows import Rows, Terms, away
 
 ENOUGH = 6  # exchanges with a rank that fit, beyond which the search for a cheaper one ends: cheap ones come first
@@ -15,7 +15,7 @@ GOOD = 1.5  # times what a plain move of the right cost would move: no further r
 PARTIAL = 1.2  # by how much cheaper an exchange must be that leaves the giver, or the taker, something to do
 
 
-@kernel
+@step
 def fits_memory(terms: Terms, rows: Rows, giver: int, a: int, taker: int, b: int) -> bool:
     """Whether neither rank exceeds its cap (or exceeds it more than now) after `a` went and `b` (if any) came."""
     change = terms.memory[a] - (terms.memory[b] if b >= 0 else 0.0)
@@ -24,7 +24,7 @@ def fits_memory(terms: Terms, rows: Rows, giver: int, a: int, taker: int, b: int
     return bool(rows.used[giver] - change <= terms.caps[giver])
 
 
-@kernel
+@step
 def _first_at_least(cost: NDArray[np.int64], begin: int, length: int, value: int) -> int:
     """Entry of the row at `begin` from which on costs are at least `value`."""
     low, high = 0, length
@@ -37,7 +37,16 @@ def _first_at_least(cost: NDArray[np.int64], begin: int, length: int, value: int
     return low
 
 
-@kernel
+@step
+def moves_away(terms: Terms, giver: int, a: int, taker: int, b: int) -> float:
+    """What the exchange of `a` for `b` (if any) adds to the movement."""
+    moved = away(terms, a, taker) - away(terms, a, giver)
+    if b >= 0:
+        moved += away(terms, b, giver) - away(terms, b, taker)
+    return moved
+
+
+@step
 def cheapest_exchange(
     terms: Terms, rows: Rows, giver: int, takers: NDArray[np.int64], num_takers: int
 ) -> tuple[int, int, int]:
@@ -80,14 +89,13 @@ def cheapest_exchange(
         j = 0
         while i < last and tried < TRIED:
             a, cost_a = rows.item[g + i], rows.cost[g + i]
-            base = away(terms, a, taker) - away(terms, a, giver)
             if (
                 may_move
                 and low <= cost_a <= slack
                 and not (with_memory and not fits_memory(terms, rows, giver, a, taker, -1))
             ):
                 tried += 1
-                rate = base / min(cost_a, excess)
+                rate = moves_away(terms, giver, a, taker, -1) / min(cost_a, excess)
                 if cost_a < wanted:
                     rate *= PARTIAL
                 if rate < best_rate:
@@ -104,7 +112,7 @@ def cheapest_exchange(
                 b = rows.item[t + j]
                 if not (with_memory and not fits_memory(terms, rows, giver, a, taker, b)):
                     tried += 1
-                    rate = (base + away(terms, b, giver) - away(terms, b, taker)) / min(delta, excess)
+                    rate = moves_away(terms, giver, a, taker, b) / min(delta, excess)
                     if delta < wanted:
                         rate *= PARTIAL
                     if rate < best_rate:
@@ -113,7 +121,7 @@ def cheapest_exchange(
     return best_place, best_i, best_j
 
 
-@kernel
+@step
 def fullest_fill(
     terms: Terms, rows: Rows, giver: int, takers: NDArray[np.int64], num_takers: int
 ) -> tuple[int, int, int]:
@@ -132,7 +140,9 @@ def fullest_fill(
             continue
         t, num_t = rows.start[taker], rows.length[taker]
         may_move = num_g > terms.fewest[giver] and num_t < min(terms.most[taker], rows.room[taker])
-        most, most_i, most_j, least = 0, -1, -1, np.inf
+        # What an exchange moves is only looked up where two fill equally, and for the one that is left.
+        most, most_a, most_b, most_i, most_j, least = 0, -1, -1, -1, -1, np.inf
+        known = False
         first = 0  # the taker's lightest that it must give for the giver's sample, lest it go beyond its limit
         for i in range(num_g):
             a, cost_a = rows.item[g + i], rows.cost[g + i]
@@ -150,17 +160,25 @@ def fullest_fill(
                     continue
                 if with_memory and not fits_memory(terms, rows, giver, a, taker, b):
                     continue
-                moved = away(terms, a, taker) - away(terms, a, giver)
-                if b >= 0:
-                    moved += away(terms, b, giver) - away(terms, b, taker)
-                if delta > most or moved < least:
-                    most, most_i, most_j, least = delta, i, -1 if b < 0 else j, moved
-        if most > 0 and least / most < best_rate:
-            best_place, best_i, best_j, best_rate = place, most_i, most_j, least / most
+                if delta == most:
+                    if not known:
+                        known, least = True, moves_away(terms, giver, most_a, taker, most_b)
+                    moved = moves_away(terms, giver, a, taker, b)
+                    if moved >= least:
+                        continue
+                    least = moved
+                else:
+                    known = False
+                most, most_a, most_b, most_i, most_j = delta, a, b, i, -1 if b < 0 else j
+        if most > 0:
+            if not known:
+                least = moves_away(terms, giver, most_a, taker, most_b)
+            if least / most < best_rate:
+                best_place, best_i, best_j, best_rate = place, most_i, most_j, least / most
     return best_place, best_i, best_j
 
 
-@kernel
+@step
 def evenest_exchange(
     terms: Terms, rows: Rows, giver: int, taker: int, below: float, barred: NDArray[np.int64], now: int
 ) -> tuple[int, int, float, float]:
@@ -180,6 +198,8 @@ def evenest_exchange(
     num_g, num_t = rows.length[giver], rows.length[taker]
     may_move = num_g > terms.fewest[giver] and num_t < min(terms.most[taker], rows.room[taker])
     speed_g, speed_t = terms.speeds[giver], terms.speeds[taker]
+    alike = speed_g == speed_t  # overloads of ranks alike are compared in whole units
+    best_units = np.iinfo(np.int64).max
     # With an exchange of `even` both are as far above their limits; what fits is from `excess` up to `slack`.
     even = excess if excess <= slack else (excess + slack) // 2
     best_i, best_j, best_over, best_away = -1, -1, below, np.inf
@@ -201,18 +221,19 @@ def evenest_exchange(
                 continue
             if delta <= 0:
                 continue
-            overload = max((excess - delta) / speed_g, (delta - slack) / speed_t, 0.0)
+            units = max(excess - delta, delta - slack, 0)
+            if alike and units > best_units:
+                continue
+            overload = units / speed_g if alike else max((excess - delta) / speed_g, (delta - slack) / speed_t, 0.0)
             if overload > best_over or (overload == best_over and best_i < 0):
                 continue
             if b >= 0 and barred[b] > now:
                 continue
             if with_memory and not fits_memory(terms, rows, giver, a, taker, b):
                 continue
-            moved = away(terms, a, taker) - away(terms, a, giver)
-            if b >= 0:
-                moved += away(terms, b, giver) - away(terms, b, taker)
+            moved = moves_away(terms, giver, a, taker, b)
             if overload < best_over or moved < best_away:
-                best_i, best_j, best_over, best_away = i, -1 if b < 0 else j, overload, moved
+                best_i, best_j, best_over, best_away, best_units = i, -1 if b < 0 else j, overload, moved, units
             found += overload == 0.0
         if found >= ENOUGH:
             break

@@ -3,17 +3,18 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import kernel, step
 from evenkeel.partitioning.heaviest_first import sink
 from evenkeel.partitioning.rows import Rows, Terms, build_rows, exchange, read_rows
 from evenkeel.partitioning.swaps import evenest_exchange
 
 TENURE = 12  # steps for which a sample that was exchanged stays where it is
+SOON = 1 << 11  # entries that a step looks at if that brings the rank and its partner within their limits, about
 NEAR = 1 << 13  # entries that a step looks at if that yields a smaller overload, about
 FAR = 1 << 16  # entries that it looks at else
 
 
-@kernel
+@step
 def _most_overloaded(terms: Terms, rows: Rows, ranks: NDArray[np.int64]) -> tuple[int, float]:
     """The rank furthest above its limit, and how far, over its speed (negative when all are below)."""
     worst, most = ranks[0], -np.inf
@@ -60,7 +61,7 @@ def _search(
             i, j, after, moved = evenest_exchange(terms, rows, worst, taker, np.inf, barred, step)
             if i >= 0 and (after < chosen_over or (after == chosen_over and moved < chosen_away)):
                 chosen, chosen_i, chosen_j, chosen_over, chosen_away = taker, i, j, after, moved
-            if looked > FAR or (looked > NEAR and chosen_over < most):
+            if looked > (SOON if chosen_over <= 0 else NEAR if chosen_over < most else FAR):
                 break
         budget -= looked
         idle += 1
