@@ -12,17 +12,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.zygote import Program
+
 START_SECONDS = 240.0  # compiles its kernels first, if nothing has yet
 
 
 @dataclass(slots=True)
 class BalancerProcess:
-    """A started balancer; `stop` and `kill` end it, and `start` begins another at the same port."""
+    """A started balancer; `stop` and `kill` end it, and `start` begins another at the same port.
+
+    Attributes:
+        flags: Of its command line.
+        folder: Of its log.
+        interpreter: Whether it gets a Python of its own instead of one that has imported everything.
+        port: Where it listens.
+        process: The one that runs, or ran last.
+    """
 
     flags: tuple[str, ...]
     folder: Path
+    interpreter: bool = False
     port: int = 0
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Program | None = None
 
     @property
     def address(self) -> str:
@@ -31,9 +42,13 @@ class BalancerProcess:
     def start(self) -> None:
         port_file = self.folder / "port"
         port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "services.balancer", "--port", str(self.port), "--port-file", str(port_file)]
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen([*command, *self.flags], stdout=log, stderr=log)
+        arguments = ("--port", str(self.port), "--port-file", str(port_file), *self.flags)
+        if self.interpreter:
+            with (self.folder / "log").open("ab") as log:
+                command = [sys.executable, "-m", "services.balancer", *arguments]
+                self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        else:
+            self.process = Program("services.balancer", *arguments, output=self.folder / "log")
         deadline = time.monotonic() + START_SECONDS
         while not (port_file.exists() and port_file.read_text().strip()):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -61,10 +76,10 @@ class BalancerProcess:
 
 
 @contextlib.contextmanager
-def running_balancer(*flags: str) -> Iterator[BalancerProcess]:
+def running_balancer(*flags: str, interpreter: bool = False) -> Iterator[BalancerProcess]:
     """A balancer on a free port, ended with the block."""
     with tempfile.TemporaryDirectory() as folder:
-        balancer = BalancerProcess(flags=flags, folder=Path(folder))
+        balancer = BalancerProcess(flags=flags, folder=Path(folder), interpreter=interpreter)
         balancer.start()
         try:
             yield balancer

@@ -1,7 +1,9 @@
 """Settings of all tests."""
 
 import os
+import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Examples run kernels that are compiled at first use and real processes: time says nothing about correctness.
@@ -9,3 +11,9 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 # The same examples on every machine, so that only a change fails a test; HYPOTHESIS_PROFILE=explore makes new ones.
 settings.register_profile("repeat", settings.get_profile("explore"), derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Imports and compiles before any test's time counts: on a machine without numba's cache that takes minutes."""
+    if session.items and not session.config.option.collectonly and "tests.zygote" in sys.modules:
+        sys.modules["tests.zygote"].warm()

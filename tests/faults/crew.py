@@ -17,8 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from evenkeel import partitioning
+from tests import zygote
 from tests.faults.steps import Steps, take_steps
-from tests.trainer_client.ranks import _context, _rank
+from tests.trainer_client.ranks import _rank
 from trainer_client import redistribution
 
 START_SECONDS = 110.0
@@ -39,10 +40,9 @@ class Crew:
         self.is_idle = True
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.world_size):
-            ours, theirs = _context.Pipe()
-            results, unused = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank, args=(rank, self.world_size, store, unused, _obey, (theirs,)))
-            process.start()
+            ours, theirs = zygote.context.Pipe()
+            results, unused = zygote.context.Pipe(duplex=False)
+            process = zygote.process(_rank, rank, self.world_size, store, unused, _obey, (theirs,))
             theirs.close()
             unused.close()
             self._ends.append(ours)

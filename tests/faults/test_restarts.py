@@ -88,7 +88,8 @@ def test_restarted_at_once_and_late(crew: Crew, balancer: BalancerProcess, relay
         run.until(mode="service", times=6)
     assert len(instances) == 2  # the injection: another incarnation decided what came after it
     assert min(instances.values()) >= 9  # three rounds of three ranks
-    assert run.results[0]["breaker_changes"] >= 2
+    if steps_down:  # at once: it may be back before any rank's patience ends
+        assert run.results[0]["breaker_changes"] >= 2
 
 
 def test_never_there(crew: Crew) -> None:

@@ -64,7 +64,7 @@ def jumping_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[B
         "time.time, time.time_ns = jump, lambda: int(jump() * 1e9)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    with running_balancer("--log-format", "json", "--log-level", "debug") as process:
+    with running_balancer("--log-format", "json", "--log-level", "debug", interpreter=True) as process:
         yield process
 
 

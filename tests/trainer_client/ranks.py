@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -13,9 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Forked from a server that has imported torch but started no thread, ranks start in a few milliseconds.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "trainer_client", "tests.trainer_client.ranks"])
+from tests import zygote
 
 TIMEOUT_SECONDS = 90.0
 
@@ -43,12 +40,10 @@ def run_ranks(world_size: int, target: Callable[..., Any], *args: Any, check: bo
         store = Path(folder) / "store"
         ends, processes = [], []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank, args=(rank, world_size, str(store), theirs, target, args))
-            process.start()
+            ours, theirs = zygote.context.Pipe(duplex=False)
+            processes.append(zygote.process(_rank, rank, world_size, str(store), theirs, target, args))
             theirs.close()
             ends.append(ours)
-            processes.append(process)
         results: list[Any] = []
         try:
             for rank, end in enumerate(ends):

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.zygote import Program
 
 
 @dataclass
@@ -17,15 +17,14 @@ class Served:
 
     url: str
     metrics_url: str
-    process: subprocess.Popen[bytes]
+    process: Program
 
 
 @contextmanager
 def served(folder: Path, *flags: str, **environment: str) -> Iterator[Served]:
     port, metrics = folder / "port", folder / "metrics_port"
-    command = [sys.executable, "-m", "services.planner", "--port", "0", "--port-file", str(port)]
-    command += ["--metrics-port", "0", "--metrics-port-file", str(metrics), "--log-format", "json", *flags]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+    arguments = ["--port", "0", "--port-file", str(port), "--metrics-port", "0", "--metrics-port-file", str(metrics)]
+    process = Program("services.planner", *arguments, "--log-format", "json", *flags, **environment)
     try:
         deadline = time.monotonic() + 100
         while not (port.exists() and metrics.exists()):

@@ -63,6 +63,6 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     with running_balancer(
         "--tls-certificate", str(server.certificate), "--tls-key", str(server.key),
         "--token-file", str(folder / "tokens.yml"), "--handshake-seconds", "5", "--join-timeout-seconds", "5",
-        "--max-connections", "500", "--reflection", "true",
+        "--max-connections", "500", "--reflection", "true", interpreter=True,  # its command line is read
     ) as balancer:  # fmt: skip
         yield Secured(balancer, authority, server, folder / "tokens.yml", 0)

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.trainer_client.checkpoint.dumps import DIM, NUM_EMBEDDINGS, write_dump
+from tests.trainer_client.ranks import run_ranks
 from trainer_client.checkpoint import CheckpointError, RoutingMismatchError, load, open_checkpoint, save
 from trainer_client.checkpoint.live import load_table
 from trainer_client.embeddings import KeyBatch, RoutedEmbeddingCollection, RoutedTable
@@ -62,9 +61,7 @@ def assert_same_rows(found: dict[Any, list[torch.Tensor]], expected: dict[Any, l
             assert torch.equal(mine, other), key
 
 
-def save_from_ranks(rank: int, num_ranks: int, root: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=num_ranks)
+def save_from_ranks(rank: int, root: str) -> None:
     collection = RoutedEmbeddingCollection(make_tables("continuous", "roundrobin"))
     optimizer = torch.optim.Adam(collection.parameters())
     train(collection, optimizer, 3, rank)
@@ -77,11 +74,10 @@ def save_from_ranks(rank: int, num_ranks: int, root: str) -> None:
     save(other, Path(root) / "again", optimizer=adam)
     with pytest.raises(CheckpointError, match="again exists"):
         save(other, Path(root) / "again", optimizer=adam)
-    dist.destroy_process_group()
 
 
 def test_ranks_save_and_any_number_of_ranks_loads(tmp_path: Path) -> None:
-    mp.spawn(save_from_ranks, args=(3, str(tmp_path)), nprocs=3)
+    run_ranks(3, save_from_ranks, str(tmp_path))
     expected: dict[Any, list[torch.Tensor]] = {}
     for rank in range(3):
         expected |= torch.load(tmp_path / f"expected{rank}", weights_only=False)
@@ -161,20 +157,17 @@ def test_a_key_that_comes_twice_is_named_with_its_file(tmp_path: Path) -> None:
             load(RoutedEmbeddingCollection([table]), here)
 
 
-def load_what_one_rank_cannot(rank: int, num_ranks: int, root: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=num_ranks)
+def load_what_one_rank_cannot(rank: int, root: str) -> None:
     table = RoutedTable(name="items", embedding_dim=DIM, features=("item",), num_embeddings=NUM_EMBEDDINGS)
     with pytest.raises(CheckpointError, match=r"rank_1\.world_size_2: key -?\d+ of table items is in the"):
         load(RoutedEmbeddingCollection([table]), Path(root) / "dump")
-    dist.destroy_process_group()
 
 
 def test_what_is_wrong_for_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     write_dump(tmp_path / "dump", roundrobin(), 2, counter=False)
     for file in (tmp_path / "dump").glob("items_emb_*.rank_1.world_size_2"):
         file.write_bytes(file.read_bytes() * 2)
-    mp.spawn(load_what_one_rank_cannot, args=(2, str(tmp_path)), nprocs=2)
+    run_ranks(2, load_what_one_rank_cannot, str(tmp_path))
 
 
 def test_misfits_are_named(tmp_path: Path) -> None:

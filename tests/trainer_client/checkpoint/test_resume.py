@@ -3,12 +3,13 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests import zygote
 from tests.trainer_client.checkpoint.dumps import check_rows, opened, write_dump
 from trainer_client.checkpoint import CheckpointError, convert, open_checkpoint
 from trainer_client.checkpoint.convert import Format
@@ -83,6 +84,7 @@ def damage(staging: Path, draw: random.Random) -> None:
 
 def kill_and_resume(root: Path, target_format: Format, seed: int) -> None:
     """The body of the test below, in a process that has started no threads and can fork."""
+    torch.set_num_threads(1)
     draw = random.Random(seed)
     prepare(root / "undisturbed")
     calls = attempt(root / "undisturbed", target_format, 0)
@@ -104,25 +106,15 @@ def kill_and_resume(root: Path, target_format: Format, seed: int) -> None:
         assert contents(here / "target") == expected
         assert sorted(path.name for path in here.iterdir()) == ["calls", "source", "target"]
         resumed += int((here / "calls").read_text().split()[1])
-    print(f"{kills} kills, {resumed} rows resumed")
     assert kills >= 3
     assert resumed > 0
 
 
 @pytest.mark.parametrize("target_format", ["dynamicemb", "dcp"])
 def test_killed_at_random_points_it_goes_on_and_ends_in_the_same_bytes(target_format: str, tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; import torch; torch.set_num_threads(1);"
-        "from tests.trainer_client.checkpoint.test_resume import kill_and_resume;"
-        "kill_and_resume(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), target_format, "5"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    body = zygote.process(kill_and_resume, tmp_path, target_format, 5)
+    body.join()
+    assert body.exitcode == 0
     check_rows(opened(tmp_path / "case0" / "target"), hash_roundrobin(), 3)
 
 

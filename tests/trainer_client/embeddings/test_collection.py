@@ -1,44 +1,37 @@
 """Real processes over Gloo against plain torch holding the whole tables in one process."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.trainer_client.embeddings.whole import TABLES, Whole, check_rows, loss_of, make_batch
+from tests.trainer_client.ranks import run_ranks
 from trainer_client.embeddings import KeyBatch, KeyTable, RoutedEmbeddingCollection, RoutedTable
 from trainer_client.embeddings.tables import initial_rows
 
 
-def train_and_compare(rank: int, num_ranks: int, path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=num_ranks)
-    try:
-        for deduplicate in (False, True):
-            collection, whole = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate), Whole()
-            ours = torch.optim.Adam(collection.parameters(), lr=0.1)
-            theirs = torch.optim.Adam(whole.weights.values(), lr=0.1)
-            for step in range(3):
-                ours.zero_grad()
-                theirs.zero_grad()
-                expected = [whole.look_up(make_batch(other, step)) for other in range(num_ranks)]
-                results = collection(make_batch(rank, step))
-                for name, value in expected[rank].items():
-                    torch.testing.assert_close(results[name], value)
-                loss_of(results).backward()
-                torch.stack([loss_of(result) for result in expected]).sum().backward()
-                ours.step()
-                theirs.step()
-            check_rows(collection, whole, rank, num_ranks)
-    finally:
-        dist.destroy_process_group()
+def train_and_compare(rank: int) -> None:
+    num_ranks = dist.get_world_size()
+    for deduplicate in (False, True):
+        collection, whole = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate), Whole()
+        ours = torch.optim.Adam(collection.parameters(), lr=0.1)
+        theirs = torch.optim.Adam(whole.weights.values(), lr=0.1)
+        for step in range(3):
+            ours.zero_grad()
+            theirs.zero_grad()
+            expected = [whole.look_up(make_batch(other, step)) for other in range(num_ranks)]
+            results = collection(make_batch(rank, step))
+            for name, value in expected[rank].items():
+                torch.testing.assert_close(results[name], value)
+            loss_of(results).backward()
+            torch.stack([loss_of(result) for result in expected]).sum().backward()
+            ours.step()
+            theirs.step()
+        check_rows(collection, whole, rank, num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [3])
-def test_ranks_compute_what_one_process_computes(num_ranks: int, tmp_path: Path) -> None:
-    mp.spawn(train_and_compare, args=(num_ranks, str(tmp_path / "store")), nprocs=num_ranks)
+def test_ranks_compute_what_one_process_computes() -> None:
+    run_ranks(3, train_and_compare)
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])

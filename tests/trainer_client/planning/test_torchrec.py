@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import sys
 import types
 from collections.abc import Iterator
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -40,6 +37,7 @@ from evenkeel.placement import (
 from evenkeel.placement.application import dynamicemb_options, lines_to_paste
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 from tests.services.planner.serving import served
+from tests.trainer_client.ranks import run_ranks
 from trainer_client.planning import (
     PlannerClient,
     PlannerError,
@@ -102,10 +100,7 @@ def test_unknown_tables_and_types_are_refused() -> None:
         describe_model(_Model(), access={"nobody": Zipf()})
 
 
-def _train(rank: int, port: int, mixed: bool) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _train(rank: int, mixed: bool) -> None:
     model = _Model()
     tables = describe_model(model)
     request = _request(_mixed(tables) if mixed else tables)
@@ -119,15 +114,11 @@ def _train(rank: int, port: int, mixed: bool) -> None:
     loss = parallel(bags, rows)
     loss.backward()
     assert torch.isfinite(loss)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_distributed_model_parallel_trains_with_the_plan(mixed: bool) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(_train, args=(port, mixed), nprocs=2, join=True, start_method="fork")
+    run_ranks(2, _train, mixed)
 
 
 def test_the_whole_table_is_in_the_shards() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
 import pickle
 import socket
 import traceback
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from evenkeel.partitioning.slices import Slice
+from tests import zygote
 from trainer_client.batches import FlatBatch
 from trainer_client.redistribution import redistribute, start
 
@@ -89,19 +88,13 @@ class GlooRanks:
     """Processes that run what they are sent."""
 
     def __init__(self, world_size: int) -> None:
-        # Forked from a server that has imported torch but started no thread.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "trainer_client", __name__])
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         port = free_port()
         self._pipes, self._processes = [], []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
-            process.start()
+            ours, theirs = zygote.context.Pipe()
+            self._processes.append(zygote.process(_serve, rank, world_size, port, theirs))
             theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
 
     def call(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Runs `function` on the first ranks, one tuple of arguments each; what any raised is raised here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.balancer_process import running_balancer
 from tests.services.security.authorities import write_certificate
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
 from tests.trainer_client.ranks import run_ranks
-from trainer_client import BalancedLoader, Balancer
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 TOKEN = "t" * 43
 
@@ -121,10 +122,10 @@ def test_ranks_train_behind_tls_and_tokens(tmp_path: Path) -> None:
         check_whole(job, results)
         assert "call refused" in balancer.log  # the streams with the old token have ended
         modes = [record["mode"] for record in results[0]]
-        print({mode: modes.count(mode) for mode in modes})
         assert modes.count("service") > 300
         assert modes[-1] == "service"
-        wrong = Job(steps=(4, 4), name="another", address=job.address)
+        options = BalanceOptions(timeout=timedelta(seconds=2))  # it is never served
+        wrong = Job(steps=(4, 4), name="another", address=job.address, options=options)
         results = run_ranks(2, train, wrong, environment)
         check_whole(wrong, results)
         assert {record["mode"] for record in results[0]} == {"embedded"}

@@ -1,0 +1,18 @@
+"""What the server has in memory that the processes of the tests are forked from: see `tests.zygote`."""
+
+import gc
+
+import grpc.aio  # noqa: F401
+import pytest  # noqa: F401
+import torch.distributed  # noqa: F401
+
+import services.balancer.server
+import services.planner.app  # noqa: F401
+import trainer_client  # noqa: F401
+from evenkeel import partitioning
+from trainer_client import redistribution
+
+partitioning.warm_up()
+redistribution.warm_up()
+gc.collect()
+gc.freeze()

@@ -1,0 +1,108 @@
+"""Processes for the tests, forked from one that has imported and compiled what ranks and services need.
+
+A rank that starts from nothing takes four seconds of a core until its first batch, a service two to three; forked,
+they take a few hundredths. The server that they are forked from has no threads, which is what makes forking safe.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+context = multiprocessing.get_context("forkserver")
+_environment_at_start = dict(os.environ)
+
+
+def warm() -> None:
+    """Starts the server with all test modules imported so far, and waits until it is ready."""
+    context.set_forkserver_preload(
+        ["tests.preloaded", *sorted(name for name in sys.modules if name.startswith("tests."))]
+    )
+    ours, theirs = context.Pipe(duplex=False)
+    first = process(_describe_server, theirs)
+    theirs.close()
+    num_threads, is_preloaded = ours.recv()
+    first.join()
+    assert is_preloaded, "tests.preloaded cannot be imported; run pytest in the repository's root"
+    assert num_threads == 1, f"a test module or a library starts threads at import: {num_threads}; do not fork from it"
+
+
+def process(target: Callable[..., Any], *args: Any) -> ForkServerProcess:
+    """Starts `target(*args)`, a module-level function, with this process's folder, environment and output."""
+    started = context.Process(target=_call, args=(_Output(), dict(os.environ), target, args))
+    started.start()
+    return started
+
+
+class _Output:
+    """Where this process writes to; unpickled, it is where the process that it has come to writes to."""
+
+    def __getstate__(self) -> list[Any]:
+        return [reduction.DupFd(number) for number in (1, 2)]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        for number, there in enumerate(state, 1):
+            received = there.detach()
+            os.dup2(received, number)
+            os.close(received)
+
+
+def _call(_output: _Output, environment: Mapping[str, str], target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    for name in _environment_at_start.keys() - environment.keys():
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    target(*args)
+
+
+def _describe_server(end: Connection) -> None:
+    end.send((len(os.listdir(f"/proc/{os.getppid()}/task")), "tests.preloaded" in sys.modules))
+
+
+class Program:
+    """`python -m MODULE ARGUMENTS` without the start of an interpreter; used like a `subprocess.Popen`."""
+
+    def __init__(self, module: str, *arguments: str, output: Path | None = None, **environment: str) -> None:
+        self._process = process(_run_module, module, arguments, output, environment)
+        self.pid = self._process.pid
+        assert self.pid is not None
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, once it has ended."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self._process.pid or 0, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run_module(module: str, arguments: tuple[str, ...], output: Path | None, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+    if output is not None:
+        with output.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
