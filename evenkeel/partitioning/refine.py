@@ -8,8 +8,8 @@ from evenkeel.partitioning.minimal_move import exchange_plainly
 from evenkeel.partitioning.problem import Problem
 from evenkeel.partitioning.tabu import search
 
-CHOICES = 320  # samples of all the ranks that a rank above its limit chooses from in the plain pass, about
-MOST_CHOICES = 8  # ranks that it chooses from at most
+CHOICES = 640  # samples of all the ranks that a rank above its limit chooses from in the plain pass, about
+MOST_CHOICES = 12  # ranks that it chooses from at most
 
 
 def exchange_from(
