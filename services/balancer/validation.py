@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,8 @@ MAX_TOTAL = 2.0**62
 """Above the sum of any quantity over all samples of a round, so that int64 sums are exact."""
 
 _MAX_TRACEPARENT = 64
-_F8, _I8, _U4 = np.dtype("<f8"), np.dtype("<i8"), np.dtype("<u4")
+_F8, _I8, _U4, _U8 = np.dtype("<f8"), np.dtype("<i8"), np.dtype("<u4"), np.dtype("<u8")
+_DOUBLE, _DOUBLE_BITS = struct.Struct("<d"), struct.Struct("<Q")
 _COUNTS = {pb.COUNTS_UNSPECIFIED: "equal", pb.COUNTS_EQUAL: "equal", pb.COUNTS_FREE: "free"}
 _KINDS = {kind.number: kind.name.removeprefix("KIND_").lower() for kind in pb.Field.Kind.DESCRIPTOR.values}
 
@@ -110,46 +112,40 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits) -> Submiss
         costs = _array(costs_bytes, _I8, n, "costs_i64")
         _check_amounts(costs, "costs_i64", share)
     memory: NDArray[np.float64] | None = None
-    if message.memory:
-        memory = _array(message.memory, _F8, n, "memory")
+    memory_bytes, sizes_bytes = message.memory, message.sizes
+    if memory_bytes:
+        memory = _array(memory_bytes, _F8, n, "memory")
         _check_amounts(memory, "memory", share)
     elif terms.options.memory_caps and n:
         raise _refused("memory", "empty", "submit each sample's memory: the session has memory_caps", fatal=False)
     sizes: NDArray[np.int64] | None = None
-    if message.sizes:
-        sizes = _array(message.sizes, _I8, n, "sizes")
+    if sizes_bytes:
+        sizes = _array(sizes_bytes, _I8, n, "sizes")
         _check_amounts(sizes, "sizes", share)
     lengths_bytes = message.lengths
     lengths = _array(lengths_bytes, _U4, n * terms.num_jagged, "lengths")
-    if message.batch_sizes and (len(message.batch_sizes) > terms.window or sum(message.batch_sizes) != n):
+    batch_sizes = tuple(message.batch_sizes)
+    if batch_sizes and (len(batch_sizes) > terms.window or sum(batch_sizes) != n):
         raise _refused(
             "batch_sizes",
-            shorten(list(message.batch_sizes[:16])),
+            shorten(list(batch_sizes[:16])),
             f"state up to {terms.window} sizes that add up to num_samples, {n}",
             fatal=False,
         )
-    timeout = message.timeout_ms / 1e3 if message.timeout_ms else limits.round_timeout
+    timeout_ms, exhausted, traceparent = message.timeout_ms, message.exhausted, message.traceparent
+    timeout = timeout_ms / 1e3 if timeout_ms else limits.round_timeout
     return Submission(
         num_samples=n,
         costs=costs,
         lengths=lengths.reshape(n, terms.num_jagged),
         memory=memory,
         sizes=sizes,
-        batch_sizes=tuple(message.batch_sizes),
-        exhausted=message.exhausted,
+        batch_sizes=batch_sizes,
+        exhausted=exhausted,
         timeout=min(timeout, limits.max_round_timeout),
-        traceparent=message.traceparent if len(message.traceparent) <= _MAX_TRACEPARENT else "",
+        traceparent=traceparent if len(traceparent) <= _MAX_TRACEPARENT else "",
         fingerprint=hash(
-            (
-                n,
-                message.exhausted,
-                costs.dtype.char,
-                costs_bytes,
-                lengths_bytes,
-                message.memory,
-                message.sizes,
-                *message.batch_sizes,
-            )
+            (n, exhausted, costs.dtype.char, costs_bytes, lengths_bytes, memory_bytes, sizes_bytes, *batch_sizes)
         ),
     )
 
@@ -236,8 +232,8 @@ def _check_amounts(values: NDArray[np.int64] | NDArray[np.float64], name: str, l
     # As unsigned integers, amounts of either type are ordered as they are, with all that is negative, infinite or NaN
     # above: one pass tells that every amount is good and their sum small.
     each = limit / values.size
-    bits = np.float64(each).view(np.uint64) if values.dtype == np.float64 else np.uint64(each)
-    if values.view(np.uint64).max() <= bits:
+    most = _DOUBLE_BITS.unpack(_DOUBLE.pack(each))[0] if values.dtype == _F8 else int(each)
+    if int(np.maximum.reduce(values.view(_U8))) <= most:
         return
     bad = np.flatnonzero(~((values >= 0) & (values <= limit)))
     if bad.size:
