@@ -41,7 +41,6 @@ left_out() { # NAME REASON
 ranks=("$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m)
 
 step routing "$python" -m tests.trainer_client.routing.cuda_checks
-step routing_waves env EVENKEEL_BUCKETIZE_SMALL_BLOCKS=waves "$python" -m tests.trainer_client.routing.cuda_checks
 step nvrtc "$python" -m tests.trainer_client.routing.nvrtc_checks
 for tool in memcheck racecheck; do
   if command -v compute-sanitizer >/dev/null; then
@@ -50,11 +49,9 @@ for tool in memcheck racecheck; do
     left_out "$tool" "compute-sanitizer is not there"
   fi
 done
-# The two tables beside each other show what the block size by waves is worth; FBGEMM joins where it is installed.
+# FBGEMM joins where it is installed.
 [ "${QUICK:-0}" = 1 ] && cases=(--case "long histories" --case wide) || cases=()
 step bucketize "$python" -m benchmarks.bucketize --device cuda "${cases[@]}" --json "$out/bucketize.json"
-step bucketize_waves env EVENKEEL_BUCKETIZE_SMALL_BLOCKS=waves \
-  "$python" -m benchmarks.bucketize --device cuda "${cases[@]}" --json "$out/bucketize_waves.json"
 if has torchrec && has fbgemm_gpu; then
   if has highspy; then
     [ "${QUICK:-0}" = 1 ] && cases=(--case HBM_ONLY --case mixture) || cases=()

@@ -1,7 +1,6 @@
 """The CUDA kernel of ``evenkeel::block_bucketize``: workspace, launches, and the remembered module of each device."""
 
 import ctypes
-import os
 from functools import cache
 from importlib.resources import files
 
@@ -10,12 +9,14 @@ from torch import Tensor
 
 from trainer_client.routing.nvrtc import Module
 
-_SCAN_ROWS, _SCAN_THREADS, _TILE_THREADS = 2048, 256, 512
+_SCAN_THREADS, _TILE_THREADS = 256, 512
+_FEW_ROWS = 1 << 14
 _UNIT_BITS, _ROW_COST, _LONG_ROW = 12, 1, 255
 _CELLS = 1 << 16  # bytes of shared memory for the lengths of one pass
 _MAX_KEYS = 1 << 31
 _MANY_KEYS = 1 << 22
-_KERNELS = ("scan_rows", "count_tile", "scan_tiles", "scatter_tile")
+_SOURCES = ("common", "scan_rows", "count_tile", "scan_tiles", "scatter_tile")
+_KERNELS = ("scan_rows", "scan_few_rows", "count_tile", "scan_tiles", "scatter_tile")
 _FIELDS = """
     lengths keys blocks feature_ends modes mixes weights new_lengths new_keys new_weights positions slots
     offsets points counts totals bases scan_state tickets
@@ -32,29 +33,23 @@ def _count_threads(num_ranks: int) -> int:
     return 128 if num_ranks <= 16 else 256
 
 
-def _scatter_threads(many: bool) -> int:
-    """Smaller blocks overlap better where there are many, larger ones finish sooner where there are few."""
-    return 256 if many else 512
+def scatter_shape(num_keys: int) -> tuple[int, int]:
+    """Threads of a block of ``scatter_tile``, and blocks a multiprocessor.
 
-
-def small_blocks(num_keys: int, num_tiles: int, processors: int) -> bool:
-    """Whether ``scatter_tile`` runs in small blocks, three a multiprocessor, or in large ones, two a multiprocessor.
-
-    By default many keys decide. With ``EVENKEEL_BUCKETIZE_SMALL_BLOCKS=waves``, a candidate that no GPU has measured
-    yet, it is whether the large blocks would need a second wave, which the last of them begin alone.
+    Small blocks overlap better where there are many, larger ones finish sooner where there are few.
     """
-    if os.environ.get("EVENKEEL_BUCKETIZE_SMALL_BLOCKS") == "waves":
-        return num_tiles > 2 * processors
-    return num_keys > _MANY_KEYS
+    return (256, 3) if num_keys > _MANY_KEYS else (512, 2)
 
 
 def source() -> str:
     """The CUDA source: the common part, then the kernels."""
     folder = files("trainer_client.routing").joinpath("kernels")
-    return "".join(folder.joinpath(f"{part}.cu").read_text() for part in ("common", *_KERNELS))
+    return "".join(folder.joinpath(f"{part}.cu").read_text() for part in _SOURCES)
 
 
-def macros(num_ranks: int, *, key_bytes: int, length_bytes: int, weight_bytes: int, many: bool) -> dict[str, str]:
+def macros(
+    num_ranks: int, *, key_bytes: int, length_bytes: int, weight_bytes: int, scatter: tuple[int, int]
+) -> dict[str, str]:
     """What the source leaves open."""
     integer = {4: "int", 8: "long long"}
     return {
@@ -64,22 +59,19 @@ def macros(num_ranks: int, *, key_bytes: int, length_bytes: int, weight_bytes: i
         "WEIGHT": {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}[weight_bytes],
         "MAX_TILE_KEYS": str((1 << _UNIT_BITS) + _LONG_ROW + 1),
         "COUNT_THREADS": str(_count_threads(num_ranks)),
-        "SCATTER_THREADS": str(_scatter_threads(many)),
-        "SCATTER_BLOCKS": "3" if many else "2",
+        "SCATTER_THREADS": str(scatter[0]),
+        "SCATTER_BLOCKS": str(scatter[1]),
     }
 
 
 @cache
-def _module(device: int, num_ranks: int, key_bytes: int, length_bytes: int, weight_bytes: int, many: bool) -> Module:
+def _module(
+    device: int, num_ranks: int, key_bytes: int, length_bytes: int, weight_bytes: int, scatter: tuple[int, int]
+) -> Module:
     defines = macros(
-        num_ranks, key_bytes=key_bytes, length_bytes=length_bytes, weight_bytes=weight_bytes, many=many
-    )  # fmt: skip
+        num_ranks, key_bytes=key_bytes, length_bytes=length_bytes, weight_bytes=weight_bytes, scatter=scatter
+    )
     return Module(source(), _KERNELS, defines, device)
-
-
-@cache
-def _processors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
@@ -114,14 +106,12 @@ def block_bucketize(
     num_rows, num_keys = lengths.numel(), indices.numel()
     if num_keys >= _MAX_KEYS:
         raise ValueError(f"there are {num_keys} indices; bucketize fewer than {_MAX_KEYS} at a time")
-    new_lengths = lengths.new_empty(num_ranks * num_rows)
     new_indices = torch.empty_like(indices)
     new_weights = torch.empty_like(weights) if weights is not None else None
     places = torch.empty_like(indices) if positions else None
     slots = torch.empty_like(indices) if permutation else None
-    outputs = new_lengths, new_indices, new_weights, places, slots
     if num_rows == 0:
-        return outputs
+        return lengths.new_empty(0), new_indices, new_weights, places, slots
     device = indices.device
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
@@ -129,14 +119,14 @@ def block_bucketize(
                 lengths, indices, block_sizes, num_ranks, modes, mixes, weights, positions, permutation, batch_sizes
             )
     num_tiles = (num_keys + _ROW_COST * num_rows + (1 << _UNIT_BITS) - 1) >> _UNIT_BITS
-    many = small_blocks(num_keys, num_tiles, _processors(device.index))
+    scatter = scatter_shape(num_keys)
     weight_bytes = weights.element_size() if weights is not None else 4
-    module = _module(device.index, num_ranks, indices.element_size(), lengths.element_size(), weight_bytes, many)
+    module = _module(device.index, num_ranks, indices.element_size(), lengths.element_size(), weight_bytes, scatter)
     pitch = (num_tiles + 3) & ~3
-    scan_blocks = -(-num_rows // _SCAN_ROWS)
+    scan = "scan_few_rows" if num_rows <= _FEW_ROWS else "scan_rows"
+    scan_blocks = -(-num_rows // (_SCAN_THREADS * (1 if num_rows <= _FEW_ROWS else 8)))
     sizes = [_align(4 * n) for n in (num_rows + 1, 4 * (num_tiles + 1), num_ranks * pitch, num_ranks, num_ranks)]
     work = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    zeroed = torch.zeros(scan_blocks + 1, dtype=torch.int64, device=device)
     at, starts = work.data_ptr(), []
     for size in sizes:
         starts.append(at)
@@ -146,16 +136,19 @@ def block_bucketize(
     passes = -(-rows_per_tile * num_ranks // _CELLS)
     rows_per_pass = max(32, min(rows_per_tile // passes + 31, _CELLS // num_ranks) & ~31)
     # Long rows sum up their lengths: clear all cells where rows are long on average, else those of the long rows only.
+    # One fill clears them and what the scan needs cleared.
     clear_all = num_keys > _LONG_ROW * num_rows
-    if clear_all:
-        new_lengths.zero_()
+    num_cells = num_ranks * num_rows if clear_all else 0
+    cleared = lengths.new_zeros(num_cells + (8 * (scan_blocks + 1) + 15) // lengths.element_size())
+    new_lengths = cleared[:num_cells] if clear_all else lengths.new_empty(num_ranks * num_rows)
+    scan_state = _align(cleared.data_ptr() + num_cells * lengths.element_size())
     lanes = 1 << min(5, max(0, (num_keys // (8 * num_rows)).bit_length()))
     params = _Params(
         lengths=lengths.data_ptr(), keys=indices.data_ptr(), new_lengths=new_lengths.data_ptr(),
         new_keys=new_indices.data_ptr(), slots=slots.data_ptr() if slots is not None else 0,
         positions=places.data_ptr() if places is not None else 0,
         offsets=starts[0], points=starts[1], counts=starts[2], totals=starts[3], bases=starts[4],
-        scan_state=zeroed.data_ptr(), tickets=zeroed.data_ptr() + 8 * scan_blocks,
+        scan_state=scan_state, tickets=scan_state + 8 * scan_blocks,
         num_rows=num_rows, num_keys=num_keys, num_features=1, rows_per_feature=num_rows,
         num_tiles=num_tiles, pitch=pitch,
         unit_bits=_UNIT_BITS, row_cost=_ROW_COST, rows_per_pass=rows_per_pass, lanes_per_row=lanes,
@@ -178,12 +171,12 @@ def block_bucketize(
     stream = torch.cuda.current_stream(device).cuda_stream
     shared_count = 4 * (2 * num_ranks + rows_per_pass + 1 + num_ranks * (rows_per_pass // 4 | 1))
     tile_keys = (1 << _UNIT_BITS) + _LONG_ROW + 1
-    shared_scatter = tile_keys * (indices.element_size() + 2) + num_ranks * (4 + _scatter_threads(many) // 16)
+    shared_scatter = tile_keys * (indices.element_size() + 2) + num_ranks * (4 + scatter[0] // 16)
     for name, blocks, threads, shared in (
-        ("scan_rows", scan_blocks, _SCAN_THREADS, 0),
+        (scan, scan_blocks, _SCAN_THREADS, 0),
         ("count_tile", num_tiles, _count_threads(num_ranks), shared_count),
         ("scan_tiles", num_ranks, _TILE_THREADS, 0),
-        ("scatter_tile", num_tiles, _scatter_threads(many), shared_scatter),
+        ("scatter_tile", num_tiles, scatter[0], shared_scatter),
     ):
         module.launch(name, blocks=blocks, threads=threads, shared=shared, stream=stream, parameters=params)
-    return outputs
+    return new_lengths, new_indices, new_weights, places, slots

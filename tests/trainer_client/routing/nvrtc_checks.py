@@ -20,10 +20,10 @@ def main() -> None:
         nvrtc._nvrtc = lambda: library  # type: ignore[assignment]
     variants = 0
     for architecture in arguments.architecture or ("sm_80", "sm_90", "sm_100"):
-        for num_ranks, keys, lengths, many in itertools.product(
-            (1, 8, 256, 4096), (4, 8), (4, 8), (False, True)
-        ):  # fmt: skip
-            defines = cuda.macros(num_ranks, key_bytes=keys, length_bytes=lengths, weight_bytes=4, many=many)
+        for num_ranks, keys, lengths, scatter in itertools.product(
+            (1, 8, 256, 4096), (4, 8), (4, 8), ((512, 2), (256, 3))
+        ):
+            defines = cuda.macros(num_ranks, key_bytes=keys, length_bytes=lengths, weight_bytes=4, scatter=scatter)
             options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device"]
             image = nvrtc.compile_cubin(
                 cuda.source(), options + [f"-D{name}={value}" for name, value in defines.items()]

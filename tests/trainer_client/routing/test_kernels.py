@@ -3,8 +3,6 @@
 import re
 from importlib.resources import files
 
-import pytest
-
 from trainer_client.routing import cuda
 
 
@@ -20,7 +18,7 @@ def test_the_source_is_all_files_with_the_common_part_first() -> None:
 
 
 def test_every_macro_that_the_source_asks_for_is_given() -> None:
-    given = cuda.macros(8, key_bytes=8, length_bytes=4, weight_bytes=2, many=False)
+    given = cuda.macros(8, key_bytes=8, length_bytes=4, weight_bytes=2, scatter=(512, 2))
     asked = set(re.findall(r"\b[A-Z][A-Z_]{2,}\b", cuda.source()))
     assert given.keys() <= asked
     head = cuda.source()[cuda.source().index("// Macros:") :].split("typedef")[0].split("struct Params")[0]
@@ -37,12 +35,3 @@ def test_parameters_are_those_of_the_structure_in_order() -> None:
         if name.strip()
     ]
     assert names == [name for name, _ in cuda._Params._fields_]
-
-
-def test_small_blocks_by_keys_or_by_waves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("EVENKEEL_BUCKETIZE_SMALL_BLOCKS", raising=False)
-    assert not cuda.small_blocks(1_600_000, 393, 132)
-    assert cuda.small_blocks(17_000_000, 4_600, 132)
-    monkeypatch.setenv("EVENKEEL_BUCKETIZE_SMALL_BLOCKS", "waves")
-    assert cuda.small_blocks(1_600_000, 393, 132)
-    assert not cuda.small_blocks(1_048_576, 257, 132)

@@ -37,7 +37,7 @@ struct Params {
   u32* counts;               // ranks x pitch
   u32* totals;               // ranks
   u32* bases;                // ranks
-  u64* scan_state;           // zeroed, one per 2048 rows
+  u64* scan_state;           // zeroed, one per block of scan_rows
   u32* tickets;              // zeroed, 2
   u64 num_rows, num_keys, num_features, rows_per_feature, num_tiles, pitch;
   u64 unit_bits, row_cost, rows_per_pass, lanes_per_row, clear_long, mode, mix, num_blocks;
@@ -62,7 +62,7 @@ struct Routed {
 };
 
 #define FULL 0xffffffffu
-static const u32 SCAN_THREADS = 256, SCAN_ROWS = 2048, TILE_THREADS = 512, LONG_FLAG = 0x80000000u;
+static const u32 SCAN_THREADS = 256, TILE_THREADS = 512, LONG_FLAG = 0x80000000u;
 static const u32 SCATTER_WARPS = SCATTER_THREADS / 32;
 static const u32 ROUNDS = (MAX_TILE_KEYS + SCATTER_THREADS - 1) / SCATTER_THREADS;
 static const u32 LONG_ROW = 255;  // what a byte can count

@@ -1,19 +1,20 @@
-extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 4) scan_rows(const __grid_constant__ Params p) {
+template <u32 PER_THREAD>
+__device__ __forceinline__ void scan(const Params& p) {
   __shared__ u32 shared_tile, warp_sums[SCAN_THREADS / 32], shared_before;
   u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   if (threadIdx.x == 0) shared_tile = atomicAdd(p.tickets, 1);
   __syncthreads();
-  u32 tile = shared_tile, first = tile * SCAN_ROWS + warp * 256 + lane, rows = (u32)p.num_rows;
-  u32 lengths[8], before[8], sum = 0;
+  u32 tile = shared_tile, first = (tile * SCAN_THREADS + warp * 32) * PER_THREAD + lane, rows = (u32)p.num_rows;
+  u32 lengths[PER_THREAD], before[PER_THREAD], sum = 0;
   bool good = true;
 #pragma unroll
-  for (u32 j = 0; j < 8; j++) {
+  for (u32 j = 0; j < PER_THREAD; j++) {
     i64 length = first + j * 32 < rows ? (i64)p.lengths[first + j * 32] : 0;
     good &= 0 <= length && length <= (i64)p.num_keys;
     lengths[j] = (u32)length;
   }
 #pragma unroll
-  for (u32 j = 0; j < 8; j++) {
+  for (u32 j = 0; j < PER_THREAD; j++) {
     u32 inclusive = warp_inclusive(lengths[j], lane);
     before[j] = sum + inclusive - lengths[j];
     sum += __shfl_sync(FULL, inclusive, 31);
@@ -48,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 4) scan_rows(const __
   __syncthreads();
   u32 block_before = shared_before + warp_before;
 #pragma unroll
-  for (u32 j = 0; j < 8; j++) {
+  for (u32 j = 0; j < PER_THREAD; j++) {
     u32 row = first + j * 32, begin = block_before + before[j];
     if (row < rows) {
       p.offsets[row] = begin;
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 4) scan_rows(const __
   }
   if (p.clear_long) {
 #pragma unroll 1
-    for (u32 j = 0; j < 8; j++) {
+    for (u32 j = 0; j < PER_THREAD; j++) {
       u32 row = first + j * 32, cut = __ballot_sync(FULL, row < rows && p.lengths[row] > (LENGTH)LONG_ROW);
       while (cut) {
         u32 source = __ffs(cut) - 1, long_row = __shfl_sync(FULL, row, source);
@@ -77,3 +78,7 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 4) scan_rows(const __
   }
 }
 
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 4) scan_rows(const __grid_constant__ Params p) { scan<8>(p); }
+
+// For few rows, whose tiles a thread a row places sooner.
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 4) scan_few_rows(const __grid_constant__ Params p) { scan<1>(p); }
