@@ -9,23 +9,19 @@ import torch.distributed as dist
 from evenkeel.partitioning import Slice
 from trainer_client.batches import FlatBatch
 from trainer_client.redistribution.fields import FieldTable
-from trainer_client.redistribution.layout import depart, lay_out, splits
+from trainer_client.redistribution.moves import measure
 
 
 class PackedBytes:
     """One All2All of as many bytes as a redistribution sends, between buffers that are there: what no way can beat."""
 
     def __init__(self, flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None) -> None:
-        fields, leaving = FieldTable.of(flat.structure.leaves), depart(piece, flat.lengths)
-        foreign = piece.sources != piece.rank
-        outbound = lay_out(fields, leaving.counts, leaving.totals)
-        inbound = lay_out(fields, piece.source_counts[foreign].astype(np.int64), piece.source_totals[foreign])
-        world_size = dist.get_world_size(group)
+        fields = FieldTable.of(flat.structure.leaves, 4 * flat.num_jagged)
+        amounts = measure(piece, flat.lengths, fields, dist.get_world_size(group))
+        self._in, self._out = amounts.received_bytes.tolist(), amounts.sent_bytes.tolist()
         self._group = group
-        self._sent = torch.ones(outbound.total_bytes, dtype=torch.uint8, device=flat.device)
-        self._received = torch.empty(inbound.total_bytes, dtype=torch.uint8, device=flat.device)
-        self._in = splits(piece.sources[foreign].astype(np.int64), inbound.block_bytes, world_size)
-        self._out = splits(leaving.peers, outbound.block_bytes, world_size)
+        self._sent = torch.ones(sum(self._out), dtype=torch.uint8, device=flat.device)
+        self._received = torch.empty(sum(self._in), dtype=torch.uint8, device=flat.device)
 
     def run(self) -> None:
         """Sends and receives once."""

@@ -214,8 +214,9 @@ class FlatBatch:
 
     def leaf_rows(self, num_samples: int, totals: NDArray[np.int64]) -> list[int]:
         """Rows of each leaf of a batch of this structure with so many samples and values per jagged column."""
+        values = totals.tolist()
         return [
-            leaf.rows * num_samples if leaf.rows else int(totals[list(leaf.columns)].sum())
+            leaf.rows * num_samples if leaf.rows else sum([values[column] for column in leaf.columns])
             for leaf in self.structure.leaves
         ]
 

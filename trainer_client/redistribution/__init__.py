@@ -1,4 +1,4 @@
-"""Moving samples between ranks: two All2Alls a batch, however many fields it has."""
+"""Moving samples between ranks: one All2All a batch, however many fields it has."""
 
 from trainer_client.redistribution.copying import warm_up
 from trainer_client.redistribution.pending import Pending

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.slices import Slice
 from trainer_client.redistribution.copy_cpu import copy_on_host
+from trainer_client.redistribution.moves import WHOLE
 from trainer_client.redistribution.ranges import Ranges, cut, segment_ranges
 
 _TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
@@ -20,6 +21,29 @@ def join(parts: list[Ranges]) -> Ranges:
     if len(parts) == 1:
         return parts[0]
     return Ranges(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def piece_bytes(device: torch.device) -> int:
+    """Bytes above which a range is cut for the device."""
+    if device.type != "cuda":
+        return WHOLE
+    from trainer_client.redistribution.copy_cuda import PIECE_BYTES
+
+    return PIECE_BYTES
+
+
+def copy_table(table: torch.Tensor) -> None:
+    """Copies on the current stream of the device where the table is, or on the host.
+
+    Args:
+        table: (3, k) int64: addresses to copy from, addresses to copy to, bytes; on a device aligned to 16 bytes.
+    """
+    if table.is_cuda:
+        from trainer_client.redistribution.copy_cuda import copy_on_device
+
+        copy_on_device(table)
+    else:
+        copy_on_host(Ranges(*table.numpy()))
 
 
 class Copier:
@@ -75,7 +99,8 @@ def warm_up(device: torch.device | str | None = None) -> None:
         device: Where batches will be; None for the host only.
     """
     from trainer_client.redistribution.fields import FieldTable
-    from trainer_client.redistribution.layout import depart, lay_out
+    from trainer_client.redistribution.layout import lay_out
+    from trainer_client.redistribution.moves import describe, measure, room
     from trainer_client.redistribution.ranges import sample_ranges
 
     nothing = np.zeros(0, dtype=np.int64)
@@ -90,8 +115,11 @@ def warm_up(device: torch.device | str | None = None) -> None:
         source_counts=np.zeros(0, dtype=np.int32),
         source_totals=table,
     )
-    leaving = depart(nowhere, table)
-    lay_out(FieldTable.of(()), leaving.counts, leaving.totals)
+    fields = FieldTable.of(())
+    lay_out(fields, nothing, table)
+    amounts = measure(nowhere, table, fields, 1)
+    words = np.zeros(room(amounts, fields, WHOLE), dtype=np.int64)
+    describe(words, amounts, nowhere, table, fields, nothing, nothing, nothing, 0, 0, most=WHOLE, join=True)
     if device is not None and torch.device(device).type == "cuda":
         some = torch.zeros(32, dtype=torch.uint8, device=device)
         addresses = np.array([some.data_ptr()])

@@ -1,8 +1,9 @@
-"""Redistribution by two All2Alls: one of lengths, one of the packed values of all fields."""
+"""Redistribution by one All2All of packed bytes: the values of all fields and, behind them, the lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +13,12 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.slices import Slice
 from trainer_client.batches import FlatBatch
 from trainer_client.batches.flat import LENGTHS_DTYPE
-from trainer_client.redistribution.copying import Copier, join
+from trainer_client.redistribution.copying import copy_table, piece_bytes
 from trainer_client.redistribution.fields import FieldTable
-from trainer_client.redistribution.layout import depart, lay_out, splits
-from trainer_client.redistribution.ranges import Ranges, sample_ranges, segment_ranges
+from trainer_client.redistribution.moves import describe, measure, room
 
 # Below this, one kernel for samples that leave and that stay is faster than a second one beside the All2All.
 OVERLAP_BYTES = 4 << 20
-NOTHING = Ranges(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
 
 
 def exchange(
@@ -37,105 +36,67 @@ def exchange(
     """
     device = flat.device
     assert device is not None
-    fields = FieldTable.of(flat.structure.leaves)
-    leaving = depart(piece, flat.lengths)
-    sources = piece.sources.astype(np.int64)
-    arriving = lay_out(fields, piece.source_counts.astype(np.int64), piece.source_totals)
-    foreign = sources != piece.rank
-    inbound = lay_out(fields, piece.source_counts[foreign].astype(np.int64), piece.source_totals[foreign])
-    outbound = lay_out(fields, leaving.counts, leaving.totals)
-
-    num_samples = int(piece.source_counts.sum())
-    totals = piece.source_totals.sum(axis=0)
+    lengths, num_jagged = flat.lengths, flat.num_jagged
+    fields = FieldTable.of(flat.structure.leaves, LENGTHS_DTYPE.itemsize * num_jagged)
+    amounts = measure(piece, lengths, fields, world_size)
+    sent_splits, received_splits = amounts.sent_bytes.tolist(), amounts.received_bytes.tolist()
+    leaf_rows = flat.leaf_rows(amounts.num_samples, amounts.totals)
     tensors = [
-        torch.empty((rows, *leaf.shape), dtype=leaf.dtype, device=device)
-        for leaf, rows in zip(flat.structure.leaves, flat.leaf_rows(num_samples, totals), strict=True)
+        tensor.new_empty((rows, *leaf.shape))
+        for tensor, leaf, rows in zip(flat.tensors, flat.structure.leaves, leaf_rows, strict=True)
     ]
-    sent = torch.empty(outbound.total_bytes, dtype=torch.uint8, device=device)
-    received = torch.empty(inbound.total_bytes, dtype=torch.uint8, device=device)
+    table = torch.empty((amounts.num_samples, num_jagged), dtype=LENGTHS_DTYPE, device=device)
+    sent = torch.empty(sum(sent_splits), dtype=torch.uint8, device=device)
+    received = torch.empty(sum(received_splits), dtype=torch.uint8, device=device)
 
-    rows_before = np.cumsum(arriving.rows, axis=0) - arriving.rows
-    landing = fields.addresses(tensors, totals) + rows_before * fields.row_bytes
-    own = landing[~foreign] if not foreign.all() else np.zeros((1, landing.shape[1]), dtype=np.int64)
-    gone = int(leaving.begin[-2])
-    here = fields.addresses(flat.tensors, flat.totals)
-    pack = _gather(flat, fields, here, leaving.order[:gone], leaving.begin[:-1], sent.data_ptr() + outbound.offsets)
-    keep = _gather(flat, fields, here, leaving.order[gone:], leaving.begin[-2:] - gone, own)
-    unpack = segment_ranges(received.data_ptr() + inbound.offsets, landing[foreign], inbound.sizes)
-    if keep.size.sum() < OVERLAP_BYTES:
-        pack, keep = join([pack, keep]), NOTHING
-    by_rank = leaving.by_rank(piece.rank)
-    copier = Copier(device, [pack, keep, unpack], [flat.lengths[by_rank].astype(np.int32)])
-
-    table = torch.empty((num_samples, flat.num_jagged), dtype=LENGTHS_DTYPE, device=device)
-    works = []
-    if flat.num_jagged:
-        works.append(_exchange_lengths(table, copier.extra[0], piece, group, world_size))
-    copier.run(0)
-    works.append(
-        dist.all_to_all_single(
-            received,
-            sent,
-            splits(sources[foreign], inbound.block_bytes, world_size),
-            splits(leaving.peers, outbound.block_bytes, world_size),
-            group=group,
-            async_op=True,
-        )
+    # One buffer describes everything to the device, by one copy: own lengths, and the lists of what to copy where.
+    most = piece_bytes(device)
+    lists_begin = (lengths.size + 3) // 4 * 2  # in words of 8 bytes, a multiple of 16
+    on_host = torch.empty(
+        lists_begin + room(amounts, fields, most), dtype=torch.int64, pin_memory=device.type == "cuda"
     )
-    copier.run(1)  # samples that stay are copied while the others travel
+    words = on_host.numpy()
+    words.view(np.int32)[: lengths.size] = lengths.reshape(-1)
+    described = on_host if device.type == "cpu" else torch.empty_like(on_host, device=device)
+    lists = describe(
+        words[lists_begin:], amounts, piece, lengths, fields, flat.totals,
+        _addresses([*flat.tensors, described]), _addresses([*tensors, table]), sent.data_ptr(), received.data_ptr(),
+        most=most, join=amounts.kept_bytes < OVERLAP_BYTES,
+    )  # fmt: skip
+    if device.type != "cpu":
+        used = lists_begin + lists[-1][0] + 3 * lists[-1][1]
+        described[:used].copy_(on_host[:used], non_blocking=True)
+
+    def copy(step: int) -> None:
+        begin, count = lists[step]
+        if count:
+            copy_table(described[lists_begin + begin : lists_begin + begin + 3 * count].view(3, count))
+
+    copy(0)
+    work: Any = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=group, async_op=True)
+    copy(1)  # samples that stay are copied while the others travel
 
     def finish() -> FlatBatch:
-        for work in works:
-            work.wait()
-        copier.run(2)
+        work.wait()
+        copy(2)
         _ = sent, flat  # alive until here: kernels read them by address
-        on_host = None
+        host_lengths = None
         if device.type == "cpu":
-            on_host = table.to(torch.int64).numpy()
-            _check(piece, on_host)
+            host_lengths = table.to(torch.int64).numpy()
+            _check(piece, host_lengths)
         return flat.rebuild(
-            tensors, num_samples=num_samples, totals=totals, lengths=on_host, lengths_tensor=table.t().contiguous()
+            tensors,
+            num_samples=amounts.num_samples,
+            totals=amounts.totals,
+            lengths=host_lengths,
+            lengths_tensor=table.t().contiguous(),
         )
 
     return finish
 
 
-def _gather(
-    flat: FlatBatch,
-    fields: FieldTable,
-    here: NDArray[np.int64],
-    order: NDArray[np.int64],
-    begin: NDArray[np.int64],
-    target: NDArray[np.int64],
-) -> Ranges:
-    """Ranges that gather own samples; see `sample_ranges`."""
-    return Ranges(
-        *sample_ranges(order, begin, flat.lengths, here, fields.column, fields.rows, fields.row_bytes, target)
-    )
-
-
-def _exchange_lengths(
-    table: torch.Tensor, own: torch.Tensor, piece: Slice, group: dist.ProcessGroup | None, world_size: int
-) -> dist.Work:
-    """Starts the All2All of all jagged columns' lengths; they are few, so those that stay go through it too.
-
-    Args:
-        table: (m, num_jagged) where lengths of the samples that this rank trains go.
-        own: (n, num_jagged) lengths of its own samples by destination.
-        piece: Its slice.
-        group: The ranks of the plan.
-        world_size: Their number.
-    """
-    num_jagged = table.shape[1]
-    work: dist.Work = dist.all_to_all_single(
-        table.view(-1),
-        own.view(-1),
-        splits(piece.sources.astype(np.int64), piece.source_counts.astype(np.int64) * num_jagged, world_size),
-        (np.bincount(piece.destinations, minlength=world_size) * num_jagged).tolist(),
-        group=group,
-        async_op=True,
-    )
-    return work
+def _addresses(tensors: list[torch.Tensor]) -> NDArray[np.int64]:
+    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
 def _check(piece: Slice, lengths: NDArray[np.int64]) -> None:

@@ -21,6 +21,9 @@ class FieldTable:
     Attributes:
         leaf: (F,) the tensor in which a field lies.
         before: Per field, the columns whose values precede it in that tensor.
+        leaf_index: `leaf` as an int64 array.
+        before_begin: (F + 1,) int64, where each field's columns begin in `before_columns`.
+        before_columns: int64, all of `before`, field after field.
         column: (F,) int64, its jagged column, -1 if rows are fixed.
         rows: (F,) int64, rows per sample if fixed.
         row_bytes: (F,) int64, bytes of one row.
@@ -31,11 +34,20 @@ class FieldTable:
     column: NDArray[np.int64]
     rows: NDArray[np.int64]
     row_bytes: NDArray[np.int64]
+    leaf_index: NDArray[np.int64]
+    before_begin: NDArray[np.int64]
+    before_columns: NDArray[np.int64]
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def of(leaves: tuple[Leaf, ...]) -> FieldTable:
-        """The fields of a batch with these leaves."""
+    def of(leaves: tuple[Leaf, ...], table_bytes: int = 0) -> FieldTable:
+        """The fields of a batch with these leaves.
+
+        Args:
+            leaves: The leaves.
+            table_bytes: Bytes of each sample's row in a table that travels as the last field and lies in a tensor after
+                the leaves; 0: there is none.
+        """
         found: list[tuple[str, int, tuple[int, ...], int, int, int]] = []
         for index, leaf in enumerate(leaves):
             if leaf.rows:
@@ -46,9 +58,15 @@ class FieldTable:
                     for position, path in enumerate(leaf.field_paths)
                 )
         found.sort(key=lambda item: item[0])
+        if table_bytes:
+            found.append(("", len(leaves), (), -1, 1, table_bytes))
+        before = [item[2] for item in found]
         return FieldTable(
+            leaf_index=np.array([item[1] for item in found], dtype=np.int64),
+            before_begin=np.cumsum([0, *map(len, before)], dtype=np.int64),
+            before_columns=np.array([column for columns in before for column in columns], dtype=np.int64),
             leaf=tuple(item[1] for item in found),
-            before=tuple(item[2] for item in found),
+            before=tuple(before),
             column=np.array([item[3] for item in found], dtype=np.int64),
             rows=np.array([item[4] for item in found], dtype=np.int64),
             row_bytes=np.array([item[5] for item in found], dtype=np.int64),

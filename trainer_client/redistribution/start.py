@@ -77,12 +77,12 @@ def start(
             for tensor in flat.tensors:
                 if tensor.is_cuda:
                     tensor.record_stream(side)
+            moved = flat.to(where, non_blocking=True)
         else:
             # From memory that is not pinned the host would wait for the copies, and so for work queued before them.
-            flat = flat.pin_memory()
-        moved = flat.to(where, non_blocking=True)
-        # The collectives come after the model's that are queued by now, on all ranks alike.
-        side.wait_stream(current)
+            moved = flat.pin_memory().to(where, non_blocking=True)
+            # The collectives come after the model's that are queued by now, on all ranks alike.
+            side.wait_stream(current)
         result = _begin(moved, piece, group, world_size, method)()
         _ = result.lengths_tensor  # built here, so that its copy to the device is before the event
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -95,11 +95,12 @@ def _begin(
 ) -> Callable[[], FlatBatch]:
     if world_size == 1:
         return lambda: flat
-    tensors = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in flat.tensors]
-    packable = flat.rebuild(tensors, num_samples=flat.num_samples, totals=flat.totals, lengths=flat.lengths)
+    if not all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in flat.tensors):
+        tensors = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in flat.tensors]
+        flat = flat.rebuild(tensors, num_samples=flat.num_samples, totals=flat.totals, lengths=flat.lengths)
     if method == "all_to_all":
-        return exchange(packable, piece, group, world_size)
-    result = gather_and_select(packable, piece, group, world_size)
+        return exchange(flat, piece, group, world_size)
+    result = gather_and_select(flat, piece, group, world_size)
     return lambda: result
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import socket
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -64,6 +66,16 @@ def move(flat: FlatBatch, piece: Slice, world_size: int, method: Any) -> FlatBat
     return redistribute(flat, piece, group=group_of(world_size), method=method)
 
 
+def move_in_pieces(flat: FlatBatch, piece: Slice, world_size: int, most: int) -> FlatBatch:
+    """In a rank: one redistribution as a device does it with large batches.
+
+    Ranges are cut into pieces of at most `most` bytes, and what stays is copied beside the All2All.
+    """
+    module = importlib.import_module("trainer_client.redistribution.exchange")
+    with mock.patch.multiple(module, piece_bytes=lambda _: most, OVERLAP_BYTES=0):
+        return redistribute(flat, piece, group=group_of(world_size))
+
+
 def move_overlapping(flat: FlatBatch, pieces: list[Slice], world_size: int) -> list[FlatBatch]:
     """In a rank: several redistributions started before the first is waited for."""
     pending = [start(flat, piece, group=group_of(world_size)) for piece in pieces]
@@ -72,9 +84,11 @@ def move_overlapping(flat: FlatBatch, pieces: list[Slice], world_size: int) -> l
 
 def compiled_by(flat: FlatBatch, piece: Slice, world_size: int) -> dict[str, tuple[int, int]]:
     """In a rank: machine code versions of each kernel after warm-up, and after a redistribution by read-only slices."""
-    from trainer_client.redistribution import copy_cpu, fields, layout, ranges, warm_up
+    from trainer_client.redistribution import copy_cpu, fields, moves, ranges, warm_up
 
-    kernels = [ranges.sample_ranges, ranges.cut, copy_cpu._copy, fields._segment_rows, layout._depart]
+    kernels = [
+        ranges.sample_ranges, ranges.cut, copy_cpu._copy, fields._segment_rows, moves._measure, moves._describe
+    ]  # fmt: skip
     warm_up()
     before = [len(each.signatures) for each in kernels]
     for name in Slice.__slots__[1:]:

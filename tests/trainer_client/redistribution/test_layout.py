@@ -1,32 +1,36 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
-from evenkeel.partitioning.slices import slice_plan
+from evenkeel.partitioning.slices import Slice, slice_plan
 from tests.trainer_client.random_batches import Case, cases
 from trainer_client.redistribution.fields import FieldTable
-from trainer_client.redistribution.layout import ALIGNMENT, depart, lay_out, splits
+from trainer_client.redistribution.layout import ALIGNMENT, lay_out
+from trainer_client.redistribution.moves import Amounts, measure
+
+
+def slices_of(case: Case) -> list[Slice]:
+    lengths = np.concatenate([batch.lengths for batch in case.batches])
+    return list(slice_plan(case.destinations, case.counts, lengths))
+
+
+def amounts_of(case: Case, rank: int, piece: Slice) -> Amounts:
+    batch = case.batches[rank]
+    fields = FieldTable.of(batch.structure.leaves, 4 * batch.num_jagged)
+    return measure(piece, batch.lengths, fields, len(case.batches))
 
 
 @settings(max_examples=50, deadline=None)
 @given(case=cases())
-def test_senders_and_receivers_lay_out_the_same_blocks(case: Case) -> None:
-    fields = [FieldTable.of(batch.structure.leaves) for batch in case.batches]
-    pieces = slice_plan(case.destinations, case.counts, np.concatenate([batch.lengths for batch in case.batches]))
-    sent = {}
-    for rank, (piece, batch) in enumerate(zip(pieces, case.batches, strict=True)):
-        leaving = depart(piece, batch.lengths)
-        blocks = lay_out(fields[rank], leaving.counts, leaving.totals)
-        for index, peer in enumerate(leaving.peers):
-            sent[rank, int(peer)] = blocks.sizes[index].tolist(), int(blocks.block_bytes[index])
-    received = {}
-    for rank, piece in enumerate(pieces):
-        blocks = lay_out(fields[rank], piece.source_counts.astype(np.int64), piece.source_totals)
-        for index, source in enumerate(piece.sources):
-            if source != rank:
-                received[int(source), rank] = blocks.sizes[index].tolist(), int(blocks.block_bytes[index])
-    assert sent == received
+def test_senders_and_receivers_agree_on_every_block(case: Case) -> None:
+    amounts = [amounts_of(case, rank, piece) for rank, piece in enumerate(slices_of(case))]
+    sent = np.stack([each.sent_bytes for each in amounts])
+    received = np.stack([each.received_bytes for each in amounts], axis=1)
+    np.testing.assert_array_equal(sent, received)
+    assert not np.diag(sent).any()
+    assert not (sent % ALIGNMENT).any()
 
 
 @settings(max_examples=50, deadline=None)
@@ -47,20 +51,22 @@ def test_segments_are_aligned_and_do_not_overlap(case: Case) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(case=cases())
-def test_departures_are_stable_and_complete(case: Case) -> None:
-    pieces = slice_plan(case.destinations, case.counts, np.concatenate([batch.lengths for batch in case.batches]))
-    for piece, batch in zip(pieces, case.batches, strict=True):
-        leaving = depart(piece, batch.lengths)
-        assert sorted(leaving.order.tolist()) == list(range(batch.num_samples))
-        by_rank = np.argsort(piece.destinations, kind="stable")
-        np.testing.assert_array_equal(leaving.by_rank(piece.rank), by_rank)
-        for group, peer in enumerate([*leaving.peers, piece.rank]):
-            chosen = leaving.order[leaving.begin[group] : leaving.begin[group + 1]]
+def test_samples_are_sorted_by_destination_and_counted(case: Case) -> None:
+    for rank, (piece, batch) in enumerate(zip(slices_of(case), case.batches, strict=True)):
+        amounts = amounts_of(case, rank, piece)
+        np.testing.assert_array_equal(amounts.order, np.argsort(piece.destinations, kind="stable"))
+        for peer in range(len(case.batches)):
+            chosen = amounts.order[amounts.begin[peer] : amounts.begin[peer + 1]]
             np.testing.assert_array_equal(chosen, np.flatnonzero(piece.destinations == peer))
-        for index in range(leaving.peers.size):
-            chosen = leaving.order[leaving.begin[index] : leaving.begin[index + 1]]
-            np.testing.assert_array_equal(leaving.totals[index], batch.lengths[chosen].sum(axis=0))
+            np.testing.assert_array_equal(amounts.sent_totals[peer], batch.lengths[chosen].sum(axis=0))
+        assert amounts.num_samples == int((case.destinations == rank).sum())
+        np.testing.assert_array_equal(amounts.totals, piece.source_totals.sum(axis=0))
 
 
-def test_splits_name_every_rank() -> None:
-    assert splits(np.array([1, 3]), np.array([5, 7]), 5) == [0, 5, 0, 7, 0]
+def test_a_slice_that_keeps_more_than_it_announces_is_refused() -> None:
+    piece = Slice(
+        rank=0, destinations=np.array([0, 1], np.int32), sources=np.zeros(0, np.int32),
+        source_counts=np.zeros(0, np.int32), source_totals=np.zeros((0, 0), np.int64),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="keeps 1 samples on rank 0, but announces 0"):
+        measure(piece, np.zeros((2, 0), np.int64), FieldTable.of(()), 2)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings, strategies
 
 from evenkeel.partitioning.slices import Slice, slice_plan
 from tests.trainer_client.random_batches import Case, assert_same, cases
-from tests.trainer_client.redistribution.pool import GlooRanks, compiled_by, move, move_overlapping
+from tests.trainer_client.redistribution.pool import GlooRanks, compiled_by, move, move_in_pieces, move_overlapping
 from trainer_client.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.redistribution import redistribute, redistribute_reference, start
 from trainer_client.redistribution.exchange import OVERLAP_BYTES
@@ -40,6 +40,15 @@ def run(ranks: GlooRanks, case: Case, method: str) -> list[FlatBatch]:
 @pytest.mark.parametrize("method", ["all_to_all", "all_gather"])
 def test_result_is_the_reference_gather_bit_by_bit(ranks: GlooRanks, method: str, case: Case) -> None:
     for found, expected in zip(run(ranks, case, method), expected_of(case), strict=True):
+        assert_same(found, expected)
+
+
+@settings(max_examples=40, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
+@given(case=cases(), most=strategies.integers(1, 40))
+def test_result_is_the_same_in_pieces(ranks: GlooRanks, case: Case, most: int) -> None:
+    slices, size = slices_of(case), len(case.batches)
+    arguments = [(batch, piece, size, most) for batch, piece in zip(case.batches, slices, strict=True)]
+    for found, expected in zip(ranks.call(move_in_pieces, arguments), expected_of(case), strict=True):
         assert_same(found, expected)
 
 
