@@ -14,7 +14,7 @@ import pytest
 from tests.balancer_process import BalancerProcess
 from tests.faults.elastic import DIES, NUM_STEPS, size_of
 
-WORLD_SIZE = 3
+WORLD_SIZE = 2
 SECONDS = 270.0
 
 
