@@ -9,6 +9,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.answers import answer_message, balance_message
@@ -21,17 +25,24 @@ def answer_bytes(instance: int, round_number: int, rank: int, result: Decision |
     if isinstance(result, Refusal) or result.plan is None or result.plan.window is not None:
         return answer_message(instance, round_number, rank, result).SerializeToString()
     plan = result.plan
-    head, balance, befores, afters = _shared(instance, plan)
-    own = plan.slices[rank]
-    arrays = own.destinations.tobytes(), own.sources.tobytes(), own.source_counts.tobytes(), own.source_totals.tobytes()
+    shared = _shared(instance, plan)
+    begin, end = shared.home_begin[rank], shared.home_begin[rank + 1]
+    first, last = shared.source_begin[rank], shared.source_begin[rank + 1]
+    arrays = (
+        shared.destinations[4 * begin : 4 * end],
+        shared.sources[4 * first : 4 * last],
+        shared.source_counts[4 * first : 4 * last],
+        shared.source_totals[shared.row * first : shared.row * last],
+    )
     decision = b"".join(
         (
-            head,
+            shared.head,
             _DESTINATIONS, _varint(len(arrays[0])), arrays[0],
             _SOURCES, _varint(len(arrays[1])), arrays[1],
             _SOURCE_COUNTS, _varint(len(arrays[2])), arrays[2],
             _SOURCE_TOTALS, _varint(len(arrays[3])), arrays[3],
-            balance, _OWN_LOADS.pack(_LOAD_BEFORE, befores[rank], _LOAD_AFTER, afters[rank]),
+            shared.balance,
+            _OWN_LOADS.pack(_LOAD_BEFORE, shared.loads_before[rank], _LOAD_AFTER, shared.loads_after[rank]),
         )
     )  # fmt: skip
     return b"".join((_ROUND, _varint(round_number), _RANK, _varint(rank), _DECISION, _varint(len(decision)), decision))
@@ -48,14 +59,46 @@ def group_bytes(answers: Sequence[bytes]) -> bytes:
     return b"".join((_GROUP, _varint(len(group)), group))
 
 
+class _Shared(NamedTuple):
+    """What all ranks of a plan are told alike, and the arrays that each is told a part of."""
+
+    head: bytes
+    balance: bytes
+    loads_before: list[float]
+    loads_after: list[float]
+    home_begin: list[int]
+    source_begin: list[int]
+    destinations: memoryview
+    sources: memoryview
+    source_counts: memoryview
+    source_totals: memoryview
+    row: int  # bytes of one source's totals
+
+
 @lru_cache(maxsize=4)
-def _shared(instance: int, plan: Plan) -> tuple[bytes, bytes, list[float], list[float]]:
-    """What all ranks of a plan are told alike, the head of its balance, and the loads by rank."""
+def _shared(instance: int, plan: Plan) -> _Shared:
     outcome = int(Outcome.BALANCED)
     head = pb.Decision(instance=instance, outcome=outcome, digest=plan.digest).SerializeToString()  # type: ignore[arg-type]
     balance = balance_message(plan.summary).SerializeToString()
-    tagged = _BALANCE + _varint(len(balance) + _OWN_LOADS.size) + balance
-    return head, tagged, plan.loads_before.tolist(), plan.loads_after.tolist()
+    slices = plan.slices
+    return _Shared(
+        head=head,
+        balance=_BALANCE + _varint(len(balance) + _OWN_LOADS.size) + balance,
+        loads_before=plan.loads_before.tolist(),
+        loads_after=plan.loads_after.tolist(),
+        home_begin=slices.home_begin.tolist(),
+        source_begin=slices.source_begin.tolist(),
+        destinations=_as_bytes(slices.destinations, "<i4"),
+        sources=_as_bytes(slices.sources, "<i4"),
+        source_counts=_as_bytes(slices.source_counts, "<i4"),
+        source_totals=_as_bytes(slices.source_totals, "<i8"),
+        row=8 * slices.source_totals.shape[1],
+    )
+
+
+def _as_bytes(array: NDArray[Any], dtype: str) -> memoryview:
+    """The array's bytes on the wire, not copied; an empty array's memory cannot be cast."""
+    return np.ascontiguousarray(array, dtype).data.cast("B") if array.size else memoryview(b"")
 
 
 def _tag(message: type, field: str) -> bytes:
