@@ -203,9 +203,7 @@ def plan_digest(destinations: ArrayLike, counts_at_home: ArrayLike, lengths: Arr
         ValueError: if the shapes disagree.
     """
     ranks, counts, values = _plan_arrays(destinations, counts_at_home, lengths)
-    digest = hashlib.sha256(
-        usedforsecurity=False
-    )  # has processor instructions: a third of blake2b's time
+    digest = hashlib.sha256(usedforsecurity=False)  # has processor instructions: a third of blake2b's time
     digest.update(np.array([ranks.size, counts.size, values.shape[1]], "<i8").tobytes())
     digest.update(ranks.astype("<i4", copy=False).data)
     digest.update(counts.astype("<i8", copy=False).data)
