@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from trainer_client.balancing.communicators import Communicators, leave, take
 from trainer_client.balancing.votes import Vote
 
 T = TypeVar("T")
@@ -30,12 +31,22 @@ class Groups:
 
     rank: int
     world_size: int
-    control: dist.ProcessGroup | None
-    data: dist.ProcessGroup | None
+    parent: dist.ProcessGroup | None = None
+    pair: Communicators | None = None
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """Carries the agreements."""
+        return None if self.pair is None else self.pair.control
+
+    @property
+    def data(self) -> dist.ProcessGroup | None:
+        """Moves the samples."""
+        return None if self.pair is None else self.pair.data
 
     @classmethod
     def create(cls, parent: dist.ProcessGroup | None, timeout: timedelta) -> Groups:
-        """Creates the communicators. Collective: every rank of the parent group calls it, in the same order.
+        """The communicators of a new stream. Collective: every rank of the parent group calls it, in the same order.
 
         Args:
             parent: The data-parallel group that balances together; `None`: the default group, or one rank alone when
@@ -43,18 +54,23 @@ class Groups:
             timeout: After which a collective of the new groups fails.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(rank=0, world_size=1, control=None, data=None)
+            return cls(rank=0, world_size=1)
         world_size = dist.get_world_size(parent)
         if world_size == 1:
-            return cls(rank=0, world_size=1, control=None, data=None)
-        ranks = dist.get_process_group_ranks(parent if parent is not None else dist.group.WORLD)
-        # Subgroups of disjoint ranks may be created at the same time, so only the members take part.
-        local = parent is not None and len(ranks) < dist.get_world_size()
-        control, data = (
-            dist.new_group(ranks=ranks, timeout=timeout, backend=backend, use_local_synchronization=local)
-            for backend in ("gloo", _backend(parent))
-        )
-        return cls(rank=dist.get_rank(parent), world_size=world_size, control=control, data=data)
+            return cls(rank=0, world_size=1)
+        return cls(rank=dist.get_rank(parent), world_size=world_size, parent=parent, pair=take(parent, timeout))
+
+    def leave(self, rounds: int, moves: int) -> None:
+        """Keeps the communicators for the next stream of these ranks. Nothing of theirs may be in flight on this rank.
+
+        Args:
+            rounds: The stream agreed on.
+            moves: The stream has started and ended.
+        """
+        if self.pair is not None:
+            self.pair.rounds += rounds
+            self.pair.moves += moves
+            leave(self.parent, self.pair)
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank."""
@@ -97,17 +113,6 @@ class Groups:
         dist.all_gather(list(received.unbind(0)), send, group=self.control)
         table = received.numpy()
         return [table[rank, :size].tobytes() for rank, size in enumerate(sizes)]
-
-    def close(self) -> None:
-        """Frees the communicators; collective in effect, as their ranks leave together."""
-        for group in (self.control, self.data):
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
-
-
-def _backend(parent: dist.ProcessGroup | None) -> str:
-    # "cpu:gloo,cuda:nccl" and the like serve both devices and stay as they are.
-    return str(dist.get_backend(parent))
 
 
 def node_name() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,6 +73,8 @@ class BatchStream:
         self._groups: Groups | None = None
         self._cost_dtype: np.dtype[Any] = np.dtype(np.int64)
         self._tracer: StreamTracer | None = None
+        self._moves_started = 0
+        self._moves_ended = 0
 
     @property
     def options(self) -> BalanceOptions:
@@ -208,6 +211,7 @@ class BatchStream:
         if ticket.trace is not None:
             ticket.trace.moving()
         started = time.perf_counter()
+        self._moves_started += 1
         pending = start(
             self._batch_of(outcome, [flat] if isinstance(flat, FlatBatch) else flat, batch),
             outcome.piece.slices[batch],
@@ -216,9 +220,13 @@ class BatchStream:
             method=self._options.method,
         )
         self.worker.counters.redistribution_seconds += time.perf_counter() - started
-        if ticket.trace is not None:
-            pending.then(ticket.trace.moved)
+        pending.then(self._move_ended if ticket.trace is None else partial(self._move_ended, ticket.trace))
         return pending
+
+    def _move_ended(self, trace: RoundTrace | None = None) -> None:
+        self._moves_ended += 1
+        if trace is not None:
+            trace.moved()
 
     def _batch_of(self, outcome: Outcome, flats: Sequence[FlatBatch], batch: int) -> FlatBatch:
         """This rank's samples that are trained in a batch of the window, whichever rank trains them."""
@@ -247,12 +255,13 @@ class BatchStream:
             self.worker.counters.exposed_seconds += time.perf_counter() - started
 
     def close(self) -> None:
-        """Leaves the session and ends the threads; the process groups last as long as the job's own."""
-        if self._worker is not None:
-            self._worker.close(seconds=5.0)
+        """Leaves the session and ends the threads; the process groups are kept for the next stream of these ranks."""
+        rounds = None if self._worker is None else self._worker.close(seconds=5.0)
         if self._connection is not None:
             self._connection.close()
-        self._worker, self._connection = None, None
+        if self._groups is not None and rounds is not None and self._moves_started == self._moves_ended:
+            self._groups.leave(rounds, self._moves_ended)
+        self._groups, self._worker, self._connection = None, None, None
 
     # ------------------------------------------------------------------ opening
 

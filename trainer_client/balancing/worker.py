@@ -58,6 +58,7 @@ class RoundWorker:
         self._failure: BaseException | None = None
         self._warned_costs = False
         self._ready_ranks = 0  # at the latest agreement
+        self._rounds = 0
         self._tickets: SimpleQueue[Ticket | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.counters = Counters()
@@ -97,11 +98,18 @@ class RoundWorker:
             self._thread.start()
         self._tickets.put(ticket)
 
-    def close(self, seconds: float) -> None:
-        """Ends the thread after the rounds queued so far, waiting at most so long."""
+    def close(self, seconds: float) -> int | None:
+        """Ends the thread after the rounds queued so far, waiting at most so long.
+
+        Returns:
+            How many rounds were agreed on; None if one failed or is still being agreed on.
+        """
         if self._thread is not None:
             self._tickets.put(None)
             self._thread.join(seconds)
+            if self._thread.is_alive():
+                return None
+        return None if self._failure is not None else self._rounds
 
     # ------------------------------------------------------------------ the thread
 
@@ -120,6 +128,7 @@ class RoundWorker:
                 if self._connection is not None:
                     self._connection.close()  # the job has failed, and with it the session
             else:
+                self._rounds += 1
                 ticket.future.set_result(outcome)
 
     def _process(self, ticket: Ticket) -> Outcome:
