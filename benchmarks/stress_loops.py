@@ -216,7 +216,7 @@ def _sharded(workload: Workload, device: torch.device, *, prefetch: bool) -> tup
         constraints[name] = ParameterConstraints(
             sharding_types=[("row_wise", "table_wise")[number % 2]],
             compute_kernels=[kernel],
-            cache_params=CacheParams(load_factor=0.3, prefetch_pipeline=prefetch) if "caching" in kernel else None,
+            cache_params=CacheParams(load_factor=0.3) if "caching" in kernel else None,
         )
         configs.append(
             EmbeddingConfig(
@@ -230,7 +230,8 @@ def _sharded(workload: Workload, device: torch.device, *, prefetch: bool) -> tup
     tables = EmbeddingCollection(device=torch.device("meta"), tables=configs)
     apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": LEARNING_RATE})
     bare = ShardedModel(tables, workload.features)
-    sharders: list[Any] = [EmbeddingCollectionSharder()]
+    # the prefetching pipeline wants it of all tables, those without a cache too
+    sharders: list[Any] = [EmbeddingCollectionSharder(fused_params={"prefetch_pipeline": True} if prefetch else None)]
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world, local_world_size=world, compute_device=device.type),
         constraints=constraints,

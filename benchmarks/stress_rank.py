@@ -24,6 +24,7 @@ from trainer_client.balancing import BalancedLoader, BalanceOptions, Balancer, M
 
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "grpcio", "numpy")
 BEAT_STEPS = 20
+WARM_STEPS = 10  # compilation and first communication are over
 SYNCHRONIZE_STEPS = 100  # a device that hangs is noticed even if the host can queue on
 
 
@@ -35,6 +36,7 @@ class Watchdog:
         self._stacks = stacks
         self._device = device
         self._stall = stall
+        self.warm_at = 0.0
         self.arm()
 
     def arm(self) -> None:
@@ -43,6 +45,8 @@ class Watchdog:
 
     def beat(self, step: int) -> None:
         """A step has ended."""
+        if step == WARM_STEPS:
+            self.warm_at = time.perf_counter()
         if step == self._stall:
             hang()
         if self._device.type == "cuda" and step % SYNCHRONIZE_STEPS == 0:
@@ -121,16 +125,17 @@ def stress(loop: str, options: argparse.Namespace, device: torch.device, watchdo
     else:
         balancer = Balancer.embedded(options=choices)
     watchdog.arm()
-    started = time.perf_counter()
+    started = watchdog.warm_at = time.perf_counter()
     loader, model = run_loop(loop, workload, balancer, device, ledger, watchdog.beat)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - started
+    ended = time.perf_counter()
     watchdog.arm()
+    steady = max(ledger.steps - WARM_STEPS, 1)
     result = {
         "steps": ledger.steps,
-        "seconds": round(seconds, 2),
-        "ms_per_step": round(1e3 * seconds / max(ledger.steps, 1), 3),
+        "seconds": round(ended - started, 2),
+        "ms_per_step": round(1e3 * (ended - watchdog.warm_at) / steady, 3),
         "hangs": 0,
         **ledger.close(),
         **rounds(loader, Mode.SERVICE if options.balancer == "grpc" else Mode.EMBEDDED),

@@ -43,6 +43,8 @@ def _enter(rank: int, fault: str) -> dict[str, Any]:
 class _NoWatchdog:
     """The ranks' own time limit stands in for it."""
 
+    warm_at = 0.0
+
     def arm(self) -> None:
         """Nothing."""
 
