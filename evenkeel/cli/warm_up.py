@@ -17,8 +17,9 @@ def warm_up() -> None:
 
         partitioning.warm_up()
     if importlib.util.find_spec("torch") is not None:
-        with console.status("compiling the kernels of redistribution"):
-            from trainer_client import redistribution
+        with console.status("compiling the kernels of redistribution and routing"):
+            from trainer_client import redistribution, routing
 
             redistribution.warm_up()
+            routing.warm_up()
     console.print(f"kernels ready after {time.perf_counter() - started:.0f} s")

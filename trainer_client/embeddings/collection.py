@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer_client.embeddings.config import KeyBatch, RoutedTable
 from trainer_client.embeddings.exchange import all_to_all, cut, differentiable_all_to_all, exchange_counts
 from trainer_client.embeddings.tables import BlockTable, KeyTable
-from trainer_client.routing import block_bucketize
+from trainer_client.routing import block_bucketize, warm_up
 
 TableFactory = Callable[[RoutedTable, int, int, torch.device], nn.Module]
 
@@ -60,6 +60,8 @@ class RoutedEmbeddingCollection(nn.Module):
         self.rank = 0 if alone else dist.get_rank(process_group)
         self.num_ranks = 1 if alone else dist.get_world_size(process_group)
         self.deduplicate = deduplicate
+        if torch.device(device).type == "cpu":
+            warm_up()
         built = [make_table(table, self.rank, self.num_ranks, torch.device(device)) for table in tables]
         self.owned = nn.ModuleList(built)
         self.tables: dict[str, Any] = {table.name: module for table, module in zip(tables, built, strict=True)}

@@ -1,6 +1,7 @@
 """Which rank owns an embedding key, and putting the keys of a batch into the order of their owners."""
 
 from trainer_client.routing.bucketize import Bucketized, block_bucketize
+from trainer_client.routing.cpu import warm_up
 from trainer_client.routing.fbgemm_adapter import block_bucketize_sparse_features
 from trainer_client.routing.kjt import bucketize_kjt, torchrec_uses_evenkeel
 from trainer_client.routing.modes import (
@@ -38,4 +39,5 @@ __all__ = [
     "roundrobin",
     "route",
     "torchrec_uses_evenkeel",
+    "warm_up",
 ]

@@ -1,12 +1,16 @@
-"""Bucketize on the CPU: compiled loops over numpy views of the tensors, chunked over PyTorch's threads.
+"""Bucketize on the CPU: a counting pass and a scatter pass, compiled, over numpy views of the tensors.
 
 Output slots follow from one cursor per rank: the rank-major output, with its cells in (feature, row) order, is a stable
-partition of the whole index array by owner.
+partition of the whole index array by owner. Each thread takes one run of rows through both passes. What is left to pay
+on large batches is the first touch of the new lengths (ranks x rows), so they come from ``calloc`` on huge pages, whose
+zeros are the kernel's, and no thread writes them but where there are keys.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from typing import Any, cast
 
 import numba
@@ -15,8 +19,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_KEYS_PER_CHUNK = 1 << 17
+_KEYS_PER_THREAD = 1 << 17
+"""Below this, handing work to another thread costs more than it saves."""
+_CELLS_PER_KEY = 16
+"""Cells that are as much work as one key."""
 _M1, _M2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+_ZERO = np.zeros(1, dtype=np.int64)
 Array = npt.NDArray[Any]
 jit = cast(Callable[[Callable[..., Any]], Callable[..., Any]], numba.njit(cache=True, nogil=True, boundscheck=False))
 
@@ -27,74 +35,107 @@ def _modulo(key: Any, ranks: Any, power_of_two: bool) -> Any:
 
 
 @jit
-def _route(
-    keys: Array, mode: int, mix: int, block: int, num_ranks: int, owners: Array, sent: Array, counts: Array
-) -> None:
-    """Writes each key's owner and the index sent to it, and counts keys per rank."""
-    ranks, width = np.uint64(num_ranks), np.uint64(block)
+def _route(keys: Array, spans: Array, owners: Array, sent: Array, counts: Array, mixed: bool) -> None:
+    """Writes each key's owner and, where any span is continuous, the index sent to it; counts keys per rank.
+
+    ``spans`` (spans, 5) has first and last key, mode, mix and block size of runs of keys that are routed alike.
+    """
+    num_ranks = counts.size
+    ranks = np.uint64(num_ranks)
     power_of_two = num_ranks & (num_ranks - 1) == 0
-    if mode == 0:
-        last = np.uint64(num_ranks - 1)
-        # The quotient is at most 4096, so a float64 product is off by one at most.
-        inverse = 1.0 / np.float64(block) if block > 0 else 0.0
-        unbounded = block > 0 and width > np.uint64(0xFFFFFFFFFFFFFFFF) // ranks
-        limit = width * ranks
-        for i in range(keys.size):
-            key = np.uint64(np.int64(keys[i]))
-            if unbounded:
-                owner = key // width
-                sent[i] = np.int64(key - owner * width)
-            elif key < limit:
-                owner = min(np.uint64(np.float64(key) * inverse), last)
-                start = owner * width
-                if start > key:
-                    owner -= np.uint64(1)
-                    start -= width
-                elif key - start >= width:
-                    owner += np.uint64(1)
-                    start += width
-                sent[i] = np.int64(key - start)
+    for span in range(spans.shape[0]):
+        first, last, mode = spans[span, 0], spans[span, 1], spans[span, 2]
+        if mode == 0:
+            _continuous(keys[first:last], np.uint64(spans[span, 4]), ranks, owners[first:last], sent[first:last])
+        elif mode == 1:
+            for i in range(first, last):
+                owners[i] = _modulo(np.uint64(np.int64(keys[i])), ranks, power_of_two)
+        else:
+            mix = np.uint64(spans[span, 3])
+            for i in range(first, last):
+                key = np.uint64(np.int64(keys[i])) ^ mix
+                key ^= key >> np.uint64(33)
+                key *= _M1
+                key ^= key >> np.uint64(33)
+                key *= _M2
+                key ^= key >> np.uint64(33)
+                owners[i] = _modulo(key, ranks, power_of_two)
+        if mixed and mode != 0:
+            sent[first:last] = keys[first:last]
+        for i in range(first, last):
+            counts[owners[i]] += np.uint64(1)
+
+
+@jit
+def _continuous(keys: Array, width: Any, ranks: Any, owners: Array, sent: Array) -> None:
+    bounded = width <= np.uint64(0x7FFFFFFFFFFFFFFF) // ranks
+    block, limit, last = np.int64(width), np.int64(width * ranks), np.int64(ranks) - 1
+    # The quotient is at most 4096, so a float64 product is off by one at most.
+    inverse = 1.0 / np.float64(width) if width > np.uint64(0) else 0.0
+    for i in range(keys.size):
+        key = np.int64(keys[i])
+        if bounded and np.int64(0) <= key < limit:
+            owner = min(np.int64(np.float64(key) * inverse), last)
+            rest = key - owner * block
+            if rest < 0:
+                owner -= 1
+                rest += block
+            elif rest >= block:
+                owner += 1
+                rest -= block
+            sent[i] = rest
+            owners[i] = owner
+        else:
+            unsigned = np.uint64(key)
+            if width > np.uint64(0) and unsigned // width < ranks:
+                owners[i] = unsigned // width
+                sent[i] = np.int64(unsigned % width)
             else:
-                owner = key % ranks
-                sent[i] = np.int64(key // ranks)
-            owners[i] = owner
-            counts[owner] += 1
-    elif mode == 1:
-        for i in range(keys.size):
-            owner = _modulo(np.uint64(np.int64(keys[i])), ranks, power_of_two)
-            owners[i] = owner
-            counts[owner] += 1
-    else:
-        for i in range(keys.size):
-            key = np.uint64(np.int64(keys[i])) ^ np.uint64(mix)
-            key ^= key >> np.uint64(33)
-            key *= _M1
-            key ^= key >> np.uint64(33)
-            key *= _M2
-            key ^= key >> np.uint64(33)
-            owner = _modulo(key, ranks, power_of_two)
-            owners[i] = owner
-            counts[owner] += 1
+                owners[i] = unsigned % ranks
+                sent[i] = np.int64(unsigned // ranks)
 
 
 @jit
 def _scatter(
-    keys: Array, owners: Array, lengths: Array, first: int, cursors: Array, new_keys: Array, slots: Array, cells: Array,
-    positions: Array,
+    keys: Array, owners: Array, lengths: Array, column: int, cursors: Array, new_keys: Array, cells: Array,
+    num_rows: int, slots: Array,
 ) -> None:  # fmt: skip
-    """Places the keys of rows [first, first + lengths.size) and counts the cells of ``cells`` (ranks x rows)."""
+    """Places the keys of rows ``column`` and on, and writes their cells: ``cells[rank * num_rows + row]``."""
+    one, stride = np.uint64(1), np.uint64(num_rows)
+    before = np.empty_like(cursors)
+    at = np.uint64(0)
+    for row in range(lengths.size):
+        cell, end = np.uint64(column + row), at + np.uint64(lengths[row])
+        # In a long row it is cheaper to see how far every cursor went than to count each key.
+        if 2 * lengths[row] <= cursors.size:
+            while at < end:
+                owner = np.uint64(owners[at])
+                slot = cursors[owner]
+                cursors[owner] = slot + one
+                new_keys[slot] = keys[at]
+                slots[at] = slot
+                cells[owner * stride + cell] += 1
+                at += one
+        else:
+            before[:] = cursors
+            while at < end:
+                owner = np.uint64(owners[at])
+                slot = cursors[owner]
+                cursors[owner] = slot + one
+                new_keys[slot] = keys[at]
+                slots[at] = slot
+                at += one
+            for rank in range(cursors.size):
+                cells[np.uint64(rank) * stride + cell] = cursors[rank] - before[rank]
+
+
+@jit
+def _place(lengths: Array, slots: Array, positions: Array) -> None:
+    """Writes the place of every key in its row, by slot."""
     at = 0
     for row in range(lengths.size):
         for place in range(lengths[row]):
-            owner = np.int64(owners[at])
-            slot = cursors[owner]
-            cursors[owner] = slot + 1
-            new_keys[slot] = keys[at]
-            cells[owner, first + row] += 1
-            if slots.size:
-                slots[at] = slot
-            if positions.size:
-                positions[slot] = place
+            positions[slots[at]] = place
             at += 1
 
 
@@ -103,22 +144,36 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="evenkeel-bucketize")
 
 
-def _run(tasks: list[tuple[Any, ...]], function: Callable[..., None]) -> None:
-    threads = min(torch.get_num_threads(), len(tasks))
-    if threads <= 1:
-        for task in tasks:
-            function(*task)
-    else:
-        for future in [_pool(threads).submit(function, *task) for task in tasks]:
-            future.result()
+def _run(function: Callable[..., None], tasks: list[tuple[Any, ...]]) -> None:
+    """The first task on this thread, the others beside it."""
+    others = [_pool(len(tasks) - 1).submit(function, *task) for task in tasks[1:]]
+    function(*tasks[0])
+    for other in others:
+        other.result()
 
 
-def _chunk_rows(row_ends: Array, feature_starts: Array) -> Array:
-    """Row boundaries of the chunks: every feature's first row, and about every ``_KEYS_PER_CHUNK`` keys."""
+def _row_bounds(row_ends: Array, num_ranks: int) -> list[int]:
+    """First row of every thread's run, and the number of rows: about equally much work for each."""
     num_rows = row_ends.size
-    pieces = max(1, -(-int(row_ends[-1] if num_rows else 0) // _KEYS_PER_CHUNK))
-    even = np.searchsorted(row_ends, np.arange(1, pieces) * _KEYS_PER_CHUNK, side="left") + 1
-    return np.unique(np.concatenate([feature_starts, even[even < num_rows], [num_rows]]))
+    if not num_rows:
+        return [0, 0]
+    work = int(row_ends[-1]) + num_rows * num_ranks // _CELLS_PER_KEY
+    threads = max(1, min(torch.get_num_threads(), work // _KEYS_PER_THREAD))
+    if threads == 1:
+        return [0, num_rows]
+    done = row_ends + np.arange(1, num_rows + 1) * num_ranks // _CELLS_PER_KEY
+    cuts = np.searchsorted(done, np.arange(1, threads) * (int(done[-1]) / threads))
+    return [0, *dict.fromkeys(cut for cut in cuts.tolist() if 0 < cut < num_rows), num_rows]
+
+
+def _zeros(like: Tensor, size: int) -> Tensor:
+    """Zeros that nothing has touched yet: numpy asks for them from ``calloc``, on huge pages where there are many."""
+    return torch.from_numpy(np.zeros(size, dtype=like.numpy().dtype))
+
+
+def _empty(like: Tensor) -> Tensor:
+    """Memory of the same size, on huge pages where it is large."""
+    return torch.from_numpy(np.empty_like(like.numpy()))
 
 
 def block_bucketize(
@@ -136,60 +191,67 @@ def block_bucketize(
     """The CPU kernel of ``evenkeel::block_bucketize``; arguments as the operator's."""
     num_rows, num_keys = lengths.numel(), indices.numel()
     num_features = max(len(modes), block_sizes.numel(), batch_sizes.numel() if batch_sizes is not None else 1)
-    row_ends = np.cumsum(lengths.numpy(), dtype=np.int64)
-    if num_rows and (int(row_ends[-1]) != num_keys or int(lengths.min()) < 0):
+    counts, keys = lengths.numpy(), indices.numpy()
+    row_ends = np.cumsum(counts, dtype=np.int64)
+    if num_rows and (int(row_ends[-1]) != num_keys or int(counts.min()) < 0):
         raise ValueError(f"lengths sum to {int(row_ends[-1])}, but there are {num_keys} indices; they must agree")
     if batch_sizes is None:
-        starts = np.arange(num_features, dtype=np.int64) * (num_rows // num_features)
+        starts = [feature * (num_rows // num_features) for feature in range(num_features)]
     else:
-        starts = np.concatenate([[0], np.cumsum(batch_sizes.numpy(), dtype=np.int64)])[:num_features]
-    blocks = block_sizes.numpy()
-    bounds = _chunk_rows(row_ends, starts)
+        starts = [0, *np.cumsum(batch_sizes.numpy(), dtype=np.int64).tolist()][:num_features]
+    ends = np.concatenate([_ZERO, row_ends])
+    bounds = _row_bounds(row_ends, num_ranks)
+    spans = _spans(ends, starts, bounds, modes, mixes, block_sizes.tolist())
     owners = np.empty(num_keys, dtype=np.uint8 if num_ranks <= 256 else np.uint16)
-    keys = indices.numpy()
-    sent = np.empty_like(keys) if 0 in modes else keys
-    cursors = np.zeros((max(bounds.size - 1, 1), num_ranks), dtype=np.int64)
-    ends = np.concatenate([[0], row_ends])
-    spans = []
-    for chunk, (first, last) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
-        feature = int(np.searchsorted(starts, first, side="right")) - 1
-        pick = feature if len(modes) > 1 else 0
-        span = slice(int(ends[first]), int(ends[last]))
-        block = int(blocks[feature if blocks.size > 1 else 0]) if blocks.size else 0
-        spans.append((chunk, first, last, span, modes[pick], mixes[pick], block))
-    _run(
-        [
-            (keys[s], mode, mix, block, num_ranks, owners[s], sent[s], cursors[c])
-            for c, _, _, s, mode, mix, block in spans
-        ],
-        _route_chunk,
-    )
+    continuous = 0 in modes
+    sent = np.empty_like(keys) if continuous else keys
+    mixed = continuous and len(set(modes)) > 1
+    cursors = np.zeros((len(spans), num_ranks), dtype=np.uint64)
+    _run(_route, [(keys, span, owners, sent, cursor, mixed) for span, cursor in zip(spans, cursors, strict=True)])
     totals = cursors.sum(axis=0)
     cursors = np.cumsum(cursors, axis=0) - cursors + (np.cumsum(totals) - totals)
-    new_lengths, new_indices = lengths.new_zeros(num_ranks * num_rows), torch.empty_like(indices)
-    slots = indices.new_empty(num_keys if permutation or weights is not None else 0)
-    places = indices.new_empty(num_keys if positions else 0)
-    cells, lengths_array = new_lengths.numpy().reshape(num_ranks, num_rows), lengths.numpy()
-    out, slots_array, places_array = new_indices.numpy(), slots.numpy(), places.numpy()
-    empty = slots_array[:0]
-    _run(
-        [
-            (sent[s], owners[s], lengths_array[a:b], a, cursors[c], out, slots_array[s] if slots_array.size else empty,
-             cells, places_array)
-            for c, a, b, s, *_ in spans
-        ],
-        _scatter,
-    )  # fmt: skip
-    new_weights = None
+    new_lengths, new_indices = _zeros(lengths, num_ranks * num_rows), _empty(indices)
+    slots = _empty(indices)
+    out, cells, slots_array = new_indices.numpy(), new_lengths.numpy(), slots.numpy()
+    tasks = []
+    for number, (first, last) in enumerate(pairwise(bounds)):
+        own = slice(int(ends[first]), int(ends[last]))
+        rows = (counts[first:last], first, cursors[number])
+        tasks.append((sent[own], owners[own], *rows, out, cells, num_rows, slots_array[own]))
+    _run(_scatter, tasks)
+    new_weights = places = None
+    if positions:
+        places = torch.empty_like(indices)
+        _place(counts, slots_array, places.numpy())
     if weights is not None:
         new_weights = torch.empty_like(weights)
         new_weights[slots.to(torch.int64)] = weights
-    return new_lengths, new_indices, new_weights, places if positions else None, slots if permutation else None
+    return new_lengths, new_indices, new_weights, places, slots if permutation else None
 
 
-def _route_chunk(
-    keys: Array, mode: int, mix: int, block: int, num_ranks: int, owners: Array, sent: Array, counts: Array
-) -> None:
-    _route(keys, mode, mix, block, num_ranks, owners, sent, counts)
-    if mode != 0 and sent.ctypes.data != keys.ctypes.data:
-        sent[:] = keys
+def _spans(
+    ends: Array, starts: list[int], bounds: list[int], modes: list[int], mixes: list[int], blocks: list[int]
+) -> list[Array]:
+    """What :func:`_route` is told, for each thread: runs of keys that are routed alike."""
+    one = len(modes) == 1 and (modes[0] != 0 or len(blocks) == 1)
+    starts = [0] if one else starts
+    spans = []
+    for first, last in pairwise(bounds):
+        own: list[tuple[int, ...]] = []
+        for feature in range(max(0, bisect_right(starts, first) - 1), len(starts)):
+            begin = max(first, starts[feature])
+            if begin >= last and own:
+                break
+            end = min(last, starts[feature + 1]) if feature + 1 < len(starts) else last
+            pick = feature if len(modes) > 1 else 0
+            block = blocks[feature if len(blocks) > 1 else 0] if blocks else 0
+            own.append((int(ends[begin]), int(ends[max(begin, end)]), modes[pick], mixes[pick], block))
+        spans.append(np.array(own, dtype=np.int64).reshape(-1, 5))
+    return spans
+
+
+def warm_up() -> None:
+    """Compiles the kernels, or reads them from numba's cache, for int64 keys with lengths of either width."""
+    key, block = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    for dtype in (torch.int64, torch.int32):
+        block_bucketize(torch.ones(1, dtype=dtype), key, block, 2, [0], [0])
