@@ -9,7 +9,8 @@ Columns, medians over repeats of the slowest rank, in ms: `ours` both All2Alls w
 All2All of the packed bytes from and into buffers at hand, the floor; `select` all-gather and select; `per field` one
 All2All per field, packed by torch's index operations; `host` how long the host is busy to start ours. On GPUs the
 device's work is queued behind a wait, so that `ours`, `All2All` and `per field` are times of the device; `call` is host
-and device together, from an idle device, and so is `select`, which waits for the device in any case.
+and device together, from an idle device, and so is `select`, which waits for the device in any case. `bare host` and
+`bare call` are those of the bare All2All.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.redistribution_check import bytes_of, check
 from benchmarks.redistribution_peers import FieldByField, PackedBytes
 from evenkeel.partitioning import Slice, partition, slice_plan
 from trainer_client.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.redistribution import redistribute, redistribute_reference, start, warm_up
+from trainer_client.redistribution import redistribute, start, warm_up
 
 WAIT_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to queue one redistribution
 
@@ -164,7 +166,7 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
     expected = [bytes_of(tensor) for tensor in ours().tensors]
     assert [bytes_of(tensor) for tensor in fields.run()] == expected, "the peer computes something else"
     ours_ms, host_ms = clock.device_and_host(ours)
-    raw_ms, _ = clock.device_and_host(raw.run)
+    raw_ms, raw_host_ms = clock.device_and_host(raw.run)
     fields_ms, _ = clock.device_and_host(fields.run)
     return {
         **asdict(case),
@@ -177,7 +179,9 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
         "select_ms": clock.total(lambda: redistribute(own, piece, group=group, method="all_gather")),
         "per_field_ms": fields_ms,
         "host_ms": host_ms,
+        "all_to_all_host_ms": raw_host_ms,
         "call_ms": clock.total(ours),
+        "all_to_all_call_ms": clock.total(raw.run),
     }
 
 
@@ -211,64 +215,6 @@ def measure_copies(device: torch.device) -> dict[str, float]:
     plain, _ = clock.device_and_host(lambda: other.copy_(source))
     scale = 2 * float(sizes.sum()) / 1e6
     return {"mib": float(sizes.sum()) / 2**20, "pack_gb_per_s": scale / packed, "copy_gb_per_s": scale / plain}
-
-
-# ---------------------------------------------------------------------- parity
-
-
-def random_batch(rng: np.random.Generator, samples: int) -> FlatBatch:
-    """Fields of all widths, jagged and dense, some without bytes, some not contiguous."""
-    counts = rng.integers(0, 50, samples) * rng.integers(0, 2, samples)
-    total = int(counts.sum())
-    batch: dict[str, Any] = {"count": torch.from_numpy(counts)}
-    dtypes = (torch.int8, torch.bfloat16, torch.float32, torch.int64, torch.complex128, torch.float8_e4m3fn)
-    for index, dtype in enumerate(dtypes):
-        for kind, rows in (("dense", samples), ("jagged", total)):
-            for width in (1, 3, 0):
-                data = rng.integers(0, 256, (rows, 2, width * dtype.itemsize), dtype=np.uint8)
-                tensor = torch.empty((rows, 2, width), dtype=dtype)
-                if data.size:
-                    tensor.view(torch.uint8).numpy()[:] = data
-                batch[f"{kind}_{index}_{width}"] = tensor if index % 2 else tensor[:, 0]
-    return flatten(batch, BatchSpec(rows_per_sample={"jagged_*": "count"}))
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().cpu().contiguous()
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-
-
-def check(device: torch.device, rounds: int) -> int:
-    """Compares with the reference on random batches; returns how many it compared.
-
-    On CUDA any operation that makes the host wait for the device is an error in the All2All path.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    compared = 0
-    for seed in range(rounds):
-        rng = np.random.default_rng(seed)
-        counts = rng.integers(0, 30, world_size)
-        batches = [random_batch(rng, int(count)) for count in counts]
-        homes = np.repeat(np.arange(world_size), counts).astype(np.int32)
-        keep = rng.random(homes.size) < (0.0, 0.8, 1.0)[seed % 3]
-        destinations = np.where(keep, homes, rng.integers(0, world_size, homes.size)).astype(np.int32)
-        piece = slice_plan(destinations, counts, np.concatenate([batch.lengths for batch in batches]))[rank]
-        expected = redistribute_reference(batches, np.split(destinations, np.cumsum(counts)[:-1]))[rank]
-        own = batches[rank].to(device)
-        if device.type == "cuda" and seed:
-            torch.cuda.set_sync_debug_mode("error")
-        moved = [start(batch, piece, group=dist.group.WORLD, device=device) for batch in (own, batches[rank], own)]
-        results = [one.wait() for one in moved]
-        torch.cuda.set_sync_debug_mode("default") if device.type == "cuda" else None
-        results.append(redistribute(own, piece, group=dist.group.WORLD, method="all_gather"))
-        for result in results:
-            assert np.array_equal(result.lengths_tensor.cpu().numpy(), expected.lengths.T), f"lengths, seed {seed}"
-            pairs = zip(expected.structure.leaves, result.tensors, expected.tensors, strict=True)
-            for leaf, found, wanted in pairs:
-                assert found.shape == wanted.shape, f"{leaf.path}, seed {seed}"
-                assert bytes_of(found) == bytes_of(wanted), f"{leaf.path}, seed {seed}"
-                compared += 1
-    return compared
 
 
 # ---------------------------------------------------------------------- running
@@ -333,14 +279,19 @@ def run_rank(rank: int, world_size: int, port: int, options: Options) -> None:
     dist.destroy_process_group()
 
 
+COLUMNS = (
+    "ours_ms", "all_to_all_ms", "ratio", "select_ms", "per_field_ms", "host_ms", "all_to_all_host_ms", "call_ms",
+    "all_to_all_call_ms",
+)  # fmt: skip
+
+
 def show(console: Console, rows: list[dict[str, Any]], world_size: int, backend: str) -> None:
     table = Table(title=f"Redistribution on {world_size} ranks, {backend}, ms")
     names = ("samples x features", "plan", "MiB held", "MiB sent", "ours", "All2All", "ratio", "select", "per field")
-    for name in (*names, "host", "call"):
+    for name in (*names, "host", "bare host", "call", "bare call"):
         table.add_column(name, justify="left" if name in names[:2] else "right", no_wrap=True)
     for row in rows:
-        keys = ("ours_ms", "all_to_all_ms", "ratio", "select_ms", "per_field_ms", "host_ms", "call_ms")
-        figures = [f"{row[key]:.2f}" if key == "ratio" else f"{row[key]:.3f}" for key in keys]
+        figures = [f"{row[key]:.2f}" if key == "ratio" else f"{row[key]:.3f}" for key in COLUMNS]
         label = f"{row['samples']} x {row['features']} (mean {row['mean_length']})"
         table.add_row(label, row["strategy"], f"{row['mib_held']:.2f}", f"{row['mib_sent']:.2f}", *figures)
     console.print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,11 @@ OVERLAP_BYTES = 4 << 20
 
 
 def exchange(
-    flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int
+    flat: FlatBatch,
+    piece: Slice,
+    group: dist.ProcessGroup | None,
+    world_size: int,
+    home: torch.cuda.Stream | None = None,
 ) -> Callable[[], FlatBatch]:
     """Packs and sends; the returned function receives and unpacks.
 
@@ -33,6 +38,7 @@ def exchange(
         piece: Its slice of the plan.
         group: The ranks of the plan.
         world_size: Their number.
+        home: The stream whose memory the result's tensors are of; default: the current one.
     """
     device = flat.device
     assert device is not None
@@ -41,10 +47,13 @@ def exchange(
     amounts = measure(piece, lengths, fields, world_size)
     sent_splits, received_splits = amounts.sent_bytes.tolist(), amounts.received_bytes.tolist()
     leaf_rows = flat.leaf_rows(amounts.num_samples, amounts.totals)
-    tensors = [
-        tensor.new_empty((rows, *leaf.shape))
-        for tensor, leaf, rows in zip(flat.tensors, flat.structure.leaves, leaf_rows, strict=True)
-    ]
+    with nullcontext() if home is None else torch.cuda.stream(home):
+        tensors = [
+            tensor.new_empty((rows, *leaf.shape))
+            for tensor, leaf, rows in zip(flat.tensors, flat.structure.leaves, leaf_rows, strict=True)
+        ]
+    if home is not None:
+        torch.cuda.current_stream(device).wait_stream(home)  # for what still uses that memory
     table = torch.empty((amounts.num_samples, num_jagged), dtype=LENGTHS_DTYPE, device=device)
     sent = torch.empty(sum(sent_splits), dtype=torch.uint8, device=device)
     received = torch.empty(sum(received_splits), dtype=torch.uint8, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -15,11 +16,33 @@ class Pending:
     Its process must wait for every redistribution that it started, in the order of starting.
     """
 
-    def __init__(self, finish: Callable[[], FlatBatch], event: torch.cuda.Event | None = None) -> None:
+    def __init__(
+        self,
+        finish: Callable[[], FlatBatch],
+        event: torch.cuda.Event | None = None,
+        *,
+        home: torch.cuda.Stream | None = None,
+        held: FlatBatch | None = None,
+    ) -> None:
+        """A redistribution in flight.
+
+        Args:
+            finish: Gives the batch.
+            event: When the device has it; None on the host.
+            home: The stream that was current at the start, if the result's tensors are of its memory.
+            held: The batch as it was, if it is of the device's memory: it is read until the event.
+        """
         self._finish: Callable[[], FlatBatch] | None = finish
         self._event = event
+        self._home = home
+        self._held = held
         self._result: FlatBatch | None = None
         self._done: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self._result is None and self._event is not None and self._home is not None:
+            with suppress(Exception):  # at the interpreter's end the device may be gone
+                self._home.wait_event(self._event)  # never waited for: its memory must not be used again before
 
     def then(self, done: Callable[[], None]) -> None:
         """Calls `done` once, when `wait` has the batch."""
@@ -38,12 +61,27 @@ class Pending:
             result = self._finish()
             self._finish = None
             if self._event is not None:
-                current = torch.cuda.current_stream(result.device)
-                current.wait_event(self._event)
-                for tensor in (*result.tensors, result.lengths_tensor):
-                    if tensor.is_cuda:
-                        tensor.record_stream(current)
+                self._order(self._event, result)
+            self._held = None
             self._result = result
             if self._done is not None:
                 self._done()
         return self._result
+
+    def _order(self, event: torch.cuda.Event, result: FlatBatch) -> None:
+        """Orders the event before what comes, so that memory of both batches is used again only after it.
+
+        The allocator gives freed memory to later work of the stream that it was allocated on. Memory of the home
+        stream needs no `record_stream`, whose events cost the host more than the allocation, as long as that stream
+        waits for the event before the memory is freed.
+        """
+        current = torch.cuda.current_stream(result.device)
+        current.wait_event(event)
+        at_home = self._home == current
+        if self._home is not None and not at_home:
+            self._home.wait_event(event)
+        result.lengths_tensor.record_stream(current)
+        if not at_home:
+            for tensor in result.tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(current)

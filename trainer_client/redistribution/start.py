@@ -71,27 +71,35 @@ def start(
     where = torch.empty(0, device=where).device  # "cuda" becomes the current device
     side = stream if stream is not None else _side_stream(where)
     current = torch.cuda.current_stream(where)
+    on_device = any(tensor.is_cuda for tensor in flat.tensors)
+    moves = method == "all_to_all" and world_size > 1
     with torch.cuda.stream(side):
-        if any(tensor.is_cuda for tensor in flat.tensors):
+        if on_device:
             side.wait_stream(current)
-            for tensor in flat.tensors:
-                if tensor.is_cuda:
-                    tensor.record_stream(side)
             moved = flat.to(where, non_blocking=True)
         else:
             # From memory that is not pinned the host would wait for the copies, and so for work queued before them.
             moved = flat.pin_memory().to(where, non_blocking=True)
             # The collectives come after the model's that are queued by now, on all ranks alike.
             side.wait_stream(current)
-        result = _begin(moved, piece, group, world_size, method)()
+        result = _begin(moved, piece, group, world_size, method, current if moves else None)()
         _ = result.lengths_tensor  # built here, so that its copy to the device is before the event
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(side)
-    return Pending(lambda: result, event)
+    if on_device and not moves:
+        for tensor in flat.tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(side)
+    return Pending(lambda: result, event, home=current if moves else None, held=flat if on_device and moves else None)
 
 
 def _begin(
-    flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int, method: Method
+    flat: FlatBatch,
+    piece: Slice,
+    group: dist.ProcessGroup | None,
+    world_size: int,
+    method: Method,
+    home: torch.cuda.Stream | None = None,
 ) -> Callable[[], FlatBatch]:
     if world_size == 1:
         return lambda: flat
@@ -99,7 +107,7 @@ def _begin(
         tensors = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in flat.tensors]
         flat = flat.rebuild(tensors, num_samples=flat.num_samples, totals=flat.totals, lengths=flat.lengths)
     if method == "all_to_all":
-        return exchange(flat, piece, group, world_size)
+        return exchange(flat, piece, group, world_size, home)
     result = gather_and_select(flat, piece, group, world_size)
     return lambda: result
 
