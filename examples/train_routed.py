@@ -22,9 +22,9 @@ def run_rank(rank: int, num_ranks: int, arguments: argparse.Namespace, dist_type
 
     from trainer_client import checkpoint
     from trainer_client.embeddings import KeyBatch, RoutedEmbeddingCollection, RoutedTable
-    from trainer_client.routing import Routing
+    from trainer_client.routing import Routing, block_size, owners
 
-    on_gpu = torch.cuda.device_count() >= num_ranks and not arguments.cpu
+    on_gpu = arguments.on_gpu
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -47,7 +47,7 @@ def run_rank(rank: int, num_ranks: int, arguments: argparse.Namespace, dist_type
     head = torch.nn.Linear(arguments.dim, 1, device=device)
     torch.nn.init.constant_(head.weight, 0.5)
     optimizer = torch.optim.Adam(collection.parameters(), lr=0.02)
-    start = 0
+    start, seen = 0, []
     if arguments.checkpoint.exists():
         rows = checkpoint.load(collection, arguments.checkpoint, optimizer=optimizer)["items"]
         start = arguments.steps
@@ -57,6 +57,7 @@ def run_rank(rank: int, num_ranks: int, arguments: argparse.Namespace, dist_type
         generator = torch.Generator().manual_seed(1_000_003 * step + rank)
         popularity = torch.rand(arguments.batch * 8, generator=generator, dtype=torch.float64)
         keys = (NUM_KEYS**popularity).to(torch.int64) % NUM_KEYS * arguments.ranks
+        seen.append(keys)
         batch = KeyBatch(
             features=["item"],
             values=keys.to(device),
@@ -70,14 +71,13 @@ def run_rank(rank: int, num_ranks: int, arguments: argparse.Namespace, dist_type
         optimizer.step()
         if rank == 0 and (step + 1) % 10 == 0:
             print(f"step {step + 1}: loss {float(loss.detach()):.4f}")
-    held: list[int | None] = [None] * num_ranks
-    owned = collection.tables["items"].held_keys()
-    touched = int((owned % arguments.ranks == 0).sum()) if dist_type == "continuous" else owned.numel()
-    dist.all_gather_object(held, touched)
-    counts = [count or 0 for count in held]
+    block = block_size(table.num_embeddings, num_ranks)
+    owner = owners(torch.unique(torch.cat(seen)), table.mode, num_ranks=num_ranks, block_size=block)
+    counts = torch.bincount(owner, minlength=num_ranks).to(device)
+    dist.all_reduce(counts)
     if rank == 0:
-        print(f"{table.mode} over {num_ranks} ranks: keys per rank {counts}, max/mean "
-              f"{max(counts) * num_ranks / max(sum(counts), 1):.2f}")  # fmt: skip
+        print(f"{table.mode} over {num_ranks} ranks: keys asked of each rank {counts.tolist()}, "
+              f"max/mean {float(counts.max() / counts.float().mean()):.2f}")  # fmt: skip
     checkpoint.save(collection, arguments.checkpoint, optimizer=optimizer, overwrite=True)
     dist.destroy_process_group()
 
@@ -96,15 +96,21 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="stay on the CPU")
     arguments = parser.parse_args()
 
-    from torch.multiprocessing.spawn import spawn
+    import torch
+    from torch.multiprocessing.spawn import start_processes
 
+    import trainer_client.checkpoint
+    import trainer_client.embeddings  # noqa: F401  (ranks that are forked have what is imported here)
+
+    arguments.on_gpu = torch.cuda.device_count() >= max(arguments.ranks, arguments.resume_ranks) and not arguments.cpu
+    start_method = "spawn" if arguments.on_gpu else "fork"
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.checkpoint is None:
             arguments.checkpoint = Path(scratch) / "checkpoint"
         phases = ((arguments.dist_type, arguments.ranks), (arguments.resume_as, arguments.resume_ranks))
         for number, (dist_type, num_ranks) in enumerate(phases):
-            store = f"{scratch}/store{number}"
-            spawn(run_rank, args=(num_ranks, arguments, dist_type, store), nprocs=num_ranks)  # type: ignore[no-untyped-call]
+            own = (num_ranks, arguments, dist_type, f"{scratch}/store{number}")
+            start_processes(run_rank, own, num_ranks, start_method=start_method)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
