@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.zygote import Program
+from tests import zygote
 
 START_SECONDS = 240.0  # compiles its kernels first, if nothing has yet
 
@@ -24,7 +24,7 @@ class BalancerProcess:
     Attributes:
         flags: Of its command line.
         folder: Of its log.
-        interpreter: Whether it gets a Python of its own instead of one that has imported everything.
+        interpreter: Whether it gets a Python of its own even if there is one to fork that has imported everything.
         port: Where it listens.
         process: The one that runs, or ran last.
     """
@@ -33,7 +33,7 @@ class BalancerProcess:
     folder: Path
     interpreter: bool = False
     port: int = 0
-    process: subprocess.Popen[bytes] | Program | None = None
+    process: subprocess.Popen[bytes] | zygote.Program | None = None
 
     @property
     def address(self) -> str:
@@ -43,12 +43,12 @@ class BalancerProcess:
         port_file = self.folder / "port"
         port_file.unlink(missing_ok=True)
         arguments = ("--port", str(self.port), "--port-file", str(port_file), *self.flags)
-        if self.interpreter:
+        if self.interpreter or not zygote.is_warm():
             with (self.folder / "log").open("ab") as log:
                 command = [sys.executable, "-m", "services.balancer", *arguments]
                 self.process = subprocess.Popen(command, stdout=log, stderr=log)
         else:
-            self.process = Program("services.balancer", *arguments, output=self.folder / "log")
+            self.process = zygote.Program("services.balancer", *arguments, output=self.folder / "log")
         deadline = time.monotonic() + START_SECONDS
         while not (port_file.exists() and port_file.read_text().strip()):
             if self.process.poll() is not None or time.monotonic() > deadline:

@@ -6,6 +6,7 @@ they take a few hundredths. The server that they are forked from has no threads,
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -19,22 +20,34 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+START_SECONDS = 900.0  # compiles all kernels first, if nothing has yet
+
 context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed", "trainer_client"])  # all that benchmarks want
 _environment_at_start = dict(os.environ)
+_is_warm = False
+
+
+def is_warm() -> bool:
+    """Whether `warm` has been called, as it has in tests; benchmarks measure services that start by themselves."""
+    return _is_warm
 
 
 def warm() -> None:
     """Starts the server with all test modules imported so far, and waits until it is ready."""
+    global _is_warm  # noqa: PLW0603
     context.set_forkserver_preload(
         ["tests.preloaded", *sorted(name for name in sys.modules if name.startswith("tests."))]
     )
     ours, theirs = context.Pipe(duplex=False)
     first = process(_describe_server, theirs)
     theirs.close()
+    assert ours.poll(START_SECONDS), "what tests are forked from did not start"
     num_threads, is_preloaded = ours.recv()
     first.join()
     assert is_preloaded, "tests.preloaded cannot be imported; run pytest in the repository's root"
     assert num_threads == 1, f"a test module or a library starts threads at import: {num_threads}; do not fork from it"
+    _is_warm = True
 
 
 def process(target: Callable[..., Any], *args: Any) -> ForkServerProcess:
@@ -89,7 +102,8 @@ class Program:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            os.kill(self._process.pid or 0, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._process.pid or 0, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-RANKS, STEPS = 3, 5
+RANKS, STEPS = 2, 5
 
 
 @pytest.mark.timeout(300)
