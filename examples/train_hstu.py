@@ -93,12 +93,14 @@ def main() -> None:
 
 
 def start(wanted: str | None) -> tuple[int, torch.device]:
-    """Joins the ranks that torchrun started; alone without it."""
+    """Joins the ranks that torchrun or the caller started; alone without them."""
     on_gpu = torch.cuda.is_available() if wanted is None else wanted == "cuda"
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return dist.get_rank(), device
     if "RANK" not in os.environ:
         return 0, device
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -48,7 +49,8 @@ def run_ranks(world_size: int, target: Callable[..., Any], *args: Any, check: bo
         try:
             for rank, end in enumerate(ends):
                 try:
-                    results.append(end.recv() if end.poll(TIMEOUT_SECONDS) else (None, None, "did not end in time"))
+                    answered = end.poll(TIMEOUT_SECONDS)
+                    results.append(pickle.loads(end.recv_bytes()) if answered else (None, None, "did not end in time"))
                 except EOFError:
                     processes[rank].join(5)
                     results.append((None, None, f"died with exit code {processes[rank].exitcode}"))
@@ -74,10 +76,11 @@ def _rank(
         answer = (target(rank, *args), None, "")
     except BaseException as error:
         answer = (None, error, traceback.format_exc())
+    # Plain pickles: `Connection.send` passes tensors as handles of shared memory, which end with this process.
     try:
-        end.send(answer)
+        end.send_bytes(pickle.dumps(answer))
     except Exception as error:
-        end.send((None, None, f"{answer[2]}\nresult cannot be sent: {error}"))
+        end.send_bytes(pickle.dumps((None, None, f"{answer[2]}\nresult cannot be sent: {error}")))
     end.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,67 @@
+"""The command from end to end: a data set's files and a plan of `evenkeel plan`, two ranks, TorchRec's tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from evenkeel.cli.plan import plan_command
+from examples import train_hstu
+from tests.trainer_client.ranks import run_ranks
+
+USERS, ITEMS = 24, 60
+
+
+def _write_movielens(folder: Path) -> None:
+    """`ratings.dat` and `users.dat` as GroupLens publishes them."""
+    rng = np.random.default_rng(0)
+    lines, people = [], []
+    for user in range(1, USERS + 1):
+        people.append(f"{user}::{'FM'[user % 2]}::25::{user % 21}::55117")
+        for time, item in enumerate(rng.permutation(ITEMS)[: rng.integers(2, 25)]):
+            lines.append(f"{user}::{item + 1}::{rng.integers(1, 6)}::{978300000 + time}")
+    lines.append(f"1::{ITEMS + 1}::3::978400000")  # so that the number of items is known: all others occur by chance
+    folder.joinpath("ratings.dat").write_text("\n".join(lines) + "\n")
+    folder.joinpath("users.dat").write_text("\n".join(people) + "\n", encoding="latin-1")
+
+
+def _write_plan(folder: Path, rows: int) -> Path:
+    app = typer.Typer()
+    app.command("plan")(plan_command)
+    tables, output = folder / "tables.yaml", folder / "plan.json"
+    tables.write_text(f"- {{name: item, rows: {rows}, dim: 8, ids_per_sample: 10, optimizer: rowwise_adagrad}}\n")
+    flags = [str(tables), "--topology", "h200x2", "--runtime", "torchrec", "--output", str(output)]
+    planned = CliRunner().invoke(app, flags)
+    assert planned.exit_code == 0, planned.output
+    return output
+
+
+def _train(rank: int, folder: str, plan: str, balancer: str) -> dict[str, Any] | None:
+    result = Path(folder) / f"{balancer}.json"
+    sys.argv = [
+        "train_hstu", "--data", folder, "--embeddings", "torchrec", "--plan", plan, "--balancer", balancer,
+        "--layers", "1", "--width", "16", "--heads", "2", "--head-dim", "8", "--embedding-dim", "8",
+        "--max-length", "48", "--batch-size", "4", "--device", "cpu", "--skip", "0", "--json", str(result),
+    ]  # fmt: skip
+    train_hstu.main()
+    summary: dict[str, Any] = json.loads(result.read_text()) if rank == 0 else {}
+    return summary
+
+
+def test_a_data_set_is_trained_under_a_plan(tmp_path: Path) -> None:
+    _write_movielens(tmp_path)
+    rows = len(train_hstu.read(tmp_path).item_ids)
+    plan = _write_plan(tmp_path, rows)
+    off = run_ranks(2, _train, str(tmp_path), str(plan), "off")[0]
+    balanced = run_ranks(2, _train, str(tmp_path), str(plan), "embedded")[0]
+    assert off["steps"] == balanced["steps"] == USERS // 8  # every user once
+    assert balanced["imbalance"] < balanced["imbalance_before"] == pytest.approx(off["imbalance"])
+    assert balanced["first_loss"] == pytest.approx(off["first_loss"], rel=1e-4)
+    assert balanced["last_loss"] == pytest.approx(off["last_loss"], rel=1e-3)
