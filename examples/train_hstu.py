@@ -60,6 +60,7 @@ SMALL = {"layers": 2, "width": 64, "heads": 2, "head_dim": 32, "max_length": 256
 def main() -> None:
     options = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    joined = dist.is_initialized()
     rank, device = start(options.device)
     histories = read(options.data) if options.data else None
     model = model_options(options, device, histories)
@@ -89,7 +90,8 @@ def main() -> None:
     balancer.close()
     if dist.is_initialized():
         dist.barrier()
-        dist.destroy_process_group()
+        if not joined:
+            dist.destroy_process_group()
 
 
 def start(wanted: str | None) -> tuple[int, torch.device]:
