@@ -70,6 +70,7 @@ class Uplink:
         self._outbox: SimpleQueue[pb.BalanceRequest | None] | None = None  # of the joined stream
         self._epoch = 0
         self._call: grpc.Call | None = None
+        self._given_up: grpc.Call | None = None  # what was wrong with it has been told
         self._thread: threading.Thread | None = None
         self._closed = False
         self._encouraged = False  # another rank has got through
@@ -117,7 +118,7 @@ class Uplink:
             if epoch is not None and (epoch != self._epoch or self._outbox is None):
                 return
             self._outbox = None
-            call = self._call
+            self._given_up = call = self._call
         if call is not None:
             call.cancel()
 
@@ -208,8 +209,9 @@ class Uplink:
             self._listener.noted(trouble)
             call.cancel()
         except grpc.RpcError as error:
-            trouble = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
-            self._listener.noted(trouble)
+            if call is not self._given_up:
+                trouble = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
+                self._listener.noted(trouble)
         finally:
             if patience is not None:
                 patience.cancel()
