@@ -103,8 +103,11 @@ def rank_load(request: PlanRequest, table: Table) -> RankLoad:
     )
 
 
-def table_options(request: PlanRequest, table: Table, grid: FloatArray) -> TableOptions:
-    """Every placement of ``table`` on the ratios of ``grid`` (or its pinned one), whole-table figures."""
+def table_options(request: PlanRequest, table: Table, grid: FloatArray, cache_dim: int = 0) -> TableOptions:
+    """Every placement of ``table`` on the ratios of ``grid`` (or its pinned one), whole-table figures.
+
+    ``cache_dim`` is the width of the cache that it would share, where the runtime has shared caches.
+    """
     profile, topology = request.profile, request.topology
     costs, load = profile.costs(request.runtime), rank_load(request, table)
     columns: list[tuple[Mode, FloatArray, Footprint, FloatArray]] = []
@@ -112,7 +115,7 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray) -> Table
         ratios = _ratios_of(mode, table, grid)
         if not len(ratios):
             continue
-        footprint = _footprint(request, table, mode, ratios)
+        footprint = _footprint(request, table, mode, ratios, cache_dim)
         seconds = mode_seconds(profile, costs, load, mode, ratios, footprint.cache_rows.astype(np.float64))
         if mode is Mode.CACHING:
             kept = footprint.cache_rows >= load.unique * load.prefetch_depth
@@ -151,10 +154,14 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None) -> Probl
     if grid is None:
         grid = ratio_grid(len(request.tables), request.solver.ratio_steps)
     by_key: dict[object, list[int]] = {}
+    widest: dict[object, int] = {}
     for index, table in enumerate(request.tables):
+        if Mode.CACHING in allowed_modes(request, table) and table.ratio not in (0, 1):
+            shared = _shared_cache(table)
+            widest[shared] = max(widest.get(shared, 0), shards_of(table, request.topology.ranks)[1])
         key: object = table.fuse_key if table.sharding is Sharding.ROW_WISE else index
         by_key.setdefault(key, []).append(index)
-    groups = tuple(_group(request, tuple(indices), grid) for indices in by_key.values())
+    groups = tuple(_group(request, tuple(indices), grid, widest) for indices in by_key.values())
     return Problem(groups, budgets(request))
 
 
@@ -167,11 +174,16 @@ def budgets(request: PlanRequest) -> FloatArray:
     return np.array([hbm // _PAGE * _PAGE / UNIT, host])
 
 
-def _group(request: PlanRequest, indices: tuple[int, ...], grid: FloatArray) -> Group:
+def _shared_cache(table: Table) -> object:
+    """What is equal for tables whose caches may be one: TorchRec fuses row-wise tables, and those of one rank."""
+    return (table.fuse_key, table.sharding)
+
+
+def _group(request: PlanRequest, indices: tuple[int, ...], grid: FloatArray, widest: dict[object, int]) -> Group:
     tables = [request.tables[index] for index in indices]
     pinned = sorted({t.ratio for t in tables if t.ratio is not None and 0 < t.ratio < 1})
     own = np.unique(np.concatenate([grid, np.array(pinned, dtype=np.float64)]))
-    options = [table_options(request, table, own) for table in tables]
+    options = [table_options(request, table, own, widest.get(_shared_cache(table), 0)) for table in tables]
     for index, option in zip(indices, options, strict=True):
         table = request.tables[index]
         what = "modes" if table.modes else "ratio"
@@ -238,10 +250,11 @@ def _ratios_of(mode: Mode, table: Table, grid: FloatArray) -> FloatArray:
     return np.array([table.ratio] if 0 < table.ratio < 1 else [], dtype=np.float64)
 
 
-def _footprint(request: PlanRequest, table: Table, mode: Mode, ratios: FloatArray) -> Footprint:
+def _footprint(request: PlanRequest, table: Table, mode: Mode, ratios: FloatArray, cache_dim: int) -> Footprint:
     rows, dim, shards = shards_of(table, request.topology.ranks)
+    training = request.step.training
     if request.runtime is Runtime.TORCHREC:
-        return torchrec_footprint(table, mode, ratios, rows, dim, training=request.step.training)
+        return torchrec_footprint(table, mode, ratios, rows, dim, training=training, cache_dim=cache_dim)
     return dynamicemb_footprint(table, mode, ratios, shards, training=request.step.training)
 
 

@@ -2,7 +2,8 @@
 
 A cache is a 32-way set-associative one, whose state is in HBM beside it: 8 bytes a slot for its key, 8 a slot (LRU) or
 a row (LFU) for its score, 4 a row for the map from rows to tables. Row-wise optimizer state stays in HBM in every
-kernel; other state lives with the weights and is never cached.
+kernel; other state lives with the weights and is never cached. Tables that share a kernel share a cache, whose rows are
+as wide as those of the widest table in it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,18 @@ def state_bytes(table: Table, dim: int, *, training: bool) -> tuple[int, int]:
 
 
 def torchrec_footprint(
-    table: Table, mode: Mode, ratios: npt.NDArray[np.float64], rows: int, dim: int, *, training: bool
+    table: Table,
+    mode: Mode,
+    ratios: npt.NDArray[np.float64],
+    rows: int,
+    dim: int,
+    *,
+    training: bool,
+    cache_dim: int = 0,
 ) -> Footprint:
     """Bytes of a shard of ``rows`` by ``dim`` of ``table`` in ``mode`` at each of ``ratios``.
+
+    ``cache_dim`` is the width of the cache, where that is more than ``dim``.
 
     Raises:
         AssertionError: A mode that TorchRec does not have (HYBRID).
@@ -48,6 +58,6 @@ def torchrec_footprint(
     sets = np.maximum(1, (np.floor(rows * ratios).astype(np.int64) + CACHE_WAYS - 1) // CACHE_WAYS)
     slots = sets * CACHE_WAYS
     scores = slots * 8 if table.eviction is Eviction.LRU else zero + (rows + 1) * 8
-    values = round_up(slots * dim * table.value_bytes, HBM_GRANULE)
+    values = round_up(slots * max(dim, cache_dim) * table.value_bytes, HBM_GRANULE)
     hbm = values + round_up(slots * 8, HBM_GRANULE) + round_up(scores, HBM_GRANULE) + round_up(rows * 4, HBM_GRANULE)
     return Footprint(hbm + resident, zero + host, slots)
