@@ -28,14 +28,16 @@ class FitOptions:
         every: Steps between fits; each costs one small all-gather.
         window: Latest steps of each rank that a fit uses.
         skip: First steps that are not used: compilation and warm-up.
-        min_explained: Smallest share of the variance that a fit must explain to be used; else the cost stays.
+        min_explained: Smallest share of the variance that a fit must explain to be used; else the cost stays. On two
+            H200, a fit of 0.996 left 0.7 % of spread of compute time where FLOPs left 0.9 to 1.3 %; one of 0.59 gained
+            nothing (2.8 % beside 1.2 to 2.8 %).
         upper: Largest allowed milliseconds per unit of each term; default: none.
     """
 
     every: int = 20
     window: int = 200
     skip: int = 5
-    min_explained: float = 0.5
+    min_explained: float = 0.8
     upper: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
