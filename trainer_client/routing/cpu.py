@@ -6,6 +6,7 @@ on large batches is the first touch of the new lengths (ranks x rows), so they c
 zeros are the kernel's, and no thread writes them but where there are keys.
 """
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -142,6 +143,10 @@ def _place(lengths: Array, slots: Array, positions: Array) -> None:
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="evenkeel-bucketize")
+
+
+# A forked child has the executor but none of its threads.
+os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def _run(function: Callable[..., None], tasks: list[tuple[Any, ...]]) -> None:

@@ -1,4 +1,5 @@
 import hashlib
+import os
 
 import fbgemm_gpu  # noqa: F401  (loads the operator that is the independent reference)
 import pytest
@@ -195,3 +196,15 @@ def test_results_are_the_same_on_every_machine() -> None:
     digest = hashlib.sha256(result.indices.numpy().tobytes()).hexdigest()
     again = run(batch)
     assert digest == hashlib.sha256(again.indices.numpy().tobytes()).hexdigest()
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    from trainer_client.routing import cpu
+
+    parents = cpu._pool(1)
+    assert parents.submit(int, 7).result(timeout=60) == 7
+    child = os.fork()
+    if child == 0:
+        good = cpu._pool(1) is not parents and cpu._pool(1).submit(int, 8).result(timeout=60) == 8
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
