@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,16 +14,23 @@ from numpy.typing import DTypeLike, NDArray
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def _digest_of_kernels() -> str:
+_HERE = Path(__file__).parent
+
+
+@cache
+def digest_of_kernels(folder: Path) -> str:
+    """Of the source of all kernels in a folder, and of those here, which they may call."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(folder.glob("*.py")):
         source = path.read_bytes()
         if b"@kernel" in source or b"@step" in source:
             digest.update(path.name.encode() + b"\0" + source + b"\0")
+    if folder != _HERE:
+        digest.update(SOURCES.encode())
     return digest.hexdigest()
 
 
-SOURCES = _digest_of_kernels()
+SOURCES = digest_of_kernels(_HERE)
 
 
 def kernel(function: F) -> F:
@@ -52,7 +60,7 @@ def _compiled(function: F, **options: bool) -> F:
     # numba renews a cached kernel when its own file changes, but not when a kernel that it calls does, in another file:
     # stamp it with the content of all such files instead.
     with suppress(AttributeError):
-        compiled._cache._cache_file._source_stamp = SOURCES
+        compiled._cache._cache_file._source_stamp = digest_of_kernels(Path(function.__code__.co_filename).parent)
     return cast(F, compiled)
 
 

@@ -11,7 +11,7 @@ from numba.core.dispatcher import Dispatcher
 
 import evenkeel.partitioning
 from evenkeel.partitioning import PartitionError, partition, plan_digest, slice_plan, strategies, warm_up
-from evenkeel.partitioning.compile import SOURCES
+from evenkeel.partitioning.compile import SOURCES, digest_of_kernels
 
 
 def _kernels() -> dict[str, Any]:
@@ -82,3 +82,18 @@ def test_cached_kernels_are_stamped_with_all_sources() -> None:
     """A kernel that calls another one, in another file, must not outlive a change of that file."""
     for name, dispatcher in _kernels().items():
         assert dispatcher._cache._cache_file._source_stamp == SOURCES, name
+
+
+def test_kernels_of_another_folder_are_stamped_with_its_sources_too(tmp_path: Path) -> None:
+    from trainer_client.redistribution import moves
+
+    stamps = {value._cache._cache_file._source_stamp for value in vars(moves).values() if isinstance(value, Dispatcher)}
+    assert stamps == {digest_of_kernels(Path(moves.__file__).parent)}
+    (tmp_path / "adding.py").write_text("@kernel\ndef add(a, b):\n    return a + b\n")
+    (tmp_path / "other.py").write_text("nothing compiled")
+    digest = digest_of_kernels.__wrapped__
+    before = digest(tmp_path)
+    (tmp_path / "other.py").write_text("nothing compiled either")
+    assert digest(tmp_path) == before
+    (tmp_path / "adding.py").write_text("@kernel\ndef add(a, b):\n    return a - b\n")
+    assert digest(tmp_path) != before != SOURCES
