@@ -6,6 +6,9 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+# As in the Makefile: ranks are forked from a process that must have no threads, and share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Examples run kernels that are compiled at first use and real processes: time says nothing about correctness.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # The same examples on every machine, so that only a change fails a test; HYPOTHESIS_PROFILE=explore makes new ones.
