@@ -29,7 +29,8 @@ class RuntimeCosts:
             missed row grows by ``1 + (contention_rows / (cache rows / unique keys)) ** 2``.
         host_factor: Time of a row in host memory over that of a random host gather of it.
         hybrid_hit: Part of the lookups of a HYBRID table that HBM serves, per unit of its HBM ratio.
-        workspace_bytes: HBM in use on a rank before any table (context, allocator, libraries).
+        workspace_bytes: HBM in use on a rank outside of tables and step (context, code, communicators, allocator).
+        unique_copies: Copies of the unique rows of a step that its buffers hold.
         caching_staging: Buffer for staged rows of a step, over the bytes of its unique rows with their state.
         hybrid_staging: The same for HYBRID.
         host_staging: The same for HOST_ONLY.
@@ -43,6 +44,7 @@ class RuntimeCosts:
     host_factor: float = 1.0
     hybrid_hit: float = 0.1
     workspace_bytes: int = 0
+    unique_copies: float = 2.0
     caching_staging: float = 0.0
     hybrid_staging: float = 0.0
     host_staging: float = 0.0
@@ -54,6 +56,7 @@ class RuntimeCosts:
             "miss_factor",
             "contention_rows",
             "host_factor",
+            "unique_copies",
             "caching_staging",
             "hybrid_staging",
             "host_staging",

@@ -93,6 +93,7 @@ def rank_load(request: PlanRequest, table: Table) -> RankLoad:
         unique=keys.unique / shards,
         forward_rows=(keys.unique if request.runtime is Runtime.DYNAMICEMB else keys.lookups) / shards,
         received=keys.lookups / shards,
+        served=outputs * (1 if replicated else ranks) if table.pooled else keys.lookups / shards,
         sent=0.0 if replicated else outputs,
         shards=shards,
         embedding_bytes=dim * table.value_bytes,

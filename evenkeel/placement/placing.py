@@ -18,6 +18,23 @@ from evenkeel.placement.solver import Limits, seconds, solve, usage
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_TIGHTER = (
+    0.995,
+    0.99,
+    0.98,
+    0.97,
+    0.96,
+    0.95,
+    0.93,
+    0.9,
+    0.87,
+    0.84,
+    0.8,
+)  # parts of the budgets for the average rank
+_ATTEMPTS = 4
+_TOLERABLE = 0.02  # gap that more attempts are not worth
+_REPACKED = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -43,20 +60,31 @@ def solve_and_place(request: PlanRequest, problem: Problem, limits: Limits) -> t
     first = solve(problem, limits)
     solution, best = first, None
     enough = max(first.bound, heaviest_shard(request, problem)) * (1 + request.solver.gap)
-    for attempt in range(12):
+    starts: list[Placed] = []
+    unplaced: list[tuple[IntArray, ...]] = []
+    for attempt, part in enumerate((*_TIGHTER, None)):
         if solution.modules is None:
             break
         placed = _place(request, problem, solution)
-        if placed is not None and (best is None or placed.seconds < best.seconds):
-            best = placed
-        close = best is not None and best.seconds <= enough
-        if close or not single_rank_tables(request) or (best is not None and attempt >= 3) or limits.clock() >= end:
+        if placed is None:
+            unplaced.append(solution.modules)
+        else:
+            starts.append(placed)
+            best = placed if best is None or placed.seconds < best.seconds else best
+        tolerable = enough if best is None or attempt < _ATTEMPTS else enough * (1 + _TOLERABLE)
+        close = best is not None and best.seconds <= tolerable
+        if close or part is None or not single_rank_tables(request) or limits.clock() >= end:
             break
-        tighter = problem.budget * (1 - 0.005 * 2**attempt) if best is None else problem.budget * (1 - 0.01 * attempt)
         left = replace(limits, time_limit_s=max(0.01, end - limits.clock()))
-        solution = solve(problem.with_budget(*np.maximum(tighter, 0.0)), left)
-    if first.modules is not None and (best is None or best.seconds > enough):
-        best = _repack(request, problem, first.modules if best is None else best.modules, best, enough, limits, end)
+        solution = solve(problem.with_budget(*np.maximum(problem.budget * part, 0.0)), left)
+    # Ranks and ratios together, from the best placements, and from choices that did not fit as they were.
+    starts.sort(key=lambda placed: placed.seconds)
+    tries = [(placed.modules, placed) for placed in starts[:_REPACKED]] + [(m, None) for m in unplaced[:_REPACKED]]
+    for turn, (modules, start) in enumerate(tries):
+        if best is not None and best.seconds <= enough * (1 + (_TOLERABLE if turn else 0)):
+            break
+        found = _repack(request, problem, modules, start, enough, limits, end)
+        best = found if best is None or (found is not None and found.seconds < best.seconds) else best
     if best is None and first.modules is not None:
         # Each shard fits on average, but no placement on whole ranks was found: nothing is proved.
         return None, Solution(None, np.inf, first.bound, False, first.prices)

@@ -28,6 +28,7 @@ class RankLoad:
         unique: Unique rows that this shard serves in a step.
         forward_rows: Rows that the forward pass reads: the unique ones, or all lookups without deduplication.
         received: Lookups that this shard serves in a step, repeated keys included.
+        served: Output rows of this shard in a step: the lookups, or where they are pooled one row a sample and feature.
         sent: Output rows that one rank receives for its own samples.
         shards: Shards that the keys are spread over: a cache of this shard is ``1 / shards`` of all caches.
         embedding_bytes: Bytes of an embedding in the shard.
@@ -41,6 +42,7 @@ class RankLoad:
     unique: float
     forward_rows: float
     received: float
+    served: float
     sent: float
     shards: int
     embedding_bytes: int
@@ -128,8 +130,8 @@ def buffer_bytes(costs: RuntimeCosts, load: RankLoad, mode: Mode, ranks: int) ->
     """HBM for the inputs, outputs, gradients and staged rows of a step of one table."""
     passes = 2 if load.training else 1
     exchanged = load.sent * load.embedding_bytes * passes + load.received * 16 if ranks > 1 else 0.0
-    served = load.received * (load.embedding_bytes * passes + 16)
-    unique = 2 * load.unique * load.embedding_bytes
+    served = load.served * load.embedding_bytes * passes + load.received * 16
+    unique = costs.unique_copies * load.unique * load.embedding_bytes
     staging = {
         Mode.HBM_ONLY: 0.0,
         Mode.CACHING: costs.caching_staging,

@@ -131,11 +131,12 @@ def test_splitting_groups_never_costs_and_says_how() -> None:
         assert sorted(t for m in found.split.modules for t in m.tables) == sorted(p.table for p in found.placements)
 
 
+@pytest.mark.parametrize("hbm_gib", [8, 9.5])
 @pytest.mark.parametrize("sharding", [Sharding.TABLE_WISE, Sharding.COLUMN_WISE])
-def test_tables_that_live_on_one_rank_are_placed_on_ranks(sharding: Sharding) -> None:
+def test_tables_that_live_on_one_rank_are_placed_on_ranks(sharding: Sharding, hbm_gib: float) -> None:
     shards = 2 if sharding is Sharding.COLUMN_WISE else 1
     tables = random_tables(24, 4, sharding=sharding, column_shards=shards)
-    found = plan(request(tables, hbm_gib=8, runtime="torchrec", ranks=4))
+    found = plan(request(tables, hbm_gib=hbm_gib, runtime="torchrec", ranks=4))
     assert found.status in (Status.OPTIMAL, Status.FEASIBLE)
     assert found.seconds is not None
     assert found.gap is not None

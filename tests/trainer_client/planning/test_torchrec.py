@@ -66,7 +66,7 @@ class _Model(torch.nn.Module):
 
 
 def _request(tables: tuple[Table, ...], ranks: int = 2, **topology: Any) -> PlanRequest:
-    machines = Topology(ranks=ranks, **{"hbm_bytes": 2 << 30, **topology})
+    machines = Topology(ranks=ranks, **{"hbm_bytes": 7 << 29, **topology})
     return PlanRequest(tables=tables, topology=machines, runtime=Runtime.TORCHREC, step=Step(samples_per_rank=8))
 
 
