@@ -19,7 +19,7 @@ from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions
 
 WIDTH = 6
-STEPS = (100, 95, 60)
+STEPS = (200, 190, 120)
 UNIT = 2.0**-53
 
 
