@@ -14,16 +14,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenkeel import __version__
-from trainer_client.balancing.agreement import Mode, Reason, Verdict
-from trainer_client.balancing.embedded import RoundData, stay_home
+from trainer_client.balancing.alone import decide_alone
+from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.groups import Groups, node_name
 from trainer_client.balancing.identity import SessionName, name_session
 from trainer_client.balancing.opening import agree_on_template, node_numbers, warm_up, wire_fields
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.reporting import report_round
 from trainer_client.balancing.tickets import Outcome, Ticket, read_costs
-from trainer_client.balancing.votes import Vote
-from trainer_client.balancing.worker import RoundWorker, batch_votes
+from trainer_client.balancing.worker import RoundWorker
 from trainer_client.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.redistribution import Pending, start
 from trainer_client.redistribution.regroup import pick
@@ -381,7 +379,7 @@ class BatchStream:
         if trace is not None:
             trace.submitted()
         if self._groups.world_size == 1:
-            ticket.future.set_result(_alone(ticket, self._options))
+            ticket.future.set_result(decide_alone(ticket, self._options))
         else:
             self._worker.put(ticket)
         return ticket
@@ -389,20 +387,3 @@ class BatchStream:
 
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _alone(ticket: Ticket, options: BalanceOptions) -> Outcome:
-    """The outcome in a world of one rank."""
-    costs, data = ticket.data.costs, ticket.data
-    vote = Vote(
-        round=ticket.round, samples=len(costs), exhausted=ticket.exhausted, load=float(costs.sum()),
-        heaviest=float(costs.max(initial=0)), num_batches=len(data.batch_sizes),
-        batches=batch_votes(data, [0] * options.window),
-    )  # fmt: skip
-    ended = ticket.exhausted and not len(costs)
-    verdict = Verdict(mode=Mode.END if ended else Mode.IDENTITY, reason=Reason.NONE)
-    piece = stay_home(0, data, options.window)
-    reports = report_round(
-        ticket, [vote], verdict, piece=piece, rank=0, options=options, plan=None, balances=(), wait_seconds=0.0
-    )
-    return Outcome(verdict=verdict, piece=piece, reports=reports)
