@@ -5,7 +5,7 @@
     python -m benchmarks.redistribution --quick
 
 It starts its ranks itself, with NCCL where there are GPUs enough and Gloo otherwise; under torchrun it uses torchrun's.
-Columns, medians over repeats of the slowest rank, in ms: `ours` both All2Alls with packing and unpacking; `All2All` one
+Columns, medians over repeats of the slowest rank, in ms: `ours` its All2All with packing and unpacking; `All2All` one
 All2All of the packed bytes from and into buffers at hand, the floor; `select` all-gather and select; `per field` one
 All2All per field, packed by torch's index operations; `host` how long the host is busy to start ours. On GPUs the
 device's work is queued behind a wait, so that `ours`, `All2All` and `per field` are times of the device; `call` is host
@@ -187,7 +187,7 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
 
 def measure_copies(device: torch.device) -> dict[str, float]:
     """Rate of the gathering copy kernel on one device beside that of a plain copy, bytes read and written."""
-    from trainer_client.redistribution.copying import Copier
+    from trainer_client.redistribution.copying import copy_table, describe_ranges
     from trainer_client.redistribution.fields import FieldTable
     from trainer_client.redistribution.ranges import Ranges, sample_ranges
 
@@ -207,11 +207,11 @@ def measure_copies(device: torch.device) -> dict[str, float]:
         fields.row_bytes,
         (target.data_ptr() + np.cumsum(padded) - padded)[None],
     )
-    copier = Copier(device, [Ranges(*ranges)])
+    table = describe_ranges([Ranges(*ranges)], device)
     source = torch.ones(int(sizes.sum()), dtype=torch.uint8, device=device)
     other = torch.empty_like(source)
     clock = Clock(device, 10)
-    packed, _ = clock.device_and_host(lambda: copier.run(0))
+    packed, _ = clock.device_and_host(lambda: copy_table(table))
     plain, _ = clock.device_and_host(lambda: other.copy_(source))
     scale = 2 * float(sizes.sum()) / 1e6
     return {"mib": float(sizes.sum()) / 2**20, "pack_gb_per_s": scale / packed, "copy_gb_per_s": scale / plain}

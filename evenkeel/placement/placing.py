@@ -18,19 +18,8 @@ from evenkeel.placement.solver import Limits, seconds, solve, usage
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_TIGHTER = (
-    0.995,
-    0.99,
-    0.98,
-    0.97,
-    0.96,
-    0.95,
-    0.93,
-    0.9,
-    0.87,
-    0.84,
-    0.8,
-)  # parts of the budgets for the average rank
+# Parts of the budgets for the average rank, one after the other until the shards fit on whole ranks.
+_TIGHTER = (0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.87, 0.84, 0.8)
 _ATTEMPTS = 4
 _TOLERABLE = 0.02  # gap that more attempts are not worth
 _REPACKED = 3
@@ -71,7 +60,7 @@ def solve_and_place(request: PlanRequest, problem: Problem, limits: Limits) -> t
         else:
             starts.append(placed)
             best = placed if best is None or placed.seconds < best.seconds else best
-        tolerable = enough if best is None or attempt < _ATTEMPTS else enough * (1 + _TOLERABLE)
+        tolerable = enough if attempt < _ATTEMPTS else enough * (1 + _TOLERABLE)
         close = best is not None and best.seconds <= tolerable
         if close or part is None or not single_rank_tables(request) or limits.clock() >= end:
             break

@@ -96,9 +96,3 @@ def cut(source: NDArray[np.int64], target: NDArray[np.int64], size: NDArray[np.i
             done += most
             place += 1
     return pieces
-
-
-def segment_ranges(source: NDArray[np.int64], target: NDArray[np.int64], size: NDArray[np.int64]) -> Ranges:
-    """Ranges that copy whole segments; empty ones are left out."""
-    kept = size.ravel() > 0
-    return Ranges(source.ravel()[kept], target.ravel()[kept], size.ravel()[kept])

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_client.batches import FlatBatch
-from trainer_client.redistribution.copying import Copier, join
+from trainer_client.redistribution.copying import copy_table, describe_ranges
 from trainer_client.redistribution.fields import FieldTable
 from trainer_client.redistribution.ranges import Ranges, sample_ranges
 
@@ -61,5 +61,5 @@ def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> F
         rows = fields.segment_rows(np.array([samples.size]), own.sum(axis=0)[None, :])
         landing = landing + rows[0] * fields.row_bytes
     if parts:
-        Copier(device, [join(parts)]).run(0)
+        copy_table(describe_ranges(parts, device))
     return template.rebuild(tensors, num_samples=len(lengths), totals=totals, lengths=lengths)

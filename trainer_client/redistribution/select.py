@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.slices import Slice
 from trainer_client.batches import FlatBatch
-from trainer_client.redistribution.copying import Copier, join
+from trainer_client.redistribution.copying import copy_table, describe_ranges
 from trainer_client.redistribution.fields import FieldTable
 from trainer_client.redistribution.layout import lay_out
 from trainer_client.redistribution.ranges import Ranges, sample_ranges
@@ -56,7 +56,7 @@ def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | 
         fields.row_bytes,
         packed.data_ptr() + own.offsets,
     )
-    Copier(device, [Ranges(*pack)]).run(0)
+    copy_table(describe_ranges([Ranges(*pack)], device))
     gathered = torch.empty(world_size * packed.numel(), dtype=torch.uint8, device=device)
     _all_gather(gathered, packed, group)
 
@@ -87,7 +87,7 @@ def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | 
         parts.append(Ranges(*ranges))
         rows = fields.segment_rows(np.array([chosen[source].size]), picked[source].sum(axis=0)[None, :])
         landing = landing + rows[0] * fields.row_bytes
-    Copier(device, [join(parts)]).run(0)
+    copy_table(describe_ranges(parts, device))
     return flat.rebuild(tensors, num_samples=len(lengths), totals=new_totals, lengths=lengths)
 
 
