@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,18 +20,14 @@ class FieldTable:
     """F fields sorted by path, so that all ranks of one schema agree on the order.
 
     Attributes:
-        leaf: (F,) the tensor in which a field lies.
-        before: Per field, the columns whose values precede it in that tensor.
-        leaf_index: `leaf` as an int64 array.
+        leaf_index: (F,) int64, the tensor in which a field lies.
         before_begin: (F + 1,) int64, where each field's columns begin in `before_columns`.
-        before_columns: int64, all of `before`, field after field.
+        before_columns: int64, field after field, the columns whose values precede it in its tensor.
         column: (F,) int64, its jagged column, -1 if rows are fixed.
         rows: (F,) int64, rows per sample if fixed.
         row_bytes: (F,) int64, bytes of one row.
     """
 
-    leaf: tuple[int, ...]
-    before: tuple[tuple[int, ...], ...]
     column: NDArray[np.int64]
     rows: NDArray[np.int64]
     row_bytes: NDArray[np.int64]
@@ -65,8 +62,6 @@ class FieldTable:
             leaf_index=np.array([item[1] for item in found], dtype=np.int64),
             before_begin=np.cumsum([0, *map(len, before)], dtype=np.int64),
             before_columns=np.array([column for columns in before for column in columns], dtype=np.int64),
-            leaf=tuple(item[1] for item in found),
-            before=tuple(before),
             column=np.array([item[3] for item in found], dtype=np.int64),
             rows=np.array([item[4] for item in found], dtype=np.int64),
             row_bytes=np.array([item[5] for item in found], dtype=np.int64),
@@ -74,9 +69,8 @@ class FieldTable:
 
     def addresses(self, tensors: Sequence[torch.Tensor], totals: NDArray[np.int64]) -> NDArray[np.int64]:
         """(F,) address of each field's first row in contiguous tensors that hold `totals` values per column."""
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        begins = [int(totals[list(before)].sum()) if before else 0 for before in self.before]
-        first = np.array([pointers[leaf] for leaf in self.leaf], dtype=np.int64)
+        first = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)[self.leaf_index]
+        begins = [int(totals[self.before_columns[a:b]].sum()) for a, b in pairwise(self.before_begin.tolist())]
         result: NDArray[np.int64] = first + np.array(begins, dtype=np.int64) * self.row_bytes
         return result
 
