@@ -135,7 +135,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", choices=KERNELS, default="auto", help="of the attention")
     parser.add_argument("--window", type=int, default=4, help="batches of a window in the setting `window`")
     parser.add_argument("--warm-up", type=int, help="batches trained before time counts; default: all")
-    parser.add_argument("--no-compile", action="store_true", help="do not compile what surrounds the attention")
+    parser.add_argument("--no-compile", action="store_true", help="do not compile the layers")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there are any")
     parser.add_argument("--seed", type=int, default=0)
 

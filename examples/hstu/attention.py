@@ -14,10 +14,16 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 Kernel = Literal["auto", "varlen", "flex", "nested_flash", "nested_cudnn", "dense"]
 KERNELS: tuple[Kernel, ...] = ("auto", "varlen", "flex", "nested_flash", "nested_cudnn", "dense")
 CAUSAL_ONLY = frozenset({"varlen", "nested_flash", "nested_cudnn"})
+TRACEABLE = frozenset({"varlen"})  # torch.compile takes it into the graph around it
+# The flag for causal became a window.
+_CAUSAL: dict[str, Any] = (
+    {"window_size": (-1, 0)} if "window_size" in inspect.signature(varlen_attn).parameters else {"is_causal": True}
+)
 
 
 def choose_kernel(kernel: Kernel, device: torch.device, num_candidates: int) -> Kernel:
@@ -64,7 +70,7 @@ def attend(
         return query + key + value  # no token: nothing to attend to, and still a part of the graph
     match kernel:
         case "varlen":
-            return _varlen()(query, key, value, offsets, max_length)
+            return _varlen(query, key, value, offsets, max_length)
         case "flex":
             return _flex(query, key, value, offsets, num_candidates)
         case "nested_flash" | "nested_cudnn":
@@ -75,23 +81,12 @@ def attend(
     raise ValueError(f"the kernel is {kernel!r}; use one of {', '.join(KERNELS[1:])}")
 
 
-@lru_cache(maxsize=1)
-def _varlen() -> Callable[..., torch.Tensor]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # the flag for causal became a window
-    causal: dict[str, Any] = (
-        {"window_size": (-1, 0)} if "window_size" in inspect.signature(varlen_attn).parameters else {"is_causal": True}
-    )
-
-    def attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor, max_length: int
-    ) -> torch.Tensor:
-        result = varlen_attn(query, key, value, offsets, offsets, max_length, max_length, **causal)
-        assert isinstance(result, torch.Tensor)
-        return result
-
-    return attention
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor, max_length: int
+) -> torch.Tensor:
+    result = varlen_attn(query, key, value, offsets, offsets, max_length, max_length, **_CAUSAL)
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def _nested(

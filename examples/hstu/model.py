@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from examples.hstu.attention import Kernel, attend
+from examples.hstu.attention import TRACEABLE, Kernel, attend
 from examples.hstu.sequences import arrange
 from trainer_client.costs import HSTUCost, TokenCost
 from trainer_client.datasets import SequenceBatch
@@ -38,7 +38,7 @@ class ModelOptions:
         max_tokens: Longest sequence.
         interleaved: Whether actions are tokens of their own.
         kernel: Of the attention.
-        compile: Whether to compile what surrounds the attention.
+        compile: Whether to compile the layers.
     """
 
     num_layers: int = 8
@@ -74,36 +74,36 @@ class ModelOptions:
         )
 
 
-def project(
+def transform(
     tokens: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """(tokens, width) to U, V, Q and K, each (tokens, heads × head dim)."""
-    normed = functional.layer_norm(tokens, norm_weight.shape, norm_weight, norm_bias)
-    return functional.silu(functional.linear(normed, weight, bias)).chunk(4, dim=-1)
-
-
-def gate_and_project(
-    tokens: torch.Tensor,
-    attended: torch.Tensor,
-    gate: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    offsets: torch.Tensor,
+    num_candidates: torch.Tensor,
+    norm_in: tuple[torch.Tensor, torch.Tensor],
+    project_in: tuple[torch.Tensor, torch.Tensor],
+    norm_out: tuple[torch.Tensor, torch.Tensor],
+    project_out: tuple[torch.Tensor, torch.Tensor],
+    *,
+    heads: tuple[int, int],
+    attention: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Norm, gate, projection, residual."""
-    mixed = functional.layer_norm(attended, norm_weight.shape, norm_weight, norm_bias) * gate
-    return tokens + functional.linear(mixed, weight, bias)
+    """One layer as a function of its weights and biases, (tokens, width) to (tokens, width)."""
+    normed = functional.layer_norm(tokens, norm_in[0].shape, *norm_in)
+    gate, *views = functional.silu(functional.linear(normed, *project_in)).chunk(4, dim=-1)
+    value, query, key = (view.reshape(-1, *heads) for view in views)
+    attended = attention(query, key, value, offsets, num_candidates).flatten(1)
+    mixed = functional.layer_norm(attended, norm_out[0].shape, *norm_out) * gate
+    return tokens + functional.linear(mixed, *project_out)
 
 
-@lru_cache(maxsize=1)
-def _compiled() -> tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., torch.Tensor]]:
-    """One compilation for all layers: functions of their weights. The attention between them is one kernel already."""
-    return torch.compile(project, dynamic=True), torch.compile(gate_and_project, dynamic=True)
+@lru_cache
+def _layer(heads: tuple[int, int], max_tokens: int, kernel: Kernel, compiled: bool) -> Callable[..., torch.Tensor]:
+    """`transform` for one shape, compiled once for all layers."""
+    attention = partial(attend, max_length=max_tokens, kernel=kernel)
+    if not compiled:
+        return partial(transform, heads=heads, attention=attention)
+    if kernel not in TRACEABLE:
+        attention = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+    return torch.compile(partial(transform, heads=heads, attention=attention), dynamic=True)
 
 
 class Layer(nn.Module):
@@ -116,24 +116,13 @@ class Layer(nn.Module):
         self.project_in = nn.Linear(options.width, 4 * inner)
         self.norm_attended = nn.LayerNorm(inner)
         self.project_out = nn.Linear(inner, options.width)
-        self._heads = (options.num_heads, options.head_dim)
-        self._attend = partial(attend, max_length=options.max_tokens, kernel=options.kernel)
-        self._project: Callable[..., tuple[torch.Tensor, ...]] = project
-        self._gate_and_project: Callable[..., torch.Tensor] = gate_and_project
-        if options.compile:
-            self._project, self._gate_and_project = _compiled()
+        heads = (options.num_heads, options.head_dim)
+        self._transform = _layer(heads, options.max_tokens, options.kernel, options.compile)
 
     def forward(self, tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor) -> torch.Tensor:
         """(tokens, width) to (tokens, width)."""
-        gate, *views = self._project(
-            tokens, self.norm.weight, self.norm.bias, self.project_in.weight, self.project_in.bias
-        )
-        value, query, key = (view.reshape(-1, *self._heads) for view in views)
-        attended = self._attend(query, key, value, offsets, num_candidates).flatten(1)
-        return self._gate_and_project(
-            tokens, attended, gate, self.norm_attended.weight, self.norm_attended.bias,
-            self.project_out.weight, self.project_out.bias,
-        )  # fmt: skip
+        parts = (self.norm, self.project_in, self.norm_attended, self.project_out)
+        return self._transform(tokens, offsets, num_candidates, *((part.weight, part.bias) for part in parts))
 
 
 class LocalEmbeddings(nn.Module):
