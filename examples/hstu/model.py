@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -74,38 +73,6 @@ class ModelOptions:
         )
 
 
-def transform(
-    tokens: torch.Tensor,
-    offsets: torch.Tensor,
-    num_candidates: torch.Tensor,
-    norm_in: tuple[torch.Tensor, torch.Tensor],
-    project_in: tuple[torch.Tensor, torch.Tensor],
-    norm_out: tuple[torch.Tensor, torch.Tensor],
-    project_out: tuple[torch.Tensor, torch.Tensor],
-    *,
-    heads: tuple[int, int],
-    attention: Callable[..., torch.Tensor],
-) -> torch.Tensor:
-    """One layer as a function of its weights and biases, (tokens, width) to (tokens, width)."""
-    normed = functional.layer_norm(tokens, norm_in[0].shape, *norm_in)
-    gate, *views = functional.silu(functional.linear(normed, *project_in)).chunk(4, dim=-1)
-    value, query, key = (view.reshape(-1, *heads) for view in views)
-    attended = attention(query, key, value, offsets, num_candidates).flatten(1)
-    mixed = functional.layer_norm(attended, norm_out[0].shape, *norm_out) * gate
-    return tokens + functional.linear(mixed, *project_out)
-
-
-@lru_cache
-def _layer(heads: tuple[int, int], max_tokens: int, kernel: Kernel, compiled: bool) -> Callable[..., torch.Tensor]:
-    """`transform` for one shape, compiled once for all layers."""
-    attention = partial(attend, max_length=max_tokens, kernel=kernel)
-    if not compiled:
-        return partial(transform, heads=heads, attention=attention)
-    if kernel not in TRACEABLE:
-        attention = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
-    return torch.compile(partial(transform, heads=heads, attention=attention), dynamic=True)
-
-
 class Layer(nn.Module):
     """One HSTU-shaped layer."""
 
@@ -116,13 +83,29 @@ class Layer(nn.Module):
         self.project_in = nn.Linear(options.width, 4 * inner)
         self.norm_attended = nn.LayerNorm(inner)
         self.project_out = nn.Linear(inner, options.width)
-        heads = (options.num_heads, options.head_dim)
-        self._transform = _layer(heads, options.max_tokens, options.kernel, options.compile)
+        # Numbers as attributes of the module are constants to the compiler, those of a closure are not.
+        self._heads = (options.num_heads, options.head_dim)
+        self._max_tokens = options.max_tokens
+        self._kernel: Kernel = options.kernel
+        self._attend: Callable[..., torch.Tensor] = attend
+        self._transform: Callable[..., torch.Tensor] = self._eager
+        if options.compile:
+            if options.kernel not in TRACEABLE:
+                self._attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
+            self._transform = torch.compile(self._eager, dynamic=True)  # once for all layers
 
     def forward(self, tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor) -> torch.Tensor:
         """(tokens, width) to (tokens, width)."""
-        parts = (self.norm, self.project_in, self.norm_attended, self.project_out)
-        return self._transform(tokens, offsets, num_candidates, *((part.weight, part.bias) for part in parts))
+        return self._transform(tokens, offsets, num_candidates)
+
+    def _eager(self, tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor) -> torch.Tensor:
+        gate, *views = functional.silu(self.project_in(self.norm(tokens))).chunk(4, dim=-1)
+        value, query, key = (view.reshape(-1, *self._heads) for view in views)
+        attended = self._attend(
+            query, key, value, offsets, num_candidates, max_length=self._max_tokens, kernel=self._kernel
+        )
+        projected: torch.Tensor = self.project_out(self.norm_attended(attended.flatten(1)) * gate)
+        return tokens + projected
 
 
 class LocalEmbeddings(nn.Module):
