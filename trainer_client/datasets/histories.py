@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_client.datasets.batch import SequenceBatch, assemble
+from trainer_client.datasets.checks import check_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class Histories:
         actions: (events,) int64, the rating or a bit set of actions.
         liked: (events,) bool, what a ranking model shall predict.
         times: (events,) int64, in the file's unit.
-        context: (users, features) int64, features of the user.
+        context: (users, features) int64, features of the user; zeros for users that the file of users lacks.
     """
 
     users: NDArray[np.int64]
@@ -102,11 +103,8 @@ class HistoryBatches:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("world_size", 1), ("num_candidates", 1), ("max_history", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name} is {value}; use at least {least}")
-        if not 0 <= self.rank < self.world_size:
+        check_whole(self, batch_size=1, world_size=1, num_candidates=1, max_history=0, seed=0, epoch=0, rank=0)
+        if self.rank >= self.world_size:
             raise ValueError(f"rank is {self.rank}; use 0 to {self.world_size - 1} in a world of {self.world_size}")
 
     def _mine(self) -> NDArray[np.int64]:

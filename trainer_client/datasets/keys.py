@@ -9,6 +9,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer_client.datasets.checks import check_number, check_whole
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
@@ -28,12 +30,9 @@ class Keys:
     drift: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count is {self.count}; a catalogue needs at least 1 item")
-        for field in ("exponent", "drift"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field} is {value}; use a finite number of at least 0")
+        check_whole(self, count=1)
+        check_number("exponent", self.exponent, least=0)
+        check_number("drift", self.drift, least=0)
 
     def draw(self, rng: np.random.Generator, size: int, batch: int = 0) -> NDArray[np.int64]:
         """(size,) keys of the given batch."""

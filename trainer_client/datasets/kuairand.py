@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_client.datasets.histories import Histories, group_by_user
+from trainer_client.datasets.tables import read_numbers
 
 # The bits of an action, the lowest first, by the columns of the log.
 ACTIONS = (
@@ -31,8 +32,10 @@ def read_kuairand(folder: str | Path, *, random_exposure: bool = False, liked: s
 
     Raises:
         FileNotFoundError: If there is no log.
-        ValueError: If a log lacks a column.
+        ValueError: If a file is not in its published format, or there is no such column to predict.
     """
+    if liked not in ACTIONS:
+        raise ValueError(f"liked is {liked!r}; use one of {', '.join(ACTIONS)}")
     root = Path(folder)
     root = root / "data" if (root / "data").is_dir() else root
     logs = sorted(root.glob("log_standard_*.csv"))
@@ -40,42 +43,54 @@ def read_kuairand(folder: str | Path, *, random_exposure: bool = False, liked: s
         logs += sorted(root.glob("log_random_*.csv"))
     if not logs:
         raise FileNotFoundError(f"{root} has no log_standard_*.csv; unpack KuaiRand there")
-    wanted = ("user_id", "video_id", "time_ms", *ACTIONS)
-    table = np.concatenate([_columns(path, wanted) for path in logs])
-    flags = table[:, 3:] != 0
-    if liked not in ACTIONS:
-        raise ValueError(f"liked is {liked!r}; use one of {', '.join(ACTIONS)}")
+    table = np.concatenate([_events(path) for path in logs])
+    if not len(table):
+        raise ValueError(f"the logs of {root} hold no events; unpack KuaiRand anew")
     features = sorted(root.glob("user_features_*.csv"))
     return group_by_user(
         users=table[:, 0],
         items=table[:, 1],
-        actions=flags @ (1 << np.arange(len(ACTIONS), dtype=np.int64)),
-        liked=flags[:, ACTIONS.index(liked)],
+        actions=table[:, 3],
+        liked=(table[:, 3] >> ACTIONS.index(liked) & 1).astype(np.bool_),
         times=table[:, 2],
         context=_context(features) if features else None,
     )
 
 
-def _columns(path: Path, names: tuple[str, ...]) -> NDArray[np.int64]:
-    """(lines, names) of a log, by the names in its header."""
-    with path.open(encoding="utf-8", newline="") as file:
+def _events(path: Path) -> NDArray[np.int64]:
+    """(events, 4) user, video, time and actions of a log, by the names in its header."""
+    names = ("user_id", "video_id", "time_ms", *ACTIONS)
+    with path.open(encoding="utf-8-sig") as file:
         header = [name.strip() for name in file.readline().split(",")]
         missing = [name for name in names if name not in header]
         if missing:
             raise ValueError(f"{path} has no column {', '.join(missing)}; its columns are {', '.join(header)}")
-        # times do not fit float32 and some columns are written as floats
-        table = np.loadtxt(file, delimiter=",", usecols=[header.index(name) for name in names], ndmin=2)
-    whole: NDArray[np.int64] = np.rint(table).astype(np.int64).reshape(-1, len(names))
-    return whole
+        columns = [header.index(name) for name in names]
+        bits = 1 << np.arange(len(ACTIONS), dtype=np.int64)
+        wanted = "a line of whole numbers for " + ", ".join(header)
+        parts = [np.zeros((0, 4), dtype=np.int64)]
+        for table in read_numbers(file, path, dtype=np.int64, first=2, wanted=wanted, columns=columns):
+            parts.append(np.column_stack([table[:, :3], (table[:, 3:] != 0) @ bits]))
+    return np.concatenate(parts)
 
 
 def _context(paths: list[Path]) -> dict[int, list[int]]:
-    rows: list[dict[str, str]] = []
+    rows: dict[int, dict[str, str]] = {}
     for path in paths:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows.extend(csv.DictReader(file))
-    present = [name for name in CONTEXT if rows and name in rows[0]]
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            for row in reader:
+                try:
+                    user = int(row["user_id"])
+                except (KeyError, TypeError, ValueError):
+                    user = -1
+                if user < 0 or None in row.values():
+                    raise ValueError(f"{path}, line {reader.line_num}: {','.join(filter(None, row.values()))!r} is not "
+                                     f"a user_id and features {', '.join(reader.fieldnames or ())}")  # fmt: skip
+                rows[user] = row
+    present = [name for name in CONTEXT if rows and all(name in row for row in rows.values())]
     numbers = {
-        name: {value: number for number, value in enumerate(sorted({row[name] for row in rows}))} for name in present
+        name: {value: number for number, value in enumerate(sorted({row[name] for row in rows.values()}))}
+        for name in present
     }
-    return {int(row["user_id"]): [numbers[name][row[name]] for name in present] for row in rows}
+    return {user: [numbers[name][row[name]] for name in present] for user, row in rows.items()}

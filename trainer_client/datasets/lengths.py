@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer_client.datasets.checks import check_number, check_whole
+
 
 class Lengths(Protocol):
     """A distribution of whole numbers with a largest value."""
@@ -31,7 +33,7 @@ class UniformLengths:
     maximum: int = 4096
 
     def __post_init__(self) -> None:
-        _check_range(self.minimum, self.maximum)
+        _check_range(self)
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         """(count,) lengths."""
@@ -48,9 +50,9 @@ class NormalLengths:
     maximum: int = 4096
 
     def __post_init__(self) -> None:
-        _check_range(self.minimum, self.maximum)
-        _check_positive("mean", self.mean)
-        _check_positive("deviation", self.deviation)
+        _check_range(self)
+        check_number("mean", self.mean, above=0)
+        check_number("deviation", self.deviation, above=0)
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         """(count,) lengths."""
@@ -66,9 +68,8 @@ class ZipfLengths:
     maximum: int = 4096
 
     def __post_init__(self) -> None:
-        _check_range(self.minimum, self.maximum)
-        if not (math.isfinite(self.exponent) and self.exponent > 1):
-            raise ValueError(f"exponent is {self.exponent}; a Zipf distribution needs one above 1")
+        _check_range(self)
+        check_number("exponent", self.exponent, above=1)
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         """(count,) lengths."""
@@ -85,9 +86,9 @@ class LogNormalLengths:
     maximum: int = 4096
 
     def __post_init__(self) -> None:
-        _check_range(self.minimum, self.maximum)
-        _check_positive("mean", self.mean)
-        _check_positive("sigma", self.sigma)
+        _check_range(self)
+        check_number("mean", self.mean, above=0)
+        check_number("sigma", self.sigma, above=0)
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         """(count,) lengths."""
@@ -131,11 +132,7 @@ def _clip(values: NDArray[np.float64], minimum: int, maximum: int) -> NDArray[np
     return clipped
 
 
-def _check_range(minimum: int, maximum: int) -> None:
-    if not 0 <= minimum <= maximum:
-        raise ValueError(f"lengths from {minimum} to {maximum}: use 0 <= minimum <= maximum")
-
-
-def _check_positive(field: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{field} is {value}; use a finite number above 0")
+def _check_range(lengths: UniformLengths | NormalLengths | ZipfLengths | LogNormalLengths) -> None:
+    check_whole(lengths, minimum=0, maximum=0)
+    if lengths.minimum > lengths.maximum:
+        raise ValueError(f"minimum is {lengths.minimum} and maximum is {lengths.maximum}; use a higher maximum")

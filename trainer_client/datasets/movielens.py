@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer_client.datasets.histories import Histories, group_by_user
+from trainer_client.datasets.tables import read_numbers
 
 AGES = (1, 18, 25, 35, 45, 50, 56)
 LIKED_FROM = 4.0  # stars
+HEADER = "userId,movieId,rating,timestamp"
+_RATING = np.dtype([("user", np.int64), ("movie", np.int64), ("stars", np.float64), ("time", np.int64)])
 
 
 def read_movielens(folder: str | Path) -> Histories:
@@ -25,32 +29,38 @@ def read_movielens(folder: str | Path) -> Histories:
     """
     root = Path(folder)
     if (root / "ratings.dat").exists():
-        raw = (root / "ratings.dat").read_bytes().replace(b"::", b",")
-        table = _parse(io.BytesIO(raw), root / "ratings.dat", skip=0)
+        table = _ratings(root / "ratings.dat", separator="::")
         context = _users(root / "users.dat") if (root / "users.dat").exists() else None
     elif (root / "ratings.csv").exists():
-        table = _parse(root / "ratings.csv", root / "ratings.csv", skip=1)
+        table = _ratings(root / "ratings.csv", header=HEADER)
         context = None
     else:
         raise FileNotFoundError(f"{root} has neither ratings.dat (MovieLens-1M) nor ratings.csv (MovieLens-20M)")
-    ratings = table[:, 2]
     return group_by_user(
-        users=table[:, 0].astype(np.int64),
-        items=table[:, 1].astype(np.int64),
-        actions=np.rint(2 * ratings).astype(np.int64),
-        liked=ratings >= LIKED_FROM,
-        times=table[:, 3].astype(np.int64),
+        users=table["user"],
+        items=table["movie"],
+        actions=np.rint(2 * table["stars"]).astype(np.int64),
+        liked=table["stars"] >= LIKED_FROM,
+        times=table["time"],
         context=context,
     )
 
 
-def _parse(source: io.BytesIO | Path, path: Path, *, skip: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    try:
-        table = np.loadtxt(source, delimiter=",", skiprows=skip, dtype=np.float64, ndmin=2)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; expected user, movie, rating and timestamp in each line") from error
-    if table.shape[1] != 4:
-        raise ValueError(f"{path} has {table.shape[1]} columns; expected user, movie, rating and timestamp")
+def _ratings(path: Path, *, separator: str = ",", header: str | None = None) -> NDArray[Any]:
+    with path.open(encoding="utf-8-sig") as file:
+        if header is not None and (found := file.readline().strip()) != header:
+            raise ValueError(f"{path}, line 1: the header is {found!r}; expected {header}")
+        lines = file if separator == "," else (line.replace(separator, ",") for line in file)
+        first = 1 if header is None else 2
+        parts = list(read_numbers(lines, path, dtype=_RATING, first=first, wanted="user, movie, rating, timestamp"))
+    if not parts:
+        raise ValueError(f"{path} holds no ratings; unpack the data set anew")
+    table = np.concatenate(parts)
+    wrong = ~((table["stars"] > 0) & (table["stars"] <= 5))
+    if wrong.any():
+        example = table[int(wrong.argmax())]
+        raise ValueError(f"{path}: user {example['user']} rated movie {example['movie']} {example['stars']}; "
+                         "ratings are 0.5 to 5 stars")  # fmt: skip
     return table
 
 
@@ -58,8 +68,13 @@ def _users(path: Path) -> dict[int, list[int]]:
     """UserID::Gender::Age::Occupation::Zip-code, by user."""
     users = {}
     for number, line in enumerate(path.read_text(encoding="latin-1").splitlines(), start=1):
-        parts = line.split("::")
-        if len(parts) != 5 or parts[1] not in ("F", "M") or int(parts[2]) not in AGES:
-            raise ValueError(f"{path}, line {number}: {line!r} is not UserID::Gender::Age::Occupation::Zip-code")
-        users[int(parts[0])] = [int(parts[1] == "M"), AGES.index(int(parts[2])), int(parts[3])]
+        if not line.strip():
+            continue
+        try:
+            user, gender, age, occupation, _ = line.split("::")
+            users[int(user)] = ["FM".index(gender), AGES.index(int(age)), int(occupation)]
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: {line!r} is not UserID::Gender::Age::Occupation::Zip-code"
+            ) from error
     return users

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,15 +48,20 @@ def read_semantic_ids(index: str | Path, interactions: str | Path) -> SemanticId
     event counts as liked; times are positions.
 
     Raises:
-        ValueError: If codes are malformed or of different depth, or a user has an item without codes.
+        ValueError: If a file is not in this form, codes are of different depth, or a user has an item without codes.
     """
-    table: dict[str, list[int | str]] = json.loads(Path(index).read_text(encoding="utf-8"))
-    users: dict[str, list[int]] = json.loads(Path(interactions).read_text(encoding="utf-8"))
-    codes = {int(item): [_code(value, item) for value in values] for item, values in table.items()}
+    table, users = _lists(index, "item"), _lists(interactions, "user")
+    codes = {item: [_code(value, item) for value in values] for item, values in table.items()}
     depths = {len(values) for values in codes.values()}
-    if len(depths) != 1:
-        raise ValueError(f"{index} has items of {sorted(depths)} codes; all need the same number")
-    events = [(int(user), int(item), place) for user, items in users.items() for place, item in enumerate(items)]
+    if len(depths) != 1 or 0 in depths:
+        raise ValueError(f"{index} has items of {sorted(depths)} codes; all need the same number, at least 1")
+    events = [
+        (user, _whole(item, interactions, "item"), place)
+        for user, items in users.items()
+        for place, item in enumerate(items)
+    ]
+    if not events:
+        raise ValueError(f"{interactions} holds no events; give items of at least one user")
     unknown = sorted({item for _, item, _ in events} - codes.keys())
     if unknown:
         raise ValueError(f"{interactions} has items without codes in {index}, for example {unknown[:5]}")
@@ -71,10 +77,28 @@ def read_semantic_ids(index: str | Path, interactions: str | Path) -> SemanticId
     return SemanticIds(codes=rows.reshape(-1, depths.pop()), histories=histories)
 
 
-def _code(value: int | str, item: str) -> int:
-    if isinstance(value, int):
+def _lists(path: str | Path, kind: str) -> dict[int, list[Any]]:
+    """What a file of lists holds, by whole numbers."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(values, list) for values in content.values()):
+        raise ValueError(f"{path} is no object of lists; give one list for each {kind}")
+    return {_whole(key, path, kind): values for key, values in content.items()}
+
+
+def _whole(value: Any, path: str | Path, kind: str) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} has the {kind} {value!r}; number {kind}s from 0, as whole numbers") from error
+
+
+def _code(value: Any, item: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    match = _TOKEN.match(value)
+    match = _TOKEN.match(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"item {item} has the code {value!r}; give whole numbers or tokens such as <a_17>")
     return int(match.group(1))

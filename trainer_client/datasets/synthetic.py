@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trainer_client.datasets.batch import SequenceBatch, assemble
+from trainer_client.datasets.checks import check_whole
 from trainer_client.datasets.keys import Keys
 from trainer_client.datasets.lengths import Lengths, ZipfLengths
+
+_SAMPLES_PER_RANK = 1 << 40  # so that sample numbers differ between ranks with different numbers of batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +47,11 @@ class SyntheticSequences:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_batches", 0), ("batch_size", 1), ("num_candidates", 0), ("num_context", 0), ("num_actions", 2),
-            ("rank", 0),
-        ):  # fmt: skip
+        check_whole(self, num_batches=0, batch_size=1, num_candidates=0, num_context=0, num_actions=2, seed=0, rank=0)
+        for name, example in (("lengths", "ZipfLengths()"), ("items", "Keys(count=100_000)")):
             value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name} is {value}; use at least {least}")
+            if not hasattr(value, "draw"):
+                raise ValueError(f"{name} is {value!r}; give a distribution such as {example}")
 
     @property
     def max_tokens(self) -> int:
@@ -75,7 +76,7 @@ class SyntheticSequences:
         taste = rng.integers(0, 2, self.batch_size)
         liked = history % 2 == np.repeat(taste, num_history)
         kind = rng.integers(0, self.num_actions // 2, len(history))
-        first = (self.rank * self.num_batches + number) * self.batch_size
+        first = self.rank * _SAMPLES_PER_RANK + number * self.batch_size
         return assemble(
             sample=np.arange(first, first + self.batch_size, dtype=np.int64),
             context=np.stack([taste, *rng.integers(0, 1024, (max(self.num_context - 1, 0), self.batch_size))], axis=1)[

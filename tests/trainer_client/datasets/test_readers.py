@@ -35,12 +35,43 @@ def test_movielens_20m(tmp_path: Path) -> None:
     assert data.context.shape == (1, 0)
 
 
-def test_movielens_in_another_format_is_refused(tmp_path: Path) -> None:
+def test_movielens_without_its_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"neither ratings\.dat"):
         read_movielens(tmp_path)
-    (tmp_path / "ratings.csv").write_text("userId,movieId,rating\n7,2,3.5\n")
-    with pytest.raises(ValueError, match="3 columns"):
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("ratings.csv", "userId,movieId,rating\n7,2,3.5\n", "line 1: the header is 'userId,movieId,rating'; expected"),
+        ("ratings.csv", "7,2,3.5,1112486027\n8,2,3.5,1112486027\n", "line 1: the header is"),
+        ("ratings.csv", "userId,movieId,rating,timestamp\n\n7,2,3.5", "line 3: '7,2,3.5' is not user, movie, rating"),
+        ("ratings.csv", "userId,movieId,rating,timestamp\n", "holds no ratings"),
+        ("ratings.dat", RATINGS + "#9::1::4::978300760\n", "line 5: '#9,1,4,978300760' is not user"),
+        ("ratings.dat", RATINGS + "9.5::1::4::978300760\n", "line 5: '9.5,1,4,978300760' is not user"),
+        ("ratings.dat", RATINGS + "9::1::nan::978300760\n", "user 9 rated movie 1 nan; ratings are 0.5 to 5"),
+        ("ratings.dat", "", "holds no ratings"),
+        ("users.dat", "1::F::1::10::48067\n2::F::x::1::48067\n", "line 2: '2::F::x::1::48067' is not UserID"),
+    ],
+)  # fmt: skip
+def test_movielens_in_another_format_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    if name == "users.dat":
+        (tmp_path / "ratings.dat").write_text(RATINGS)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}.*{message}"):
         read_movielens(tmp_path)
+
+
+def test_line_ends_marks_and_blank_lines_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_bytes((RATINGS + "\n").replace("\n", "\r\n").encode())
+    (tmp_path / "users.dat").write_bytes(b"1::F::1::10::48067\r\n\r\n")
+    data = read_movielens(tmp_path)
+    assert data.lengths.tolist() == [3, 1]
+    assert data.context.tolist() == [[0, 0, 10], [0, 0, 0]]
+    log = KUAIRAND_HEADER + _kuairand_line(0, 9, 1649397923123) + "5,9,20220408,1400,7.0,1.0,0,0,0,0,0,0,9,1,0,0,0,0,1"
+    (tmp_path / "log_standard_4_08_to_4_21_pure.csv").write_bytes(b"\xef\xbb\xbf" + log.replace("\n", "\r\n").encode())
+    found = read_kuairand(tmp_path)
+    assert (found.users.tolist(), found.times.tolist(), found.actions.tolist()) == ([0, 5], [1649397923123, 7], [0, 1])
 
 
 def _kuairand_line(user: int, video: int, time: int, *, click: int = 0, long_view: int = 0) -> str:
@@ -78,6 +109,23 @@ def test_kuairand_without_a_column_is_refused(tmp_path: Path) -> None:
         read_kuairand(tmp_path)
 
 
+def test_kuairand_files_that_end_early_are_refused(tmp_path: Path) -> None:
+    log, features = tmp_path / "log_standard_4_08_to_4_21_pure.csv", tmp_path / "user_features_pure.csv"
+    for text, message in (
+        (KUAIRAND_HEADER, "hold no events"),
+        (KUAIRAND_HEADER + _kuairand_line(0, 9, 7) + "5,99,2022", "pure.csv, line 3: '5,99,2022' is not a line of"),
+        (KUAIRAND_HEADER + _kuairand_line(0, 9, 7).replace(",7,0", ",7,nan"), "pure.csv, line 2: .*nan"),
+    ):
+        log.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_kuairand(tmp_path)
+    log.write_text(KUAIRAND_HEADER + _kuairand_line(0, 9, 7))
+    for text in ("user_id,is_live_streamer\n0", "user_id,is_live_streamer\nx,1", "user,is_live_streamer\n0,1"):
+        features.write_text(text)
+        with pytest.raises(ValueError, match=r"user_features_pure\.csv, line 2: .* is not a user_id and features"):
+            read_kuairand(tmp_path)
+
+
 def test_semantic_ids(tmp_path: Path) -> None:
     index, interactions = tmp_path / "Beauty.index.json", tmp_path / "Beauty.inter.json"
     index.write_text(json.dumps({"0": ["<a_3>", "<b_1>"], "1": ["<a_0>", "<b_4>"], "2": ["<a_1>", "<b_0>"]}))
@@ -90,8 +138,21 @@ def test_semantic_ids(tmp_path: Path) -> None:
     interactions.write_text(json.dumps({"0": [9]}))
     with pytest.raises(ValueError, match=r"without codes .* for example \[9\]"):
         read_semantic_ids(index, interactions)
-    index.write_text(json.dumps({"0": ["x"]}))
-    with pytest.raises(ValueError, match="code 'x'"):
+    for items, users, message in (
+        ({"0": ["x"]}, {}, "code 'x'"),
+        ({"0": [-1]}, {}, "code -1"),
+        ({"0": [None]}, {}, "code None"),
+        ({"0": []}, {"0": [0]}, r"items of \[0\] codes"),
+        ({"B00": [1]}, {}, "has the item 'B00'; number items from 0"),
+        ({"0": [1]}, {"0": []}, "holds no events"),
+        ([1], {}, "no object of lists"),
+    ):
+        index.write_text(json.dumps(items))
+        interactions.write_text(json.dumps(users))
+        with pytest.raises(ValueError, match=message):
+            read_semantic_ids(index, interactions)
+    index.write_text("{")
+    with pytest.raises(ValueError, match=r"index\.json is no JSON"):
         read_semantic_ids(index, interactions)
 
 

@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_client.batches import flatten
-from trainer_client.datasets import DISTRIBUTIONS, Keys, SequenceBatch, SyntheticSequences, lengths_named
+from trainer_client.datasets import (
+    DISTRIBUTIONS,
+    Keys,
+    LogNormalLengths,
+    NormalLengths,
+    SequenceBatch,
+    SyntheticSequences,
+    ZipfLengths,
+    lengths_named,
+)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -22,7 +34,7 @@ def test_lengths_are_in_range_and_have_their_mean(name: str) -> None:
 def test_wrong_distributions_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'pareto'; use one of uniform, normal, zipf, lognormal"):
         lengths_named("pareto")
-    with pytest.raises(ValueError, match=r"exponent is 1\.0"):
+    with pytest.raises(ValueError, match=r"exponent is 1\.0; use a finite number above 1"):
         lengths_named("zipf", exponent=1.0)
     with pytest.raises(ValueError, match="mean is -1"):
         lengths_named("lognormal", mean=-1)
@@ -58,11 +70,11 @@ def test_a_sequence_counts_context_history_actions_and_candidates() -> None:
 
 def test_ranks_differ_and_iterations_repeat() -> None:
     first = SyntheticSequences(num_batches=2, rank=0)
-    second = SyntheticSequences(num_batches=2, rank=1)
+    second = SyntheticSequences(num_batches=1, rank=1)
     assert [torch.equal(a.history, b.history) for a, b in zip(first, first, strict=True)] == [True, True]
-    assert not any(torch.equal(a.history, b.history) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first.batch(0).history, second.batch(0).history)
     samples = torch.cat([batch.sample for data in (first, second) for batch in data])
-    assert samples.unique().numel() == 128
+    assert samples.unique().numel() == 96  # also where ranks have different numbers of batches
 
 
 def test_labels_can_be_learnt_from_the_actions() -> None:
@@ -88,7 +100,14 @@ def test_batches_are_understood_by_the_balancer() -> None:
 
 
 def test_parameters_out_of_range_are_named() -> None:
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        SyntheticSequences(num_batches=1, batch_size=0)
-    with pytest.raises(ValueError, match="drift is -1"):
-        Keys(count=3, drift=-1)
+    wrong: list[tuple[Callable[..., Any], str, Any]] = [
+        (SyntheticSequences, "batch_size", 0), (SyntheticSequences, "batch_size", 2.5),
+        (SyntheticSequences, "seed", -1), (SyntheticSequences, "num_batches", True),
+        (SyntheticSequences, "lengths", "zipf"), (Keys, "drift", -1),
+        (Keys, "count", 2.5), (Keys, "exponent", "1"), (ZipfLengths, "maximum", 2.5), (ZipfLengths, "minimum", 5000),
+        (LogNormalLengths, "sigma", "1"), (NormalLengths, "mean", float("nan")),
+    ]  # fmt: skip
+    needed = {SyntheticSequences: {"num_batches": 1}, Keys: {"count": 3}}
+    for make, field, value in wrong:
+        with pytest.raises(ValueError, match=f"{field} is {value!r}.*; (use|give) a"):
+            make(**{**needed.get(make, {}), field: value})
