@@ -16,7 +16,7 @@ from trainer_client.balancing import BalanceOptions
 from trainer_client.costs import make_cost
 from trainer_client.pipelines import pipeline_names
 
-_DURATIONS = ("timeout", "group_timeout")
+_DURATIONS = {"timeout", "group_timeout"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,11 @@ def load_configuration(path: str | Path) -> Configuration:
         ValueError: If something is unknown or out of range; the message names the file, the field and what is known.
     """
     path = Path(path)
-    if path.suffix == ".toml":
-        content: Any = tomllib.loads(path.read_text(encoding="utf-8"))
-    else:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    text = path.read_text(encoding="utf-8")
     try:
+        content: Any = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
         return read_configuration(content)
-    except ValueError as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -95,13 +93,23 @@ def _options(section: Any) -> BalanceOptions:
     for key in section:
         if key not in known:
             raise ValueError(f"balance has no option {key!r}; use {', '.join(known)}")
-    values: dict[str, Any] = {
-        key: timedelta(seconds=value) if key in _DURATIONS else value for key, value in section.items()
-    }
+    values: dict[str, Any] = {key: _number(key, value) for key, value in section.items()}
+    for key in _DURATIONS & values.keys():
+        try:
+            values[key] = timedelta(seconds=values[key])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{key} is {section[key]!r}; give seconds as a number") from error
     strategy = values.get("strategy", BalanceOptions().strategy)
     if strategy not in strategies():
         raise ValueError(f"strategy is {strategy!r}; choose one of {', '.join(strategies())}")
-    try:
-        return BalanceOptions(**values)
-    except TypeError as error:
-        raise ValueError(f"balance: {error}") from error
+    return BalanceOptions(**values)
+
+
+def _number(key: str, value: Any) -> Any:
+    """YAML reads 1e-3 as text."""
+    if key in (*_DURATIONS, "tolerance") and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

@@ -32,6 +32,9 @@ def test_a_file_chooses_everything_by_name(tmp_path: Path) -> None:
     toml = tmp_path / "balance.toml"
     toml.write_text('[cost]\nname = "tokens"\ntokens = "history"\n')
     assert load_configuration(toml).cost == TokenCost(tokens="history")
+    path.write_text("balance: {tolerance: 1e-3, group_timeout: 1e3}")  # text, says YAML
+    found = load_configuration(path)
+    assert (found.options.tolerance, found.options.group_timeout) == (1e-3, timedelta(seconds=1000))
     toml.write_text('[cost]\nname = "semantic_ids"\nnum_layers = 2\nwidth = 8\nnum_heads = 2\nitems = "history"\n')
     assert isinstance(load_configuration(toml).cost, SemanticIdCost)
 
@@ -45,6 +48,14 @@ def test_a_file_chooses_everything_by_name(tmp_path: Path) -> None:
         ("balance: {strategy: best}", "strategy is 'best'; choose one of .*karmarkar_karp, lpt, minimal_move"),
         ("balance: {windows: 3}", "balance has no option 'windows'; use strategy, counts"),
         ("balance: {window: 100}", "window is 100"),
+        ("balance: {window: '4'}", "window is '4'; use a whole number"),
+        ("balance: {timeout: 2s}", "timeout is '2s'; give seconds as a number"),
+        ("balance: {timeout: .nan}", "timeout is nan; give seconds as a number"),
+        ("balance: {memory_caps: 5}", "memory_caps is 5; give a list"),
+        ("balance: {window: 4", "while parsing a flow mapping"),
+        ("cost: {name: tokens, tokens: 3}", "tokens is 3; name"),
+        ("cost: {name: tokens, tokens: x, per_sample: 1.5}", "per_sample is 1.5"),
+        ("cost: {name: semantic_ids, num_layers: 1, width: 4, num_heads: 1, items: x, targets: -1}", "targets is -1"),
         ("pipeline: fast", "no pipeline named 'fast'; choose one of base, .*prefetch, sparse_dist"),
         ("costs: {}", "no section 'costs'; use cost, balance, pipeline"),
         ("- cost", "the configuration is list"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 Counts = Literal["equal", "free"]
@@ -62,16 +63,20 @@ class BalanceOptions:
             raise ValueError(f"node_leader is {self.node_leader!r}; use 'auto', True or False")
         if not self.strategy:
             raise ValueError("strategy is empty; name one, for example 'minimal_move'")
-        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
-            raise ValueError(f"tolerance is {self.tolerance}; use a finite number of at least 0")
-        if self.depth < 1:
-            raise ValueError(f"depth is {self.depth}; use at least 1 batch in flight")
-        if not 1 <= self.window <= MAX_WINDOW:
-            raise ValueError(f"window is {self.window}; use 1 to {MAX_WINDOW} batches")
+        if not (_is_number(self.tolerance) and self.tolerance >= 0):
+            raise ValueError(f"tolerance is {self.tolerance!r}; use a finite number of at least 0")
+        if not _is_whole(self.depth) or self.depth < 1:
+            raise ValueError(f"depth is {self.depth!r}; use a whole number of at least 1 batch in flight")
+        if not _is_whole(self.window) or not 1 <= self.window <= MAX_WINDOW:
+            raise ValueError(f"window is {self.window!r}; use a whole number of 1 to {MAX_WINDOW} batches")
         for field in ("timeout", "group_timeout"):
             value = getattr(self, field)
-            if value <= timedelta(0):
+            if not isinstance(value, timedelta) or value <= timedelta(0):
                 raise ValueError(f"{field} is {value}; use a positive timedelta")
+        for field in ("speeds", "memory_caps"):
+            values = getattr(self, field)
+            if values is not None and not (isinstance(values, Iterable) and all(map(_is_number, values))):
+                raise ValueError(f"{field} is {values!r}; give a list of one finite number for each rank")
 
     @property
     def patience(self) -> float:
@@ -91,5 +96,13 @@ class BalanceOptions:
             if len(values) != world_size:
                 raise ValueError(f"{field} has {len(values)} entries for {world_size} ranks; give one for each rank")
             for rank, value in enumerate(values):
-                if not (math.isfinite(value) and value > 0):
+                if value <= 0:
                     raise ValueError(f"{field}[{rank}] is {value}; use a finite number above 0")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and (isinstance(value, Real) and math.isfinite(value))

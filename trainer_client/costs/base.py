@@ -64,13 +64,43 @@ def count_positions(batch: Any, source: int | str | Sequence[str] | None) -> NDA
     return sum(counts[1:], counts[0]) if counts else 0.0
 
 
-def check_sizes(options: object, *names: str) -> None:
-    """Checks that options are whole numbers of at least 1.
+def check_sizes(options: object, *names: str, least: int = 1) -> None:
+    """Checks that options are whole numbers of at least `least`.
 
     Raises:
         ValueError: If one is not.
     """
     for name in names:
         value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; give a whole number >= 1")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; give a whole number >= {least}")
+
+
+def check_fields(options: object, *names: str) -> None:
+    """Checks that options name one field or several.
+
+    Raises:
+        ValueError: If one does not.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if not _names_fields(value):
+            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; name at least one field")
+
+
+def check_sources(options: object, *names: str) -> None:
+    """Checks that options are what `count_positions` takes.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for name in names:
+        value = getattr(options, name)
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not (value is None or number or _names_fields(value)):
+            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; give a whole number >= 0 or name fields")
+
+
+def _names_fields(value: object) -> bool:
+    paths = (value,) if isinstance(value, str) else value
+    return isinstance(paths, Sequence) and bool(paths) and all(isinstance(path, str) and path for path in paths)

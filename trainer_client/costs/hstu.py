@@ -13,7 +13,9 @@ from trainer_client.costs.base import (
     ATTENTION_WITH_BACKWARD,
     MATMUL_WITH_BACKWARD,
     SampleCost,
+    check_fields,
     check_sizes,
+    check_sources,
     count_positions,
 )
 
@@ -71,6 +73,8 @@ class HSTUCost(SampleCost):
         check_sizes(self, "num_layers", "width", "num_heads", "head_dim")
         if self.value_dim is not None:
             check_sizes(self, "value_dim")
+        check_fields(self, "history")
+        check_sources(self, "candidates", "context")
 
     def __call__(self, batch: Any) -> NDArray[np.float64]:
         """(n,) FLOPs of each sample in all layers; see `SampleCost`."""

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_client.costs.base import MATMUL_WITH_BACKWARD, SampleCost, check_sizes, count_positions
+from trainer_client.costs.base import (
+    MATMUL_WITH_BACKWARD,
+    SampleCost,
+    check_fields,
+    check_sizes,
+    check_sources,
+    count_positions,
+)
 from trainer_client.costs.transformer import TransformerCost
 
 
@@ -51,6 +58,8 @@ class SemanticIdCost(SampleCost):
 
     def __post_init__(self) -> None:
         check_sizes(self, "levels", "codebook")
+        check_fields(self, "items")
+        check_sources(self, "targets", "context")
         self._layers()
 
     def _layers(self) -> TransformerCost:

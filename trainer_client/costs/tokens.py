@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_client.batches import BatchError
-from trainer_client.costs.base import SampleCost, count_positions
+from trainer_client.costs.base import SampleCost, check_fields, check_sizes, count_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +25,8 @@ class TokenCost(SampleCost):
     per_sample: int = 0
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            raise BatchError("tokens is empty; name at least one field")
-        if self.per_sample < 0:
-            raise BatchError(f"per_sample is {self.per_sample}; give a whole number >= 0")
+        check_fields(self, "tokens")
+        check_sizes(self, "per_sample", least=0)
 
     def __call__(self, batch: Any) -> NDArray[np.int64]:
         """(n,) tokens of each sample; see `SampleCost`."""

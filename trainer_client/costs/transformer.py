@@ -13,7 +13,9 @@ from trainer_client.costs.base import (
     ATTENTION_WITH_BACKWARD,
     MATMUL_WITH_BACKWARD,
     SampleCost,
+    check_fields,
     check_sizes,
+    check_sources,
     count_positions,
 )
 
@@ -67,6 +69,8 @@ class TransformerCost(SampleCost):
         check_sizes(self, "num_layers", "width", "num_heads", *given)
         if self.head_dim is None and self.width % self.num_heads:
             raise ValueError(f"width {self.width} is no multiple of num_heads {self.num_heads}; give head_dim")
+        check_fields(self, "tokens")
+        check_sources(self, "context")
         if self.vocabulary < 0:
             raise ValueError(f"vocabulary is {self.vocabulary}; give its size, or 0 for no output layer")
 

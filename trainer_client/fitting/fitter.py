@@ -43,10 +43,12 @@ class FitOptions:
     def __post_init__(self) -> None:
         for field, least in (("every", 1), ("window", 1), ("skip", 0)):
             value = getattr(self, field)
-            if value < least:
-                raise ValueError(f"{field} is {value}; use at least {least}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{field} is {value!r}; use a whole number of at least {least}")
         if not 0 <= self.min_explained <= 1:
             raise ValueError(f"min_explained is {self.min_explained}; use 0 to 1")
+        if self.upper is not None and not all(bound > 0 for bound in self.upper):
+            raise ValueError(f"upper is {self.upper}; use milliseconds above 0, math.inf for no bound")
 
 
 class CostFitter:
@@ -79,7 +81,13 @@ class CostFitter:
             prior: The cost until a fit is used, and whenever none is good enough any more.
             options: When to fit, and when to believe it.
             process_group: The ranks that balance together; default: all.
+
+        Raises:
+            ValueError: If `options.upper` has another length than the terms.
         """
+        upper = options.upper if options is not None else None
+        if upper is not None and len(upper) != len(terms.names):
+            raise ValueError(f"upper has {len(upper)} bounds; give one for each of {', '.join(terms.names)}")
         self._terms = terms
         self._prior = prior
         self._options = options or FitOptions()

@@ -15,13 +15,21 @@ from trainer_client.balancing.options import BalanceOptions
         ("strategy", ""),
         ("tolerance", -0.1),
         ("tolerance", float("nan")),
+        ("tolerance", "0.1"),
         ("depth", 0),
+        ("depth", True),
+        ("window", 2.5),
+        ("window", "4"),
+        ("memory_caps", 5),
+        ("speeds", [1.0, "x"]),
+        ("speeds", [1.0, float("inf")]),
+        ("timeout", 2.0),
         ("timeout", timedelta(0)),
         ("group_timeout", timedelta(seconds=-1)),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match=f"{field} is "):
         BalanceOptions(**{field: value})
 
 

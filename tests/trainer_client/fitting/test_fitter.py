@@ -104,5 +104,12 @@ def test_all_ranks_switch_in_the_same_step_to_the_same_cost() -> None:
 def test_options_out_of_range_are_named() -> None:
     with pytest.raises(ValueError, match="every is 0"):
         FitOptions(every=0)
+    with pytest.raises(ValueError, match=r"every is 2\.5; use a whole number"):
+        FitOptions(every=2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="min_explained is 2"):
         FitOptions(min_explained=2)
+    for bound in (0.0, float("nan")):
+        with pytest.raises(ValueError, match=r"upper is .* use milliseconds above 0"):
+            FitOptions(upper=(1.0, bound, 1.0, 1.0))
+    with pytest.raises(ValueError, match="upper has 1 bounds; give one for each of samples, tokens, pairs, candidates"):
+        CostFitter(TERMS, prior=PRIOR, options=FitOptions(upper=(1.0,)))
