@@ -48,7 +48,7 @@ def test_a_file_chooses_everything_by_name(tmp_path: Path) -> None:
         ("balance: {strategy: best}", "strategy is 'best'; choose one of .*karmarkar_karp, lpt, minimal_move"),
         ("balance: {windows: 3}", "balance has no option 'windows'; use strategy, counts"),
         ("balance: {window: 100}", "window is 100"),
-        ("balance: {window: '4'}", "window is '4'; use a whole number"),
+        ("balance: {window: '4'}", "window is '4'; use 1 to 64"),
         ("balance: {timeout: 2s}", "timeout is '2s'; give seconds as a number"),
         ("balance: {timeout: .nan}", "timeout is nan; give seconds as a number"),
         ("balance: {memory_caps: 5}", "memory_caps is 5; give a list"),

@@ -68,7 +68,7 @@ class BalanceOptions:
         if not _is_whole(self.depth) or self.depth < 1:
             raise ValueError(f"depth is {self.depth!r}; use a whole number of at least 1 batch in flight")
         if not _is_whole(self.window) or not 1 <= self.window <= MAX_WINDOW:
-            raise ValueError(f"window is {self.window!r}; use a whole number of 1 to {MAX_WINDOW} batches")
+            raise ValueError(f"window is {self.window!r}; use 1 to {MAX_WINDOW} batches")
         for field in ("timeout", "group_timeout"):
             value = getattr(self, field)
             if not isinstance(value, timedelta) or value <= timedelta(0):
