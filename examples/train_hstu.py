@@ -32,7 +32,7 @@ from examples.hstu.embeddings import STORAGES
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import BalanceOptions, Balancer
-from trainer_client.configuration import load_configuration
+from trainer_client.configuration import Configuration, load_configuration
 from trainer_client.datasets import (
     DISTRIBUTIONS,
     Histories,
@@ -61,7 +61,8 @@ def main() -> None:
     options = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     joined = dist.is_initialized()
-    rank, device = start(options.device)
+    rank, device = start(options.device, grouped=options.embeddings == "torchrec")
+    chosen = choose(options)
     histories = read(options.data) if options.data else None
     model = model_options(options, device, histories)
     trainer = Trainer(
@@ -69,16 +70,15 @@ def main() -> None:
         storage=options.embeddings, dist_type=options.dist_type, plan_file=options.plan,
         activation_budget=None if options.activation_budget is None else int(options.activation_budget * 2**20),
     )  # fmt: skip
-    balancer = make_balancer(options)
+    balancer = make_balancer(options, chosen.options)
     console = Console()
     sinks: list[Any] = [ConsoleLines(console, every=options.log_every)] if rank == 0 else []
     if options.log and rank == 0:
         sinks.append(JsonLines(options.log))
     log = BalanceLogger(sinks)
     batches = make_data(options, model, histories, rank)
-    chosen = load_configuration(options.config).cost if options.config else None
-    fitter = trainer.make_fitter() if options.fit_cost else None
-    run = trainer.run(batches, balancer, log=log, fitter=fitter, cost=chosen)
+    fitter = trainer.make_fitter(prior=chosen.cost) if options.fit_cost else None
+    run = trainer.run(batches, balancer, log=log, fitter=fitter, cost=chosen.cost)
     log.close()
     summary = summarize(run, device, skip=options.skip)
     if rank == 0:
@@ -94,8 +94,8 @@ def main() -> None:
             dist.destroy_process_group()
 
 
-def start(wanted: str | None) -> tuple[int, torch.device]:
-    """Joins the ranks that torchrun or the caller started; alone without them."""
+def start(wanted: str | None, *, grouped: bool) -> tuple[int, torch.device]:
+    """Joins the ranks that torchrun or the caller started; alone without them, in a group of one if `grouped`."""
     on_gpu = torch.cuda.is_available() if wanted is None else wanted == "cuda"
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -103,16 +103,29 @@ def start(wanted: str | None) -> tuple[int, torch.device]:
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return dist.get_rank(), device
-    if "RANK" not in os.environ:
-        return 0, device
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    return dist.get_rank(), device
+    backend, own = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", device if on_gpu else None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, device_id=own)
+        return dist.get_rank(), device
+    if grouped:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=own)  # type: ignore[attr-defined]
+    return 0, device
 
 
-def make_balancer(options: argparse.Namespace) -> Balancer:
+def choose(options: argparse.Namespace) -> Configuration:
+    """What the configuration file says."""
+    if options.config is None:
+        return Configuration(cost=None, options=BalanceOptions(), pipeline=None)
+    chosen = load_configuration(options.config)
+    if chosen.pipeline is not None:
+        raise ValueError(f"{options.config}: pipeline is {chosen.pipeline!r}, but this example has a loop of its own; "
+                         "leave pipeline out")  # fmt: skip
+    return chosen
+
+
+def make_balancer(options: argparse.Namespace, choices: BalanceOptions) -> Balancer:
     """The balancer that `--balancer` names."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    choices = load_configuration(options.config).options if options.config else BalanceOptions()
     flags: dict[str, Any] = {"strategy": options.strategy, "counts": options.counts, "window": options.window}
     if options.max_tokens_per_rank is not None:
         flags["memory_caps"] = [float(options.max_tokens_per_rank)] * world
@@ -164,7 +177,9 @@ def make_data(
     else:
         data = SyntheticSequences(
             num_batches=options.steps, batch_size=options.batch_size,
-            lengths=lengths_named(options.lengths, maximum=options.max_length, exponent=options.zipf),
+            lengths=lengths_named(
+                options.lengths, maximum=options.max_length, exponent=options.zipf, mean=options.mean_length
+            ),
             items=Keys(count=options.items, exponent=1.05, drift=options.drift), num_candidates=options.candidates,
             seed=options.seed, rank=rank,
         )  # fmt: skip
@@ -179,8 +194,12 @@ def summarize(run: Run, device: torch.device, *, skip: int) -> dict[str, Any]:
     first = skip if len(run.times) > skip else 0
     breakdown = gather_breakdown(run.times[first:])
     reports = run.reports[first:]
-    flops = sum(float(report.home_loads.mean()) for report in reports)
-    tflops = flops / (breakdown.step.sum() / 1e3) / 1e12
+    flops = torch.tensor(sum(run.flops[first:]), dtype=torch.float64)  # the costs may be in other units
+    ranks = 1
+    if dist.is_initialized():
+        ranks = dist.get_world_size()
+        dist.all_reduce(flops)
+    tflops = float(flops) / ranks / (breakdown.step.sum() / 1e3) / 1e12
     peak = peak_tflops(device)
     layers: dict[str, Any] = {}
     for perf in run.perf:
@@ -213,6 +232,7 @@ def report(summary: dict[str, Any], console: Console) -> None:
         f"Load max/mean {summary['imbalance_before']:.3f} → {summary['imbalance']:.3f}. "
         f"Loss {summary['first_loss']:.4f} → {summary['last_loss']:.4f}.",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -234,6 +254,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", type=Path, help="folder of MovieLens or KuaiRand; default: synthetic")
     add("--lengths", choices=DISTRIBUTIONS, default="zipf", help="distribution of synthetic lengths")
     add("--zipf", type=float, default=1.2, help="exponent of zipf")
+    add("--mean-length", type=float, help="mean of lognormal (default 600) and normal (default half the longest)")
     add("--drift", type=float, default=0.0, help="places by which popularity moves each step")
     add("--steps", type=int, default=50, help="at most so many batches of each rank")
     add("--batch-size", type=int, default=32, help="samples per rank")
@@ -258,7 +279,28 @@ def parse_arguments() -> argparse.Namespace:
     for name, small in SMALL.items():
         if getattr(options, name) is None:
             setattr(options, name, small if options.small else getattr(options, f"default_{name}"))
+    check_arguments(options, parser)
     return options
+
+
+def check_arguments(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuses what does not fit together, before any rank waits for another."""
+    for name in (*SMALL, "steps", "batch_size", "candidates", "log_every"):
+        value = getattr(options, name)
+        if value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; use at least 1")
+    if options.skip < 0:
+        parser.error(f"--skip is {options.skip}; use at least 0")
+    if options.max_length < options.candidates + 4:
+        parser.error(f"--max-length is {options.max_length}; use at least {options.candidates + 4}, for three context "
+                     f"features, an item of history and {options.candidates} candidates")  # fmt: skip
+    if options.plan is not None and options.embeddings != "torchrec":
+        parser.error(f"--plan is for --embeddings torchrec, not {options.embeddings}")
+    if options.dist_type != "continuous" and options.embeddings != "routed":
+        parser.error(f"--dist-type {options.dist_type} is for --embeddings routed, not {options.embeddings}")
+    on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
+    if not on_gpu and options.kernel not in ("auto", "dense"):
+        parser.error(f"--kernel {options.kernel} needs a GPU; use dense or auto")
 
 
 if __name__ == "__main__":

@@ -159,13 +159,14 @@ class Trainer:
                 weights=5 * self.options.width * self.options.num_heads * self.options.head_dim,
                 candidates="num_candidates",
             )
-            tracker = PerfTracker(self.model, {"*layers.[0-9]": work}, device=self.device)
+            works = {f"*layers.{number}": work for number in range(self.options.num_layers)}
+            tracker = PerfTracker(self.model, works, device=self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             torch.cuda.synchronize(self.device)
         timer = StepTimer(self.device)
         timer.watch(self.dense_parameters())
-        for step, batch in enumerate(loader):
+        for batch in loader:
             timer.batch_ready()
             if fitter is not None:
                 fitter.observe(batch)
@@ -181,12 +182,13 @@ class Trainer:
             if tracker is not None:
                 tracker.step()
                 run.perf += tracker.finished()
-            if log is not None:
-                log.log(step, loader.report, step_ms=run.times[-1].total if run.times else None)
+            _log(log, run, finished)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             run.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        run.times += timer.finished()
+        finished = timer.finished()
+        run.times += finished
+        _log(log, run, finished)
         timer.close()
         if tracker is not None:
             run.perf += tracker.finished()
@@ -196,11 +198,11 @@ class Trainer:
         run.exposed_seconds = loader.counters.exposed_seconds
         return run
 
-    def make_fitter(self, options: FitOptions | None = None) -> CostFitter:
-        """A fitter that starts from the FLOPs; collective."""
+    def make_fitter(self, options: FitOptions | None = None, *, prior: Cost | None = None) -> CostFitter:
+        """A fitter that starts from a cost, by default the FLOPs; collective."""
         history = ("num_history", "num_history") if self.options.interleaved else "num_history"
         terms = SequenceTerms(history=history, candidates="num_candidates", context=self.options.num_context)
-        return CostFitter(terms, prior=self.options.cost(), options=options)
+        return CostFitter(terms, prior=prior or self.options.cost(), options=options)
 
     def _step(self, batch: SequenceBatch, loss_scale: float, timer: StepTimer) -> torch.Tensor:
         mixed: Any = torch.autocast(self.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()
@@ -231,6 +233,13 @@ def _data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)  # type: ignore[no-untyped-call]
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def _log(log: BalanceLogger | None, run: Run, finished: list[StepTimes]) -> None:
+    """Steps are logged when their times are known, some steps later on GPUs."""
+    if log is not None:
+        for times in finished:
+            log.log(times.step, run.reports[times.step], step_ms=times.total)
 
 
 def _mean_losses(sums: list[torch.Tensor], reports: list[RoundReport]) -> torch.Tensor:

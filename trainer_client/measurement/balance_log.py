@@ -28,10 +28,10 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line."""
+    """One JSON object a line; a job that dies leaves all lines but its last whole."""
 
     def __init__(self, path: str | Path) -> None:
-        self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._file: TextIO = Path(path).open("w", buffering=1, encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def write(self, record: Record) -> None:
         """Appends a line."""
@@ -63,6 +63,7 @@ class ConsoleLines:
                 f"step {record['step']}: load max/mean {before:.3f} → {after:.3f} by {record['mode']}, "
                 f"{record['moved_share']:.1%} moved{timed}",
                 highlight=False,
+                soft_wrap=True,
             )
         self._count += 1
 

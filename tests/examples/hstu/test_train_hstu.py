@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
@@ -67,3 +69,65 @@ def test_a_data_set_is_trained_under_a_plan(tmp_path: Path) -> None:
     assert balanced["imbalance"] < balanced["imbalance_before"] == pytest.approx(off["imbalance"])
     assert balanced["first_loss"] == pytest.approx(off["first_loss"], rel=1e-4)
     assert balanced["last_loss"] == pytest.approx(off["last_loss"], rel=1e-3)
+
+
+SHAPE = [
+    "--width", "8", "--heads", "1", "--head-dim", "8", "--embedding-dim", "8", "--max-length", "24", "--items", "50",
+    "--batch-size", "4", "--steps", "6", "--skip", "0", "--device", "cpu",
+]  # fmt: skip
+
+
+def _alone(_: int, folder: str) -> dict[str, Any]:
+    """Summaries of runs of one process in no group, as without torchrun."""
+    dist.destroy_process_group()
+    tokens = Path(folder) / "tokens.yaml"
+    tokens.write_text("cost: {name: tokens, tokens: num_history}\n")
+    found = {}
+    for name, flags in {
+        "torchrec": ["--layers", "1", "--embeddings", "torchrec"],
+        "flops": ["--layers", "11", "--track-layers", "--log", f"{folder}/log.jsonl", "--plot", f"{folder}/log.png"],
+        "tokens": ["--layers", "11", "--config", str(tokens)],
+    }.items():
+        result = Path(folder) / f"{name}.json"
+        sys.argv = ["train_hstu", *SHAPE, *flags, "--json", str(result)]
+        train_hstu.main()
+        found[name] = json.loads(result.read_text())
+    return found
+
+
+def test_one_process_takes_the_same_flags(tmp_path: Path) -> None:
+    found = run_ranks(1, _alone, str(tmp_path))[0]
+    assert found["torchrec"]["steps"] == 6
+    assert list(found["flops"]["layers_tflops"]) == [f"layers.{number}" for number in range(11)]
+    flops = {name: run["tflops_per_rank"] * run["step_ms_mean"] for name, run in found.items()}
+    assert flops["tokens"] == pytest.approx(flops["flops"])  # whatever samples are balanced by
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(6))
+    assert all(line["step_ms"] > 0 for line in lines)
+    assert (tmp_path / "log.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "--steps is 0; use at least 1"),
+        (["--max-length", "5", "--candidates", "2"], "--max-length is 5; use at least 6"),
+        (["--plan", "plan.json"], "--plan is for --embeddings torchrec, not local"),
+        (["--dist-type", "roundrobin"], "--dist-type roundrobin is for --embeddings routed, not local"),
+        (["--kernel", "varlen", "--device", "cpu"], "--kernel varlen needs a GPU"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_hstu", *flags])
+    with pytest.raises(SystemExit):
+        train_hstu.main()
+    assert message in capsys.readouterr().err
+
+
+def test_a_pipeline_in_the_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "balance.yaml"
+    path.write_text("pipeline: base\n")
+    with pytest.raises(ValueError, match="pipeline is 'base', but this example has a loop of its own"):
+        train_hstu.choose(argparse.Namespace(config=path))
