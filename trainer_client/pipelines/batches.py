@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -51,13 +52,26 @@ class BalancedBatch(Generic[B]):
 
 
 def _each(value: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the batch, or of what a plain container holds."""
+    """Calls a method of the batch, or of what a container or a dataclass holds."""
     if hasattr(value, method):
         return getattr(value, method)(*args, **kwargs)
+
+    def again(item: Any) -> Any:
+        return _each(item, method, *args, **kwargs)
+
     if isinstance(value, dict):
-        return type(value)({key: _each(item, method, *args, **kwargs) for key, item in value.items()})
+        result = copy(value)
+        result.update((key, again(item)) for key, item in value.items())
+        return result
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(again, value))
     if isinstance(value, list | tuple):
-        return type(value)(_each(item, method, *args, **kwargs) for item in value)
+        return type(value)(map(again, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        copied = copy(value)
+        for part in fields(value):
+            object.__setattr__(copied, part.name, again(getattr(value, part.name)))
+        return copied
     return value
 
 

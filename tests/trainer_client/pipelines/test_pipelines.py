@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -157,16 +159,36 @@ def test_pipelines_train_as_one_process_would() -> None:
         assert results[0]["losses"][0][1] == pytest.approx(WORLD / 12), name
 
 
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A dataclass without `to`."""
+
+    pair: Pair
+
+
 def test_a_batch_moves_with_all_it_holds() -> None:
-    loader = BalancedLoader(
-        [{"x": torch.arange(3), "y": [torch.ones(3)]}], Balancer.off(), cost=lambda _: torch.ones(3)
-    )
+    batch: Any = {
+        "x": torch.arange(3),
+        "y": [torch.ones(3)],
+        "plain": Plain(Pair(torch.ones(3), torch.ones(3))),
+        "default": defaultdict(list, x=torch.ones(3)),
+    }
+    loader = BalancedLoader([batch], Balancer.off(), cost=lambda _: torch.ones(3))
     (only,) = balanced_batches(loader)
     assert isinstance(only, BalancedBatch)
     assert only.mean_loss_scale == pytest.approx(1.0)
     moved = only.to("meta")
     assert moved.batch["x"].is_meta
     assert moved.batch["y"][0].is_meta
+    assert moved.batch["plain"].pair.second.is_meta
+    assert moved.batch["default"]["x"].is_meta
+    assert moved.batch["default"]["new"] == []
+    assert only.batch["x"].device.type == only.batch["plain"].pair.first.device.type == "cpu"
     assert moved.loss_scale == only.loss_scale
 
 
