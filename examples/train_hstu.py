@@ -141,7 +141,10 @@ def read(folder: Path) -> Histories:
     """A data set, by the files that the folder holds."""
     if (folder / "ratings.dat").exists() or (folder / "ratings.csv").exists():
         return read_movielens(folder)
-    return read_kuairand(folder)
+    if any(folder.glob("log_standard_*.csv")) or any(folder.glob("data/log_standard_*.csv")):
+        return read_kuairand(folder)
+    raise FileNotFoundError(f"{folder} has neither ratings.dat nor ratings.csv (MovieLens) nor log_standard_*.csv "
+                            "(KuaiRand); unpack a data set there")  # fmt: skip
 
 
 def model_options(options: argparse.Namespace, device: torch.device, histories: Histories | None) -> ModelOptions:

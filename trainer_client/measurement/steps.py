@@ -65,12 +65,17 @@ class StepTimer:
         self._remove: list[Callable[[], None]] = []
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Lets the last gradient of each backward pass mark the end of compute; each of `parameters` must get one."""
+        """Lets the last gradient of a backward pass mark the end of compute; each of `parameters` must get one.
+
+        Of several backward passes in a step the last one counts. Parameters that are trained inside the backward pass,
+        as TorchRec's sharded tables are, get no gradient: leave them out.
+        """
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
 
         def counted(_: torch.Tensor) -> None:
             self._gradients += 1
             if self._gradients == len(parameters):
+                self._gradients = 0
                 self.compute_done()
 
         for parameter in parameters:
@@ -79,7 +84,6 @@ class StepTimer:
 
     def batch_ready(self) -> None:
         """The batch is there."""
-        self._gradients = 0
         self._marks["data"] = mark(self._device)
 
     def compute_done(self) -> None:
@@ -98,7 +102,7 @@ class StepTimer:
         self._marks["optimizer"] = end
         self._pending.append((self._number, self._begin, self._marks))
         self._number += 1
-        self._begin, self._marks = end, {}
+        self._begin, self._marks, self._gradients = end, {}, 0
 
     def finished(self) -> list[StepTimes]:
         """The steps that the device has finished since the last call."""

@@ -126,6 +126,11 @@ def test_flags_that_do_not_fit_are_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has neither ratings\.dat .* nor log_standard_\*\.csv \(KuaiRand\)"):
+        train_hstu.read(tmp_path)
+
+
 def test_a_pipeline_in_the_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "balance.yaml"
     path.write_text("pipeline: base\n")

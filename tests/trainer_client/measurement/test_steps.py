@@ -84,6 +84,20 @@ def test_a_backward_pass_with_missing_gradients_is_compute_all_the_same() -> Non
         assert step.communication == 0
 
 
+def test_the_last_of_several_backward_passes_ends_compute() -> None:
+    model = nn.Linear(2, 1)
+    timer = StepTimer("cpu")
+    timer.watch(model.parameters())
+    for _ in range(2):
+        timer.batch_ready()
+        model(torch.ones(1, 2)).sum().backward()
+        time.sleep(SLOW)
+        model(torch.ones(1, 2)).sum().backward()
+        timer.gradients_ready()
+        timer.end_step()
+    assert all(step.compute >= 1e3 * SLOW for step in timer.finished())
+
+
 def test_the_phases_of_known_times() -> None:
     # (ranks, steps, phases): rank 0 computes 30 ms and waits for rank 1, which computes 50.
     breakdown = Breakdown.of(np.array([[[1.0, 30.0, 25.0, 2.0]], [[1.0, 50.0, 5.0, 2.0]]]))

@@ -16,6 +16,7 @@ from tests.trainer_client.ranks import run_ranks
 from trainer_client.balancing import BalancedLoader, Balancer
 from trainer_client.costs import TokenCost
 from trainer_client.datasets import Keys, LogNormalLengths, SequenceBatch, SyntheticSequences
+from trainer_client.measurement import StepTimer
 from trainer_client.pipelines import BalancedBatch, balanced_batches, make_pipeline, pipeline_names, register_pipeline
 
 NAMES = ("base", "sparse_dist")  # TorchRec's prefetch pipeline raises on CPUs
@@ -108,15 +109,20 @@ def _train(rank: int, name: str) -> dict[str, Any]:
     )
     pipeline = make_pipeline(name, model, optimizer, device)
     iterator = balanced_batches(loader)
+    timer = StepTimer(device)
+    timer.watch(bare.head.parameters())
+    model.register_forward_pre_hook(lambda *_: timer.batch_ready())
+    optimizer.register_step_pre_hook(lambda *_: timer.gradients_ready())
     losses: list[tuple[float, float]] = []
     while True:
         try:
             total, scale = pipeline.progress(iterator)
         except StopIteration:
             break
+        timer.end_step()
         losses.append((float(total), scale))
     balancer.close()
-    return {"losses": losses, "dense": bare.head.dense.weight.detach().clone()}
+    return {"losses": losses, "times": timer.finished(), "dense": bare.head.dense.weight.detach().clone()}
 
 
 def _expected() -> tuple[list[float], torch.Tensor]:
@@ -153,6 +159,8 @@ def test_pipelines_train_as_one_process_would() -> None:
         together = [sum(result["losses"][step][0] for result in results) for step in range(STEPS)]
         assert together == pytest.approx(losses, rel=1e-4), name
         for result in results:
+            assert [times.step for times in result["times"]] == list(range(STEPS)), name
+            assert all(min(t.data, t.compute, t.communication, t.optimizer) > 0 for t in result["times"]), name
             assert torch.allclose(result["dense"], dense, atol=1e-5), name
         # The last global batch is smaller: its scale must have travelled with it.
         assert results[0]["losses"][-1][1] == pytest.approx(WORLD / 6), name
