@@ -42,7 +42,7 @@ def main() -> None:
     default: tuple[Kernel, ...] = ("dense",) if device.type == "cpu" else ("varlen", "nested_cudnn", "flex")
     kernels: tuple[Kernel, ...] = tuple(options.kernels or default)
     results: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "options": vars(options) | {"json": str(options.json) if options.json else None},
         "peak_tflops": peak_tflops(device),
@@ -60,6 +60,8 @@ def main() -> None:
             entry = {"lengths": name, "kernel": kernel} | measure(kernel, name, device, options)
             results["kernels"].append(entry)
             console.print(entry)
+    if not kernels:
+        raise SystemExit("none of these kernels computes attention here; choose others with --kernels")
     rates = {
         kernel: statistics.mean(e["tflops"] for e in results["kernels"] if e["kernel"] == kernel) for kernel in kernels
     }
@@ -205,13 +207,13 @@ def matmul_tflops(device: torch.device) -> float:
 
 def show(results: dict[str, Any], console: Console) -> None:
     peak = f"{results['peak_tflops']:.0f}" if results["peak_tflops"] else "unknown"
-    table = Table(title=f"{results['machine']}: peak {peak}, large product {results['matmul_tflops']:.0f} TFLOP/s")
+    table = Table(title=f"{results['machine']}: peak {peak}, large product {results['matmul_tflops']:.3g} TFLOP/s")
     for column in ("lengths", "kernel", "forward TFLOP/s", "backward", "both", "of peak", "of product"):
         table.add_column(column, justify="right")
     for entry in results["kernels"]:
         table.add_row(
-            entry["lengths"], entry["kernel"], f"{entry['forward_tflops']:.1f}", f"{entry['backward_tflops']:.1f}",
-            f"{entry['tflops']:.1f}", f"{entry['of_peak']:.1%}" if "of_peak" in entry else "",
+            entry["lengths"], entry["kernel"], f"{entry['forward_tflops']:.3g}", f"{entry['backward_tflops']:.3g}",
+            f"{entry['tflops']:.3g}", f"{entry['of_peak']:.1%}" if "of_peak" in entry else "",
             f"{entry['tflops'] / results['matmul_tflops']:.1%}",
         )  # fmt: skip
     console.print(table)
