@@ -42,7 +42,7 @@ def main() -> None:
     default: tuple[Kernel, ...] = ("dense",) if device.type == "cpu" else ("varlen", "nested_cudnn", "flex")
     kernels: tuple[Kernel, ...] = tuple(options.kernels or default)
     results: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "options": vars(options) | {"json": str(options.json) if options.json else None},
         "peak_tflops": peak_tflops(device),
