@@ -73,8 +73,8 @@ def main() -> None:
     balancer = make_balancer(options, chosen.options)
     console = Console()
     sinks: list[Any] = [ConsoleLines(console, every=options.log_every)] if rank == 0 else []
-    if options.log and rank == 0:
-        sinks.append(JsonLines(options.log))
+    if options.log_file and rank == 0:
+        sinks.append(JsonLines(options.log_file))
     log = BalanceLogger(sinks)
     batches = make_data(options, model, histories, rank)
     fitter = trainer.make_fitter(prior=chosen.cost) if options.fit_cost else None
@@ -239,7 +239,8 @@ def report(summary: dict[str, Any], console: Console) -> None:
     )
 
 
-def parse_arguments() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """The flags; none may begin one of torchrun's, which would take it for its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--balancer", default="embedded", help="off, embedded, or grpc://host:port of a balancer service")
@@ -274,10 +275,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--track-layers", action="store_true", help="measure each layer; takes some time of the host")
     add("--skip", type=int, default=5, help="first steps that the summary leaves out")
-    add("--log", type=Path, help="JSON lines of what balancing did")
+    add("--log-file", type=Path, help="JSON lines of what balancing did")
     add("--log-every", type=int, default=10, help="steps between lines on the console")
     add("--json", type=Path, help="where to write the summary")
     add("--plot", type=Path, help="where to draw the load before and after balancing")
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser()
     options = parser.parse_args()
     for name, small in SMALL.items():
         if getattr(options, name) is None:

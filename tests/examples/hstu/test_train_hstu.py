@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 import typer
+from torch.distributed.run import get_args_parser as torchrun_parser
 from typer.testing import CliRunner
 
 from evenkeel.cli.plan import plan_command
@@ -85,7 +86,15 @@ def _alone(_: int, folder: str) -> dict[str, Any]:
     found = {}
     for name, flags in {
         "torchrec": ["--layers", "1", "--embeddings", "torchrec"],
-        "flops": ["--layers", "11", "--track-layers", "--log", f"{folder}/log.jsonl", "--plot", f"{folder}/log.png"],
+        "flops": [
+            "--layers",
+            "11",
+            "--track-layers",
+            "--log-file",
+            f"{folder}/log.jsonl",
+            "--plot",
+            f"{folder}/log.png",
+        ],
         "tokens": ["--layers", "11", "--config", str(tokens)],
     }.items():
         result = Path(folder) / f"{name}.json"
@@ -124,6 +133,13 @@ def test_flags_that_do_not_fit_are_refused(
     with pytest.raises(SystemExit):
         train_hstu.main()
     assert message in capsys.readouterr().err
+
+
+def test_torchrun_leaves_every_flag_to_the_example() -> None:
+    for action in train_hstu.make_parser()._actions:
+        for flag in action.option_strings:
+            taken = torchrun_parser().parse_args(["-m", "examples.train_hstu", flag, "7"])
+            assert taken.training_script_args == [flag, "7"]
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
