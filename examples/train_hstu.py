@@ -81,6 +81,8 @@ def main() -> None:
     run = trainer.run(batches, balancer, log=log, fitter=fitter, cost=chosen.cost)
     log.close()
     summary = summarize(run, device, skip=options.skip)
+    if fitter is not None and fitter.fit is not None:
+        summary |= {"fit_explained": fitter.fit.explained, "fit_used": fitter.fitted}
     if rank == 0:
         report(summary, console)
         if options.json:
@@ -149,6 +151,11 @@ def read(folder: Path) -> Histories:
 
 def model_options(options: argparse.Namespace, device: torch.device, histories: Histories | None) -> ModelOptions:
     """The model's shape for the data."""
+    num_context = 2 if histories is None else histories.context.shape[1]
+    least = num_context + 2 + options.candidates
+    if options.max_length < least:
+        raise ValueError(f"--max-length is {options.max_length}; use at least {least}, for {num_context} context "
+                         f"features, an item and its action, and --candidates {options.candidates}")  # fmt: skip
     context_values = 1024 if histories is None else int(histories.context.max(initial=0)) + 1
     return ModelOptions(
         num_layers=options.layers,
@@ -158,7 +165,7 @@ def model_options(options: argparse.Namespace, device: torch.device, histories: 
         embedding_dim=options.embedding_dim,
         num_items=options.items if histories is None else histories.num_items,
         num_actions=8 if histories is None else int(histories.actions.max(initial=0)) + 1,
-        num_context=2 if histories is None else histories.context.shape[1],
+        num_context=num_context,
         num_context_values=max(context_values, 1),
         max_tokens=options.max_length,
         kernel=choose_kernel(options.kernel, device, options.candidates),
@@ -237,6 +244,11 @@ def report(summary: dict[str, Any], console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if "fit_used" in summary:
+        used = "balanced by it" if summary["fit_used"] else "not used"
+        console.print(
+            f"The fitted cost explains {summary['fit_explained']:.0%} of the variance of compute time: {used}."
+        )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -300,9 +312,6 @@ def check_arguments(options: argparse.Namespace, parser: argparse.ArgumentParser
             parser.error(f"--{name.replace('_', '-')} is {value}; use at least 1")
     if options.skip < 0:
         parser.error(f"--skip is {options.skip}; use at least 0")
-    if options.max_length < options.candidates + 4:
-        parser.error(f"--max-length is {options.max_length}; use at least {options.candidates + 4}, for three context "
-                     f"features, an item of history and {options.candidates} candidates")  # fmt: skip
     if options.plan is not None and options.embeddings != "torchrec":
         parser.error(f"--plan is for --embeddings torchrec, not {options.embeddings}")
     if options.dist_type != "continuous" and options.embeddings != "routed":

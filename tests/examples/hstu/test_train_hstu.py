@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 import typer
 from torch.distributed.run import get_args_parser as torchrun_parser
@@ -95,7 +96,7 @@ def _alone(_: int, folder: str) -> dict[str, Any]:
             "--plot",
             f"{folder}/log.png",
         ],
-        "tokens": ["--layers", "11", "--config", str(tokens)],
+        "tokens": ["--layers", "11", "--config", str(tokens), "--fit-cost"],
     }.items():
         result = Path(folder) / f"{name}.json"
         sys.argv = ["train_hstu", *SHAPE, *flags, "--json", str(result)]
@@ -120,7 +121,6 @@ def test_one_process_takes_the_same_flags(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps is 0; use at least 1"),
-        (["--max-length", "5", "--candidates", "2"], "--max-length is 5; use at least 6"),
         (["--plan", "plan.json"], "--plan is for --embeddings torchrec, not local"),
         (["--dist-type", "roundrobin"], "--dist-type roundrobin is for --embeddings routed, not local"),
         (["--kernel", "varlen", "--device", "cpu"], "--kernel varlen needs a GPU"),
@@ -140,6 +140,12 @@ def test_torchrun_leaves_every_flag_to_the_example() -> None:
         for flag in action.option_strings:
             taken = torchrun_parser().parse_args(["-m", "examples.train_hstu", flag, "7"])
             assert taken.training_script_args == [flag, "7"]
+
+
+def test_a_sequence_holds_at_least_one_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_hstu", "--max-length", "5", "--candidates", "2"])
+    with pytest.raises(ValueError, match="--max-length is 5; use at least 6, for 2 context features"):
+        train_hstu.model_options(train_hstu.parse_arguments(), torch.device("cpu"), None)
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
