@@ -106,7 +106,7 @@ class Clock:
         """Milliseconds from an idle start to the end of the work."""
         times = []
         for _ in range(self._repeats + 2):
-            self._meet()
+            self.meet()
             began = time.perf_counter()
             call()
             self._finish()
@@ -119,7 +119,7 @@ class Clock:
             return self.total(call), float("nan")
         times, hosts = [], []
         for _ in range(self._repeats + 2):
-            self._meet()
+            self.meet()
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
             first.record()
@@ -131,7 +131,8 @@ class Clock:
             times.append(first.elapsed_time(last))
         return self._slowest(times[2:]), self._slowest(hosts[2:])
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Waits until all ranks and their devices are idle."""
         self._finish()
         dist.barrier()
         self._finish()
@@ -187,31 +188,27 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
 
 def measure_copies(device: torch.device) -> dict[str, float]:
     """Rate of the gathering copy kernel on one device beside that of a plain copy, bytes read and written."""
-    from trainer_client.redistribution.copying import copy_table, describe_ranges
+    from trainer_client.redistribution.copies import describe_samples
+    from trainer_client.redistribution.copying import copy, piece_bytes
     from trainer_client.redistribution.fields import FieldTable
-    from trainer_client.redistribution.ranges import Ranges, sample_ranges
 
     flat = make_batch(CASES[-1], 0).to(device)
     fields = FieldTable.of(flat.structure.leaves)
-    rows = fields.segment_rows(np.array([flat.num_samples]), flat.totals[None])
-    sizes = rows[0] * fields.row_bytes
+    sizes = fields.segment_bytes(np.array([flat.num_samples]), flat.totals[None])[0]
     target = torch.empty(int(sizes.sum()) + 16 * len(sizes), dtype=torch.uint8, device=device)
     padded = (sizes + 15) // 16 * 16
-    ranges = sample_ranges(
-        np.random.default_rng(0).permutation(flat.num_samples),
-        np.array([0, flat.num_samples]),
-        flat.lengths,
-        fields.addresses(flat.tensors, flat.totals),
-        fields.column,
-        fields.rows,
-        fields.row_bytes,
-        (target.data_ptr() + np.cumsum(padded) - padded)[None],
-    )
-    table = describe_ranges([Ranges(*ranges)], device)
+    begin = np.array([0, flat.num_samples])
+    words, job = describe_samples(
+        np.random.default_rng(0).permutation(flat.num_samples), begin, flat.lengths, begin, fields,
+        fields.addresses(flat.tensors, flat.totals)[None], target.data_ptr() + np.cumsum(padded) - padded,
+        most=piece_bytes(device),
+    )  # fmt: skip
+    described = torch.from_numpy(words).to(device)
     source = torch.ones(int(sizes.sum()), dtype=torch.uint8, device=device)
     other = torch.empty_like(source)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     clock = Clock(device, 10)
-    packed, _ = clock.device_and_host(lambda: copy_table(table))
+    packed, _ = clock.device_and_host(lambda: copy(described, job, stream))
     plain, _ = clock.device_and_host(lambda: other.copy_(source))
     scale = 2 * float(sizes.sum()) / 1e6
     return {"mib": float(sizes.sum()) / 2**20, "pack_gb_per_s": scale / packed, "copy_gb_per_s": scale / plain}
@@ -234,19 +231,20 @@ class Options:
 
 def profile_host(device: torch.device) -> None:
     """Prints where the host's time goes when a redistribution is started and waited for."""
-    case = Case(samples=128, features=20)
-    batches = [make_batch(case, home) for home in range(dist.get_world_size())]
-    piece = plan(batches, "shuffle")[1][dist.get_rank()]
-    own = batches[dist.get_rank()].to(device)
-    profiler = cProfile.Profile()
-    for repeat in range(60):
-        if repeat == 10:
-            profiler.enable()
-        start(own, piece, group=dist.group.WORLD).wait()
-    profiler.disable()
-    if dist.get_rank() == 0:
-        print(f"host time of 50 redistributions of {case}")
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+    for case in (CASES[0], CASES[4]):
+        batches = [make_batch(case, home) for home in range(dist.get_world_size())]
+        piece = plan(batches, "shuffle")[1][dist.get_rank()]
+        own = batches[dist.get_rank()].to(device)
+        profiler = cProfile.Profile()
+        for repeat in range(60):
+            Clock(device, 0).meet()
+            if repeat >= 10:
+                profiler.enable()
+            start(own, piece, group=dist.group.WORLD).wait()
+            profiler.disable()
+        if dist.get_rank() == 0:
+            print(f"host time of 50 redistributions of {case}")
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
 
 
 def run_rank(rank: int, world_size: int, port: int, options: Options) -> None:

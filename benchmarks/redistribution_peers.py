@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from evenkeel.partitioning import Slice
 from trainer_client.batches import FlatBatch
+from trainer_client.redistribution.copies import WHOLE
 from trainer_client.redistribution.fields import FieldTable
 from trainer_client.redistribution.moves import measure
 
@@ -17,7 +18,7 @@ class PackedBytes:
 
     def __init__(self, flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None) -> None:
         fields = FieldTable.of(flat.structure.leaves, 4 * flat.num_jagged)
-        amounts = measure(piece, flat.lengths, fields, dist.get_world_size(group))
+        amounts = measure(piece, flat.lengths, fields, dist.get_world_size(group), WHOLE)
         self._in, self._out = amounts.received_bytes.tolist(), amounts.sent_bytes.tolist()
         self._group = group
         self._sent = torch.ones(sum(self._out), dtype=torch.uint8, device=flat.device)

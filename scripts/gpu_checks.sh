@@ -41,10 +41,13 @@ left_out() { # NAME REASON
 ranks=("$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m)
 
 step routing "$python" -m tests.trainer_client.routing.cuda_checks
+step copies "$python" -m tests.trainer_client.redistribution.cuda_checks
 step nvrtc "$python" -m tests.trainer_client.routing.nvrtc_checks
 for tool in memcheck racecheck; do
   if command -v compute-sanitizer >/dev/null; then
-    step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m tests.trainer_client.routing.cuda_checks --few
+    for part in routing redistribution; do
+      step "$tool $part" compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m "tests.trainer_client.$part.cuda_checks" --few
+    done
   else
     left_out "$tool" "compute-sanitizer is not there"
   fi

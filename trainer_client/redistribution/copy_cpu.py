@@ -1,4 +1,4 @@
-"""Copies ranges of bytes in the host's memory."""
+"""Copies pieces of fields in the host's memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import kernel
-from trainer_client.redistribution.ranges import Ranges
+from trainer_client.redistribution.copies import Job
 
 
 @intrinsic
@@ -29,11 +29,21 @@ def _copy_bytes(_context: Any, target: Any, source: Any, size: Any) -> Any:  # n
 
 
 @kernel
-def _copy(source: NDArray[np.int64], target: NDArray[np.int64], size: NDArray[np.int64]) -> None:
-    for i in range(size.size):
-        _copy_bytes(target[i], source[i], size[i])  # type: ignore[call-arg]
+def _copy(words: NDArray[np.int64], halves: NDArray[np.int32], job: NDArray[np.int64]) -> None:
+    _, num_fields, item_begin, piece_begin, unit_bytes, source, source_stride, target, target_stride, pieces = job
+    for field in range(num_fields):
+        unit = words[unit_bytes + field]
+        place = 2 * pieces + 4 * words[piece_begin + field]
+        for _ in range(words[item_begin + field + 1] - words[item_begin + field]):
+            since, to, units, group = halves[place], halves[place + 1], halves[place + 2], halves[place + 3]
+            place += 4
+            _copy_bytes(  # type: ignore[call-arg]
+                words[target + group * target_stride + field] + to * unit,
+                words[source + group * source_stride + field] + since * unit,
+                units * unit,
+            )
 
 
-def copy_on_host(ranges: Ranges) -> None:
+def copy_on_host(words: NDArray[np.int64], job: Job) -> None:
     """Copies; the GIL is released meanwhile. The caller keeps the memory of all addresses alive."""
-    _copy(ranges.source, ranges.target, ranges.size)
+    _copy(words, words.view(np.int32), np.array(job, dtype=np.int64))

@@ -1,50 +1,53 @@
-"""Copies ranges of bytes in a device's memory, in one kernel launch."""
+"""Copies pieces of fields in a device's memory, in one kernel launch."""
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
+from importlib.resources import files
+
 import torch
-import triton
-import triton.language as tl
 
-PIECE_BYTES = 16384  # one program each: enough to fill a device from a few MiB on, few enough descriptors to upload
+from trainer_client.cuda.nvrtc import Module
+from trainer_client.redistribution.copies import Job
 
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_words(source, target, size, WORD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    words = size // WORD
-    if WORD == 8:
-        since, to = source.to(tl.pointer_type(tl.int64)), target.to(tl.pointer_type(tl.int64))
-    elif WORD == 4:
-        since, to = source.to(tl.pointer_type(tl.int32)), target.to(tl.pointer_type(tl.int32))
-    else:
-        since, to = source.to(tl.pointer_type(tl.int8)), target.to(tl.pointer_type(tl.int8))
-    for first in range(0, words, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        tl.store(to + index, tl.load(since + index, mask=index < words), mask=index < words)
+PIECE_BYTES = 4096  # one warp each: enough of them to fill a device from a few MiB on
+_KERNEL = "copy_pieces"
+_THREADS = 256
+# Collectives need whole multiprocessors: a kernel beside them fills half of the device, which keeps its memory busy.
+_THREADS_BESIDE = 1024
+_Parameters = ctypes.c_int64 * (1 + len(Job._fields))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy(pieces, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    piece = tl.program_id(0)
-    count = tl.num_programs(0)  # as an argument it would be compiled for several kinds of values
-    source = tl.load(pieces + piece)
-    target = tl.load(pieces + count + piece)
-    size = tl.load(pieces + 2 * count + piece)
-    odd = (source | target | size) & 7
-    if odd == 0:
-        _copy_words(source, target, size, 8, BLOCK)
-    elif odd == 4:
-        _copy_words(source, target, size, 4, BLOCK)
-    else:
-        _copy_words(source, target, size, 1, BLOCK)
+def source() -> str:
+    """The CUDA source."""
+    return files("trainer_client.redistribution").joinpath("kernels", "copy_pieces.cu").read_text()
 
 
-def copy_on_device(pieces: torch.Tensor) -> None:
-    """Copies on the current stream.
+@cache
+def _module(device: int) -> tuple[Module, int]:
+    return Module(source(), [_KERNEL], {}, device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def copy_on_device(words: torch.Tensor, job: Job, stream: int, *, beside: bool = False) -> None:
+    """Copies on a stream of the current device.
 
     Args:
-        pieces: (3, k) int64 on the device, aligned to 16 bytes: addresses to copy from, addresses to copy to, bytes.
+        words: The description, on the device; aligned to 16 bytes.
+        job: The job in it.
+        stream: The stream's handle.
+        beside: Leave half of the device to kernels that are launched later, as those of a collective.
     """
-    count = pieces.shape[1]
-    if count:
-        _copy[(count,)](pieces, BLOCK=1024, num_warps=4)
+    if not job.items:
+        return
+    module, multiprocessors = _module(words.device.index)
+    threads = _THREADS_BESIDE if beside else _THREADS
+    blocks = -(-32 * job.items // threads)
+    module.launch(
+        _KERNEL,
+        blocks=min(blocks, multiprocessors // 2) if beside else blocks,
+        threads=threads,
+        shared=0,
+        stream=stream,
+        parameters=_Parameters(words.data_ptr(), *job),
+    )

@@ -1,20 +1,18 @@
-"""Copying ranges wherever they are."""
+"""Copying wherever the memory is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evenkeel.partitioning.slices import Slice
+from trainer_client.redistribution.copies import WHOLE, Job, describe_samples
 from trainer_client.redistribution.copy_cpu import copy_on_host
-from trainer_client.redistribution.moves import WHOLE
-from trainer_client.redistribution.ranges import Ranges, cut
 
 
 def piece_bytes(device: torch.device) -> int:
-    """Bytes above which a range is cut for the device."""
+    """Bytes above which a piece is cut for the device."""
     if device.type != "cuda":
         return WHOLE
     from trainer_client.redistribution.copy_cuda import PIECE_BYTES
@@ -22,30 +20,32 @@ def piece_bytes(device: torch.device) -> int:
     return PIECE_BYTES
 
 
-def copy_table(table: torch.Tensor) -> None:
-    """Copies on the current stream of the device where the table is, or on the host.
+def copy(words: torch.Tensor, job: Job, stream: int = 0, *, beside: bool = False) -> None:
+    """Copies on a stream of the current device, if the description is there, or on the host.
 
     Args:
-        table: (3, k) int64: addresses to copy from, addresses to copy to, bytes; on a device aligned to 16 bytes.
+        words: The description.
+        job: The job in it.
+        stream: The stream's handle.
+        beside: Whether kernels that are launched later shall find room.
     """
-    if table.is_cuda:
+    if words.is_cuda:
         from trainer_client.redistribution.copy_cuda import copy_on_device
 
-        copy_on_device(table)
+        copy_on_device(words, job, stream, beside=beside)
     else:
-        copy_on_host(Ranges(*table.numpy()))
+        copy_on_host(words.numpy(), job)
 
 
-def describe_ranges(parts: Sequence[Ranges], device: torch.device) -> torch.Tensor:
-    """The table for `copy_table` of all ranges of several lists; the host does not wait for its copy to a device.
-
-    Args:
-        parts: One list or more.
-        device: Where the memory is that the ranges are of.
-    """
-    ranges = parts[0] if len(parts) == 1 else Ranges(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-    table = torch.from_numpy(cut(*ranges, piece_bytes(device)))
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+def copy_described(words: NDArray[np.int64], job: Job, device: torch.device) -> None:
+    """The same for a description on the host, on the current stream; the host does not wait for its copy."""
+    described = torch.from_numpy(words)
+    if device.type != "cuda":
+        copy(described, job)
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        copy(described.pin_memory().to(device, non_blocking=True), job, stream)
 
 
 def warm_up(device: torch.device | str | None = None) -> None:
@@ -55,14 +55,11 @@ def warm_up(device: torch.device | str | None = None) -> None:
         device: Where batches will be; None for the host only.
     """
     from trainer_client.redistribution.fields import FieldTable
-    from trainer_client.redistribution.layout import lay_out
-    from trainer_client.redistribution.moves import describe, measure, room
-    from trainer_client.redistribution.ranges import sample_ranges
+    from trainer_client.redistribution.moves import describe, measure
 
     nothing = np.zeros(0, dtype=np.int64)
     table = np.zeros((0, 0), dtype=np.int64)
-    ranges = Ranges(*sample_ranges(nothing, np.zeros(1, np.int64), table, nothing, nothing, nothing, nothing, table))
-    copy_table(describe_ranges([ranges], torch.device("cpu")))
+    begin = np.zeros(2, dtype=np.int64)
     nowhere = Slice(
         rank=0,
         destinations=np.zeros(0, dtype=np.int32),
@@ -71,11 +68,15 @@ def warm_up(device: torch.device | str | None = None) -> None:
         source_totals=table,
     )
     fields = FieldTable.of(())
-    lay_out(fields, nothing, table)
-    amounts = measure(nowhere, table, fields, 1)
-    words = np.zeros(room(amounts, fields, WHOLE), dtype=np.int64)
+    amounts = measure(nowhere, table, fields, 1, WHOLE)
+    words = np.zeros(amounts.num_words, dtype=np.int64)
     describe(words, amounts, nowhere, table, fields, nothing, nothing, nothing, 0, 0, most=WHOLE, join=True)
+    described = describe_samples(nothing, begin, table, begin, fields, np.zeros((1, 0), np.int64), nothing, most=WHOLE)
+    copy_described(*described, torch.device("cpu"))
     if device is not None and torch.device(device).type == "cuda":
         some = torch.zeros(32, dtype=torch.uint8, device=device)
-        addresses = np.array([some.data_ptr()])
-        copy_table(describe_ranges([Ranges(addresses, addresses + 16, np.array([16]))], some.device))
+        words, job = describe_samples(
+            np.zeros(1, np.int64), np.array([0, 1]), np.zeros((1, 0), np.int64), np.array([0, 1]),
+            FieldTable.of((), 16), np.array([[some.data_ptr()]]), np.array([some.data_ptr() + 16]), most=WHOLE,
+        )  # fmt: skip
+        copy_described(words, job, some.device)

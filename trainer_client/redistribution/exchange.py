@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,87 +14,104 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.slices import Slice
 from trainer_client.batches import FlatBatch
 from trainer_client.batches.flat import LENGTHS_DTYPE
-from trainer_client.redistribution.copying import copy_table, piece_bytes
+from trainer_client.redistribution.copying import copy, piece_bytes
 from trainer_client.redistribution.fields import FieldTable
-from trainer_client.redistribution.moves import describe, measure, room
+from trainer_client.redistribution.moves import Amounts, describe, measure
 
 # Below this, one kernel for samples that leave and that stay is faster than a second one beside the All2All.
 OVERLAP_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """Where a rank's samples will be.
+
+    Attributes:
+        fields: The fields, the lengths as the last one.
+        amounts: The sizes of all buffers.
+        tensors: Those of the batch to come, empty.
+    """
+
+    fields: FieldTable
+    amounts: Amounts
+    tensors: list[torch.Tensor]
+
+
+def prepare(flat: FlatBatch, piece: Slice, world_size: int, device: torch.device) -> Landing:
+    """Sizes, and memory for the result, of the device's current stream."""
+    fields = FieldTable.of(flat.structure.leaves, LENGTHS_DTYPE.itemsize * flat.num_jagged)
+    amounts = measure(piece, flat.lengths, fields, world_size, piece_bytes(device))
+    rows = flat.leaf_rows(amounts.num_samples, amounts.totals)
+    tensors = [
+        torch.empty((count, *leaf.shape), dtype=leaf.dtype, device=device)
+        for leaf, count in zip(flat.structure.leaves, rows, strict=True)
+    ]
+    return Landing(fields=fields, amounts=amounts, tensors=tensors)
 
 
 def exchange(
     flat: FlatBatch,
     piece: Slice,
     group: dist.ProcessGroup | None,
-    world_size: int,
-    home: torch.cuda.Stream | None = None,
+    landing: Landing,
+    device: torch.device,
+    stream: torch.cuda.Stream | None = None,
+    after: torch.cuda.Stream | None = None,
 ) -> Callable[[], FlatBatch]:
     """Packs and sends; the returned function receives and unpacks.
 
-    On CUDA neither of the two waits for the device, and all work is on the current stream.
+    On CUDA neither of the two waits for the device.
 
     Args:
-        flat: The rank's batch, its tensors contiguous and on one device.
+        flat: The rank's batch, its tensors contiguous and on the device.
         piece: Its slice of the plan.
         group: The ranks of the plan.
-        world_size: Their number.
-        home: The stream whose memory the result's tensors are of; default: the current one.
+        landing: What `prepare` made.
+        device: Where the batch is.
+        stream: The current stream, on CUDA.
+        after: The stream whose work so far is waited for before the batch is read and the result written.
     """
-    device = flat.device
-    assert device is not None
     lengths, num_jagged = flat.lengths, flat.num_jagged
-    fields = FieldTable.of(flat.structure.leaves, LENGTHS_DTYPE.itemsize * num_jagged)
-    amounts = measure(piece, lengths, fields, world_size)
+    amounts = landing.amounts
     sent_splits, received_splits = amounts.sent_bytes.tolist(), amounts.received_bytes.tolist()
-    leaf_rows = flat.leaf_rows(amounts.num_samples, amounts.totals)
-    with nullcontext() if home is None else torch.cuda.stream(home):
-        tensors = [
-            tensor.new_empty((rows, *leaf.shape))
-            for tensor, leaf, rows in zip(flat.tensors, flat.structure.leaves, leaf_rows, strict=True)
-        ]
-    if home is not None:
-        torch.cuda.current_stream(device).wait_stream(home)  # for what still uses that memory
     table = torch.empty((amounts.num_samples, num_jagged), dtype=LENGTHS_DTYPE, device=device)
-    sent = torch.empty(sum(sent_splits), dtype=torch.uint8, device=device)
-    received = torch.empty(sum(received_splits), dtype=torch.uint8, device=device)
+    buffers = torch.empty(sum(sent_splits) + sum(received_splits), dtype=torch.uint8, device=device)
+    sent, received = buffers[: sum(sent_splits)], buffers[sum(sent_splits) :]
 
-    # One buffer describes everything to the device, by one copy: own lengths, and the lists of what to copy where.
-    most = piece_bytes(device)
-    lists_begin = (lengths.size + 3) // 4 * 2  # in words of 8 bytes, a multiple of 16
-    on_host = torch.empty(
-        lists_begin + room(amounts, fields, most), dtype=torch.int64, pin_memory=device.type == "cuda"
-    )
+    # One buffer describes everything to the device, by one copy: own lengths, and what to copy where.
+    begin = (lengths.size + 3) // 4 * 2  # in words of 8 bytes, a multiple of 16
+    on_host = torch.empty(begin + amounts.num_words, dtype=torch.int64, pin_memory=device.type == "cuda")
     words = on_host.numpy()
     words.view(np.int32)[: lengths.size] = lengths.reshape(-1)
     described = on_host if device.type == "cpu" else torch.empty_like(on_host, device=device)
-    lists = describe(
-        words[lists_begin:], amounts, piece, lengths, fields, flat.totals,
-        _addresses([*flat.tensors, described]), _addresses([*tensors, table]), sent.data_ptr(), received.data_ptr(),
-        most=most, join=amounts.kept_bytes < OVERLAP_BYTES,
+    moves = describe(
+        words[begin:], amounts, piece, lengths, landing.fields, flat.totals,
+        _addresses([*flat.tensors, described]), _addresses([*landing.tensors, table]),
+        sent.data_ptr(), received.data_ptr(),
+        most=piece_bytes(device), join=amounts.kept_bytes < OVERLAP_BYTES,
     )  # fmt: skip
     if device.type != "cpu":
-        used = lists_begin + lists[-1][0] + 3 * lists[-1][1]
-        described[:used].copy_(on_host[:used], non_blocking=True)
+        used = begin + moves.num_words
+        described[:used].copy_(on_host[:used], non_blocking=True)  # while the stream's other work is still going on
+    if stream is not None and after is not None:
+        stream.wait_stream(after)
+    handle = 0 if stream is None else stream.cuda_stream
+    jobs = described[begin:]
 
-    def copy(step: int) -> None:
-        begin, count = lists[step]
-        if count:
-            copy_table(described[lists_begin + begin : lists_begin + begin + 3 * count].view(3, count))
-
-    copy(0)
+    copy(jobs, moves.pack, handle)
     work: Any = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=group, async_op=True)
-    copy(1)  # samples that stay are copied while the others travel
+    copy(jobs, moves.keep, handle, beside=True)  # samples that stay are copied while the others travel
 
     def finish() -> FlatBatch:
         work.wait()
-        copy(2)
+        copy(jobs, moves.unpack, handle)
         _ = sent, flat  # alive until here: kernels read them by address
         host_lengths = None
         if device.type == "cpu":
             host_lengths = table.to(torch.int64).numpy()
             _check(piece, host_lengths)
         return flat.rebuild(
-            tensors,
+            landing.tensors,
             num_samples=amounts.num_samples,
             totals=amounts.totals,
             lengths=host_lengths,

@@ -22,13 +22,11 @@ class Blocks:
     """The blocks of some peers in one buffer.
 
     Attributes:
-        rows: (peers, F) rows of each segment.
         sizes: (peers, F) bytes of each segment.
         offsets: (peers, F) where it begins.
         block_bytes: (peers,) bytes of each block, padding included.
     """
 
-    rows: NDArray[np.int64]
     sizes: NDArray[np.int64]
     offsets: NDArray[np.int64]
     block_bytes: NDArray[np.int64]
@@ -47,8 +45,7 @@ def lay_out(fields: FieldTable, counts: NDArray[np.int64], totals: NDArray[np.in
         counts: (peers,) samples of each peer.
         totals: (peers, num_jagged) values per jagged column.
     """
-    rows = fields.segment_rows(counts, totals)
-    sizes = rows * fields.row_bytes
+    sizes = fields.segment_bytes(counts, totals)
     padded = (sizes + (ALIGNMENT - 1)) & -ALIGNMENT
     ends = np.cumsum(padded.ravel()).reshape(padded.shape)
-    return Blocks(rows=rows, sizes=sizes, offsets=ends - padded, block_bytes=padded.sum(axis=1))
+    return Blocks(sizes=sizes, offsets=ends - padded, block_bytes=padded.sum(axis=1))

@@ -1,4 +1,4 @@
-"""Which bytes a rank copies for one exchange, from its slice of the plan, in two compiled passes.
+"""What a rank copies for one exchange, from its slice of the plan, in two compiled passes.
 
 The send and receive buffers hold one block per peer, in rank order; a block holds one segment per field, in field
 order. Segments begin at multiples of 16 bytes, so that they can be read in words of any dtype. Sender and receiver
@@ -11,68 +11,109 @@ samples, fields and peers is in these two functions, and Python only allocates w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.slices import Slice
+from trainer_client.redistribution.copies import (
+    Ints,
+    Job,
+    add_piece,
+    add_samples,
+    columns_of,
+    starts_of,
+    units_of_pieces,
+    write_items,
+)
 from trainer_client.redistribution.fields import FieldTable
 
 ALIGNMENT = 16
-WHOLE = 1 << 62  # no range is cut
-Ints = NDArray[np.int64]
+MAX_UNITS = 1 << 31  # of a column: pieces count in 32 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amounts:
-    """How much a rank sends, keeps and receives.
+    """How much a rank sends, keeps and receives; C counts the jagged columns and, last, the samples.
 
     Attributes:
         order: (n,) own samples sorted by (destination, index).
         begin: (ranks + 1,) where each destination's samples begin in `order`.
-        sent_totals: (ranks, num_jagged) values per jagged column for each destination.
+        sent_units: (ranks, C) units of each column for each destination.
+        source_units: (sources, C) units of each column from each source.
         sent_bytes: (ranks,) bytes for each destination, padding included; 0 for the rank itself.
         received_bytes: (ranks,) bytes from each source; 0 for the rank itself.
         kept_bytes: Bytes of the samples that stay.
-        totals: (num_jagged,) values per jagged column of all samples that the rank trains.
-        num_samples: Their number.
+        units: (C,) units of each column of all samples that the rank trains.
+        num_words: Words that the description takes at most.
     """
 
     order: Ints
     begin: Ints
-    sent_totals: Ints
+    sent_units: Ints
+    source_units: Ints
     sent_bytes: Ints
     received_bytes: Ints
     kept_bytes: int
-    totals: Ints
-    num_samples: int
+    units: Ints
+    num_words: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the rank trains."""
+        return int(self.units[-1])
+
+    @property
+    def totals(self) -> Ints:
+        """(num_jagged,) values per jagged column that the rank trains."""
+        return self.units[:-1]
 
 
-def measure(piece: Slice, lengths: Ints, fields: FieldTable, num_ranks: int) -> Amounts:
+class Moves(NamedTuple):
+    """The copies of an exchange, described in one array.
+
+    Attributes:
+        pack: From own samples to the send buffer.
+        keep: From own samples to where they stay.
+        unpack: From the receive buffer.
+        num_words: Words that the description took.
+    """
+
+    pack: Job
+    keep: Job
+    unpack: Job
+    num_words: int
+
+
+def measure(piece: Slice, lengths: Ints, fields: FieldTable, num_ranks: int, most: int) -> Amounts:
     """The sizes of all buffers.
 
+    Args:
+        piece: The slice.
+        lengths: (n, num_jagged) of the rank's own samples.
+        fields: The fields.
+        num_ranks: Number of ranks.
+        most: Bytes above which a piece is cut.
+
     Raises:
-        ValueError: If the slice's samples that stay are not those that it announces as the rank's own.
+        ValueError: If the slice's samples that stay are not those that it announces as the rank's own, or there are
+            more values than pieces can count.
     """
-    order, begin, sent_totals, sent, received, kept, totals, num_samples, staying = _measure(
+    order, begin, sent_units, source_units, sent, received, kept, units, staying, num_words, largest = _measure(
         piece.destinations, int(piece.rank), num_ranks, piece.sources, piece.source_counts, piece.source_totals,
-        lengths, fields.column, fields.rows, fields.row_bytes,
+        lengths, fields.column, fields.unit_bytes, most,
     )  # fmt: skip
+    if largest >= MAX_UNITS:
+        raise ValueError(f"a jagged field has {largest} values on one rank; a batch may have {MAX_UNITS - 1} at most")
     own = int(begin[piece.rank + 1] - begin[piece.rank])
     if staying != own:
         raise ValueError(f"the slice keeps {own} samples on rank {piece.rank}, but announces {staying} from it")
     return Amounts(
-        order=order, begin=begin, sent_totals=sent_totals, sent_bytes=sent, received_bytes=received,
-        kept_bytes=kept, totals=totals, num_samples=num_samples,
+        order=order, begin=begin, sent_units=sent_units, source_units=source_units, sent_bytes=sent,
+        received_bytes=received, kept_bytes=kept, units=units, num_words=num_words,
     )  # fmt: skip
-
-
-def room(amounts: Amounts, fields: FieldTable, most: int) -> int:
-    """64-bit words in which `describe` finds room: three a range, whatever it can merge."""
-    num_bytes = int(amounts.sent_bytes.sum() + amounts.received_bytes.sum()) + amounts.kept_bytes
-    ranges = (amounts.order.size + amounts.begin.size) * fields.column.size + num_bytes // most
-    return 3 * (ranges + 6)
 
 
 def describe(
@@ -89,14 +130,12 @@ def describe(
     *,
     most: int,
     join: bool,
-) -> list[tuple[int, int]]:
-    """Writes three lists of copies: from own samples to `sent`, to where they stay, and from `received`.
-
-    A list is a table (3, k): addresses to copy from, addresses to copy to, bytes; it begins at a multiple of 16 bytes.
+) -> Moves:
+    """Describes what to copy.
 
     Args:
-        words: Where to write, at least `room` long.
-        amounts: What `measure` found.
+        words: Where to write, of `amounts.num_words`.
+        amounts: What `measure` found, with the same `most`.
         piece: The slice.
         lengths: (n, num_jagged) of the rank's own samples.
         fields: The fields.
@@ -105,19 +144,16 @@ def describe(
         there: (leaves,) addresses of the tensors of the result.
         sent: Address of the send buffer.
         received: Address of the receive buffer.
-        most: Bytes above which a range is cut.
-        join: Copy what stays together with what is sent; the second list is empty then.
-
-    Returns:
-        For each list the word at which it begins, and k.
+        most: Bytes above which a piece is cut.
+        join: Copy what stays together with what is sent; `keep` is empty then.
     """
-    ends = _describe(
-        words, amounts.order, amounts.begin, amounts.sent_totals, int(piece.rank), piece.sources, piece.source_counts,
-        piece.source_totals, lengths, fields.column, fields.rows, fields.row_bytes,
-        fields.leaf_index, fields.before_begin, fields.before_columns, totals, amounts.totals, here, there, sent,
-        received, most, join,
+    jobs, num_words = _describe(
+        words, words.view(np.int32), amounts.order, amounts.begin, amounts.sent_units, amounts.source_units,
+        int(piece.rank), piece.sources, lengths, fields.column, fields.unit_bytes, fields.leaf_index,
+        fields.before_begin, fields.before_columns, totals, amounts.units, here, there, sent, received, most, join,
     )  # fmt: skip
-    return [(int(begin), int(count)) for begin, count in ends]
+    pack, keep, unpack = (Job(*job) for job in jobs.tolist())
+    return Moves(pack, keep, unpack, num_words)
 
 
 @kernel
@@ -130,18 +166,23 @@ def _measure(
     source_totals: Ints,
     lengths: Ints,
     column: Ints,
-    rows: Ints,
-    row_bytes: Ints,
-) -> tuple[Ints, Ints, Ints, Ints, Ints, int, Ints, int, int]:
+    unit_bytes: Ints,
+    most: int,
+) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, int, Ints, int, int, int]:
     num_own, num_jagged = lengths.shape
+    num_fields, num_columns = column.size, num_jagged + 1
+    columns = columns_of(column, num_jagged)
     begin = np.zeros(num_ranks + 1, np.int64)
-    sent_totals = np.zeros((num_ranks, num_jagged), np.int64)
+    sent_units = np.zeros((num_ranks, num_columns), np.int64)
     for i in range(num_own):
         peer = destinations[i]
         begin[peer + 1] += 1
         for jagged in range(num_jagged):
-            sent_totals[peer, jagged] += lengths[i, jagged]
+            sent_units[peer, jagged] += lengths[i, jagged]
+    num_groups = 0
     for peer in range(num_ranks):
+        sent_units[peer, num_jagged] = begin[peer + 1]
+        num_groups += begin[peer + 1] > 0
         begin[peer + 1] += begin[peer]
     place = begin[:-1].copy()
     order = np.empty(num_own, np.int64)
@@ -150,159 +191,135 @@ def _measure(
         order[place[peer]] = i
         place[peer] += 1
 
-    sent = np.zeros(num_ranks, np.int64)
-    received = np.zeros(num_ranks, np.int64)
-    kept = 0
-    for peer in range(num_ranks):
-        count = begin[peer + 1] - begin[peer]
-        if count:
-            for field in range(column.size):
-                jagged = column[field]
-                many = sent_totals[peer, jagged] if jagged >= 0 else count * rows[field]
-                sent[peer] += (many * row_bytes[field] + 15) & -16
-    kept, sent[rank] = sent[rank], 0
-    totals = np.zeros(num_jagged, np.int64)
-    num_samples = 0
+    source_units = np.empty((sources.size, num_columns), np.int64)
+    units = np.zeros(num_columns, np.int64)
     staying = 0
     for k in range(sources.size):
-        num_samples += source_counts[k]
-        for jagged in range(num_jagged):
-            totals[jagged] += source_totals[k, jagged]
-        if sources[k] == rank:
-            staying += source_counts[k]
-            continue
-        for field in range(column.size):
-            jagged = column[field]
-            many = source_totals[k, jagged] if jagged >= 0 else source_counts[k] * rows[field]
-            received[sources[k]] += (many * row_bytes[field] + 15) & -16
-    return order, begin, sent_totals, sent, received, kept, totals, num_samples, staying
+        source_units[k, :num_jagged] = source_totals[k]
+        source_units[k, num_jagged] = source_counts[k]
+        units += source_units[k]
+        staying += source_counts[k] if sources[k] == rank else 0
 
+    sent, received = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    for field in range(num_fields):
+        for peer in range(num_ranks):
+            sent[peer] += (sent_units[peer, columns[field]] * unit_bytes[field] + 15) & -16
+        for k in range(sources.size):
+            received[sources[k]] += (source_units[k, columns[field]] * unit_bytes[field] + 15) & -16
+    kept = sent[rank]
+    sent[rank] = received[rank] = 0
 
-@kernel
-def _add(words: Ints, first: int, stride: int, count: int, source: int, target: int, size: int, most: int) -> int:
-    """Appends a range, cut into pieces, to a table whose rows lie `stride` apart; returns the new number."""
-    done = 0
-    while done < size:
-        words[first + count] = source + done
-        words[first + stride + count] = target + done
-        words[first + 2 * stride + count] = min(most, size - done)
-        done += most
-        count += 1
-    return count
-
-
-@kernel
-def _close(words: Ints, first: int, stride: int, count: int) -> int:
-    """Moves the rows of a table together; returns where the next one begins."""
-    for row in range(1, 3):
-        for i in range(count):
-            words[first + row * count + i] = words[first + row * stride + i]
-    return (first + 3 * count + 1) & -2
+    cuts = units_of_pieces(columns, unit_bytes, num_columns, most)
+    num_pieces = 0
+    for index in range(num_columns):
+        if cuts[index]:
+            copied = sent_units[:, index].sum() + units[index]
+            num_pieces += num_own + num_groups + sources.size + copied // cuts[index]
+    num_words = num_fields * (9 + num_groups + sources.size) + 4 + 2 * num_pieces
+    largest = max(int(units.max()), int(sent_units.sum(axis=0).max()))
+    return order, begin, sent_units, source_units, sent, received, kept, units, staying, num_words, largest
 
 
 @kernel
 def _describe(
     words: Ints,
+    halves: NDArray[np.int32],
     order: Ints,
     begin: Ints,
-    sent_totals: Ints,
+    sent_units: Ints,
+    source_units: Ints,
     rank: int,
     sources: NDArray[np.int32],
-    source_counts: NDArray[np.int32],
-    source_totals: Ints,
     lengths: Ints,
     column: Ints,
-    rows: Ints,
-    row_bytes: Ints,
+    unit_bytes: Ints,
     leaf: Ints,
     before_begin: Ints,
     before_columns: Ints,
     own_totals: Ints,
-    new_totals: Ints,
+    new_units: Ints,
     here: Ints,
     there: Ints,
     sent: int,
     received: int,
     most: int,
     join: bool,
-) -> Ints:
-    num_own, num_fields, num_ranks = order.size, column.size, begin.size - 1
-    ends = np.zeros((3, 2), np.int64)
-    source_of, landing = np.empty(num_fields, np.int64), np.empty(num_fields, np.int64)
+) -> tuple[Ints, int]:
+    num_fields, num_columns, num_sources = column.size, new_units.size, sources.size
+    columns = columns_of(column, num_columns - 1)
+    cuts = units_of_pieces(columns, unit_bytes, num_columns, most)
+    peers = np.flatnonzero(begin[1:] - begin[:-1])
+    size_of_items = 2 * num_fields + 1
+    at_unit = 3 * size_of_items
+    at_here, at_landing = at_unit + num_fields, at_unit + 2 * num_fields
+    at_sent = at_landing + num_fields
+    at_received = at_sent + peers.size * num_fields
+    at_pieces = (at_received + num_sources * num_fields + 1) & -2
+    words[at_unit:at_here] = unit_bytes
+
+    # Where each field is, and where it comes to be; sources come in order of their ranks.
     for field in range(num_fields):
         own_rows, new_rows = np.int64(0), np.int64(0)
         for k in range(before_begin[field], before_begin[field + 1]):
             own_rows += own_totals[before_columns[k]]
-            new_rows += new_totals[before_columns[k]]
-        source_of[field] = here[leaf[field]] + own_rows * row_bytes[field]
-        landing[field] = there[leaf[field]] + new_rows * row_bytes[field]
-
-    # Where the samples that stay land, and the segments that arrive; sources come in order of their ranks.
-    staying = landing.copy()
+            new_rows += new_units[before_columns[k]]
+        words[at_here + field] = here[leaf[field]] + own_rows * unit_bytes[field]
+        words[at_landing + field] = there[leaf[field]] + new_rows * unit_bytes[field]
+    staying = np.zeros(num_columns, np.int64)
     cursor = received
-    num_arriving = 0
-    arriving = np.empty((3, sources.size * num_fields), np.int64)
-    for k in range(sources.size):
-        for field in range(num_fields):
-            jagged = column[field]
-            many = source_totals[k, jagged] if jagged >= 0 else source_counts[k] * rows[field]
-            size = many * row_bytes[field]
-            if sources[k] == rank:
-                staying[field] = landing[field]
-            else:
-                if size:
-                    arriving[0, num_arriving] = cursor
-                    arriving[1, num_arriving] = landing[field]
-                    arriving[2, num_arriving] = size
-                    num_arriving += 1
-                cursor += (size + 15) & -16
-            landing[field] += size
-
-    starts = np.empty(num_own + 1, np.int64)
-    starts[0] = 0
-    first, count = 0, 0
-    stride = words.size // 3
-    for step in range(1 if join else 2):
-        cursors = np.zeros(num_ranks, np.int64)
-        cursor = sent
-        for peer in range(num_ranks):
-            cursors[peer] = cursor
-            if peer == rank or begin[peer] == begin[peer + 1]:
-                continue
+    for k in range(num_sources):
+        if sources[k] < rank:
+            staying += source_units[k]
+        if sources[k] != rank:
             for field in range(num_fields):
-                jagged = column[field]
-                samples = begin[peer + 1] - begin[peer]
-                many = sent_totals[peer, jagged] if jagged >= 0 else samples * rows[field]
-                cursor += (many * row_bytes[field] + 15) & -16
+                words[at_received + k * num_fields + field] = cursor
+                cursor += (source_units[k, columns[field]] * unit_bytes[field] + 15) & -16
+    cursor = sent
+    for group in range(peers.size):
+        peer = peers[group]
         for field in range(num_fields):
-            width, jagged = row_bytes[field], column[field]
-            if width == 0:
+            units = staying[columns[field]] if peer == rank else sent_units[peer, columns[field]]
+            place = at_sent + group * num_fields + field
+            if peer == rank:
+                words[place] = words[at_landing + field] + units * unit_bytes[field]
+            else:
+                words[place] = cursor
+                cursor += (units * unit_bytes[field] + 15) & -16
+
+    pieces = halves[2 * at_pieces :]
+    piece_begin = np.zeros((3, num_columns + 1), np.int64)
+    count = 0
+    starts = np.empty((num_columns, order.size + 1), np.int64)
+    for step in range(2):
+        for index in range(num_columns):
+            piece_begin[step, index] = count
+            if not cuts[index] or (join and step == 1):
                 continue
-            for i in range(num_own):
-                length = lengths[i, jagged] if jagged >= 0 else rows[field]
-                starts[i + 1] = starts[i] + length * width
-            for peer in range(num_ranks):
-                if begin[peer] == begin[peer + 1] or (not join and (peer == rank) != (step == 1)):
-                    continue
-                target = staying[field] if peer == rank else cursors[peer]
-                since, until = 0, 0  # samples that are neighbours here and there are one range
-                for sample in order[begin[peer] : begin[peer + 1]]:
-                    if starts[sample] != until:
-                        count = _add(words, first, stride, count, source_of[field] + since, target, until - since, most)
-                        target += until - since
-                        since = starts[sample]
-                    until = starts[sample + 1]
-                count = _add(words, first, stride, count, source_of[field] + since, target, until - since, most)
-                target += until - since
-                if peer != rank:
-                    cursors[peer] += (target - cursors[peer] + 15) & -16
-        ends[step, 0], ends[step, 1] = first, count
-        first = _close(words, first, stride, count)
-        count, stride = 0, (words.size - first) // 3
-    if join:
-        ends[1, 0] = first
-    for k in range(num_arriving):
-        count = _add(words, first, stride, count, arriving[0, k], arriving[1, k], arriving[2, k], most)
-    ends[2, 0], ends[2, 1] = first, count
-    _close(words, first, stride, count)
-    return ends
+            if step == 0:
+                starts[index] = starts_of(lengths, index)
+            for group in range(peers.size):
+                peer = peers[group]
+                if join or (peer == rank) == (step == 1):
+                    own = order[begin[peer] : begin[peer + 1]]
+                    count, _ = add_samples(pieces, count, own, starts[index], 0, group, cuts[index])
+        piece_begin[step, num_columns] = count
+    for index in range(num_columns):
+        piece_begin[2, index] = count
+        landing = 0
+        for k in range(num_sources):
+            units = source_units[k, index]
+            if cuts[index] and sources[k] != rank:
+                count = add_piece(pieces, count, 0, landing, units, k, cuts[index])
+            landing += units
+    piece_begin[2, num_columns] = count
+
+    jobs = np.zeros((3, 10), np.int64)
+    for step in range(3):
+        at_items = step * size_of_items
+        jobs[step, 0] = write_items(words, at_items, columns, unit_bytes, piece_begin[step])
+        jobs[step, 1] = num_fields
+        jobs[step, 2], jobs[step, 3], jobs[step, 4] = at_items, at_items + num_fields + 1, at_unit
+        jobs[step, 5], jobs[step, 6] = (at_here, 0) if step < 2 else (at_received, num_fields)
+        jobs[step, 7], jobs[step, 8] = (at_sent, num_fields) if step < 2 else (at_landing, 0)
+        jobs[step, 9] = at_pieces
+    return jobs, at_pieces + 2 * count

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_client.batches import FlatBatch
-from trainer_client.redistribution.copying import copy_table, describe_ranges
+from trainer_client.redistribution.copies import describe_samples
+from trainer_client.redistribution.copying import copy_described, piece_bytes
 from trainer_client.redistribution.fields import FieldTable
-from trainer_client.redistribution.ranges import Ranges, sample_ranges
 
 
 def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> FlatBatch:
@@ -29,37 +29,24 @@ def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> F
         return batches[whole[0]]
     template = batches[0]
     fields = FieldTable.of(template.structure.leaves)
-    picked = [batch.lengths[samples] for batch, samples in zip(batches, chosen, strict=True)]
-    lengths = np.concatenate(picked)
+    lengths = np.concatenate([batch.lengths[samples] for batch, samples in zip(batches, chosen, strict=True)])
     totals = lengths.sum(axis=0)
     device = next((batch.device for batch in batches if batch.device is not None), torch.device("cpu"))
     tensors = [
         torch.empty((rows, *leaf.shape), dtype=leaf.dtype, device=device)
         for leaf, rows in zip(template.structure.leaves, template.leaf_rows(len(lengths), totals), strict=True)
     ]
-    landing = fields.addresses(tensors, totals)
-    parts, sources = [], []
-    for batch, samples, own in zip(batches, chosen, picked, strict=True):
-        if not samples.size:
-            continue
-        plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in batch.tensors]
-        sources.append(plain)  # alive until the copies are done: kernels read them by address
-        parts.append(
-            Ranges(
-                *sample_ranges(
-                    np.ascontiguousarray(samples, np.int64),
-                    np.array([0, samples.size]),
-                    batch.lengths,
-                    fields.addresses(plain, batch.totals),
-                    fields.column,
-                    fields.rows,
-                    fields.row_bytes,
-                    landing[None, :],
-                )
-            )
-        )
-        rows = fields.segment_rows(np.array([samples.size]), own.sum(axis=0)[None, :])
-        landing = landing + rows[0] * fields.row_bytes
-    if parts:
-        copy_table(describe_ranges(parts, device))
+    # alive until the copies are queued: kernels read them by address
+    sources = [[tensor.resolve_conj().resolve_neg().contiguous() for tensor in batch.tensors] for batch in batches]
+    words, job = describe_samples(
+        np.concatenate(chosen).astype(np.int64),
+        np.cumsum([0, *(samples.size for samples in chosen)]),
+        np.concatenate([batch.lengths for batch in batches]),
+        np.cumsum([0, *(batch.num_samples for batch in batches)]),
+        fields,
+        np.stack([fields.addresses(own, batch.totals) for own, batch in zip(sources, batches, strict=True)]),
+        fields.addresses(tensors, totals),
+        most=piece_bytes(device),
+    )
+    copy_described(words, job, device)
     return template.rebuild(tensors, num_samples=len(lengths), totals=totals, lengths=lengths)

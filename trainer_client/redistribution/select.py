@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.slices import Slice
 from trainer_client.batches import FlatBatch
-from trainer_client.redistribution.copying import copy_table, describe_ranges
+from trainer_client.redistribution.copies import describe_samples
+from trainer_client.redistribution.copying import copy_described, piece_bytes
 from trainer_client.redistribution.fields import FieldTable
 from trainer_client.redistribution.layout import lay_out
-from trainer_client.redistribution.ranges import Ranges, sample_ranges
 
 
 def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int) -> FlatBatch:
@@ -46,17 +46,12 @@ def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | 
 
     own = lay_out(fields, sums[None, :1].ravel(), flat.totals[None, :])
     packed = torch.empty(int(blocks.block_bytes.max()), dtype=torch.uint8, device=device)
-    pack = sample_ranges(
-        np.arange(flat.num_samples),
-        np.array([0, flat.num_samples]),
-        flat.lengths,
-        fields.addresses(flat.tensors, flat.totals),
-        fields.column,
-        fields.rows,
-        fields.row_bytes,
-        packed.data_ptr() + own.offsets,
-    )
-    copy_table(describe_ranges([Ranges(*pack)], device))
+    begin = np.array([0, flat.num_samples])
+    words, job = describe_samples(
+        np.arange(flat.num_samples), begin, flat.lengths, begin, fields,
+        fields.addresses(flat.tensors, flat.totals)[None], packed.data_ptr() + own.offsets[0], most=piece_bytes(device),
+    )  # fmt: skip
+    copy_described(words, job, device)
     gathered = torch.empty(world_size * packed.numel(), dtype=torch.uint8, device=device)
     _all_gather(gathered, packed, group)
 
@@ -69,25 +64,19 @@ def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | 
         torch.empty((rows, *leaf.shape), dtype=leaf.dtype, device=device)
         for leaf, rows in zip(flat.structure.leaves, flat.leaf_rows(len(lengths), new_totals), strict=True)
     ]
-    landing = fields.addresses(tensors, new_totals)
-    parts = []
-    for source in range(world_size):
-        # every block of the gathered buffer begins at a multiple of the largest one, its own offsets at 0
-        block = blocks.offsets[source] - blocks.offsets[source, :1]
-        ranges = sample_ranges(
-            chosen[source],
-            np.array([0, chosen[source].size]),
-            tables[source, : counts[source], 1:].astype(np.int64),
-            gathered.data_ptr() + source * packed.numel() + block,
-            fields.column,
-            fields.rows,
-            fields.row_bytes,
-            landing[None, :],
-        )
-        parts.append(Ranges(*ranges))
-        rows = fields.segment_rows(np.array([chosen[source].size]), picked[source].sum(axis=0)[None, :])
-        landing = landing + rows[0] * fields.row_bytes
-    copy_table(describe_ranges(parts, device))
+    # every block of the gathered buffer begins at a multiple of the largest one, its own offsets at 0
+    begins = gathered.data_ptr() + packed.numel() * np.arange(world_size)
+    words, job = describe_samples(
+        np.concatenate(chosen),
+        np.cumsum([0, *(samples.size for samples in chosen)]),
+        np.concatenate([tables[source, :count, 1:] for source, count in enumerate(counts)]).astype(np.int64),
+        np.cumsum([0, *counts]),
+        fields,
+        begins[:, None] + blocks.offsets - blocks.offsets[:, :1],
+        fields.addresses(tensors, new_totals),
+        most=piece_bytes(device),
+    )
+    copy_described(words, job, device)
     return flat.rebuild(tensors, num_samples=len(lengths), totals=new_totals, lengths=lengths)
 
 

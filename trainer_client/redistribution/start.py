@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from evenkeel.partitioning.slices import Slice
 from trainer_client.batches import FlatBatch
-from trainer_client.redistribution.exchange import exchange
+from trainer_client.redistribution.exchange import exchange, prepare
 from trainer_client.redistribution.pending import Pending
 from trainer_client.redistribution.select import gather_and_select
 
@@ -61,55 +60,55 @@ def start(
     Raises:
         ValueError: If the slice does not fit the batch or the group.
     """
-    where = torch.device(device) if device is not None else flat.device
+    home = flat.device
+    where = torch.device(device) if device is not None else home
     world_size = 1 if group is None else dist.get_world_size(group)
     _check(flat, piece, group, world_size)
     piece = _writable(piece)
+    exchanges = method == "all_to_all" and world_size > 1
     if where is None or where.type != "cuda":
-        finish = _begin(flat if where is None else flat.to(where), piece, group, world_size, method)
-        return Pending(finish)
-    where = torch.empty(0, device=where).device  # "cuda" becomes the current device
+        flat = _plain(flat if where is None else flat.to(where))
+        if exchanges and where is not None:
+            return Pending(exchange(flat, piece, group, prepare(flat, piece, world_size, where), where))
+        result = _stay_or_select(flat, piece, group, world_size)
+        return Pending(lambda: result)
+    if where == torch.device("cuda"):
+        where = torch.device("cuda", torch.cuda.current_device())
     side = stream if stream is not None else _side_stream(where)
     current = torch.cuda.current_stream(where)
-    on_device = any(tensor.is_cuda for tensor in flat.tensors)
-    moves = method == "all_to_all" and world_size > 1
+    on_device = home is not None and home.type == "cuda"
+    flat = _plain(flat.to(where) if on_device and home != where else flat)
+    landing = prepare(flat, piece, world_size, where) if exchanges else None
     with torch.cuda.stream(side):
-        if on_device:
-            side.wait_stream(current)
-            moved = flat.to(where, non_blocking=True)
+        # From memory that is not pinned the host would wait for the copies, and so for work queued before them.
+        moved = flat if on_device else flat.pin_memory().to(where, non_blocking=True)
+        # Collectives come after the model's that are queued by now, on all ranks alike.
+        if landing is not None:
+            result = exchange(moved, piece, group, landing, where, side, after=current)()
         else:
-            # From memory that is not pinned the host would wait for the copies, and so for work queued before them.
-            moved = flat.pin_memory().to(where, non_blocking=True)
-            # The collectives come after the model's that are queued by now, on all ranks alike.
             side.wait_stream(current)
-        result = _begin(moved, piece, group, world_size, method, current if moves else None)()
+            result = _stay_or_select(moved, piece, group, world_size)
         _ = result.lengths_tensor  # built here, so that its copy to the device is before the event
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(side)
-    if on_device and not moves:
+    if landing is not None:
+        return Pending(lambda: result, event, home=current, held=flat if on_device else None)
+    if on_device:
         for tensor in flat.tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(side)
-    return Pending(lambda: result, event, home=current if moves else None, held=flat if on_device and moves else None)
+            tensor.record_stream(side)
+    return Pending(lambda: result, event)
 
 
-def _begin(
-    flat: FlatBatch,
-    piece: Slice,
-    group: dist.ProcessGroup | None,
-    world_size: int,
-    method: Method,
-    home: torch.cuda.Stream | None = None,
-) -> Callable[[], FlatBatch]:
-    if world_size == 1:
-        return lambda: flat
-    if not all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in flat.tensors):
-        tensors = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in flat.tensors]
-        flat = flat.rebuild(tensors, num_samples=flat.num_samples, totals=flat.totals, lengths=flat.lengths)
-    if method == "all_to_all":
-        return exchange(flat, piece, group, world_size, home)
-    result = gather_and_select(flat, piece, group, world_size)
-    return lambda: result
+def _stay_or_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int) -> FlatBatch:
+    return flat if world_size == 1 else gather_and_select(flat, piece, group, world_size)
+
+
+def _plain(flat: FlatBatch) -> FlatBatch:
+    """The batch with tensors that can be copied as bytes."""
+    if all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in flat.tensors):
+        return flat
+    tensors = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in flat.tensors]
+    return flat.rebuild(tensors, num_samples=flat.num_samples, totals=flat.totals, lengths=flat.lengths)
 
 
 def _check(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 
 from evenkeel.partitioning.slices import Slice, slice_plan
 from tests.trainer_client.random_batches import Case, cases
+from trainer_client.redistribution.copies import WHOLE
 from trainer_client.redistribution.fields import FieldTable
 from trainer_client.redistribution.layout import ALIGNMENT, lay_out
 from trainer_client.redistribution.moves import Amounts, measure
@@ -19,7 +20,7 @@ def slices_of(case: Case) -> list[Slice]:
 def amounts_of(case: Case, rank: int, piece: Slice) -> Amounts:
     batch = case.batches[rank]
     fields = FieldTable.of(batch.structure.leaves, 4 * batch.num_jagged)
-    return measure(piece, batch.lengths, fields, len(case.batches))
+    return measure(piece, batch.lengths, fields, len(case.batches), WHOLE)
 
 
 @settings(max_examples=50, deadline=None)
@@ -58,15 +59,21 @@ def test_samples_are_sorted_by_destination_and_counted(case: Case) -> None:
         for peer in range(len(case.batches)):
             chosen = amounts.order[amounts.begin[peer] : amounts.begin[peer + 1]]
             np.testing.assert_array_equal(chosen, np.flatnonzero(piece.destinations == peer))
-            np.testing.assert_array_equal(amounts.sent_totals[peer], batch.lengths[chosen].sum(axis=0))
+            np.testing.assert_array_equal(amounts.sent_units[peer], [*batch.lengths[chosen].sum(axis=0), chosen.size])
         assert amounts.num_samples == int((case.destinations == rank).sum())
         np.testing.assert_array_equal(amounts.totals, piece.source_totals.sum(axis=0))
 
 
-def test_a_slice_that_keeps_more_than_it_announces_is_refused() -> None:
+def test_slices_that_cannot_be_are_refused() -> None:
     piece = Slice(
         rank=0, destinations=np.array([0, 1], np.int32), sources=np.zeros(0, np.int32),
         source_counts=np.zeros(0, np.int32), source_totals=np.zeros((0, 0), np.int64),
     )  # fmt: skip
+    many = Slice(
+        rank=0, destinations=np.zeros(0, np.int32), sources=np.ones(1, np.int32), source_counts=np.ones(1, np.int32),
+        source_totals=np.array([[2**31]]),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="has 2147483648 values on one rank; a batch may have 2147483647 at most"):
+        measure(many, np.zeros((0, 1), np.int64), FieldTable.of(()), 2, WHOLE)
     with pytest.raises(ValueError, match="keeps 1 samples on rank 0, but announces 0"):
-        measure(piece, np.zeros((2, 0), np.int64), FieldTable.of(()), 2)
+        measure(piece, np.zeros((2, 0), np.int64), FieldTable.of(()), 2, WHOLE)

@@ -1,4 +1,4 @@
-"""Compiles every variant of the CUDA source; needs NVRTC and no GPU.
+"""Compiles every variant of the CUDA sources; needs NVRTC and no GPU.
 
 ``python -m tests.trainer_client.routing.nvrtc_checks [--library libnvrtc.so.13] [--architecture sm_90]``
 """
@@ -7,7 +7,9 @@ import argparse
 import ctypes
 import itertools
 
-from trainer_client.routing import cuda, nvrtc
+from trainer_client.cuda import nvrtc
+from trainer_client.redistribution import copy_cuda
+from trainer_client.routing import cuda
 
 
 def main() -> None:
@@ -20,14 +22,15 @@ def main() -> None:
         nvrtc._nvrtc = lambda: library  # type: ignore[assignment]
     variants = 0
     for architecture in arguments.architecture or ("sm_80", "sm_90", "sm_100"):
+        plain = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device"]
+        assert b"copy_pieces" in nvrtc.compile_cubin(copy_cuda.source(), plain)
+        variants += 1
         for num_ranks, keys, lengths, scatter in itertools.product(
             (1, 8, 256, 4096), (4, 8), (4, 8), ((512, 2), (256, 3))
         ):
             defines = cuda.macros(num_ranks, key_bytes=keys, length_bytes=lengths, weight_bytes=4, scatter=scatter)
-            options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device"]
-            image = nvrtc.compile_cubin(
-                cuda.source(), options + [f"-D{name}={value}" for name, value in defines.items()]
-            )
+            options = plain + [f"-D{name}={value}" for name, value in defines.items()]
+            image = nvrtc.compile_cubin(cuda.source(), options)
             assert all(kernel.encode() in image for kernel in cuda._KERNELS)
             variants += 1
     print(f"{variants} variants compile")
