@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_client.costs.base import ATTENTION_WITH_BACKWARD, MATMUL_WITH_BACKWARD
+from trainer_client.costs.base import ATTENTION_WITH_BACKWARD, MATMUL_WITH_BACKWARD, check_sizes
 
 
 class Work(Protocol):
@@ -55,6 +55,10 @@ class AttentionWork:
     offsets: str = "offsets"
     candidates: str | None = None
 
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_heads", "head_dim")
+        check_sizes(self, "weights", least=0)
+
     @property
     def reads(self) -> tuple[str, ...]:
         """Parameters that decide it."""
@@ -83,6 +87,9 @@ class ProductWork:
     weights: int
     rows: str
 
+    def __post_init__(self) -> None:
+        check_sizes(self, "weights")
+
     @property
     def reads(self) -> tuple[str, ...]:
         """Parameters that decide it."""
@@ -99,7 +106,7 @@ def _named(arguments: Mapping[str, Any], name: str) -> torch.Tensor:
     value = arguments.get(name)
     if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"the module was called without a tensor {name!r}; its arguments are {', '.join(arguments)}: name the "
-            "parameter that holds it"
+            f"called without a tensor {name!r}; its arguments are {', '.join(arguments)}: name the parameter that "
+            "holds it, or other modules"
         )
     return value

@@ -90,18 +90,20 @@ class PerfTracker:
 
         Args:
             model: The model; modules below wrappers such as DDP have the wrapper's prefix in their name.
-            works: What to measure: patterns over the names of modules (`fnmatch`), and how much each of them computes.
+            works: What to measure: patterns over the names of modules (`fnmatch`, whose * takes dots too: `layers.*`
+                names what is inside the layers as well, `layers.[0-9]` ten of them), and how much each computes.
             device: Where the model runs.
             peak: TFLOP/s at MFU 1; default: by the device's name.
 
         Raises:
-            ValueError: If a pattern names no module.
+            ValueError: If a pattern names no module, or one around which torch.compile runs no hooks.
         """
         self._device = torch.device(device)
         self._peak = peak if peak is not None else peak_tflops(self._device)
         self._number = 0
         self._calls: list[_Call] = []
-        self._open: dict[str, list[_Call]] = {}
+        self._open: dict[str, list[_Call]] = {}  # by module: calls whose backward pass has not begun
+        self._backward: dict[str, list[_Call]] = {}  # whose backward pass runs
         self._flops: list[torch.Tensor] = []
         self._known: dict[tuple[Any, ...], tuple[int, list[Any]]] = {}
         self._pending: deque[_Step] = deque()
@@ -112,6 +114,9 @@ class PerfTracker:
             if not chosen:
                 raise ValueError(f"no module is named {pattern!r}; the model has {', '.join(filter(None, names))}")
             for name in chosen:
+                if hasattr(names[name], "_orig_mod"):
+                    raise ValueError(f"module {name!r} is a result of torch.compile, which runs no backward hooks; "
+                                     "compile it in place by its method compile()")  # fmt: skip
                 self._hook(name, names[name], work)
 
     def step(self) -> None:
@@ -119,7 +124,7 @@ class PerfTracker:
         flops = [_to_host(value) for value in self._flops]
         self._pending.append(_Step(number=self._number, calls=self._calls, flops=flops, last=mark(self._device)))
         self._flops, self._known = [], {}
-        self._calls, self._open = [], {}
+        self._calls, self._open, self._backward = [], {}, {}
         self._number += 1
 
     def finished(self) -> list[ModulePerf]:
@@ -137,24 +142,35 @@ class PerfTracker:
 
     def _hook(self, name: str, module: nn.Module, work: Work) -> None:
         signature = inspect.signature(module.forward)
+        catch_all = [each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD]
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            arguments = signature.bind(*args, **kwargs).arguments
-            call = _Call(name, self._count(work, arguments))
+            if self._backward.get(name):
+                return  # activation checkpointing computes it again: part of the backward pass
+            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            for wrapped in catch_all:
+                arguments |= arguments.pop(wrapped, {})
+            try:
+                call = _Call(name, self._count(work, arguments))
+            except ValueError as error:
+                raise ValueError(f"module {name!r}: {error}") from error
             call.marks.append(mark(self._device))
             self._calls.append(call)
             self._open.setdefault(name, []).append(call)
 
         def after(*_: Any) -> None:
-            self._open[name][-1].marks.append(mark(self._device))
+            if not self._backward.get(name):
+                self._open[name][-1].marks.append(mark(self._device))
 
         def before_backward(*_: Any) -> None:
             if self._open.get(name):
-                self._open[name][-1].marks.append(mark(self._device))
+                call = self._open[name].pop()
+                call.marks.append(mark(self._device))
+                self._backward.setdefault(name, []).append(call)
 
         def after_backward(*_: Any) -> None:
-            if self._open.get(name):
-                self._open[name].pop().marks.append(mark(self._device))
+            if self._backward.get(name):
+                self._backward[name].pop().marks.append(mark(self._device))
 
         self._handles += [
             module.register_forward_pre_hook(before, with_kwargs=True),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer_client.costs import HSTUCost
@@ -112,9 +113,42 @@ def test_wrong_names_are_told() -> None:
         PerfTracker(Model(), {"attention*": WORKS["dense"]}, device="cpu")
     model = Model()
     tracker = PerfTracker(model, {"layers.0": AttentionWork(num_heads=1, head_dim=1, offsets="starts")}, device="cpu")
-    with pytest.raises(ValueError, match="without a tensor 'starts'; its arguments are query, unrelated, offsets"):
+    message = r"module 'layers\.0': called without a tensor 'starts'; its arguments are query, unrelated, offsets"
+    with pytest.raises(ValueError, match=message):
         _step(model, torch.tensor([0, 2]))
     tracker.close()
+    model.dense = torch.compile(model.dense)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"module 'dense' is a result of torch\.compile"):
+        PerfTracker(model, {"dense": WORKS["dense"]}, device="cpu")
+    with pytest.raises(ValueError, match="AttentionWork: head_dim is 0; give a whole number >= 1"):
+        AttentionWork(num_heads=1, head_dim=0)
+
+
+class Recomputed(nn.Module):
+    """A wrapper of any arguments, as those of checkpointing are."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+
+@pytest.mark.parametrize("pattern", ["layers.?", "layers.?.inner"])
+def test_recomputed_activations_are_part_of_the_backward_pass(pattern: str) -> None:
+    model, offsets = Model(), torch.tensor([0, 3, 10])
+    plain = PerfTracker(model, {"layers.?": WORKS["layers.*"]}, device="cpu")
+    _step(model, offsets)
+    plain.step()
+    plain.close()
+    model.layers = nn.ModuleList(Recomputed(layer) for layer in model.layers)
+    tracker = PerfTracker(model, {pattern: WORKS["layers.*"]}, device="cpu")
+    _step(model, offsets)
+    tracker.step()
+    found = tracker.finished()
+    assert [perf.flops for perf in found] == [perf.flops for perf in plain.finished()]
+    assert all(perf.backward_ms > 0 for perf in found)
 
 
 @pytest.mark.parametrize(
