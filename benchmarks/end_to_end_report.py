@@ -174,10 +174,11 @@ def show(results: dict[str, Any], console: Console) -> None:
             + (f", by time {by_time:.3f}× ({workload['step_ms_allowed']:.2f} ms)" if by_time else "")
         )
         table.add_column("setting")
-        for title, _, _ in COLUMNS:
+        columns = [column for column in COLUMNS if any(column[1] in entry for entry in workload["settings"].values())]
+        for title, _, _ in columns:
             table.add_column(title, justify="right")
         for setting, entry in workload["settings"].items():
-            values = [form.format(entry[key]) if entry.get(key) is not None else "" for _, key, form in COLUMNS]
+            values = [form.format(entry[key]) if entry.get(key) is not None else "" for _, key, form in columns]
             table.add_row(setting, *values)
         console.print(table)
         for setting, entry in workload["settings"].items():

@@ -1,0 +1,227 @@
+"""What balancing gains on more ranks than there are GPUs.
+
+    python -m benchmarks.end_to_end_replay --ranks 8 16 --json benchmarks/results/end_to_end_replay.json
+
+Every rank's batch of every step is trained on a real GPU, one after the other, and a step takes as long as its slowest
+rank: no samples move between GPUs and no gradients are averaged. So this shows what the lengths and the plans give, by
+the clock; what moving and agreeing cost, `benchmarks.end_to_end` shows. The GPUs of this host share the steps, and
+each step stays on one of them. Same model, data and seeds as there:
+
+- `off`: every sample is trained where it was loaded;
+- `kk`: Karmarkar-Karp with equal counts;
+- `minimal_move`: this library's default;
+- `window`: the same over windows of `--window` batches.
+
+Columns as in `benchmarks.end_to_end`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.end_to_end import add_workload
+from benchmarks.end_to_end_rank import make_data, sample_lengths
+from benchmarks.end_to_end_report import draw, show, summarize
+from evenkeel.partitioning.windows import partition_window
+from examples.hstu.attention import choose_kernel
+from examples.hstu.model import ModelOptions
+from examples.hstu.training import Run, Trainer
+from trainer_client.balancing import Balancer
+from trainer_client.batches import FlatBatch, flatten
+from trainer_client.datasets import SequenceBatch
+from trainer_client.measurement import peak_tflops
+from trainer_client.redistribution.regroup import pick
+
+SETTINGS = {"off": None, "kk": "karmarkar_karp", "minimal_move": "minimal_move", "window": "minimal_move"}
+NOT_MEASURED = ("exposed_ms", "exposed_share", "exposed_agreement_ms_per_step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8], help="numbers of ranks to replay")
+    add_workload(parser)
+    parser.add_argument("--json", type=Path, help="where to write the results; a plot for each number of ranks beside")
+    parser.set_defaults(steps=40, settings=list(SETTINGS))
+    options = parser.parse_args()
+    on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
+    workers = torch.cuda.device_count() if on_gpu else 1
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_worker, (workers, on_gpu, options, folder), nprocs=workers)  # type: ignore[attr-defined,no-untyped-call]
+        parts = [json.loads((Path(folder) / f"{worker}.json").read_text()) for worker in range(workers)]
+    console = Console(width=170)
+    results: dict[str, Any] = {"command": "python -m benchmarks.end_to_end_replay " + " ".join(sys.argv[1:])}
+    results |= {key: parts[0][key] for key in ("machine", "versions", "options", "kernel")} | {"gpus": workers}
+    results["replays"] = {}
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+    for ranks in options.ranks:
+        raw = {key: parts[0][key] for key in ("machine", "peak_tflops")} | {"ranks": ranks}
+        raw["machine"] += f" (replayed on {workers})"
+        raw["workloads"] = {name: merge([p["replays"][str(ranks)][name] for p in parts]) for name in options.lengths}
+        summary = summarize(raw, skip=0)
+        for workload in summary["workloads"].values():
+            for entry in workload["settings"].values():
+                for key in NOT_MEASURED:
+                    entry.pop(key, None)
+        show(summary, console)
+        results["replays"][str(ranks)] = summary
+        if options.json:
+            draw(summary, options.json.with_name(f"{options.json.stem}_{ranks}.png"))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namespace, folder: str) -> None:
+    """Replays this GPU's share of the steps and writes what it measured."""
+    torch.set_num_threads(2 if on_gpu else os.cpu_count() or 1)
+    device = torch.device("cuda", worker) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    model = ModelOptions(
+        num_layers=options.layers, width=options.width, num_heads=options.heads, head_dim=options.head_dim,
+        num_items=options.items, max_tokens=options.max_length, kernel=choose_kernel(options.kernel, device, 1),
+        compile=on_gpu and not options.no_compile,
+    )  # fmt: skip
+    trainer = Trainer(model, device, learning_rate=1e-4, seed=options.seed)
+    results: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "kernel": model.kernel,
+        "peak_tflops": peak_tflops(device),
+        "replays": {},
+    }
+    windows = range(0, options.steps, options.window)
+    own = [step for first in windows[worker::workers] for step in range(first, first + options.window)]
+    own = [step for step in own if step < options.steps]
+    for ranks in options.ranks:
+        results["replays"][ranks] = {}
+        for lengths in options.lengths:
+            data = [list(make_data(options, lengths, rank)) for rank in range(ranks)]
+            mine = [[batches[step] for step in own] for batches in data]
+            trainer.reset()
+            trainer.run([pinned(batch, on_gpu) for step in zip(*mine, strict=True) for batch in step], Balancer.off())
+            workload: dict[str, Any] = {"steps": own, "settings": {}}
+            workload["samples"] = [sample_lengths(batches, model) for batches in mine]
+            results["replays"][ranks][lengths] = workload
+            for setting in track(SETTINGS, f"{ranks} ranks, {lengths}", disable=worker > 0):
+                planned, plans = plan(mine, setting, model, options.window)
+                trainer.reset()
+                run = trainer.run([pinned(batch, on_gpu) for step in planned for batch in step], Balancer.off())
+                workload["settings"][setting] = collect(run, ranks) | plans
+    (Path(folder) / f"{worker}.json").write_text(json.dumps(results))
+
+
+def pinned(batch: SequenceBatch, on_gpu: bool) -> SequenceBatch:
+    """The batch as a DataLoader with pin_memory gives it."""
+    return batch.pin_memory() if on_gpu else batch
+
+
+def plan(
+    batches: list[list[SequenceBatch]], setting: str, model: ModelOptions, window: int
+) -> tuple[list[list[SequenceBatch]], dict[str, list[float]]]:
+    """Batches of all ranks, step after step, as the setting assigns them, and how good the plans are.
+
+    Args:
+        batches: (ranks, steps) as loaded.
+        setting: One of `SETTINGS`.
+        model: Gives the cost of a sample, its FLOPs.
+        window: Batches of a window in the setting `window`.
+    """
+    ranks, steps = len(batches), len(batches[0])
+    size = window if setting == "window" else 1
+    cost = model.cost()
+    planned: list[list[SequenceBatch]] = []
+    imbalance: list[float] = []
+    moved_share: list[float] = []
+    for first in range(0, steps, size):
+        count = min(size, steps - first)
+        places = [(rank, step) for rank in range(ranks) for step in range(count)]
+        loaded = [batches[rank][first + step] for rank, step in places]
+        flats = [flatten(batch, SequenceBatch.spec()) for batch in loaded]
+        counts = [flat.num_samples for flat in flats]
+        homes, loaded_steps = (np.repeat(np.array(which, np.int32), counts) for which in zip(*places, strict=True))
+        costs, sizes = np.concatenate([cost(batch) for batch in loaded]), np.concatenate([flat.sizes for flat in flats])
+        destinations, steps_of = homes, loaded_steps
+        strategy = SETTINGS[setting]
+        if strategy is not None:
+            found = partition_window(costs, homes, loaded_steps, ranks, count, strategy=strategy, sizes=sizes)
+            destinations, steps_of = found.destinations, found.steps
+        for step in range(count):
+            inside = steps_of == step
+            loads = np.bincount(destinations[inside], costs[inside], ranks)
+            imbalance.append(float(loads.max() / loads.mean()))
+            moved_share.append(float(sizes[inside & (destinations != homes)].sum() / sizes[inside].sum()))
+            planned.append([assemble(flats, counts, inside & (destinations == rank)) for rank in range(ranks)])
+    return planned, {"imbalance": imbalance, "moved_share": moved_share}
+
+
+def assemble(flats: list[FlatBatch], counts: list[int], wanted: NDArray[np.bool_]) -> SequenceBatch:
+    """The batch of the wanted samples of all batches."""
+    batch = pick(flats, [np.flatnonzero(own) for own in np.split(wanted, np.cumsum(counts)[:-1])]).unflatten()
+    assert isinstance(batch, SequenceBatch)
+    return batch
+
+
+def collect(run: Run, ranks: int) -> dict[str, Any]:
+    """What was measured, as `benchmarks.end_to_end_rank` writes it; all lists but the losses by rank, then by step."""
+    compute = np.array([step.compute for step in run.times]).reshape(-1, ranks)
+    optimizer = np.array([step.optimizer for step in run.times]).reshape(-1, ranks)
+    waiting = compute.max(axis=1, keepdims=True) - compute
+    samples = np.array([report.samples for report in run.reports], dtype=np.float64).reshape(-1, ranks)
+    losses = (run.losses.numpy().reshape(-1, ranks) * samples).sum(axis=1) / samples.sum(axis=1)
+    return {
+        "times": np.stack([0 * compute, compute, waiting, optimizer], axis=2).transpose(1, 0, 2).tolist(),
+        "tokens": np.array(run.tokens).reshape(-1, ranks).T.tolist(),
+        "flops": np.array(run.flops).reshape(-1, ranks).T.tolist(),
+        "modes": ["replayed"] * len(compute),
+        "partition_seconds": [0.0],
+        "exposed_seconds": [0.0],
+        "peak_bytes": [run.peak_bytes],
+        "losses": losses.tolist(),
+    }
+
+
+def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The workload of all steps, in their order, from the parts that the GPUs replayed."""
+    order = np.argsort(np.concatenate([part["steps"] for part in parts]))
+
+    def steps(lists: list[list[Any]]) -> list[Any]:
+        joined = [value for part in lists for value in part]
+        return [joined[index] for index in order]
+
+    def ranks(lists: list[list[list[Any]]]) -> list[list[Any]]:
+        return [steps(list(own)) for own in zip(*lists, strict=True)]
+
+    settings = {}
+    for name, first in parts[0]["settings"].items():
+        all_parts = [part["settings"][name] for part in parts]
+        settings[name] = {
+            key: steps([part[key] for part in all_parts]) for key in ("imbalance", "moved_share", "modes", "losses")
+        } | {key: ranks([part[key] for part in all_parts]) for key in ("times", "tokens", "flops")}
+        settings[name] |= {key: first[key] for key in ("partition_seconds", "exposed_seconds")}
+        settings[name]["peak_bytes"] = [value for part in all_parts for value in part["peak_bytes"]]
+    samples = [
+        {key: steps([part["samples"][rank][key] for part in parts]) for key in ("tokens", "flops")}
+        for rank in range(len(parts[0]["samples"]))
+    ]
+    return {"samples": samples, "settings": settings}
+
+
+if __name__ == "__main__":
+    main()
