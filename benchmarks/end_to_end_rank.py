@@ -44,11 +44,7 @@ def main() -> None:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    model = ModelOptions(
-        num_layers=options.layers, width=options.width, num_heads=options.heads, head_dim=options.head_dim,
-        num_items=options.items, max_tokens=options.max_length, kernel=choose_kernel(options.kernel, device, 1),
-        compile=on_gpu and not options.no_compile,
-    )  # fmt: skip
+    model = make_model(options, device)
     trainer = Trainer(model, device, learning_rate=1e-4, seed=options.seed)
     say(rank, f"model on {device}, {sum(p.numel() for p in trainer.model.parameters()) / 1e6:.1f} M parameters")
     results: dict[str, Any] = {
@@ -91,6 +87,20 @@ def main() -> None:
             options.result.write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def make_model(options: argparse.Namespace, device: torch.device) -> ModelOptions:
+    """The shape that the flags ask for."""
+    return ModelOptions(
+        num_layers=options.layers,
+        width=options.width,
+        num_heads=options.heads,
+        head_dim=options.head_dim,
+        num_items=options.items,
+        max_tokens=options.max_length,
+        kernel=choose_kernel(options.kernel, device, 1),
+        compile=device.type == "cuda" and not options.no_compile,
+    )
 
 
 def make_data(options: argparse.Namespace, lengths: str, rank: int) -> SyntheticSequences:

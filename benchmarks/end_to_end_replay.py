@@ -34,10 +34,9 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.end_to_end import add_workload
-from benchmarks.end_to_end_rank import make_data, sample_lengths
+from benchmarks.end_to_end_rank import make_data, make_model, sample_lengths
 from benchmarks.end_to_end_report import draw, show, summarize
 from evenkeel.partitioning.windows import partition_window
-from examples.hstu.attention import choose_kernel
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
@@ -92,11 +91,7 @@ def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namesp
     if on_gpu:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
-    model = ModelOptions(
-        num_layers=options.layers, width=options.width, num_heads=options.heads, head_dim=options.head_dim,
-        num_items=options.items, max_tokens=options.max_length, kernel=choose_kernel(options.kernel, device, 1),
-        compile=on_gpu and not options.no_compile,
-    )  # fmt: skip
+    model = make_model(options, device)
     trainer = Trainer(model, device, learning_rate=1e-4, seed=options.seed)
     results: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
