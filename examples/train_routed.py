@@ -95,6 +95,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="directory to save to (a temporary one by default)")
     parser.add_argument("--cpu", action="store_true", help="stay on the CPU")
     arguments = parser.parse_args()
+    for name in ("ranks", "resume_ranks", "steps", "batch", "dim"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; use at least 1")
 
     import torch
     from torch.multiprocessing.spawn import start_processes
