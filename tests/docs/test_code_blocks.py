@@ -1,0 +1,79 @@
+"""The Python of README and docs for trainers runs as written, around a small model and a balancer in the process."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.trainer_client.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ("README.md", "docs/pipelines.md", "docs/windows.md")
+RATINGS = "userId,movieId,rating,timestamp\n" + "".join(f"{user},{user % 7},3.5,{user}\n" for user in range(40))
+
+
+class Model(nn.Module):
+    """A sum over the history's values; of a `BalancedBatch` the loss, as a pipeline's model returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(1, 1)
+
+    def forward(self, batch: Any) -> Any:
+        inner = getattr(batch, "batch", batch)
+        found = self.dense(inner["history"].values()[:, None])
+        return found if inner is batch else (found.sum() * batch.loss_scale, found.detach())
+
+
+def _blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / text).read_text(encoding="utf-8"), re.S)
+
+
+def _run_all(_: int, folder: str) -> list[str]:
+    from torchrec import JaggedTensor, KeyedJaggedTensor
+
+    from trainer_client import BalancedLoader, BalanceOptions, Balancer
+    from trainer_client.batches import BatchSpec
+    from trainer_client.costs import TokenCost
+    from trainer_client.measurement import StepTimer
+    from trainer_client.pipelines import balanced_batches, make_pipeline
+
+    os.chdir(folder)
+    Path("ml-20m").mkdir()
+    Path("ml-20m/ratings.csv").write_text(RATINGS)
+    Path("balance.yaml").write_text(_blocks("docs/pipelines.md", "yaml")[0])
+    model = Model()
+    data = [{"history": JaggedTensor(values=torch.ones(6), lengths=torch.tensor([1, 2, 3]))} for _ in range(12)]
+    run = []
+    for text in TEXTS:
+        names: dict[str, Any] = {
+            "dataloader": data, "data_loader": data, "batch": data[0], "device": torch.device("cpu"), "model": model,
+            "dense_parameters": list(model.parameters()), "optimizer": torch.optim.SGD(model.parameters(), 1e-3),
+            "loss_sum": lambda output, _: output.sum(), "cost": TokenCost(tokens="history"), "torch": torch,
+            "rank": 0, "world_size": 1, "timer": StepTimer("cpu"), "balancer": Balancer.embedded(),
+            "kjt": KeyedJaggedTensor(keys=["a"], values=torch.arange(4), lengths=torch.tensor([4])), "num_ranks": 2,
+            "block_sizes": torch.tensor([100]), "BatchSpec": BatchSpec, "Balancer": Balancer,
+            "BalancedLoader": BalancedLoader, "BalanceOptions": BalanceOptions,
+        }  # fmt: skip
+        for number, block in enumerate(_blocks(text, "python")):
+            # No service listens here, and the model has no sharded tables.
+            code = re.sub(r'Balancer\.connect\("balancer:50051", job="train-42"(, )?', "Balancer.embedded(", block)
+            code = code.replace('make_pipeline("sparse_dist"', 'make_pipeline("base"')
+            if "pipeline.progress" in code and "make_pipeline" not in code:  # a new one: the last has ended
+                loader = BalancedLoader(data, Balancer.embedded(), cost=names["cost"])
+                names["batches"] = balanced_batches(loader)
+                names["pipeline"] = make_pipeline("base", model, names["optimizer"], names["device"])
+            exec(compile(code, f"{text}, block {number}", "exec"), names)
+            run.append(text)
+    return run
+
+
+def test_the_blocks_run(tmp_path: Path) -> None:
+    (run,) = run_ranks(1, _run_all, str(tmp_path))
+    assert [run.count(text) for text in TEXTS] == [4, 7, 1]
+    assert (tmp_path / "balance.0.jsonl").exists()
