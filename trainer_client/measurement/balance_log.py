@@ -50,6 +50,8 @@ class ConsoleLines:
     """A line for people, every so many steps."""
 
     def __init__(self, console: Console | None = None, every: int = 10) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every}; use at least 1")
         self._console = console or Console()
         self._every = every
         self._count = 0
@@ -80,8 +82,11 @@ class PrometheusGauges:
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"{error}; pip install prometheus-client") from error
         where = registry if registry is not None else REGISTRY
-        self._imbalance = Gauge("evenkeel_rank_step_imbalance_ratio", "max/mean load as trained", registry=where)
-        self._seconds = Gauge("evenkeel_rank_step_seconds", "Time of the step", registry=where)
+        try:
+            self._imbalance = Gauge("evenkeel_rank_step_imbalance_ratio", "max/mean load as trained", registry=where)
+            self._seconds = Gauge("evenkeel_rank_step_seconds", "Time of the step", registry=where)
+        except ValueError as error:
+            raise ValueError(f"{error}; give a second PrometheusGauges a registry of its own") from error
 
     def write(self, record: Record) -> None:
         """Sets the gauges."""

@@ -43,6 +43,12 @@ def test_records_are_drawn(tmp_path: Path) -> None:
         plot_balance([], tmp_path / "empty.png")
 
 
-def test_an_empty_window_is_refused() -> None:
+def test_what_cannot_be_shown_is_refused() -> None:
+    with pytest.raises(ValueError, match="every is 0; use at least 1"):
+        ConsoleLines(every=0)
+    registry = CollectorRegistry()
+    PrometheusGauges(registry)
+    with pytest.raises(ValueError, match="Duplicated .*; give a second PrometheusGauges a registry of its own"):
+        PrometheusGauges(registry)
     with pytest.raises(ValueError, match="the window is 5 to 5"):
         BalanceLogger(start=5, stop=5)
