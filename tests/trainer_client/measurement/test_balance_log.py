@@ -48,7 +48,7 @@ def test_what_cannot_be_shown_is_refused() -> None:
         ConsoleLines(every=0)
     registry = CollectorRegistry()
     PrometheusGauges(registry)
-    with pytest.raises(ValueError, match="Duplicated .*; give a second PrometheusGauges a registry of its own"):
+    with pytest.raises(ValueError, match=r"Duplicated .*; give a second PrometheusGauges a registry of its own"):
         PrometheusGauges(registry)
     with pytest.raises(ValueError, match="the window is 5 to 5"):
         BalanceLogger(start=5, stop=5)
