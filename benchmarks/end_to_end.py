@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +119,9 @@ PASSED_ON = (
 )  # fmt: skip
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
+def add_workload(parser: argparse.ArgumentParser, settings: Sequence[str] = SETTINGS) -> None:
     """The flags that ranks take too."""
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", choices=settings, default=list(settings))
     parser.add_argument("--lengths", nargs="+", choices=DISTRIBUTIONS, default=["zipf"])
     parser.add_argument("--steps", type=int, default=120, help="steps of each setting")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank")

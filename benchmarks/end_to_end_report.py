@@ -155,7 +155,7 @@ def bound_steps(
 COLUMNS = (
     ("median", "step_ms_median", "{:.2f}"), ("p99", "step_ms_p99", "{:.2f}"), ("mean", "step_ms_mean", "{:.2f}"),
     ("gain", "speedup", "{:.3f}"), ("of FLOPs", "share_of_allowed_by_flops", "{:.1%}"),
-    ("of time", "share_of_allowed", "{:.1%}"), ("TFLOP/s", "tflops_per_rank", "{:.1f}"), ("MFU", "mfu", "{:.1%}"),
+    ("of time", "share_of_allowed", "{:.1%}"), ("TFLOP/s", "tflops_per_rank", "{:.4g}"), ("MFU", "mfu", "{:.1%}"),
     ("FLOPs", "flops_imbalance", "{:.3f}"), ("spread", "compute_imbalance", "{:.3f}"),
     ("exposed", "exposed_ms", "{:.2f}"), ("", "exposed_share", "{:.2%}"),
     ("agree", "exposed_agreement_ms_per_step", "{:.2f}"), ("waiting", "waiting_ms", "{:.2f}"),
@@ -193,8 +193,8 @@ def show(results: dict[str, Any], console: Console) -> None:
         fit = workload["fit"]
         console.print(
             f"compute ≈ {fit['fixed_ms']:.2f} ms + {fit['ms_per_1000_tokens']:.3f} ms / 1000 tokens + "
-            f"{fit['ms_per_tflop']:.3f} ms / TFLOP, mean error {fit['mean_error']:.1%}; "
-            f"layers {workload['layers_tflops']:.0f} TFLOP/s",
+            f"{fit['ms_per_tflop']:.4g} ms / TFLOP, mean error {fit['mean_error']:.1%}"
+            + (f"; layers {workload['layers_tflops']:.3g} TFLOP/s" if workload["layers_tflops"] else ""),
             highlight=False,
         )
 
@@ -210,16 +210,17 @@ def describe_cost_fit(setting: str, fit: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Step times by setting as stacked phases, and the loss curves."""
+    """Step times by setting as stacked phases, and the loss curves where there are any."""
     from matplotlib.figure import Figure
 
     workloads = results["workloads"]
-    figure = Figure(figsize=(12, 4.2 * len(workloads)), layout="constrained")
-    axes = figure.subplots(len(workloads), 2, squeeze=False)
+    has_losses = any("losses" in entry for workload in workloads.values() for entry in workload["settings"].values())
+    figure = Figure(figsize=(12 if has_losses else 7, 4.2 * len(workloads)), layout="constrained")
+    axes = figure.subplots(len(workloads), 1 + has_losses, squeeze=False)
     phases = (("compute_ms", "compute", "#4c72b0"), ("waiting_ms", "waiting for the slowest", "#c44e52"),
               ("communication_ms", "exposed communication", "#dd8452"), ("data_ms", "data", "#8172b3"),
               ("optimizer_ms", "optimizer", "#55a868"))  # fmt: skip
-    for (left, right), (name, workload) in zip(axes, workloads.items(), strict=True):
+    for (left, *others), (name, workload) in zip(axes, workloads.items(), strict=True):
         settings = workload["settings"]
         bottom = np.zeros(len(settings))
         for key, label, color in phases:
@@ -229,10 +230,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
         left.axhline(workload["step_ms_allowed"], color="black", linestyle=":", label="allowed by the lengths")
         left.tick_params(axis="x", rotation=20)
         left.set(title=f"{name}, {results['ranks']} ranks: mean step", ylabel="ms")
-        for setting, entry in settings.items():
-            right.plot(entry["losses"], label=setting, linewidth=1)
-        right.set(title="loss per sample", xlabel="step")
-        for axis in (left, right):
-            axis.legend(frameon=False, fontsize=8)
+        for right in others:
+            for setting, entry in settings.items():
+                right.plot(entry["losses"], label=setting, linewidth=1)
+            right.set(title="loss per sample", xlabel="step")
+        left.set_ylim(top=1.35 * left.get_ylim()[1])  # room for the legend
+        left.legend(frameon=False, fontsize=8, loc="upper right", ncols=3)
+        for right in others:
+            right.legend(frameon=False, fontsize=8)
+        for axis in (left, *others):
             axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

@@ -290,6 +290,7 @@ def show(console: Console, rows: list[dict[str, Any]], world_size: int, backend:
         table.add_column(name, justify="left" if name in names[:2] else "right", no_wrap=True)
     for row in rows:
         figures = [f"{row[key]:.2f}" if key == "ratio" else f"{row[key]:.3f}" for key in COLUMNS]
+        figures = ["" if figure == "nan" else figure for figure in figures]  # the host has no part of its own on CPUs
         label = f"{row['samples']} x {row['features']} (mean {row['mean_length']})"
         table.add_row(label, row["strategy"], f"{row['mib_held']:.2f}", f"{row['mib_sent']:.2f}", *figures)
     console.print(table)

@@ -27,15 +27,17 @@ _CAUSAL: dict[str, Any] = (
 
 
 def choose_kernel(kernel: Kernel, device: torch.device, num_candidates: int) -> Kernel:
-    """The kernel that "auto" stands for; refuses those that cannot compute the mask.
+    """The kernel that "auto" stands for; refuses those that cannot compute the mask, or nothing on the device.
 
     Raises:
-        ValueError: If the kernel is causal only and samples have several candidates.
+        ValueError: If the kernel is causal only and samples have several candidates, or it needs a GPU.
     """
     if kernel == "auto":
         if device.type != "cuda":
             return "dense"
         return "varlen" if num_candidates <= 1 else "flex"
+    if device.type != "cuda" and kernel != "dense":
+        raise ValueError(f"the kernel {kernel!r} needs a GPU; use dense or auto")
     if kernel in CAUSAL_ONLY and num_candidates > 1:
         raise ValueError(f"the kernel {kernel!r} is causal, and {num_candidates} candidates must not see each other; "
                          "use flex or dense")  # fmt: skip

@@ -97,3 +97,5 @@ def test_kernels_that_cannot_compute_the_mask_are_refused() -> None:
     assert choose_kernel("auto", torch.device("cuda"), 4) == "flex"
     with pytest.raises(ValueError, match="'varlen' is causal, and 4 candidates"):
         choose_kernel("varlen", torch.device("cuda"), 4)
+    with pytest.raises(ValueError, match="'flex' needs a GPU"):
+        choose_kernel("flex", torch.device("cpu"), 1)
