@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.communicators import Communicators, leave, take
 from trainer_client.balancing.votes import Vote
+from trainer_client.redistribution.select import all_gather
 
 T = TypeVar("T")
 
@@ -107,11 +108,11 @@ class Groups:
         width = max(sizes)
         if width == 0:
             return [b""] * self.world_size
-        send = torch.zeros(width, dtype=torch.uint8)
-        send.numpy()[: len(own)] = np.frombuffer(own, dtype=np.uint8)
-        received = torch.empty((self.world_size, width), dtype=torch.uint8)
-        dist.all_gather(list(received.unbind(0)), send, group=self.control)
-        table = received.numpy()
+        # Arrays of numpy's, since every operation of torch passes the interpreter's lock on and waits to get it back.
+        send = np.zeros(width, dtype=np.uint8)
+        send[: len(own)] = np.frombuffer(own, dtype=np.uint8)
+        table = np.empty((self.world_size, width), dtype=np.uint8)
+        all_gather(torch.from_numpy(table.reshape(-1)), torch.from_numpy(send), self.control)
         return [table[rank, :size].tobytes() for rank, size in enumerate(sizes)]
 
 

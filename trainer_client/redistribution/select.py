@@ -53,7 +53,7 @@ def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | 
     )  # fmt: skip
     copy_described(words, job, device)
     gathered = torch.empty(world_size * packed.numel(), dtype=torch.uint8, device=device)
-    _all_gather(gathered, packed, group)
+    all_gather(gathered, packed, group)
 
     chosen = [np.flatnonzero(tables[source, : counts[source], 0] == piece.rank) for source in range(world_size)]
     picked = [tables[source, chosen[source], 1:].astype(np.int64) for source in range(world_size)]
@@ -85,12 +85,13 @@ def _gather(
 ) -> NDArray[np.int64]:
     """(world_size, *shape) on the host; waits for the device."""
     result = torch.empty((world_size * own.shape[0], *own.shape[1:]), dtype=own.dtype, device=device)
-    _all_gather(result, own.to(device), group)
+    all_gather(result, own.to(device), group)
     table: NDArray[np.int64] = result.cpu().numpy().reshape(world_size, *own.shape)
     return table
 
 
-def _all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gathers every rank's tensor, one after the other in the first dimension of `output`."""
     # renamed in torch 2.13
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     function(output, own, group=group)
