@@ -165,11 +165,12 @@ class FlatBatch:
     def sizes(self) -> NDArray[np.int64]:
         """(n,) int64, bytes that moving each sample takes."""
         fixed = 4 * self.num_jagged
-        per_value = np.zeros(self.num_jagged, dtype=np.int64)
+        per_value = [0] * self.num_jagged
         for leaf in self.structure.leaves:
             fixed += leaf.rows * leaf.row_bytes
-            np.add.at(per_value, list(leaf.columns), leaf.row_bytes)
-        return self.lengths @ per_value + fixed
+            for column in leaf.columns:
+                per_value[column] += leaf.row_bytes
+        return self.lengths @ np.array(per_value, dtype=np.int64) + fixed
 
     def lengths_of(self, path: str) -> NDArray[np.int64]:
         """(n,) int64: lengths of the jagged field at `path`, or the values of an integer tensor (n,) on the host.

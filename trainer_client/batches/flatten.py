@@ -68,15 +68,16 @@ def flatten(
     order = {path: index for index, path in enumerate(columns)}
     leaves = tuple(draft.leaf(order) for draft in walk.drafts)
     tensors = [draft.tensor for draft in walk.drafts]
+    values = totals.tolist()
     for leaf, tensor in zip(leaves, tensors, strict=True):
-        expected = int(totals[list(leaf.columns)].sum())
+        expected = sum([values[column] for column in leaf.columns])
         if not leaf.rows and tensor.shape[0] != expected:
             raise BatchError(
                 f"{leaf.path!r} holds {tensor.shape[0]} values, but its lengths add up to {expected}; "
                 "drop the values that belong to no sample"
             )
     structure = Structure(
-        root=root, leaves=leaves, columns=columns, schema=_schema(_fields(leaves, columns, walk.shared))
+        root=root, leaves=leaves, columns=columns, schema=_schema(leaves, columns, tuple(walk.shared))
     )
     return FlatBatch(structure=structure, tensors=tensors, num_samples=num_samples, totals=totals, lengths=table)
 
@@ -313,7 +314,9 @@ def _check_range(table: NDArray[np.int64], columns: tuple[str, ...]) -> None:
         )
 
 
-def _fields(leaves: tuple[Leaf, ...], columns: tuple[str, ...], shared: list[str]) -> tuple[FieldSchema, ...]:
+@lru_cache(maxsize=64)
+def _schema(leaves: tuple[Leaf, ...], columns: tuple[str, ...], shared: tuple[str, ...]) -> Schema:
+    """One object per schema, so that its hash is computed once."""
     fields = [FieldSchema(path=path, kind="shared") for path in shared]
     for leaf in leaves:
         dtype = str(leaf.dtype).removeprefix("torch.")
@@ -323,13 +326,7 @@ def _fields(leaves: tuple[Leaf, ...], columns: tuple[str, ...], shared: list[str
             FieldSchema(path=path, dtype=dtype, kind="jagged", shape=leaf.shape, lengths=columns[column])
             for path, column in zip(leaf.field_paths, leaf.columns, strict=False)
         )
-    return tuple(sorted(fields, key=lambda field: field.path))
-
-
-@lru_cache(maxsize=64)
-def _schema(fields: tuple[FieldSchema, ...]) -> Schema:
-    """One object per schema, so that its hash is computed once."""
-    return Schema(fields=fields)
+    return Schema(fields=tuple(sorted(fields, key=lambda field: field.path)))
 
 
 def _join(path: str, part: object) -> str:
