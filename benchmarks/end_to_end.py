@@ -2,7 +2,8 @@
 
     python -m benchmarks.end_to_end --ranks 8 --json benchmarks/results/end_to_end_8.json
 
-The same model, data and seeds in every setting:
+The same model, data and seeds in every setting; settings take turns in blocks of steps, so that a host that slows down
+does so for all:
 
 - `off`: every sample is trained where it was loaded;
 - `kk_all_gather`: Karmarkar-Karp with equal counts after all-gathering the batch, the established way;
@@ -115,7 +116,7 @@ def read_address(port_file: Path) -> str:
 
 PASSED_ON = (
     "settings", "lengths", "steps", "batch_size", "max_length", "mean", "layers", "width", "heads", "head_dim",
-    "items", "kernel", "no_compile", "device", "seed", "window", "warm_up",
+    "items", "kernel", "no_compile", "device", "seed", "window", "warm_up", "blocks",
 )  # fmt: skip
 
 
@@ -140,11 +141,17 @@ def add_workload(parser: argparse.ArgumentParser, settings: Sequence[str] = SETT
     parser.add_argument("--seed", type=int, default=0)
 
 
+def add_blocks(parser: argparse.ArgumentParser) -> None:
+    """The flag of ranks that run several settings."""
+    parser.add_argument("--blocks", type=int, default=3, help="turns in which each setting runs its steps")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each")
     add_workload(parser)
-    parser.add_argument("--skip", type=int, default=30, help="first steps of each setting that are not counted")
+    add_blocks(parser)
+    parser.add_argument("--skip", type=int, default=10, help="first steps of each block that are not counted")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each rank")
     parser.add_argument("--master-port", type=int, default=29511)
     parser.add_argument("--raw", type=Path, help="where to keep what every rank measured")

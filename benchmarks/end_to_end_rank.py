@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import signal
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.end_to_end import add_workload, read_address
+from benchmarks.end_to_end import add_blocks, add_workload, read_address
 from examples.hstu.attention import choose_kernel
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Run, Trainer
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--port-file", type=Path, required=True)
     add_workload(parser)
+    add_blocks(parser)
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -64,19 +66,34 @@ def main() -> None:
         # All batches once: whatever is compiled or loaded for some number of tokens is there before time counts.
         trainer.run(batches[: options.warm_up], Balancer.off(), name="warm-up")
         say(rank, f"{lengths}: warmed up, {compilations()} graphs compiled")
-        workload: dict[str, Any] = {"samples": gather(sample_lengths(batches, model)), "settings": {}}
+        length = -(-len(batches) // options.blocks)
+        workload: dict[str, Any] = {"samples": gather(sample_lengths(batches, model)), "block_steps": length}
+        entrants = []
         for setting in options.settings:
             trainer.reset()
-            balancer = make_balancer(setting, options, lengths)
             fitter = trainer.make_fitter(FIT) if setting.endswith("_fitted") else None
-            compiled = compilations()
-            run = trainer.run(batches, balancer, fitter=fitter)
-            workload["settings"][setting] = collect(run) | {"compilations": gather(compilations() - compiled)}
-            if fitter is not None:
-                workload["settings"][setting]["cost_fit"] = describe_fit(fitter)
-            balancer.close()
-            median = np.median([step.total for step in run.times[10:] or run.times])
-            say(rank, f"{lengths}, {setting}: {median:.2f} ms a step")
+            balancer = make_balancer(setting, options, lengths)
+            entrants.append(Entrant(setting=setting, balancer=balancer, fitter=fitter, state=trainer.state()))
+        for first in range(0, len(batches), length):
+            # Settings take turns, in turned order, so that a host that slows down does so for all.
+            entrants.reverse()
+            for entrant in entrants:
+                trainer.restore(entrant.state)
+                compiled = compilations()
+                run = trainer.run(batches[first : first + length], entrant.balancer, fitter=entrant.fitter)
+                entrant.compilations += compilations() - compiled
+                entrant.state = trainer.state()
+                entrant.runs.append(run)
+                median = np.median([step.total for step in run.times[10:] or run.times])
+                say(rank, f"{lengths}, {entrant.setting}, from step {first}: {median:.2f} ms a step")
+        collected = {}
+        for entrant in entrants:
+            collected[entrant.setting] = collect(entrant.runs) | {"compilations": gather(entrant.compilations)}
+            if entrant.fitter is not None:
+                collected[entrant.setting]["cost_fit"] = describe_fit(entrant.fitter)
+        for entrant in entrants:
+            entrant.balancer.close()
+        workload["settings"] = {setting: collected[setting] for setting in options.settings}
         # Layers are measured in a run of their own: hooks and events take time of the host.
         trainer.track_layers = True
         tracked = trainer.run(batches[:TRACKED_STEPS], Balancer.off(), name="tracked")
@@ -87,6 +104,18 @@ def main() -> None:
             options.result.write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
+
+
+@dataclass(slots=True, kw_only=True)
+class Entrant:
+    """A setting, and where it is: blocks of its steps take turns with those of the others."""
+
+    setting: str
+    balancer: Balancer
+    fitter: CostFitter | None
+    state: dict[str, Any]
+    runs: list[Run] = field(default_factory=list)
+    compilations: int = 0
 
 
 def make_model(options: argparse.Namespace, device: torch.device) -> ModelOptions:
@@ -143,13 +172,13 @@ def sample_lengths(batches: list[SequenceBatch], model: ModelOptions) -> dict[st
     }
 
 
-def collect(run: Run) -> dict[str, Any]:
-    """A run of all ranks."""
-    reports = run.reports
+def collect(runs: list[Run]) -> dict[str, Any]:
+    """The blocks of one setting, on all ranks."""
+    reports = [report for run in runs for report in run.reports]
     return {
-        "times": gather([[getattr(step, phase) for phase in PHASES] for step in run.times]),
-        "tokens": gather(run.tokens),
-        "flops": gather(run.flops),
+        "times": gather([[getattr(step, phase) for phase in PHASES] for run in runs for step in run.times]),
+        "tokens": gather([tokens for run in runs for tokens in run.tokens]),
+        "flops": gather([flops for run in runs for flops in run.flops]),
         "own_load": gather([report.own_load for report in reports]),
         "imbalance_before": [report.imbalance_before for report in reports],
         "imbalance": [report.imbalance for report in reports],
@@ -157,9 +186,9 @@ def collect(run: Run) -> dict[str, Any]:
         "modes": [report.mode.value for report in reports],
         "wait_seconds": gather([report.wait_seconds for report in reports]),
         "partition_seconds": gather([report.partition_seconds for report in reports]),
-        "exposed_seconds": gather(run.exposed_seconds),
-        "peak_bytes": gather(run.peak_bytes),
-        "losses": run.losses.tolist(),
+        "exposed_seconds": gather(runs[-1].exposed_seconds),  # counted since the stream opened
+        "peak_bytes": gather(max(run.peak_bytes for run in runs)),
+        "losses": torch.cat([run.losses for run in runs]).tolist(),
     }
 
 

@@ -22,7 +22,7 @@ def summarize(raw: dict[str, Any], *, skip: int) -> dict[str, Any]:
 
     Args:
         raw: What `benchmarks.end_to_end_rank` wrote.
-        skip: First steps of each setting to leave out.
+        skip: First steps of each block to leave out.
     """
     results = {key: value for key, value in raw.items() if key != "workloads"}
     results["skipped_steps"] = skip
@@ -36,7 +36,9 @@ def summarize(raw: dict[str, Any], *, skip: int) -> dict[str, Any]:
 def summarize_workload(workload: dict[str, Any], ranks: int, peak: float | None, skip: int) -> dict[str, Any]:
     settings = workload["settings"]
     steps = min(len(setting["times"][0]) for setting in settings.values())
-    counted = np.arange(skip if steps > skip else 0, steps)
+    block = workload.get("block_steps", steps)
+    counted = np.arange(steps)
+    counted = counted[counted % block >= (skip if block > skip else 0)]
     times = {name: np.array([rank[:steps] for rank in setting["times"]]) for name, setting in settings.items()}
     stalled = {name: find_stalls(table, counted) for name, table in times.items()}
     # A step that stalled in one setting is left out of all, so that all are compared on the same batches.

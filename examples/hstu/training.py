@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from examples.hstu.budget import ActivationBudget
 from examples.hstu.embeddings import Storage, make_embeddings, shard_by_torchrec
@@ -106,6 +107,19 @@ class Trainer:
             raise ValueError("the weights of sharded tables are not kept; make a new Trainer")
         self._bare.load_state_dict(self._initial)
         self.optimizer = self._make_optimizer()
+
+    def state(self) -> dict[str, Any]:
+        """A copy of weights and optimizer in the host's memory; for whole tables on each rank only."""
+        if not self._initial:
+            raise ValueError("the weights of sharded tables are not copied; save a checkpoint")
+        held = {"model": self._bare.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state: dict[str, Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), held)
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        self._bare.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.dense_parameters(), lr=self._learning_rate, fused=self.device.type == "cuda")

@@ -58,6 +58,9 @@ def test_gains_and_shares_follow_from_the_times() -> None:
     # Even shares of whole samples do not exist everywhere, and the data costs a quarter of a millisecond.
     assert 0.95 < fitted["share_of_allowed"] < 1.05
     assert fitted["speedup"] == pytest.approx(off["step_ms_mean"] / fitted["step_ms_mean"])
+    raw["workloads"]["zipf"]["block_steps"] = 8
+    counted = summarize(raw, skip=2)["workloads"]["zipf"]["settings"]["off"]["step_ms"]
+    assert len(counted) == STEPS - 2 * STEPS // 8  # the first two steps of each block of eight are left out
     assert fitted["tflops_per_rank"] == pytest.approx(fitted["mfu"] * 989)
     console = Console(record=True, width=200)
     show(results, console)

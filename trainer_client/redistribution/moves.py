@@ -30,7 +30,6 @@ from trainer_client.redistribution.copies import (
 )
 from trainer_client.redistribution.fields import FieldTable
 
-ALIGNMENT = 16
 MAX_UNITS = 1 << 31  # of a column: pieces count in 32 bits
 
 
