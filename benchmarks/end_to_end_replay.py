@@ -9,8 +9,9 @@ each step stays on one of them. Same model, data and seeds as there:
 
 - `off`: every sample is trained where it was loaded;
 - `kk`: Karmarkar-Karp with equal counts;
-- `minimal_move`: this library's default;
-- `window`: the same over windows of `--window` batches.
+- `minimal_move`: this library's default, by FLOPs;
+- `fitted`: the same by costs that are fitted to the times of `off`;
+- `window`: as `minimal_move`, over windows of `--window` batches.
 
 Columns as in `benchmarks.end_to_end`.
 """
@@ -34,18 +35,24 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.end_to_end import add_workload
-from benchmarks.end_to_end_rank import make_data, make_model, sample_lengths
+from benchmarks.end_to_end_rank import describe_fit, make_data, make_model, sample_lengths
 from benchmarks.end_to_end_report import draw, show, summarize
 from evenkeel.partitioning.windows import partition_window
-from examples.hstu.model import ModelOptions
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
+from trainer_client.balancing.stream import Cost
 from trainer_client.batches import FlatBatch, flatten
 from trainer_client.datasets import SequenceBatch
 from trainer_client.measurement import peak_tflops
 from trainer_client.redistribution.regroup import pick
 
-SETTINGS = {"off": None, "kk": "karmarkar_karp", "minimal_move": "minimal_move", "window": "minimal_move"}
+SETTINGS = {
+    "off": None,
+    "kk": "karmarkar_karp",
+    "minimal_move": "minimal_move",
+    "fitted": "minimal_move",
+    "window": "minimal_move",
+}
 # Nothing travels here, and the losses are those of an optimizer that steps after each rank's batch.
 NOT_MEASURED = (
     "exposed_ms", "exposed_share", "exposed_agreement_ms_per_step",
@@ -60,6 +67,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the results; a plot for each number of ranks beside")
     parser.set_defaults(steps=40)
     options = parser.parse_args()
+    if "fitted" in options.settings and options.settings[0] != "off":
+        parser.error("--settings fitted needs the times of off: name that first")
     on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
     workers = torch.cuda.device_count() if on_gpu else 1
     with tempfile.TemporaryDirectory() as folder:
@@ -119,11 +128,19 @@ def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namesp
             workload: dict[str, Any] = {"steps": own, "settings": {}}
             workload["samples"] = [sample_lengths(batches, model) for batches in mine]
             results["replays"][ranks][lengths] = workload
+            fitter = trainer.make_fitter()
             for setting in track(options.settings, f"{ranks} ranks, {lengths}", disable=worker > 0):
-                planned, plans = plan(mine, setting, model, options.window)
+                cost = fitter.cost if setting == "fitted" else model.cost()
+                planned, plans = plan(mine, setting, cost, options.window)
                 trainer.reset()
-                run = trainer.run([pinned(batch, on_gpu) for step in planned for batch in step], Balancer.off())
+                run = trainer.run(
+                    [pinned(batch, on_gpu) for step in planned for batch in step],
+                    Balancer.off(),
+                    fitter=fitter if setting == "off" else None,
+                )
                 workload["settings"][setting] = collect(run, ranks) | plans
+                if setting == "fitted":
+                    workload["settings"][setting]["cost_fit"] = describe_fit(fitter)
     (Path(folder) / f"{worker}.json").write_text(json.dumps(results))
 
 
@@ -133,19 +150,18 @@ def pinned(batch: SequenceBatch, on_gpu: bool) -> SequenceBatch:
 
 
 def plan(
-    batches: list[list[SequenceBatch]], setting: str, model: ModelOptions, window: int
+    batches: list[list[SequenceBatch]], setting: str, cost: Cost, window: int
 ) -> tuple[list[list[SequenceBatch]], dict[str, list[float]]]:
     """Batches of all ranks, step after step, as the setting assigns them, and how good the plans are.
 
     Args:
         batches: (ranks, steps) as loaded.
         setting: One of `SETTINGS`.
-        model: Gives the cost of a sample, its FLOPs.
+        cost: Of each sample.
         window: Batches of a window in the setting `window`.
     """
     ranks, steps = len(batches), len(batches[0])
     size = window if setting == "window" else 1
-    cost = model.cost()
     planned: list[list[SequenceBatch]] = []
     imbalance: list[float] = []
     moved_share: list[float] = []
@@ -214,7 +230,9 @@ def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
         settings[name] = {
             key: steps([part[key] for part in all_parts]) for key in ("imbalance", "moved_share", "modes", "losses")
         } | {key: ranks([part[key] for part in all_parts]) for key in ("times", "tokens", "flops")}
-        settings[name] |= {key: first[key] for key in ("partition_seconds", "exposed_seconds")}
+        settings[name] |= {
+            key: first[key] for key in ("partition_seconds", "exposed_seconds", "cost_fit") if key in first
+        }
         settings[name]["peak_bytes"] = [value for part in all_parts for value in part["peak_bytes"]]
     samples = [
         {key: steps([part["samples"][rank][key] for part in parts]) for key in ("tokens", "flops")}
