@@ -1,4 +1,4 @@
-"""The Python of README and docs for trainers runs as written, around a small model and a balancer in the process."""
+"""The Python of README and docs for trainers runs as written, around a small model and a running balancer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.balancer_process import running_balancer
 from tests.trainer_client.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ def _blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / text).read_text(encoding="utf-8"), re.S)
 
 
-def _run_all(_: int, folder: str) -> list[str]:
+def _run_all(_: int, folder: str, address: str) -> list[str]:
     from torchrec import JaggedTensor, KeyedJaggedTensor
 
     from trainer_client import BalancedLoader, BalanceOptions, Balancer
@@ -61,8 +62,8 @@ def _run_all(_: int, folder: str) -> list[str]:
             "BalancedLoader": BalancedLoader, "BalanceOptions": BalanceOptions,
         }  # fmt: skip
         for number, block in enumerate(_blocks(text, "python")):
-            # No service listens here, and the model has no sharded tables.
-            code = re.sub(r'Balancer\.connect\("balancer:50051", job="train-42"(, )?', "Balancer.embedded(", block)
+            # The balancer listens elsewhere, each block is a job, and the model has no sharded tables.
+            code = block.replace("balancer:50051", address).replace("train-42", f"{Path(text).stem}-{number}")
             code = code.replace('make_pipeline("sparse_dist"', 'make_pipeline("base"')
             if "pipeline.progress" in code and "make_pipeline" not in code:  # a new one: the last has ended
                 loader = BalancedLoader(data, Balancer.embedded(), cost=names["cost"])
@@ -74,6 +75,7 @@ def _run_all(_: int, folder: str) -> list[str]:
 
 
 def test_the_blocks_run(tmp_path: Path) -> None:
-    (run,) = run_ranks(1, _run_all, str(tmp_path))
+    with running_balancer() as balancer:
+        (run,) = run_ranks(1, _run_all, str(tmp_path), balancer.address)
     assert [run.count(text) for text in TEXTS] == [4, 7, 1]
     assert (tmp_path / "balance.0.jsonl").exists()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from numbers import Integral, Real
 from typing import Literal, get_args
+
+from trainer_client.checks import is_number, is_whole
 
 Counts = Literal["equal", "free"]
 Fallback = Literal["embedded", "identity"]
@@ -63,11 +63,11 @@ class BalanceOptions:
             raise ValueError(f"node_leader is {self.node_leader!r}; use 'auto', True or False")
         if not self.strategy:
             raise ValueError("strategy is empty; name one, for example 'minimal_move'")
-        if not (_is_number(self.tolerance) and self.tolerance >= 0):
+        if not (is_number(self.tolerance) and self.tolerance >= 0):
             raise ValueError(f"tolerance is {self.tolerance!r}; use a finite number of at least 0")
-        if not _is_whole(self.depth) or self.depth < 1:
+        if not is_whole(self.depth) or self.depth < 1:
             raise ValueError(f"depth is {self.depth!r}; use a whole number of at least 1 batch in flight")
-        if not _is_whole(self.window) or not 1 <= self.window <= MAX_WINDOW:
+        if not is_whole(self.window) or not 1 <= self.window <= MAX_WINDOW:
             raise ValueError(f"window is {self.window!r}; use 1 to {MAX_WINDOW} batches")
         for field in ("timeout", "group_timeout"):
             value = getattr(self, field)
@@ -75,7 +75,7 @@ class BalanceOptions:
                 raise ValueError(f"{field} is {value}; use a positive timedelta")
         for field in ("speeds", "memory_caps"):
             values = getattr(self, field)
-            if values is not None and not (isinstance(values, Iterable) and all(map(_is_number, values))):
+            if values is not None and not (isinstance(values, Iterable) and all(map(is_number, values))):
                 raise ValueError(f"{field} is {values!r}; give a list of one finite number for each rank")
 
     @property
@@ -98,11 +98,3 @@ class BalanceOptions:
             for rank, value in enumerate(values):
                 if value <= 0:
                     raise ValueError(f"{field}[{rank}] is {value}; use a finite number above 0")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return not isinstance(value, bool) and (isinstance(value, Real) and math.isfinite(value))

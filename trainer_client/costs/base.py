@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer_client.batches import BatchError, read_lengths
+from trainer_client.checks import is_whole
 
 # Of a matrix product's FLOPs: once forward, twice backward (gradients of both factors).
 MATMUL_WITH_BACKWARD = 3.0
@@ -70,10 +71,7 @@ def check_sizes(options: object, *names: str, least: int = 1) -> None:
     Raises:
         ValueError: If one is not.
     """
-    for name in names:
-        value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; give a whole number >= {least}")
+    _check(options, names, lambda value: is_whole(value) and value >= least, f"give a whole number >= {least}")
 
 
 def check_fields(options: object, *names: str) -> None:
@@ -82,10 +80,7 @@ def check_fields(options: object, *names: str) -> None:
     Raises:
         ValueError: If one does not.
     """
-    for name in names:
-        value = getattr(options, name)
-        if not _names_fields(value):
-            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; name at least one field")
+    _check(options, names, _names_fields, "name at least one field")
 
 
 def check_sources(options: object, *names: str) -> None:
@@ -94,13 +89,20 @@ def check_sources(options: object, *names: str) -> None:
     Raises:
         ValueError: If one is not.
     """
+
+    def counts(value: Any) -> bool:
+        return value is None or (is_whole(value) and value >= 0) or _names_fields(value)
+
+    _check(options, names, counts, "give a whole number >= 0 or name fields")
+
+
+def _check(options: object, names: Sequence[str], is_valid: Callable[[Any], bool], remedy: str) -> None:
     for name in names:
         value = getattr(options, name)
-        number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if not (value is None or number or _names_fields(value)):
-            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; give a whole number >= 0 or name fields")
+        if not is_valid(value):
+            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; {remedy}")
 
 
-def _names_fields(value: object) -> bool:
+def _names_fields(value: Any) -> bool:
     paths = (value,) if isinstance(value, str) else value
     return isinstance(paths, Sequence) and bool(paths) and all(isinstance(path, str) and path for path in paths)

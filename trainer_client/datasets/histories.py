@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer_client.checks import check_whole
 from trainer_client.datasets.batch import SequenceBatch, assemble
-from trainer_client.datasets.checks import check_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_client.datasets.checks import check_number, check_whole
+from trainer_client.checks import check_number, check_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_client.datasets.checks import check_number, check_whole
+from trainer_client.checks import check_number, check_whole
 
 
 class Lengths(Protocol):

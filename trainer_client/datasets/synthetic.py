@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trainer_client.checks import check_whole
 from trainer_client.datasets.batch import SequenceBatch, assemble
-from trainer_client.datasets.checks import check_whole
 from trainer_client.datasets.keys import Keys
 from trainer_client.datasets.lengths import Lengths, ZipfLengths
 

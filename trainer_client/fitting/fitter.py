@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from trainer_client.checks import check_whole
 from trainer_client.fitting.solve import Fit, fit_times
 from trainer_client.fitting.terms import Terms
 from trainer_client.measurement import StepTimes
@@ -41,10 +42,7 @@ class FitOptions:
     upper: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for field, least in (("every", 1), ("window", 1), ("skip", 0)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{field} is {value!r}; use a whole number of at least {least}")
+        check_whole(self, every=1, window=1, skip=0)
         if not 0 <= self.min_explained <= 1:
             raise ValueError(f"min_explained is {self.min_explained}; use 0 to 1")
         if self.upper is not None and not all(bound > 0 for bound in self.upper):

@@ -60,8 +60,8 @@ def start(
     Raises:
         ValueError: If the slice does not fit the batch or the group.
     """
-    home = flat.device
-    where = torch.device(device) if device is not None else home
+    found = flat.device
+    where = torch.device(device) if device is not None else found
     world_size = 1 if group is None else dist.get_world_size(group)
     _check(flat, piece, group, world_size)
     piece = _writable(piece)
@@ -76,8 +76,8 @@ def start(
         where = torch.device("cuda", torch.cuda.current_device())
     side = stream if stream is not None else _side_stream(where)
     current = torch.cuda.current_stream(where)
-    on_device = home is not None and home.type == "cuda"
-    flat = _plain(flat.to(where) if on_device and home != where else flat)
+    on_device = found is not None and found.type == "cuda"
+    flat = _plain(flat.to(where) if on_device else flat)
     landing = prepare(flat, piece, world_size, where) if exchanges else None
     with torch.cuda.stream(side):
         # From memory that is not pinned the host would wait for the copies, and so for work queued before them.
