@@ -199,6 +199,12 @@ class FlatBatch:
         """The batch in page-locked host memory, from which copies to a device overlap with its work."""
         return self._replaced([tensor.pin_memory() for tensor in self.tensors])
 
+    def plain(self) -> FlatBatch:
+        """The batch with tensors that can be copied as bytes: contiguous, no lazy conjugates or negatives."""
+        if all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in self.tensors):
+            return self
+        return self._replaced([tensor.resolve_conj().resolve_neg().contiguous() for tensor in self.tensors])
+
     def empty(self) -> FlatBatch:
         """The same structure with no samples, on the host; it can be pickled and sent to a rank without a batch."""
         return FlatBatch(
@@ -213,13 +219,14 @@ class FlatBatch:
         """The batch again: the same containers and types around these tensors."""
         return self.structure.root.build(_Parts(self))
 
-    def leaf_rows(self, num_samples: int, totals: NDArray[np.int64]) -> list[int]:
-        """Rows of each leaf of a batch of this structure with so many samples and values per jagged column."""
+    def make_room(self, num_samples: int, totals: NDArray[np.int64], device: torch.device) -> list[torch.Tensor]:
+        """Uninitialised tensors for a batch of this structure with so many samples and values per jagged column."""
         values = totals.tolist()
-        return [
-            leaf.rows * num_samples if leaf.rows else sum([values[column] for column in leaf.columns])
-            for leaf in self.structure.leaves
-        ]
+        tensors = []
+        for leaf in self.structure.leaves:
+            rows = leaf.rows * num_samples if leaf.rows else sum([values[column] for column in leaf.columns])
+            tensors.append(torch.empty((rows, *leaf.shape), dtype=leaf.dtype, device=device))
+        return tensors
 
     def rebuild(
         self,

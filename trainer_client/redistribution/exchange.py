@@ -41,11 +41,7 @@ def prepare(flat: FlatBatch, piece: Slice, world_size: int, device: torch.device
     """Sizes, and memory for the result, of the device's current stream."""
     fields = FieldTable.of(flat.structure.leaves, LENGTHS_DTYPE.itemsize * flat.num_jagged)
     amounts = measure(piece, flat.lengths, fields, world_size, piece_bytes(device))
-    rows = flat.leaf_rows(amounts.num_samples, amounts.totals)
-    tensors = [
-        torch.empty((count, *leaf.shape), dtype=leaf.dtype, device=device)
-        for leaf, count in zip(flat.structure.leaves, rows, strict=True)
-    ]
+    tensors = flat.make_room(amounts.num_samples, amounts.totals, device)
     return Landing(fields=fields, amounts=amounts, tensors=tensors)
 
 

@@ -32,19 +32,16 @@ def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> F
     lengths = np.concatenate([batch.lengths[samples] for batch, samples in zip(batches, chosen, strict=True)])
     totals = lengths.sum(axis=0)
     device = next((batch.device for batch in batches if batch.device is not None), torch.device("cpu"))
-    tensors = [
-        torch.empty((rows, *leaf.shape), dtype=leaf.dtype, device=device)
-        for leaf, rows in zip(template.structure.leaves, template.leaf_rows(len(lengths), totals), strict=True)
-    ]
+    tensors = template.make_room(len(lengths), totals, device)
     # alive until the copies are queued: kernels read them by address
-    sources = [[tensor.resolve_conj().resolve_neg().contiguous() for tensor in batch.tensors] for batch in batches]
+    sources = [batch.plain() for batch in batches]
     words, job = describe_samples(
         np.concatenate(chosen).astype(np.int64),
         np.cumsum([0, *(samples.size for samples in chosen)]),
         np.concatenate([batch.lengths for batch in batches]),
         np.cumsum([0, *(batch.num_samples for batch in batches)]),
         fields,
-        np.stack([fields.addresses(own, batch.totals) for own, batch in zip(sources, batches, strict=True)]),
+        np.stack([fields.addresses(own.tensors, batch.totals) for own, batch in zip(sources, batches, strict=True)]),
         fields.addresses(tensors, totals),
         most=piece_bytes(device),
     )

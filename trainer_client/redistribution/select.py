@@ -60,10 +60,7 @@ def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | 
     lengths = np.concatenate(picked)
     _check(piece, chosen, picked)
     new_totals = lengths.sum(axis=0)
-    tensors = [
-        torch.empty((rows, *leaf.shape), dtype=leaf.dtype, device=device)
-        for leaf, rows in zip(flat.structure.leaves, flat.leaf_rows(len(lengths), new_totals), strict=True)
-    ]
+    tensors = flat.make_room(len(lengths), new_totals, device)
     # every block of the gathered buffer begins at a multiple of the largest one, its own offsets at 0
     begins = gathered.data_ptr() + packed.numel() * np.arange(world_size)
     words, job = describe_samples(

@@ -67,7 +67,7 @@ def start(
     piece = _writable(piece)
     exchanges = method == "all_to_all" and world_size > 1
     if where is None or where.type != "cuda":
-        flat = _plain(flat if where is None else flat.to(where))
+        flat = (flat if where is None else flat.to(where)).plain()
         if exchanges and where is not None:
             return Pending(exchange(flat, piece, group, prepare(flat, piece, world_size, where), where))
         result = _stay_or_select(flat, piece, group, world_size)
@@ -77,7 +77,7 @@ def start(
     side = stream if stream is not None else _side_stream(where)
     current = torch.cuda.current_stream(where)
     on_device = found is not None and found.type == "cuda"
-    flat = _plain(flat.to(where) if on_device else flat)
+    flat = (flat.to(where) if on_device else flat).plain()
     landing = prepare(flat, piece, world_size, where) if exchanges else None
     with torch.cuda.stream(side):
         # From memory that is not pinned the host would wait for the copies, and so for work queued before them.
@@ -101,14 +101,6 @@ def start(
 
 def _stay_or_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int) -> FlatBatch:
     return flat if world_size == 1 else gather_and_select(flat, piece, group, world_size)
-
-
-def _plain(flat: FlatBatch) -> FlatBatch:
-    """The batch with tensors that can be copied as bytes."""
-    if all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in flat.tensors):
-        return flat
-    tensors = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in flat.tensors]
-    return flat.rebuild(tensors, num_samples=flat.num_samples, totals=flat.totals, lengths=flat.lengths)
 
 
 def _check(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int) -> None:
