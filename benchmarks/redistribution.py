@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpus import own_gpu
 from benchmarks.redistribution_check import bytes_of, check
 from benchmarks.redistribution_peers import FieldByField, PackedBytes
 from evenkeel.partitioning import Slice, partition, slice_plan
@@ -249,9 +250,9 @@ def profile_host(device: torch.device) -> None:
 
 def run_rank(rank: int, world_size: int, port: int, options: Options) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if port:
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+    device = own_gpu() if options.device == "cuda" else torch.device("cpu")
     method = "env://" if port == 0 else f"tcp://127.0.0.1:{port}"
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=world_size)

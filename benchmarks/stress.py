@@ -3,7 +3,8 @@
     python -m benchmarks.stress --ranks 2 --steps 10000 --json benchmarks/results/stress_2xh200.json
     python -m benchmarks.stress --ranks 2 --steps 200                        # on a CPU, over Gloo
 
-It starts its ranks by torchrun, with NCCL where there are GPUs and Gloo otherwise. Loops:
+It starts its ranks by torchrun, with NCCL where there are GPUs and Gloo otherwise. More ranks than GPUs share them, as
+if they were on several hosts (then times say nothing). Loops:
 
 - `ddp`, `fsdp2`: plain loops under `DistributedDataParallel` and `fully_shard`, batches of all sizes;
 - `torchrec_base`, `torchrec_sparse_dist`, `torchrec_prefetch`: TorchRec's pipelines over `DistributedModelParallel`
@@ -95,7 +96,8 @@ def is_wrong(entry: dict[str, Any]) -> bool:
 def show(results: dict[str, Any], console: Console) -> None:
     """Prints a line per loop."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
-    table = Table(title=f"{results['ranks']} × {results['machine']}, {results['backend']}; {versions}")
+    machine = f"{results['gpus']} × {results['machine']}" if results["gpus"] else results["machine"]
+    table = Table(title=f"{results['ranks']} ranks on {machine}, {results['backend']}; {versions}")
     names = ("steps", "seconds", "samples", *BAD)
     table.add_column("loop")
     for name in names:
@@ -129,7 +131,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each as far as there are")
     add_workload(parser)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--json", type=Path, help="where to write the results")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,7 @@ def _sharded(workload: Workload, device: torch.device, *, prefetch: bool) -> tup
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     on_gpu, world = device.type == "cuda", dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     # CPUs have no caches, so all tables are FUSED there.
     kernels = ("fused", "fused_uvm_caching") if on_gpu else ("fused", "fused")
     constraints, configs = {}, []
@@ -233,7 +235,7 @@ def _sharded(workload: Workload, device: torch.device, *, prefetch: bool) -> tup
     # the prefetching pipeline wants it of all tables, those without a cache too
     sharders: list[Any] = [EmbeddingCollectionSharder(fused_params={"prefetch_pipeline": True} if prefetch else None)]
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world, local_world_size=world, compute_device=device.type),
+        topology=Topology(world_size=world, local_world_size=local, compute_device=device.type),
         constraints=constraints,
     )
     plan = planner.collective_plan(bare, sharders, dist.group.WORLD)

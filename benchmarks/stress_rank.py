@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.end_to_end import read_address
+from benchmarks.gpus import own_gpu
 from benchmarks.stress import add_workload
 from benchmarks.stress_data import Ledger
 from benchmarks.stress_loops import left_out, make_workload, run_loop
@@ -67,15 +68,13 @@ def main() -> None:
     parser.add_argument("--port-file", type=Path, required=True)
     add_workload(parser)
     options = parser.parse_args()
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ["RANK"])
     stacks = options.result.with_name(f"stacks_{rank}.txt").open("w")
     faulthandler.register(signal.SIGTERM, file=stacks, chain=True)  # torchrun stops the others when one has ended
     on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    device = own_gpu() if on_gpu else torch.device("cpu")
     stall = options.stall_step if rank == dist_size() - 1 else None
     watchdog = Watchdog(options.hang_seconds, stacks, device, stall)
-    if on_gpu:
-        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     results: dict[str, Any] = describe(device) | {"loops": {}}
     for loop in options.loops:
@@ -108,6 +107,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "backend": dist.get_backend(),
         "ranks": dist.get_world_size(),
+        "gpus": min(torch.cuda.device_count(), dist.get_world_size()) if cuda else 0,
         "versions": versions | {"python": platform.python_version(), "cuda": torch.version.cuda},
     }
 
