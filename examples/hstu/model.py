@@ -7,8 +7,10 @@ which PyTorch has variable-length kernels, where the paper's is pointwise; the w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -38,6 +40,8 @@ class ModelOptions:
         interleaved: Whether actions are tokens of their own.
         kernel: Of the attention.
         compile: Whether to compile the layers.
+        layers_per_call: Layers that are compiled into one call. More take less time of the host, but gradients come
+            later, so that less of averaging them overlaps.
     """
 
     num_layers: int = 8
@@ -53,6 +57,7 @@ class ModelOptions:
     interleaved: bool = True
     kernel: Kernel = "dense"
     compile: bool = False
+    layers_per_call: int = 2
 
     def tokens(self) -> TokenCost:
         """Tokens of each sample: what a rank's memory is proportional to."""
@@ -87,18 +92,18 @@ class Layer(nn.Module):
         self._heads = (options.num_heads, options.head_dim)
         self._max_tokens = options.max_tokens
         self._kernel: Kernel = options.kernel
+        self._compile = options.compile
         self._attend: Callable[..., torch.Tensor] = attend
-        self._transform: Callable[..., torch.Tensor] = self._eager
-        if options.compile:
-            if options.kernel not in TRACEABLE:
-                self._attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
-            self._transform = torch.compile(self._eager, dynamic=True)  # once for all layers
+        if options.compile and options.kernel not in TRACEABLE:
+            self._attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
 
     def forward(self, tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor) -> torch.Tensor:
         """(tokens, width) to (tokens, width)."""
-        return self._transform(tokens, offsets, num_candidates)
+        run = compiled_transform() if self._compile else transform
+        return run((self,), tokens, offsets, num_candidates)
 
-    def _eager(self, tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor) -> torch.Tensor:
+    def transform(self, tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor) -> torch.Tensor:
+        """The same, to be compiled alone or with its neighbours."""
         gate, *views = functional.silu(self.project_in(self.norm(tokens))).chunk(4, dim=-1)
         value, query, key = (view.reshape(-1, *self._heads) for view in views)
         attended = self._attend(
@@ -106,6 +111,21 @@ class Layer(nn.Module):
         )
         projected: torch.Tensor = self.project_out(self.norm_attended(attended.flatten(1)) * gate)
         return tokens + projected
+
+
+def transform(
+    layers: Sequence[Layer], tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor
+) -> torch.Tensor:
+    """(tokens, width) to (tokens, width) through some layers; calls no hooks."""
+    for layer in layers:
+        tokens = layer.transform(tokens, offsets, num_candidates)
+    return tokens
+
+
+@cache
+def compiled_transform() -> Callable[..., torch.Tensor]:
+    """`transform` as one call, compiled once for all stretches of as many layers."""
+    return torch.compile(transform, dynamic=True)
 
 
 class LocalEmbeddings(nn.Module):
@@ -139,6 +159,7 @@ class Ranker(nn.Module):
         self.layers = nn.ModuleList(Layer(options) for _ in range(options.num_layers))
         self.norm = nn.LayerNorm(options.width)
         self.score = nn.Linear(options.width, 1)
+        self.layers_apart = False  # where hooks shall be called
 
     def forward(self, batch: SequenceBatch) -> torch.Tensor:
         """(Σ candidates,) logits."""
@@ -150,10 +171,18 @@ class Ranker(nn.Module):
             parts = torch.cat([context, history + actions, candidates])
         tokens = parts[sequences.order] + functional.embedding(sequences.positions, self.positions)
         state = self.widen(tokens)
-        for layer in self.layers:
-            state = layer(state, sequences.offsets, sequences.num_candidates)
+        for layers in self._stretches():
+            run = layers[0] if len(layers) == 1 else partial(compiled_transform(), layers)
+            state = run(state, sequences.offsets, sequences.num_candidates)
         logits: torch.Tensor = self.score(self.norm(state[sequences.candidates])).squeeze(-1)
         return logits
+
+    def _stretches(self) -> list[tuple[Layer, ...]]:
+        """The layers, as many together as are called at once."""
+        layers = cast("tuple[Layer, ...]", tuple(self.layers))
+        together = self.options.compile and self.options.kernel in TRACEABLE and not self.layers_apart
+        size = self.options.layers_per_call if together else 1
+        return [layers[begin : begin + size] for begin in range(0, len(layers), size)]
 
 
 def loss_of(logits: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:

@@ -166,6 +166,7 @@ class Trainer:
         sums: list[torch.Tensor] = []
         counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, read after the last step
         tracker = None
+        self._bare.layers_apart = self.track_layers
         if self.track_layers:
             work = AttentionWork(
                 num_heads=self.options.num_heads,
