@@ -43,7 +43,7 @@ from benchmarks.redistribution_check import bytes_of, check
 from benchmarks.redistribution_peers import FieldByField, PackedBytes
 from evenkeel.partitioning import Slice, partition, slice_plan
 from trainer_client.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.redistribution import num_parts, redistribute, start, warm_up
+from trainer_client.redistribution import redistribute, start, warm_up
 
 WAIT_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to queue one redistribution
 
@@ -158,11 +158,10 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
     sizes = np.concatenate([batch.sizes for batch in batches])
     moved = np.bincount(homes, weights=sizes * (destinations != homes), minlength=world_size)
     own, piece = batches[rank].to(device), pieces[rank]
-    parts = num_parts(moved.sum(), world_size)
     clock = Clock(device, repeats)
 
     def ours() -> FlatBatch:
-        return start(own, piece, group=group, parts=parts).wait()
+        return start(own, piece, group=group).wait()
 
     raw = PackedBytes(own, piece, group)
     fields = FieldByField(own, piece, group)

@@ -54,10 +54,7 @@ def check(device: torch.device, rounds: int) -> int:
         own = batches[rank].to(device)
         if device.type == "cuda" and seed:
             torch.cuda.set_sync_debug_mode("error")
-        moved = [
-            start(batch, piece, group=dist.group.WORLD, device=device, parts=parts)
-            for batch, parts in ((own, 1), (batches[rank], 2), (own, 3))
-        ]
+        moved = [start(batch, piece, group=dist.group.WORLD, device=device) for batch in (own, batches[rank], own)]
         results = [one.wait() for one in moved]
         torch.cuda.set_sync_debug_mode("default") if device.type == "cuda" else None
         results.append(redistribute(own, piece, group=dist.group.WORLD, method="all_gather"))

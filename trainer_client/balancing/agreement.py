@@ -56,7 +56,6 @@ class Verdict:
         ranks: The ranks that the reason is about.
         served: The service decided the round for all ranks alike.
         moved: Whether any sample moves; under `Mode.EMBEDDED` True until the plan is known.
-        moved_size: Bytes of the samples that move, over all ranks and batches; under `Mode.EMBEDDED` likewise.
     """
 
     mode: Mode
@@ -64,7 +63,6 @@ class Verdict:
     ranks: tuple[int, ...] = ()
     served: bool = False
     moved: bool = False
-    moved_size: int = 0
 
 
 def check_order(votes: Sequence[Vote]) -> None:
@@ -126,13 +124,11 @@ def decide(votes: Sequence[Vote], *, waited: bool, has_service: bool, balance: b
         return Verdict(mode=Mode.IDENTITY, reason=Reason.SERVICE_IDENTITY, served=True)
     if not (checksums_cancel(list(votes)) and batches_keep_their_sizes(list(votes))):
         return _fall_back(fallback, Reason.TRANSFERS_DIFFER)
-    return Verdict(
-        mode=Mode.SERVICE, reason=Reason.NONE, served=True, moved=first.moved > 0, moved_size=first.moved_size
-    )
+    return Verdict(mode=Mode.SERVICE, reason=Reason.NONE, served=True, moved=first.moved > 0)
 
 
 def _decision(vote: Vote) -> tuple[object, ...]:
-    return vote.held, vote.instance, vote.digest, vote.moved, vote.moved_size
+    return vote.held, vote.instance, vote.digest, vote.moved
 
 
 def _ranks(votes: Sequence[Vote], test: object) -> tuple[int, ...]:

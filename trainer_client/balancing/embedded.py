@@ -72,11 +72,6 @@ class EmbeddedPlan:
         """Samples that change rank, over all ranks and batches."""
         return sum(part.moved_samples for part in self.partitions)
 
-    @property
-    def moved_size(self) -> int:
-        """Bytes of them."""
-        return round(sum(part.moved_size for part in self.partitions))
-
 
 def balance_embedded(
     data: RoundData, votes: list[Vote], groups: Groups, options: BalanceOptions, nodes: NDArray[np.int32] | None

@@ -23,7 +23,7 @@ from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.tickets import Outcome, Ticket, read_costs
 from trainer_client.balancing.worker import RoundWorker
 from trainer_client.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.redistribution import Pending, num_parts, start
+from trainer_client.redistribution import Pending, start
 from trainer_client.redistribution.regroup import pick
 from trainer_client.tracing import RoundTrace, StreamTracer, tracer_of
 
@@ -216,7 +216,6 @@ class BatchStream:
             group=self._groups.data if outcome.verdict.moved else None,
             device=device,
             method=self._options.method,
-            parts=num_parts(outcome.verdict.moved_size / len(outcome.reports), self._groups.world_size),
         )
         self.worker.counters.redistribution_seconds += time.perf_counter() - started
         pending.then(self._move_ended if ticket.trace is None else partial(self._move_ended, ticket.trace))

@@ -51,7 +51,6 @@ class Vote:
         instance: The balancer's instance that decided.
         digest: 64 bits of the digest of the whole plan.
         moved: Samples that the plan moves, over all ranks.
-        moved_size: Bytes of them.
         checksum: What this rank sends less what it expects to receive, hashed linearly; cancels over all ranks
             if and only if (but for chance of 2^-64) the slices of all ranks fit together.
         samples: Samples that this rank holds.
@@ -72,7 +71,6 @@ class Vote:
     instance: int = 0
     digest: int = 0
     moved: int = 0
-    moved_size: int = 0
     checksum: int = 0
     samples: int = 0
     exhausted: bool = False
@@ -97,21 +95,20 @@ class Vote:
         """The struct on the wire, little-endian."""
         flags = self.exhausted | self.asked << 1 | self.ready << 2 | self.costs_valid << 3 | self.costs_float << 4
         fixed = _LAYOUT.pack(
-            self.round, self.held, flags, self.instance, self.digest, self.moved, self.moved_size, self.checksum,
-            self.samples, self.schema, self.load, self.heaviest, self.num_batches,
+            self.round, self.held, flags, self.instance, self.digest, self.moved, self.checksum, self.samples,
+            self.schema, self.load, self.heaviest, self.num_batches,
         )  # fmt: skip
         return fixed + b"".join(_BATCH.pack(b.samples, b.received, b.load, b.heaviest) for b in self.batches)
 
     @classmethod
     def unpack(cls, data: bytes) -> Vote:
         """Reads what `pack` wrote."""
-        (
-            number, held, flags, instance, digest, moved, moved_size, checksum, samples, schema, load, heaviest,
-            num_batches,
-        ) = _LAYOUT.unpack(data[:VOTE_BYTES])  # fmt: skip
+        (number, held, flags, instance, digest, moved, checksum, samples, schema, load, heaviest, num_batches) = (
+            _LAYOUT.unpack(data[:VOTE_BYTES])
+        )
         return cls(
-            round=number, held=Held(held), instance=instance, digest=digest, moved=moved, moved_size=moved_size,
-            checksum=checksum, samples=samples, exhausted=bool(flags & 1), asked=bool(flags & 2), ready=bool(flags & 4),
+            round=number, held=Held(held), instance=instance, digest=digest, moved=moved, checksum=checksum,
+            samples=samples, exhausted=bool(flags & 1), asked=bool(flags & 2), ready=bool(flags & 4),
             costs_valid=bool(flags & 8), costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
             num_batches=num_batches,
             batches=tuple(
@@ -121,7 +118,7 @@ class Vote:
         )  # fmt: skip
 
 
-_LAYOUT = struct.Struct("<QII7QddQ")
+_LAYOUT = struct.Struct("<QII6QddQ")
 _BATCH = struct.Struct("<QQdd")
 VOTE_BYTES = _LAYOUT.size
 

@@ -167,8 +167,7 @@ class RoundWorker:
                 verdict = Verdict(mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, served=verdict.served)
             else:
                 piece, plan = result.piece, result
-                # the same plan on all ranks
-                verdict = replace(verdict, moved=result.moved_samples > 0, moved_size=result.moved_size)
+                verdict = replace(verdict, moved=result.moved_samples > 0)  # the same plan on all ranks
         self.counters.rounds[verdict.mode, verdict.reason] += 1
         self.counters.wait_seconds += wait_seconds
         reports = report_round(
@@ -212,7 +211,6 @@ class RoundWorker:
             instance=decision.instance if decision else 0,
             digest=decision.digest if decision else 0,
             moved=decision.moved_samples if decision else 0,
-            moved_size=decision.moved_size if decision else 0,
             checksum=checksum,
             samples=len(costs),
             exhausted=ticket.exhausted,

@@ -1,7 +1,6 @@
-"""Moving samples between ranks: one All2All a batch, or two, however many fields it has."""
+"""Moving samples between ranks: one All2All a batch, however many fields it has."""
 
 from trainer_client.redistribution.copying import warm_up
-from trainer_client.redistribution.exchange import num_parts
 from trainer_client.redistribution.pending import Pending
 from trainer_client.redistribution.reference import gather_samples, redistribute_reference, select_samples
 from trainer_client.redistribution.start import Method, redistribute, start
@@ -10,7 +9,6 @@ __all__ = [
     "Method",
     "Pending",
     "gather_samples",
-    "num_parts",
     "redistribute",
     "redistribute_reference",
     "select_samples",

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from trainer_client.batches.flat import Leaf
 
-_TYPICAL_LENGTH = 64  # rows of a sample in a jagged field, to weigh fields where lengths are not known
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldTable:
@@ -63,28 +61,6 @@ class FieldTable:
             before_columns=np.array([column for columns in before for column in columns], dtype=np.int64),
             column=np.array([item[3] for item in found], dtype=np.int64),
             unit_bytes=np.array([item[4] for item in found], dtype=np.int64),
-        )
-
-    @staticmethod
-    @lru_cache(maxsize=64)
-    def parts(leaves: tuple[Leaf, ...], table_bytes: int, count: int) -> tuple[FieldTable, ...]:
-        """The same fields in at most `count` parts of about the same bytes, by the schema alone: alike on all ranks."""
-        whole = FieldTable.of(leaves, table_bytes)
-        weights = (np.where(whole.column < 0, 1, _TYPICAL_LENGTH) * whole.unit_bytes).cumsum()
-        if count < 2 or not weights.size:
-            return (whole,)
-        targets = [weights[-1] * part / count for part in range(1, count)]
-        cuts = [int(np.abs(weights - target).argmin()) + 1 for target in targets]
-        return tuple(whole._between(*bounds) for bounds in pairwise(sorted({0, *cuts, weights.size})))
-
-    def _between(self, begin: int, end: int) -> FieldTable:
-        first, last = self.before_begin[begin], self.before_begin[end]
-        return FieldTable(
-            leaf_index=self.leaf_index[begin:end].copy(),
-            before_begin=self.before_begin[begin : end + 1] - first,
-            before_columns=self.before_columns[first:last].copy(),
-            column=self.column[begin:end].copy(),
-            unit_bytes=self.unit_bytes[begin:end].copy(),
         )
 
     def addresses(self, tensors: Sequence[torch.Tensor], totals: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -25,11 +25,10 @@ def redistribute(
     group: dist.ProcessGroup | None,
     device: torch.device | str | None = None,
     method: Method = "all_to_all",
-    parts: int = 1,
     stream: torch.cuda.Stream | None = None,
 ) -> FlatBatch:
     """Moves every sample to its destination and gives the batch that this rank trains; see `start`."""
-    return start(flat, piece, group=group, device=device, method=method, parts=parts, stream=stream).wait()
+    return start(flat, piece, group=group, device=device, method=method, stream=stream).wait()
 
 
 def start(
@@ -39,7 +38,6 @@ def start(
     group: dist.ProcessGroup | None,
     device: torch.device | str | None = None,
     method: Method = "all_to_all",
-    parts: int = 1,
     stream: torch.cuda.Stream | None = None,
 ) -> Pending:
     """Begins to move samples. Collective: all ranks of `group` call it for the same plan, in the same order.
@@ -54,7 +52,6 @@ def start(
         group: The ranks of the plan; None if nothing moves, which needs no collective.
         device: Where the result shall be; default: where `flat` is. Gloo moves host tensors, NCCL CUDA tensors.
         method: "all_to_all", or "all_gather", which gathers everything everywhere and selects.
-        parts: Number of All2Alls, the same on all ranks; `num_parts` tells what is fastest.
         stream: CUDA stream for all of it; default: one that this library keeps per device.
 
     Returns:
@@ -72,7 +69,7 @@ def start(
     if where is None or where.type != "cuda":
         flat = (flat if where is None else flat.to(where)).plain()
         if exchanges and where is not None:
-            return Pending(exchange(flat, piece, group, prepare(flat, piece, world_size, where, parts), where))
+            return Pending(exchange(flat, piece, group, prepare(flat, piece, world_size, where), where))
         result = _stay_or_select(flat, piece, group, world_size)
         return Pending(lambda: result)
     if where == torch.device("cuda"):
@@ -81,7 +78,7 @@ def start(
     current = torch.cuda.current_stream(where)
     on_device = found is not None and found.type == "cuda"
     flat = (flat.to(where) if on_device else flat).plain()
-    landing = prepare(flat, piece, world_size, where, parts) if exchanges else None
+    landing = prepare(flat, piece, world_size, where) if exchanges else None
     with torch.cuda.stream(side):
         # From memory that is not pinned the host would wait for the copies, and so for work queued before them.
         moved = flat if on_device else flat.pin_memory().to(where, non_blocking=True)

@@ -57,11 +57,6 @@ class ServiceDecision:
         """Samples that change rank, over all ranks and batches."""
         return sum(balance.moved_samples for balance in self.balances)
 
-    @property
-    def moved_size(self) -> int:
-        """Bytes of them."""
-        return sum(balance.moved_size for balance in self.balances)
-
 
 def join_request(
     *,

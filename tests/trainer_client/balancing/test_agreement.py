@@ -35,7 +35,6 @@ def test_a_plan_that_moves_nothing_needs_no_collective() -> None:
         (replace(BALANCED, instance=8), Reason.DECISIONS_DIFFER),
         (replace(BALANCED, digest=12), Reason.DECISIONS_DIFFER),
         (replace(BALANCED, moved=6), Reason.DECISIONS_DIFFER),
-        (replace(BALANCED, moved_size=6), Reason.DECISIONS_DIFFER),
         (UNDECIDED, Reason.DECISIONS_DIFFER),
         (replace(BALANCED, checksum=1), Reason.TRANSFERS_DIFFER),
     ],

@@ -12,8 +12,8 @@ U64 = st.integers(0, 2**64 - 1)
 @given(
     st.builds(
         Vote,
-        round=U64, held=st.sampled_from(Held), instance=U64, digest=U64, moved=U64, moved_size=U64, checksum=U64,
-        samples=U64, exhausted=st.booleans(), asked=st.booleans(), ready=st.booleans(), costs_valid=st.booleans(),
+        round=U64, held=st.sampled_from(Held), instance=U64, digest=U64, moved=U64, checksum=U64, samples=U64,
+        exhausted=st.booleans(), asked=st.booleans(), ready=st.booleans(), costs_valid=st.booleans(),
         costs_float=st.booleans(), schema=U64, load=st.floats(allow_nan=False), heaviest=st.floats(allow_nan=False),
     )
 )  # fmt: skip

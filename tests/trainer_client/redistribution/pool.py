@@ -66,14 +66,14 @@ def move(flat: FlatBatch, piece: Slice, world_size: int, method: Any) -> FlatBat
     return redistribute(flat, piece, group=group_of(world_size), method=method)
 
 
-def move_in_pieces(flat: FlatBatch, piece: Slice, world_size: int, most: int, parts: int) -> FlatBatch:
+def move_in_pieces(flat: FlatBatch, piece: Slice, world_size: int, most: int) -> FlatBatch:
     """In a rank: one redistribution as a device does it with large batches.
 
-    Ranges are cut into pieces of at most `most` bytes, and what stays is copied beside the All2Alls.
+    Ranges are cut into pieces of at most `most` bytes, and what stays is copied beside the All2All.
     """
     module = importlib.import_module("trainer_client.redistribution.exchange")
     with mock.patch.multiple(module, piece_bytes=lambda _: most, OVERLAP_BYTES=0):
-        return redistribute(flat, piece, group=group_of(world_size), parts=parts)
+        return redistribute(flat, piece, group=group_of(world_size))
 
 
 def move_overlapping(flat: FlatBatch, pieces: list[Slice], world_size: int) -> list[FlatBatch]:
