@@ -1,6 +1,10 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 
+from examples.hstu import model
 from examples.hstu.attention import attend, choose_kernel
 from examples.hstu.model import ModelOptions, Ranker, loss_of
 from examples.hstu.sequences import arrange
@@ -47,21 +51,47 @@ def test_tokens_are_context_then_items_with_their_actions_then_candidates() -> N
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_a_sample_scores_the_same_in_any_batch(candidates: int) -> None:
     torch.manual_seed(0)
-    model = Ranker(OPTIONS)
+    ranker = Ranker(OPTIONS)
     batch = _batch(candidates=candidates)
-    together = model(batch)
-    alone = torch.cat([model(_one(batch, sample)) for sample in range(batch.size)])
+    together = ranker(batch)
+    alone = torch.cat([ranker(_one(batch, sample)) for sample in range(batch.size)])
     assert torch.allclose(together, alone, atol=1e-5)
+
+
+def test_layers_that_are_called_together_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(layers: Sequence[model.Layer], *tensors: torch.Tensor) -> torch.Tensor:
+        calls.append(len(layers))
+        return model.transform(layers, *tensors)
+
+    monkeypatch.setattr(model, "compiled_transform", lambda: counted)  # compilers want minutes or a GPU
+    monkeypatch.setattr(model, "TRACEABLE", {"dense"})
+    batch, options = _batch(), replace(OPTIONS, num_layers=5, kernel="dense")
+    found = {}
+    for size, compiled, apart in ((1, False, False), (1, True, False), (2, True, False), (2, True, True)):
+        torch.manual_seed(0)
+        ranker = Ranker(replace(options, layers_per_call=size, compile=compiled))
+        ranker.layers_apart = apart
+        hooked: list[str] = []
+        for layer in ranker.layers:
+            layer.register_forward_hook(lambda *_, hooked=hooked: hooked.append("hook"))
+        calls.clear()
+        found[size, compiled, apart] = ranker(batch).tolist(), list(calls), len(hooked)
+    expected = found[1, False, False][0]
+    assert [logits == expected for logits, _, _ in found.values()] == [True] * 4
+    assert [called for _, called, _ in found.values()] == [[], [1] * 5, [2, 2, 1], [1] * 5]
+    assert [hooks for _, _, hooks in found.values()][-1] == 5  # as whoever measures layers wants it
 
 
 def test_candidates_do_not_see_each_other() -> None:
     torch.manual_seed(0)
-    model = Ranker(OPTIONS)
+    ranker = Ranker(OPTIONS)
     batch = _batch(candidates=3)
-    before = model(batch).view(-1, 3)
+    before = ranker(batch).view(-1, 3)
     batch.candidates = batch.candidates.clone()
     batch.candidates[1::3] = (batch.candidates[1::3] + 7) % 100
-    after = model(batch).view(-1, 3)
+    after = ranker(batch).view(-1, 3)
     assert torch.allclose(before[:, [0, 2]], after[:, [0, 2]], atol=1e-6)
     assert not torch.allclose(before[:, 1], after[:, 1], atol=1e-3)
 
@@ -82,13 +112,13 @@ def test_attention_follows_the_mask() -> None:
 
 
 def test_an_empty_batch_has_gradients_for_every_parameter() -> None:
-    model = Ranker(OPTIONS)
+    ranker = Ranker(OPTIONS)
     batch = _batch()
     empty = SequenceBatch(**{name: getattr(batch, name)[:0] for name in SequenceBatch.__slots__})
-    loss = loss_of(model(empty), empty)
+    loss = loss_of(ranker(empty), empty)
     loss.backward()
     assert float(loss.detach()) == 0.0
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in ranker.parameters())
 
 
 def test_kernels_that_cannot_compute_the_mask_are_refused() -> None:
