@@ -16,6 +16,8 @@ def own_gpu() -> torch.device:
     local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
     if ranks > gpus:
+        if int(os.environ["WORLD_SIZE"]) == ranks:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all on this machine, which may have no other network
         host, local = divmod(local, gpus)
         os.environ |= {"NCCL_HOSTID": f"host-{host}", "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(gpus)}
     device = torch.device("cuda", local)

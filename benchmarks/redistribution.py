@@ -251,7 +251,8 @@ def profile_host(device: torch.device) -> None:
 def run_rank(rank: int, world_size: int, port: int, options: Options) -> None:
     torch.set_num_threads(1)
     if port:
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+        local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "WORLD_SIZE": world_size}
+        os.environ |= {name: str(value) for name, value in local.items()}
     device = own_gpu() if options.device == "cuda" else torch.device("cpu")
     method = "env://" if port == 0 else f"tcp://127.0.0.1:{port}"
     backend = "nccl" if device.type == "cuda" else "gloo"
