@@ -203,7 +203,7 @@ class Balancer:
         Returns:
             The batch that this rank trains: samples of all ranks, sorted by (home, index at home).
         """
-        flat = flatten(batch, spec if spec is not None else BatchSpec(), lengths=ticket.data.lengths)
+        flat = flatten(batch, spec, lengths=ticket.data.lengths)
         return self.stream(loader).start(flat, ticket, device).wait().unflatten()
 
     def close(self) -> None:

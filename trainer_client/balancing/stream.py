@@ -139,7 +139,7 @@ class BatchStream:
             ValueError: If there are more batches than the window has, or for what `submit` raises it.
             SchemaMismatchError: If the ranks' batches differ in their fields.
         """
-        flats = tuple(flatten(batch, spec if spec is not None else BatchSpec()) for batch in batches)
+        flats = tuple(flatten(batch, spec) for batch in batches)
         self._open(flats[0] if flats else None, device)
         trace = self._begin_trace()
         assert self._groups is not None

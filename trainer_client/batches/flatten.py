@@ -22,10 +22,12 @@ from trainer_client.batches.nodes import (
     SharedNode,
     TensorNode,
 )
+from trainer_client.batches.recall import Recipe, recall, remember
 from trainer_client.batches.schema import FieldSchema, Schema
 from trainer_client.batches.spec import BatchError, BatchSpec, Declarations
 
 _MAX_LENGTH = 2**31 - 1
+_PLAIN = BatchSpec()
 
 
 def flatten(
@@ -51,7 +53,27 @@ def flatten(
     Raises:
         BatchError: If a value is not understood, batch sizes disagree, or lengths are only on a device.
     """
-    declarations = Declarations(spec if spec is not None else BatchSpec())
+    spec = spec if spec is not None else _PLAIN
+    recalled = recall(batch, spec) if lengths is None else None
+    structure, tensors, table = recalled or _take_apart(batch, spec, lengths, allow_sync)
+    _check_range(table, structure.columns)
+    totals = table.sum(axis=0)
+    values = totals.tolist()
+    for leaf, tensor in zip(structure.leaves, tensors, strict=True):
+        expected = sum([values[column] for column in leaf.columns])
+        if not leaf.rows and tensor.shape[0] != expected:
+            raise BatchError(
+                f"{leaf.path!r} holds {tensor.shape[0]} values, but its lengths add up to {expected}; "
+                "drop the values that belong to no sample"
+            )
+    return FlatBatch(structure=structure, tensors=tensors, num_samples=len(table), totals=totals, lengths=table)
+
+
+def _take_apart(
+    batch: Any, spec: BatchSpec, lengths: NDArray[np.int64] | None, allow_sync: bool
+) -> tuple[Structure, list[torch.Tensor], NDArray[np.int64]]:
+    """Structure, tensors and lengths of a batch, by its declarations; the next one like it is recalled."""
+    declarations = Declarations(spec)
     walk = _Walk(declarations)
     root = walk.node(batch, "")
     walk.resolve_rows()
@@ -63,23 +85,15 @@ def flatten(
         table = np.empty((num_samples, len(columns)), dtype=np.int64)
         for index, path in enumerate(columns):
             table[:, index] = walk.host_lengths(path, allow_sync)
-    _check_range(table, columns)
-    totals = table.sum(axis=0)
     order = {path: index for index, path in enumerate(columns)}
     leaves = tuple(draft.leaf(order) for draft in walk.drafts)
-    tensors = [draft.tensor for draft in walk.drafts]
-    values = totals.tolist()
-    for leaf, tensor in zip(leaves, tensors, strict=True):
-        expected = sum([values[column] for column in leaf.columns])
-        if not leaf.rows and tensor.shape[0] != expected:
-            raise BatchError(
-                f"{leaf.path!r} holds {tensor.shape[0]} values, but its lengths add up to {expected}; "
-                "drop the values that belong to no sample"
-            )
-    structure = Structure(
-        root=root, leaves=leaves, columns=columns, schema=_schema(leaves, columns, tuple(walk.shared))
-    )
-    return FlatBatch(structure=structure, tensors=tensors, num_samples=num_samples, totals=totals, lengths=table)
+    schema = _schema(leaves, columns, tuple(walk.shared))
+    structure = Structure(root=root, leaves=leaves, columns=columns, schema=schema)
+    places = {draft.path: index for index, draft in enumerate(walk.drafts)}
+    own = [(-1 - index, [order[path] for path in paths]) for index, paths in enumerate(walk.jagged) if paths]
+    counted = [(places[path], [order[path]]) for path in columns if not any(path in paths for paths in walk.jagged)]
+    remember(batch, Recipe(spec=spec, structure=structure, lengths=(*own, *counted)))
+    return structure, [draft.tensor for draft in walk.drafts], table
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -109,6 +123,7 @@ class _Walk:
     def __init__(self, declarations: Declarations) -> None:
         self.drafts: list[_Draft] = []
         self.columns: dict[str, torch.Tensor] = {}
+        self.jagged: list[tuple[str, ...]] = []  # columns of each jagged tensor
         self.shared: list[str] = []
         self._declarations = declarations
         self._sizes: list[tuple[str, int]] = []
@@ -172,6 +187,7 @@ class _Walk:
     def _jagged(self, value: Any, path: str) -> Node:
         self._refuse_rows(path)
         lengths = jagged.jagged_lengths(value)
+        self.jagged.append((path,))
         self._add_column(path, lengths, lengths.numel())
         values = self._add(_Draft(path=path, tensor=value.values(), rows=0, columns=(path,), field_paths=(path,)))
         weights = self._weights(value, path, (path,))
@@ -183,6 +199,7 @@ class _Walk:
         keys, stride = tuple(value.keys()), value.stride()
         columns = tuple(_join(path, key) for key in keys)
         lengths = jagged.jagged_lengths(value)
+        self.jagged.append(columns)
         for index, column in enumerate(columns):
             self._add_column(column, lengths[index * stride : (index + 1) * stride], stride)
         values = self._add(_Draft(path=path, tensor=value.values(), rows=0, columns=columns, field_paths=columns))
@@ -206,6 +223,7 @@ class _Walk:
     def _nested(self, value: torch.Tensor, path: str) -> Node:
         self._refuse_rows(path)
         values, offsets = jagged.nested_parts(value, path)
+        self.jagged.append((path,))
         self._add_column(path, torch.diff(offsets), offsets.numel() - 1)
         return jagged.NestedNode(
             path, self._add(_Draft(path=path, tensor=values, rows=0, columns=(path,), field_paths=(path,)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer_client.batches.nodes import Parts
+from trainer_client.batches.nodes import Parts, Taken
 from trainer_client.batches.spec import BatchError
 
 
@@ -91,6 +91,10 @@ class JaggedNode:
             lengths=parts.lengths((self.column,), self.lengths_dtype),
         )
 
+    def take(self, value: Any, taken: Taken) -> bool:
+        """See `Node`."""
+        return is_jagged_tensor(value) and _take(value, self, taken)
+
 
 @dataclass(frozen=True, slots=True)
 class KeyedNode:
@@ -120,6 +124,14 @@ class KeyedNode:
             offset_per_key=begins,
         )
 
+    def take(self, value: Any, taken: Taken) -> bool:
+        """See `Node`."""
+        if not is_keyed_jagged_tensor(value) or tuple(value.keys()) != self.keys:
+            return False
+        if value.variable_stride_per_key() or value.inverse_indices_or_none() is not None:
+            return False
+        return _take(value, self, taken)
+
 
 @dataclass(frozen=True, slots=True)
 class NestedNode:
@@ -134,3 +146,16 @@ class NestedNode:
         offsets = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
         nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(parts.tensor(self.values), offsets=offsets)
         return nested
+
+    def take(self, _value: Any, _taken: Taken) -> bool:
+        """See `Node`; nested tensors always go the long way."""
+        return False
+
+
+def _take(value: Any, node: JaggedNode | KeyedNode, taken: Taken) -> bool:
+    lengths, weights = jagged_lengths(value), value.weights_or_none()
+    taken.tensors.append(value.values())
+    if weights is not None:
+        taken.tensors.append(weights)
+    taken.lengths.append(lengths)
+    return lengths.dtype is node.lengths_dtype and (weights is None) == (node.weights is None)

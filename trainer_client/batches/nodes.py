@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -31,11 +31,22 @@ class Parts(Protocol):
         """Sum of the lengths of each column."""
 
 
+@dataclass(slots=True)
+class Taken:
+    """What is taken out of a batch: its tensors in the order of the leaves, and the lengths of each jagged tensor."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    lengths: list[torch.Tensor] = field(default_factory=list)
+
+
 class Node(Protocol):
     """A value of the batch, without its tensors."""
 
     def build(self, parts: Parts) -> Any:
         """The value around the tensors of `parts`."""
+
+    def take(self, value: Any, taken: Taken) -> bool:
+        """Takes another value apart; whether it is of the same kind, but for what its tensors are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,11 @@ class TensorNode:
         """See `Node`."""
         return parts.tensor(self.leaf)
 
+    def take(self, value: Any, taken: Taken) -> bool:
+        """See `Node`."""
+        taken.tensors.append(value)
+        return isinstance(value, torch.Tensor)
+
 
 @dataclass(frozen=True, slots=True)
 class SharedNode:
@@ -58,6 +74,10 @@ class SharedNode:
     def build(self, parts: Parts) -> Any:
         """See `Node`."""
         return _moved(self.value, parts.device)
+
+    def take(self, value: Any, _taken: Taken) -> bool:
+        """See `Node`; a shared value may be another one in each batch."""
+        return value is None and self.value is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +91,10 @@ class BatchSizeNode:
         if self.dtype is None:
             return parts.num_samples
         return torch.full((), parts.num_samples, dtype=self.dtype, device=parts.device)
+
+    def take(self, value: Any, _taken: Taken) -> bool:
+        """See `Node`."""
+        return type(value) is int and self.dtype is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +115,15 @@ class DictNode:
             result[key] = node.build(parts)
         return result
 
+    def take(self, value: Any, taken: Taken) -> bool:
+        """See `Node`."""
+        if type(value) is not self.kind or len(value) != len(self.items):
+            return False
+        if getattr(value, "default_factory", None) is not self.default_factory:
+            return False
+        found = zip(self.items, value.items(), strict=True)
+        return all(key == own and node.take(item, taken) for (key, node), (own, item) in found)
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceNode:
@@ -106,6 +139,12 @@ class SequenceNode:
             return self.kind._make(values)
         return self.kind(values)
 
+    def take(self, value: Any, taken: Taken) -> bool:
+        """See `Node`."""
+        if type(value) is not self.kind or len(value) != len(self.items):
+            return False
+        return all(node.take(item, taken) for node, item in zip(self.items, value, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class DataclassNode:
@@ -120,6 +159,15 @@ class DataclassNode:
         for name, node in self.items:
             object.__setattr__(result, name, node.build(parts))
         return result
+
+    def take(self, value: Any, taken: Taken) -> bool:
+        """See `Node`."""
+        if type(value) is not self.kind or len(self.items) != len(self.kind.__dataclass_fields__):
+            return False
+        try:
+            return all(node.take(getattr(value, name), taken) for name, node in self.items)
+        except AttributeError:  # a field that was never set
+            return False
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:
