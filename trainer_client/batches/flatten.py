@@ -89,10 +89,8 @@ def _take_apart(
     leaves = tuple(draft.leaf(order) for draft in walk.drafts)
     schema = _schema(leaves, columns, tuple(walk.shared))
     structure = Structure(root=root, leaves=leaves, columns=columns, schema=schema)
-    places = {draft.path: index for index, draft in enumerate(walk.drafts)}
-    own = [(-1 - index, [order[path] for path in paths]) for index, paths in enumerate(walk.jagged) if paths]
-    counted = [(places[path], [order[path]]) for path in columns if not any(path in paths for paths in walk.jagged)]
-    remember(batch, Recipe(spec=spec, structure=structure, lengths=(*own, *counted)))
+    if not walk.holds_values:
+        remember(batch, Recipe(spec=spec, structure=structure, lengths=walk.sources(order)))
     return structure, [draft.tensor for draft in walk.drafts], table
 
 
@@ -125,6 +123,7 @@ class _Walk:
         self.columns: dict[str, torch.Tensor] = {}
         self.jagged: list[tuple[str, ...]] = []  # columns of each jagged tensor
         self.shared: list[str] = []
+        self.holds_values = False  # the nodes do: shared ones, of this batch alone
         self._declarations = declarations
         self._sizes: list[tuple[str, int]] = []
         self._rows_from: list[tuple[_Draft, str]] = []
@@ -132,6 +131,7 @@ class _Walk:
     def node(self, value: Any, path: str) -> Node:
         if self._declarations.is_shared(path):
             self.shared.append(path)
+            self.holds_values |= value is not None
             return SharedNode(value)
         if value is None:
             return SharedNode(None)
@@ -260,6 +260,13 @@ class _Walk:
                     )
                 self.columns[source] = counts[source]
             draft.columns = (source,)
+
+    def sources(self, order: dict[str, int]) -> tuple[tuple[int, list[int]], ...]:
+        """Where the lengths are; see `Recipe`."""
+        places = {draft.path: index for index, draft in enumerate(self.drafts)}
+        own = [(-1 - index, [order[path] for path in paths]) for index, paths in enumerate(self.jagged) if paths]
+        known = {path for paths in self.jagged for path in paths}
+        return (*own, *((places[path], [order[path]]) for path in order if path not in known))
 
     def check_sizes(self) -> int:
         """The number of samples.
