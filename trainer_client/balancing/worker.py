@@ -155,7 +155,7 @@ class RoundWorker:
         )
         self._advance(ticket, votes, verdict, waited, missed=waited and decision is None)
         agreed = time.time_ns() if trace is not None else 0
-        piece, plan = stay_home(self._groups.rank, ticket.data, self._options.window), None
+        piece, plan = None, None
         if verdict.mode is Mode.SERVICE:
             assert decision is not None
             assert decision.piece is not None
@@ -168,6 +168,8 @@ class RoundWorker:
             else:
                 piece, plan = result.piece, result
                 verdict = replace(verdict, moved=result.moved_samples > 0)  # the same plan on all ranks
+        if piece is None:
+            piece = stay_home(self._groups.rank, ticket.data, self._options.window)
         self.counters.rounds[verdict.mode, verdict.reason] += 1
         self.counters.wait_seconds += wait_seconds
         reports = report_round(
