@@ -53,7 +53,7 @@ def main() -> None:
         "machine": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         "ranks": dist.get_world_size(),
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "options": {key: value for key, value in vars(options).items() if not isinstance(value, Path)},
         "kernel": model.kernel,
         "embeddings": "torch.nn.Embedding, replicated",
         "peak_tflops": peak_tflops(device),

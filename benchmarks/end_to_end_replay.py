@@ -109,7 +109,7 @@ def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namesp
     results: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "options": {key: value for key, value in vars(options).items() if not isinstance(value, Path)},
         "kernel": model.kernel,
         "peak_tflops": peak_tflops(device),
         "replays": {},
