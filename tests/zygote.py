@@ -13,6 +13,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -84,8 +85,10 @@ def _describe_server(end: Connection) -> None:
 class Program:
     """`python -m MODULE ARGUMENTS` without the start of an interpreter; used like a `subprocess.Popen`."""
 
-    def __init__(self, module: str, *arguments: str, output: Path | None = None, **environment: str) -> None:
-        self._process = process(_run_module, module, arguments, output, environment)
+    def __init__(
+        self, module: str, *arguments: str, output: Path | None = None, errors: Path | None = None, **environment: str
+    ) -> None:
+        self._process = process(_run_module, module, arguments, output, errors, environment)
         self.pid = self._process.pid
         assert self.pid is not None
 
@@ -112,11 +115,29 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
-def _run_module(module: str, arguments: tuple[str, ...], output: Path | None, environment: Mapping[str, str]) -> None:
+def run(module: str, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE ARGUMENTS` to its end, without the start of an interpreter; used like `subprocess.run`."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = Path(folder, "stdout"), Path(folder, "stderr")
+        program = Program(module, *arguments, output=outputs[0], errors=outputs[1])
+        try:
+            code = program.wait(timeout)
+        finally:
+            program.kill()
+        return subprocess.CompletedProcess([module, *arguments], code, *(path.read_text() for path in outputs))
+
+
+def _run_module(
+    module: str,
+    arguments: tuple[str, ...],
+    output: Path | None,
+    errors: Path | None,
+    environment: Mapping[str, str],
+) -> None:
     os.environ.update(environment)
-    if output is not None:
-        with output.open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+    for number, path in ((1, output), (2, errors or output)):
+        if path is not None:
+            with path.open("ab") as file:
+                os.dup2(file.fileno(), number)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

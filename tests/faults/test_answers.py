@@ -62,10 +62,11 @@ def test_answers_reordered_and_duplicated(crew: Crew, relay: Relay) -> None:
     held: dict[int, pb.Answer] = {}
 
     def answers(rank: int, answer: pb.Answer) -> list[pb.Answer]:
-        if rank == 1 and answer.round % 2 == 0:
+        # Nothing is held in the end, which the ranks would wait for before they leave.
+        if rank == 1 and answer.round % 2 == 0 and answer.round < 12:
             held[rank] = answer
             return []
-        if rank == 1:
+        if rank in held:
             relay.seen["reordered"] += 1
             return [answer, held.pop(rank)]
         relay.seen["duplicated"] += 1

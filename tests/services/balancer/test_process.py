@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from evenkeel.protocol import balancer_pb2 as pb
+from tests import zygote
 from tests.services.balancer.ranks import Rank
 
 SECONDS = 60.0
@@ -75,20 +76,13 @@ async def test_it_serves_reports_health_and_stops_cleanly(process: subprocess.Po
     ],
 )
 def test_exit_codes(arguments: list[str], code: int, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "services.balancer", *arguments], capture_output=True, text=True, timeout=SECONDS
-    )
+    done = zygote.run("services.balancer", *arguments, timeout=SECONDS)
     assert done.returncode == code
     assert said in done.stdout + done.stderr
 
 
 def test_a_port_in_use_is_an_error(process: subprocess.Popen[str], tmp_path: Path) -> None:
     port = wait_for_port(process, tmp_path / "port")
-    done = subprocess.run(
-        [sys.executable, "-m", "services.balancer", "--port", str(port)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    done = zygote.run("services.balancer", "--port", str(port), timeout=SECONDS)
     assert done.returncode == 1
     assert "choose another host or port" in done.stderr

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from tests import zygote
 from tests.services.security.authorities import write_certificate
 from tests.services.security.conftest import TOKENS, write_tokens
 
@@ -95,8 +96,7 @@ def test_tls_tokens_and_renewal(tmp_path: Path) -> None:
      (("--tls-key", "/nowhere/key.pem"), "tls_key is set and tls_certificate is not")],
 )  # fmt: skip
 def test_settings_that_would_expose_it(flags: tuple[str, ...], message: str) -> None:
-    command = [sys.executable, "-m", "services.planner", "--port", "0", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = zygote.run("services.planner", "--port", "0", *flags, timeout=240)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import trustme
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.security.transport import Transport, is_loopback
+from tests import zygote
 from tests.balancer_process import running_balancer
 from tests.services.security.authorities import channel, write_certificate
 
@@ -37,8 +36,7 @@ def test_plaintext_beyond_this_machine(host: str, loopback: bool) -> None:
 
 
 def test_the_balancer_refuses_to_start_in_plaintext_for_others() -> None:
-    command = [sys.executable, "-m", "services.balancer", "--host", "0.0.0.0", "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = zygote.run("services.balancer", "--host", "0.0.0.0", "--port", "0", timeout=240)
     assert done.returncode == 2
     assert "EVENKEEL_BALANCER_ALLOW_PLAINTEXT=true" in done.stderr
     assert "Traceback" not in done.stderr
