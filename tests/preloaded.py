@@ -2,6 +2,9 @@
 
 import gc
 
+import services.balancer  # before gRPC, as in its own process: it says how much gRPC logs
+
+# isort: split
 import grpc.aio  # noqa: F401
 import pytest  # noqa: F401
 import torch.distributed  # noqa: F401

@@ -47,6 +47,7 @@ class RunningJob:
         self.slowest = 0.0
         self._pause = pause
         self._stop = threading.Event()
+        self._begun, self._lock = -1, threading.Lock()  # the latest round that a rank has begun
         self._channels = [connect() for _ in range(2)]
         self._threads = [threading.Thread(target=self._rank, args=(rank, job), daemon=True) for rank in range(2)]
 
@@ -72,6 +73,14 @@ class RunningJob:
         assert self.troubles == []
         assert min(self.balanced) >= at_least, self.balanced
 
+    def _goes_on(self, number: int) -> bool:
+        """Whether a rank takes part in a round: not after the end, unless the other one waits for it there."""
+        with self._lock:
+            if self._stop.is_set() and number > self._begun:
+                return False
+            self._begun = max(self._begun, number)
+            return True
+
     def _rank(self, rank: int, job: str) -> None:
         outbox: SimpleQueue[pb.BalanceRequest | None] = SimpleQueue()
         outbox.put(pb.BalanceRequest(join=join(job, rank, 2)))
@@ -84,7 +93,7 @@ class RunningJob:
                 self.troubles.append(f"rank {rank}: {first}")
                 return
             number = 0
-            while not self._stop.is_set():
+            while self._goes_on(number):
                 started = time.monotonic()
                 outbox.put(pb.BalanceRequest(submit=submit(number, seed=rank)))
                 answer = next(answers)
