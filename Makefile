@@ -26,7 +26,7 @@ demo: $(READY)  ## Train on four ranks against a real balancer, balancing off an
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(READY)  ## Run the tests
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 $(ARGS)  # two lanes: tests/lanes.py
 
 lint: $(READY)  ## Check style, types and generated files
 	$(BIN)/ruff check .

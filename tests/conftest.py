@@ -2,9 +2,13 @@
 
 import os
 import sys
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.lanes import lane, waits_little
 
 # As in the Makefile: ranks are forked from a process that must have no threads, and share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,7 +20,27 @@ settings.register_profile("repeat", settings.get_profile("explore"), derandomize
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the tests for two lanes; files stay whole."""
+    items.sort(key=lambda item: waits_little(item.nodeid))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Imports and compiles before any test's time counts: on a machine without numba's cache that takes minutes."""
-    if session.items and not session.config.option.collectonly and "tests.zygote" in sys.modules:
-        sys.modules["tests.zygote"].warm()
+    zygote = sys.modules.get("tests.zygote")
+    if zygote is not None and lane(item.nodeid) == "processes" and not zygote.is_warm():
+        zygote.warm()
+    return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several workers, as in `make test`, each gets a lane."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return lane(nodeid)
+
+    return Lanes(config, log)
