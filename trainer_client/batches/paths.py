@@ -20,8 +20,6 @@ def lookup(batch: Any, path: str) -> Any:
     Raises:
         BatchError: If there is none; the message shows what there is instead.
     """
-    if type(batch) is dict and "." not in path and path in batch:
-        return batch[path]
     value, rest = batch, path
     while rest:
         step = _step(value, rest)

@@ -56,14 +56,16 @@ def count_positions(batch: Any, source: int | str | Sequence[str] | None) -> NDA
     if isinstance(source, int):
         return float(source)
     paths = (source,) if isinstance(source, str) else tuple(source)
+    if not paths:
+        return 0.0
     counts = {path: read_lengths(batch, path).astype(np.float64) for path in dict.fromkeys(paths)}
+    first = counts[paths[0]]
     for path, count in counts.items():
-        first = counts[paths[0]]
         if count.shape != first.shape:
             raise BatchError(f"{paths[0]!r} holds {first.size} samples, {path!r} {count.size}")
         if count.size and count.min() < 0:
             raise BatchError(f"sample {int(count.argmin())} of {path!r} is {int(count.min())}; give counts >= 0")
-    return sum((counts[path] for path in paths[1:]), counts[paths[0]]) if paths else 0.0
+    return sum((counts[path] for path in paths[1:]), first)
 
 
 def check_sizes(options: object, *names: str, least: int = 1) -> None:

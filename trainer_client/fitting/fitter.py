@@ -29,9 +29,8 @@ class FitOptions:
         every: Steps between fits; each costs one small all-gather.
         window: Latest steps of each rank that a fit uses.
         skip: First steps that are not used: compilation and warm-up.
-        min_explained: Smallest share of the variance that a fit must explain to be used; else the cost stays. On two
-            H200, one of 0.996 balanced as well as FLOPs (0.7 to 1.1 % of spread of compute time beside 0.6 to 1.3 %);
-            one of 0.59 gained nothing (2.8 % beside 1.2 to 2.8 %).
+        min_explained: Smallest share of the variance that a fit must explain to be used; else the cost stays, since a
+            poor fit balances worse than what it replaces.
         upper: Largest allowed milliseconds per unit of each term; default: none.
     """
 
