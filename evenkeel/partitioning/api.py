@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.compile import kernel
-from evenkeel.partitioning.fitting import check_possible
+from evenkeel.partitioning.fitting import check_held, check_possible
 from evenkeel.partitioning.problem import make_problem
 from evenkeel.partitioning.registry import strategy_named
 from evenkeel.partitioning.result import Partition
@@ -103,6 +103,8 @@ def partition(
     check_possible(problem)
     terms = problem.terms
     destinations = chosen(problem) if problem.num_ranks > 1 and terms.costs.size else terms.homes.copy()
+    if memory is not None and memory_caps is not None:
+        check_held(memory, memory_caps, destinations)
     loads, home_loads, imbalance, home_imbalance, samples, size, between = _measure(
         problem.costs, terms.sizes, terms.homes, terms.speeds, terms.nodes, destinations
     )

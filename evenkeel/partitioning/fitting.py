@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.bounds import bound_on_largest, crowding_bound
 from evenkeel.partitioning.errors import ImpossiblePartitionError, PartitionNotFoundError
@@ -13,6 +13,7 @@ from evenkeel.partitioning.refine import exchange_from
 from evenkeel.partitioning.sorting import ascending_order
 from evenkeel.partitioning.starts import differenced, longest_first
 
+COARSENESS = 1e-9  # relative, by which fractions in whole units may exceed a cap
 PLACEMENTS = 30_000_000  # that a search through all assignments tries at most, about a tenth of a second
 
 
@@ -61,6 +62,24 @@ def check_possible(problem: Problem) -> None:
             f"{_given(problem, cap):g}: {lacking:g} short; raise memory_caps, let counts be 'free', or take shorter "
             "samples",
             lacking,
+        )
+
+
+def check_held(memory: ArrayLike, caps: ArrayLike, destinations: NDArray[np.int32]) -> None:
+    """Checks an assignment against the caps in the numbers that were given, of which the units are roundings.
+
+    Raises:
+        PartitionNotFoundError: if a rank holds more than rounding explains: where some samples take many billion times
+            the memory of others, units that hold them all are too coarse for the smallest.
+    """
+    held = np.asarray(caps, np.float64)
+    used = np.bincount(destinations, weights=np.asarray(memory, np.float64), minlength=held.size)
+    over = np.flatnonzero(used > held * (1.0 + COARSENESS))
+    if over.size:
+        rank = int(over[0])
+        raise PartitionNotFoundError(
+            f"no assignment within memory_caps was found: rank {rank} would hold {used[rank]:g} with a cap of "
+            f"{held[rank]:g}; raise memory_caps or let counts be 'free'"
         )
 
 

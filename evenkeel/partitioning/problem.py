@@ -135,9 +135,13 @@ def _memory_units(
     memory: NDArray[np.float64], caps: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     exponent = exponent_for(float(memory.max(initial=0.0)), memory.size)
-    units = np.ceil(scaled(memory, exponent)).astype(np.int64)
+    fine = scaled(memory, exponent)
+    units = np.rint(fine).astype(np.int64)
     allowance = 0.0 if bool((memory == np.floor(memory)).all()) else ROUNDING
-    enough = np.minimum(scaled(caps, exponent) * (1.0 + allowance), float(units.sum()) + 1.0)
+    # Each unit may be half too many: what fits must never be refused for that; `check_held` looks at what was given.
+    slack = 0 if bool((units == fine).all()) else (memory.size + 1) // 2
+    everything = float(units.sum()) * (1.0 + 2.0**-50) + 1.0  # not less than the sum, which doubles may round down
+    enough = np.minimum(scaled(caps, exponent) * (1.0 + allowance) + slack, everything)
     return units, np.floor(enough).astype(np.int64), exponent
 
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.partitioning import ImpossiblePartitionError, partition
+from evenkeel.partitioning import ImpossiblePartitionError, PartitionNotFoundError, partition
 from evenkeel.partitioning.exhaustive import least_overflow
 from tests.evenkeel.partitioning.reference import assignments
 
@@ -71,3 +71,43 @@ def test_tight_caps_are_met_and_the_load_is_balanced_within_them(ratio: float) -
 def test_infinite_caps_bind_nobody() -> None:
     result = partition([1, 2, 3, 4], [0, 0, 1, 1], 2, memory=[5, 5, 5, 5], memory_caps=[np.inf, 15.0], counts="free")
     assert result.loads.sum() == 10
+
+
+@pytest.mark.parametrize("unit", [1.0, 0.1])
+@pytest.mark.parametrize("seed", range(2))
+def test_fractions_that_fit_exactly_are_not_called_impossible(seed: int, unit: float) -> None:
+    rng = np.random.default_rng(seed)
+    memory = rng.lognormal(0, 2.5, 60_000) * unit
+    homes = np.sort(rng.integers(0, 4, memory.size)).astype(np.int32)
+    caps = np.bincount(homes, weights=memory)  # as the samples lie now, nobody has any room left
+    try:
+        result = partition(memory, homes, 4, counts="free", memory=memory, memory_caps=caps, strategy="lpt")
+    except PartitionNotFoundError:
+        return  # honest; that there is none would not be
+    assert (np.bincount(result.destinations, weights=memory) <= caps * (1 + 1e-9)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0, 1e9).map(lambda x: x * 10.0 ** (-(int(x) % 19))), min_size=1, max_size=7),
+    st.integers(1, 3),
+    st.floats(1.0, 1.5),
+)
+def test_what_is_called_impossible_is_and_what_is_returned_fits(
+    memory: list[float], num_ranks: int, room: float
+) -> None:
+    caps = np.full(num_ranks, max(sum(memory) / num_ranks * room, 1e-300))
+    held = [
+        np.bincount(ranks, weights=memory, minlength=num_ranks)
+        for ranks in assignments([0] * len(memory), num_ranks, "free")
+    ]
+    try:
+        result = partition(
+            np.ones(len(memory)), [0] * len(memory), num_ranks, counts="free", memory=memory, memory_caps=caps
+        )
+    except ImpossiblePartitionError:
+        assert not any((each <= caps).all() for each in held)
+    except PartitionNotFoundError:
+        pass
+    else:
+        assert (np.bincount(result.destinations, weights=memory, minlength=num_ranks) <= caps * (1 + 1e-9)).all()
