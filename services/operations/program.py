@@ -9,8 +9,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from services.operations.logs import configure_logs
 from services.operations.settings import AnySettings
+
+log = structlog.get_logger(__name__)
 
 
 def run_service(
@@ -31,6 +35,12 @@ def run_service(
     try:
         settings = load(arguments)
         configure_logs(settings.log_level, settings.log_format)
+        if settings.service_links:
+            log.warning(
+                "variables that Kubernetes made for a Service of this name are no settings: ignored",
+                variables=settings.service_links,
+                remedy="set enableServiceLinks: false in the pod",
+            )
         return asyncio.run(serve(settings))
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field, PositiveInt
+import yaml
+from pydantic import Field, PositiveInt, PrivateAttr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
-    EnvSettingsSource,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
-    YamlConfigSettingsSource,
 )
 
+from services.operations.environment import read_variables
 from services.security.transport import Transport
 
 
@@ -58,6 +59,13 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["auto", "console", "json"] = "auto"
     """How to log; auto: console on a terminal, JSON lines otherwise."""
 
+    _service_links: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def service_links(self) -> tuple[str, ...]:
+        """Variables that Kubernetes made for a Service of this name; they are no settings and are ignored."""
+        return self._service_links
+
     def transport(self) -> Transport:
         """How the service may be reached."""
         return Transport(
@@ -83,18 +91,17 @@ def load(
         kind: the service's settings.
         program: how it is started, for `--help`.
         arguments: the command line without the program's name.
-        environment: variables to look at instead of the process's own, to find the file.
+        environment: variables to look at; the process's own when None.
 
     Raises:
-        ValueError: if a setting is unknown or wrong, or the file is missing; the message names it.
+        ValueError: if a setting is unknown or wrong, or the file is missing; the message names it as it was given.
         SystemExit: if `--help` was asked for.
     """
     prefix = kind.model_config["env_prefix"]
-    path = _config_path(arguments, os.environ if environment is None else environment, f"{prefix}CONFIG")
-    if path is not None and not path.is_file():
-        raise ValueError(f"config is {str(path)!r}, which is no file; pass the path of a YAML or TOML file")
-    if path is not None and path.suffix not in (".yaml", ".yml", ".toml"):
-        raise ValueError(f"config is {str(path)!r}; its name must end in .yaml, .yml or .toml")
+    variables = read_variables(prefix, kind.model_fields, os.environ if environment is None else environment)
+    path = _config_path(arguments, variables.values.get("config"))
+    filed = {} if path is None else _read_file(path)
+    flagged: dict[str, Any] = {}
 
     class _Sourced(kind):  # type: ignore[valid-type, misc]
         __doc__ = kind.__doc__
@@ -106,22 +113,53 @@ def load(
             **_defaults: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             flags = CliSettingsSource[BaseSettings](settings_cls, cli_parse_args=list(arguments), cli_prog_name=program)
-            sources: tuple[PydanticBaseSettingsSource, ...] = (flags, EnvSettingsSource(settings_cls))
-            if path is None:
-                return sources
-            if path.suffix == ".toml":
-                return *sources, TomlConfigSettingsSource(settings_cls, toml_file=path)
-            return *sources, YamlConfigSettingsSource(settings_cls, yaml_file=path)
+            flagged.update(flags())
+            named = (InitSettingsSource(settings_cls, init_kwargs=values) for values in (variables.values, filed))
+            return flags, *named
 
-    settings: AnySettings = _Sourced()
+    def written(name: str) -> str:
+        """A setting as whoever set it wrote it."""
+        if name in flagged:
+            return f"--{name.replace('_', '-')}"
+        return f"{prefix}{name.upper()}" if name in variables.values else f"{name} in {path}"
+
+    try:
+        settings: AnySettings = _Sourced()
+    except ValidationError as error:
+        raise ValueError("\n".join(_sentence(each, written) for each in error.errors())) from None
+    settings._service_links = variables.links
     return settings
 
 
-def _config_path(arguments: Sequence[str], environment: Mapping[str, str], variable: str) -> Path | None:
+def _sentence(error: Any, written: Callable[[str], str]) -> str:
+    name = written(".".join(map(str, error["loc"])))
+    if error["type"] == "extra_forbidden":
+        return f"{name} is no setting; --help lists them"
+    message = str(error["msg"])
+    return f"{name} is {str(error['input'])!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"config is {str(path)!r}, which is no file; pass the path of a YAML or TOML file")
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(path.read_text())
+        if path.suffix in (".yaml", ".yml"):
+            document = yaml.safe_load(path.read_text())
+        else:
+            raise ValueError(f"config is {str(path)!r}; its name must end in .yaml, .yml or .toml")
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config {path} cannot be read: {error}") from None
+    if not isinstance(document, dict | None) or not all(isinstance(name, str) for name in document or {}):
+        raise ValueError(f"config {path} must hold settings by name, such as 'port: 50051'")
+    return document or {}
+
+
+def _config_path(arguments: Sequence[str], named: str | None) -> Path | None:
     for at, argument in enumerate(arguments):
         if argument == "--config" and at + 1 < len(arguments):
             return Path(arguments[at + 1])
         if argument.startswith("--config="):
             return Path(argument.removeprefix("--config="))
-    named = environment.get(variable)
     return Path(named) if named else None

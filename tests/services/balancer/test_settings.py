@@ -55,3 +55,42 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 def test_every_setting_is_described() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name
+
+
+def test_a_misspelt_variable_ends_the_start_with_the_name_that_was_meant() -> None:
+    with pytest.raises(ValueError, match="EVENKEEL_BALANCER_TOKEN_FIL is set.* EVENKEEL_BALANCER_TOKEN_FILE"):
+        load_settings([], {f"{PREFIX}TOKEN_FIL": "/run/tokens.yml"})
+    with pytest.raises(ValueError, match="--help"):
+        load_settings([], {f"{PREFIX}XYZZY": "1"})
+    assert load_settings([], {"EVENKEEL_BALANCER": "balancer:50051", "EVENKEEL_JOB": "a"}).port == 50051
+
+
+def test_a_wrong_setting_is_named_as_it_was_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^EVENKEEL_BALANCER_PORT is 'abc': .*integer"):
+        load_settings([], {f"{PREFIX}PORT": "abc"})
+    with pytest.raises(ValueError, match=r"^--max-ranks is '0': .*greater than 0$"):
+        load_settings(["--max-ranks", "0"], {f"{PREFIX}MAX_RANKS": "5"})
+    path = tmp_path / "balancer.yaml"
+    for text in ("max_ranks: [", "- 1", "1: 2"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"^config .*balancer\.yaml"):
+            load_settings([], {f"{PREFIX}CONFIG": str(path)})
+
+
+LINKS = {
+    f"{PREFIX}SERVICE_HOST": "10.0.0.9",
+    f"{PREFIX}SERVICE_PORT": "50051",
+    f"{PREFIX}SERVICE_PORT_GRPC": "50051",
+    f"{PREFIX}PORT": "tcp://10.0.0.9:50051",
+    f"{PREFIX}PORT_50051_TCP": "tcp://10.0.0.9:50051",
+    f"{PREFIX}PORT_50051_TCP_PROTO": "tcp",
+    f"{PREFIX}PORT_50051_TCP_PORT": "50051",
+    f"{PREFIX}PORT_50051_TCP_ADDR": "10.0.0.9",
+}
+
+
+def test_what_kubernetes_makes_for_a_service_of_this_name_is_no_setting() -> None:
+    settings = load_settings([], LINKS | {f"{PREFIX}MAX_RANKS": "7"})
+    assert (settings.port, settings.max_ranks) == (50051, 7)
+    assert settings.service_links == tuple(sorted(LINKS))
+    assert load_settings([], {f"{PREFIX}PORT": "6000"}).service_links == ()
