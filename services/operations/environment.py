@@ -1,4 +1,4 @@
-"""Settings from environment variables: each known one is taken, each unknown one of the service's prefix is an error."""
+"""Settings from environment variables: each known one is taken, each unknown one of the prefix is an error."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ class AuthenticationError(Exception):
 class TokenStore:
     """The tokens that a service knows.
 
-    Tokens are random, so one round of SHA-256 keeps them; the file tells nobody how to get in. Rotation: add the new
-    token's entry, hand the token out, take the old entry away. A file that has become unreadable or wrong is reported
-    and the tokens read before stay in force.
+    Tokens are random, so one round of SHA-256 keeps them; the file tells nobody how to get in. Rotation: add a second
+    entry of the name, hand its token out, let the first one expire or take it away. A file that has become unreadable
+    or wrong is reported and the tokens read before stay in force.
     """
 
     def __init__(
@@ -142,9 +142,8 @@ def read_tokens(path: Path) -> tuple[tuple[str, Identity], ...]:
     if not isinstance(document, dict) or set(document) != {"tokens"} or not isinstance(document["tokens"], list):
         raise ValueError(f"token file {path} must hold one list, 'tokens'")
     pairs = tuple(_read_entry(path, number, entry) for number, entry in enumerate(document["tokens"]))
-    for field, values in (("name", [identity.name for _, identity in pairs]), ("sha256", [pair[0] for pair in pairs])):
-        if len(set(values)) < len(values):
-            raise ValueError(f"token file {path}: two entries have the same {field}")
+    if len({digest for digest, _ in pairs}) < len(pairs):  # a name may have several: the old token and the new
+        raise ValueError(f"token file {path}: two entries have the same sha256")
     return pairs
 
 

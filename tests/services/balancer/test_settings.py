@@ -58,7 +58,7 @@ def test_every_setting_is_described() -> None:
 
 
 def test_a_misspelt_variable_ends_the_start_with_the_name_that_was_meant() -> None:
-    with pytest.raises(ValueError, match="EVENKEEL_BALANCER_TOKEN_FIL is set.* EVENKEEL_BALANCER_TOKEN_FILE"):
+    with pytest.raises(ValueError, match=r"EVENKEEL_BALANCER_TOKEN_FIL is set.* EVENKEEL_BALANCER_TOKEN_FILE"):
         load_settings([], {f"{PREFIX}TOKEN_FIL": "/run/tokens.yml"})
     with pytest.raises(ValueError, match="--help"):
         load_settings([], {f"{PREFIX}XYZZY": "1"})

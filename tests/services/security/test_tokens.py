@@ -70,11 +70,55 @@ def test_issue_keeps_who_may_read_the_file(tmp_path: Path) -> None:
     assert {identity.name for _, identity in read_tokens(path)} == {"first", "second"}
 
 
-def test_issue_refuses_a_name_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "tokens.yml"
+def test_the_documented_command_works_where_nothing_is_there_yet(tmp_path: Path) -> None:
+    tokens, mine = tmp_path / "deploy" / "secrets" / "services" / "tokens.yml", tmp_path / "team-a.token"
+    assert draw(tokens, "team-a", "--job", "a-*", "--days", "90", "--out", str(mine)) == ""
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o600
+    found = TokenStore(tokens).authenticate(f"Bearer {mine.read_text().strip()}", "balancer")
+    assert (found.name, found.allows("a-1")) == ("team-a", True)
+
+
+def test_what_is_refused_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "tokens.yml", tmp_path / "team.token"
     draw(path, "team")
-    assert issue.main(["team", "--file", str(path)]) == 2
-    assert "has a token named 'team'" in capsys.readouterr().err
+    before = path.read_text()
+    (tmp_path / "plain").write_text("")
+    for arguments, message in (
+        (["team", "--file", str(path)], "has a token named 'team'; --rotate DAYS replaces it"),
+        (["other", "--file", str(path), "--rotate", "1"], "has no token named 'other' to replace"),
+        (["other", "--rotate", "1"], "name it with --file"),
+        (["other", "--file", str(path), "--days", "-1"], "--days is -1"),
+        (["other", "--file", str(tmp_path / "plain" / "tokens.yml")], "cannot be written"),
+        (["other", "--file", str(path), "--out", str(path)], "is there already"),
+    ):
+        flags = [] if "--out" in arguments else ["--out", str(out)]
+        assert issue.main([*arguments, *flags]) == 2
+        assert message in capsys.readouterr().err
+        assert not out.exists()
+        assert path.read_text() == before
+
+
+def test_a_token_is_replaced_under_its_name_while_both_hold(tmp_path: Path) -> None:
+    path, clock = tmp_path / "tokens.yml", Clock()
+    old = draw(path, "team", "--job", "a-*", "--service", "balancer")
+    draw(path, "other", "--job", "b")
+    clock.time = datetime.now(UTC)
+    new = draw(path, "team", "--rotate", "7")
+    store = TokenStore(path, clock=clock, now=clock.now)
+    for token in (old, new):
+        found = store.authenticate(f"Bearer {token}", "balancer")
+        assert (found.name, found.allows("a-1"), found.services) == ("team", True, ("balancer",))
+    clock.seconds = 7 * 86400 + 60
+    assert store.authenticate(f"Bearer {new}", "balancer").name == "team"
+    with pytest.raises(AuthenticationError, match="token 'team' expired"):
+        store.authenticate(f"Bearer {old}", "balancer")
+    third = draw(path, "team", "--rotate", "0")  # at once: the second one ends, the first one's end is not put off
+    names = [identity.name for _, identity in read_tokens(path)]
+    assert names == ["team", "other", "team", "team"]
+    store = TokenStore(path)
+    with pytest.raises(AuthenticationError, match="expired"):
+        store.authenticate(f"Bearer {new}", "balancer")
+    assert store.authenticate(f"Bearer {third}", "balancer").allows("a-2")
 
 
 @pytest.mark.parametrize(
