@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
-import time
+import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 from prometheus_client import start_http_server
 
-from trainer_client.balancing import BalancedLoader
+from trainer_client.balancing import BalancedLoader, RoundReport
+from trainer_client.measurement.clock import Mark, mark
 from trainer_client.metrics.keys import key_skew
 from trainer_client.metrics.measures import RankMeasures
 from trainer_client.routing.modes import RoutingLike
@@ -21,6 +25,8 @@ from trainer_client.routing.modes import RoutingLike
 B = TypeVar("B")
 
 _ENVIRONMENT = "EVENKEEL_METRICS_PORT"
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
+_exporters: set[RankExporter] = set()  # those that serve
 
 
 class RankExporter:
@@ -39,6 +45,8 @@ class RankExporter:
         self._stop = stop
         self._key_calls = 0
         self._target_file = target_file
+        self._steps: deque[tuple[str, RoundReport, Mark, Mark, Mark]] = deque()  # not yet known to be over
+        _exporters.add(self)
 
     @classmethod
     def start(
@@ -60,11 +68,12 @@ class RankExporter:
             port: Port to listen on; 0 picks a free one.
             targets: Folder that Prometheus watches (`file_sd_configs`): the exporter writes its address there and takes
                 it away when it stops.
-            advertise: The host that Prometheus reaches this one by; default: `host`.
+            advertise: The host that Prometheus reaches this one by; default: `host`, or this machine's name where that
+                stands for all addresses (`0.0.0.0`, `::`).
 
         Raises:
             ValueError: If the port is out of range.
-            OSError: If the port is taken.
+            OSError: If the port is taken, or the folder of targets cannot be written to.
         """
         if not 0 <= port < 65536:
             raise ValueError(f"port is {port}; use 0 for a free one, or 1 to 65535")
@@ -82,8 +91,12 @@ class RankExporter:
             safe = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in job)
             target_file = Path(targets) / f"{safe}-{rank}.json"
             part = target_file.with_suffix(f".{os.getpid()}.part")
-            part.write_text(json.dumps([{"targets": [f"{advertise or host}:{server.server_port}"]}]) + "\n")
-            part.replace(target_file)
+            try:
+                part.write_text(json.dumps([{"targets": [_reached_at(advertise, host, server.server_port)]}]) + "\n")
+                part.replace(target_file)
+            except OSError:
+                stop()
+                raise
         return cls(measures, int(server.server_port), stop, target_file)
 
     @classmethod
@@ -110,25 +123,33 @@ class RankExporter:
             advertise=os.environ.get("EVENKEEL_METRICS_ADVERTISE") or None,
         )
 
-    def watch(self, loader: BalancedLoader[B], *, name: str = "train") -> Iterator[B]:
+    def watch(
+        self, loader: BalancedLoader[B], *, name: str = "train", device: torch.device | str | None = None
+    ) -> Iterator[B]:
         """The loader's batches, measured: what balancing did, how long each step took, how long training waited.
+
+        On a GPU both times are those of the device's current stream, read some steps later without waiting for it.
 
         Args:
             loader: The loader; its own attributes (`report`, `loss_scale`, …) stay in use.
             name: Value of the label `loader`.
+            device: Where the model trains; default: the current GPU if the program uses one, else the CPU.
         """
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else "cpu"
+        device = torch.device(device)
         batches = iter(loader)
         changes, agreement, moving = 0, 0.0, 0.0
         while True:
-            asked = time.perf_counter()
+            asked = mark(device)
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            got = time.perf_counter()
+            got = mark(device)
             report, counters = loader.report, loader.counters
-            self.measures.waited(
-                name, got - asked, agreement=counters.exposed_seconds - agreement,
+            self.measures.parts(
+                name, agreement=counters.exposed_seconds - agreement,
                 redistribution=counters.redistribution_seconds - moving,
             )  # fmt: skip
             self.measures.breaker(name, open_=loader.breaker_open, changes=counters.breaker_changes - changes)
@@ -136,7 +157,15 @@ class RankExporter:
             changes, agreement = counters.breaker_changes, counters.exposed_seconds
             moving = counters.redistribution_seconds
             yield batch
-            self.measures.step(name, report, time.perf_counter() - got)
+            self._steps.append((name, report, asked, got, mark(device)))
+            self._read_steps()
+
+    def _read_steps(self) -> None:
+        """Counts the steps that their device has finished."""
+        while self._steps and self._steps[0][-1].ready():
+            name, report, asked, got, done = self._steps.popleft()
+            self.measures.waited(name, got.since(asked) / 1e3)
+            self.measures.step(name, report, done.since(got) / 1e3)
 
     def keys(
         self,
@@ -167,7 +196,11 @@ class RankExporter:
             self.measures.key_skew(name, ratio)
 
     def close(self) -> None:
-        """Stops serving and takes the target file away."""
+        """Stops serving and takes the target file away; what still serves at the program's end is closed then."""
+        if self not in _exporters:
+            return
+        _exporters.discard(self)
+        self._read_steps()
         if self._target_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._target_file.unlink()
@@ -180,3 +213,18 @@ class RankExporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _reached_at(advertise: str | None, host: str, port: int) -> str:
+    """`host:port` as Prometheus writes it."""
+    name = advertise or (socket.gethostname() if host in _ALL_ADDRESSES else host)
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+@atexit.register
+def _close_all() -> None:
+    for exporter in list(_exporters):
+        exporter.close()
+
+
+os.register_at_fork(after_in_child=_exporters.clear)  # the servers and their files are the parent's

@@ -64,21 +64,27 @@ class RankMeasures:
             "moved_bytes_total", "Bytes of the samples that changed rank, this rank's share.", "loader"
         )
         self._step = self._histogram(
-            "step_seconds", "Time from getting a batch to asking for the next.", _STEP_BUCKETS, "loader"
+            "step_seconds",
+            "Time from getting a batch to asking for the next; on a GPU, of its stream.",
+            _STEP_BUCKETS,
+            "loader",
         )
         self._exposed = self._counter(
-            "exposed_wait_seconds_total", "Time that training waited for the next batch: loading, balancing, moving.",
+            "exposed_wait_seconds_total",
+            "Time that training waited for the next batch: loading, balancing, moving; on a GPU, as its stream did.",
             "loader",
         )  # fmt: skip
         self._agreement = self._counter(
-            "agreement_wait_seconds_total", "Part of it that training waited for the ranks' agreement.", "loader"
+            "agreement_wait_seconds_total", "Time that the training thread waited for the ranks' agreement.", "loader"
         )
         self._service = self._counter(
             "service_wait_seconds_total", "Time waited for the balancer behind training.", "loader"
         )
         self._partition = self._counter("partition_seconds_total", "Time of the partition searches.", "loader")
         self._redistribution = self._counter(
-            "redistribution_seconds_total", "Time spent in finishing the moves of samples.", "loader"
+            "redistribution_seconds_total",
+            "Time that the training thread spent in starting and ending moves.",
+            "loader",
         )
         self._saved = self._counter(
             "saved_seconds_total",
@@ -124,10 +130,13 @@ class RankMeasures:
             self._saved.labels(self._job, self._rank, loader).inc(seconds * gain)
             self._lost.labels(self._job, self._rank, loader).inc(seconds * (1 - 1 / report.imbalance))
 
-    def waited(self, loader: str, seconds: float, *, agreement: float = 0.0, redistribution: float = 0.0) -> None:
-        """Training waited for its next batch; `agreement` and `redistribution` are parts of that."""
+    def waited(self, loader: str, seconds: float) -> None:
+        """Training waited for its next batch; on a GPU, the device did."""
+        self._exposed.labels(self._job, self._rank, self._loaders.label(loader)).inc(max(0.0, seconds))
+
+    def parts(self, loader: str, *, agreement: float = 0.0, redistribution: float = 0.0) -> None:
+        """The training thread waited for the agreement and for the end of a move."""
         labels = self._job, self._rank, self._loaders.label(loader)
-        self._exposed.labels(*labels).inc(max(0.0, seconds))
         self._agreement.labels(*labels).inc(max(0.0, agreement))
         self._redistribution.labels(*labels).inc(max(0.0, redistribution))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,31 @@ def test_ranks_export_what_their_reports_say(tmp_path: Path) -> None:
     moved = {value(dict(result["after"]), "moved_bytes_total") for result in results}
     assert len(moved) == 1  # shares of the job's bytes
     assert list(tmp_path.iterdir()) == []  # target files are gone
+
+
+def test_a_program_that_ends_takes_its_target_away(tmp_path: Path) -> None:
+    program = f"""
+from trainer_client.metrics import RankExporter
+exporter = RankExporter.start(job="ended", rank=0, host="0.0.0.0", targets={str(tmp_path)!r})
+import json, pathlib, socket
+(path,) = pathlib.Path({str(tmp_path)!r}).glob("*.json")
+assert json.loads(path.read_text()) == [{{"targets": [f"{{socket.gethostname()}}:{{exporter.port}}"]}}]
+raise RuntimeError("training failed")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert "training failed" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_addresses_are_written_as_prometheus_reads_them(tmp_path: Path) -> None:
+    for host, advertise, expected in (
+        ("127.0.0.1", None, "127.0.0.1:"), ("::1", None, "[::1]:"), ("0.0.0.0", "gpu-7.example", "gpu-7.example:"),
+    ):  # fmt: skip
+        with RankExporter.start(job="a/b", rank=1, host=host, advertise=advertise, targets=tmp_path) as exporter:
+            target = json.loads((tmp_path / "a_b-1.json").read_text())
+        assert target == [{"targets": [f"{expected}{exporter.port}"]}]
+    with pytest.raises(FileNotFoundError):
+        RankExporter.start(job="a", rank=0, targets=tmp_path / "absent")
 
 
 def test_series_stay_bounded() -> None:
