@@ -148,7 +148,7 @@ def rate(metric: str, where: str, by: str) -> str:
 
 JOBS = dashboard(
     "evenkeel-jobs", "Evenkeel / Jobs", "Which job is unbalanced, why, and what it costs.",
-    [variable("job", "label_values(evenkeel_balancer_rounds_total, exported_job)", "Job", many=True)],
+    [variable("job", "label_values(evenkeel:job_imbalance:mean5m, exported_job)", "Job", many=True)],
     table(
         "Jobs", "One line a job. Imbalance is max/mean load over the ranks; 1 is even.",
         ("Before", f'evenkeel:job_imbalance:mean5m{{{JOB},when="before"}}', "none"),
@@ -169,9 +169,13 @@ JOBS = dashboard(
     panel("GPU-hours lost", "Over the range shown, for what imbalance is left.",
           (f"sum by (exported_job) (increase(evenkeel_trainer_lost_seconds_total{{{JOB}}}[$__range])) / 3600",
            "{{exported_job}}"), unit="h", kind="stat", width=6),
-    panel("Rounds", "By outcome and reason.",
+    panel("Rounds of the balancer", "By outcome and reason.",
           (f"sum by (outcome, reason) (evenkeel:job_rounds:rate5m{{{JOB}}})", "{{outcome}} {{reason}}"),
           unit="reqps", stacked=True),
+    panel("Rounds of the ranks", "The service's plan, their own (embedded) or none (identity), and why.",
+          (f'sum by (mode, reason) (rate(evenkeel_trainer_rounds_total{{{JOB},rank="0"}}[$__rate_interval]))',
+           "{{mode}} {{reason}}"), unit="reqps", stacked=True),
+    panel("Steps", "Of all ranks.", (f"evenkeel:job_steps:rate15m{{{JOB}}}", "{{exported_job}}"), unit="reqps"),
     panel("Rounds without a plan", "Share of each job's rounds.",
           (f"evenkeel:job_unbalanced_rounds:ratio5m{{{JOB}}}", "{{exported_job}}"), unit="percentunit"),
     panel("Late ranks", "Ranks that miss the deadline of a round, on average.",
@@ -183,7 +187,7 @@ ONE_JOB = dashboard(
     [variable("job", "label_values(evenkeel_trainer_load, exported_job)", "Job", many=False),
      variable("loader", 'label_values(evenkeel_trainer_load{exported_job="$job"}, loader)', "Loader", many=False)],
     panel("Imbalance", "max/mean load as loaded, as trained, and the bound that no assignment beats.",
-          (mean_excess("evenkeel_balancer_imbalance_excess_ratio", ONE, "when"), "{{when}}"), minimum=1),
+          (mean_excess("evenkeel_trainer_imbalance_excess_ratio", LOADER, "when"), "{{when}}"), minimum=1),
     panel("Saved", "GPUs' worth of time that balancing saves, and that the remaining imbalance costs.",
           (f"evenkeel:job_saved_gpus:rate5m{{{ONE}}}", "saved"), (f"evenkeel:job_lost_gpus:rate5m{{{ONE}}}", "lost"),
           unit="none"),

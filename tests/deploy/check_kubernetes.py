@@ -30,6 +30,12 @@ def rendered() -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(done.stdout))
 
 
+def trainer() -> dict[str, Any]:
+    """The job to copy from, which is applied by whoever trains."""
+    document: dict[str, Any] = yaml.safe_load((ROOT / "deploy/kubernetes/trainer.yaml").read_text())
+    return document
+
+
 def workloads(rendered: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [document for document in rendered if document["kind"] in ("StatefulSet", "Deployment")]
 
@@ -37,11 +43,11 @@ def workloads(rendered: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_resource_fits_its_schema(rendered: list[dict[str, Any]], version: str) -> None:
     checked = 0
-    for document in rendered:
+    for document in [*rendered, trainer()]:
         if not document["apiVersion"].startswith("monitoring.coreos.com/"):
             kubernetes_validate.validate(document, version, strict=True)
             checked += 1
-    assert checked >= 9
+    assert checked >= 11
 
 
 def test_the_check_notices_mistakes(rendered: list[dict[str, Any]]) -> None:
@@ -59,6 +65,7 @@ def test_containers_are_locked_down_and_their_settings_exist(rendered: list[dict
         security = container["securityContext"]
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False  # EVENKEEL_PLANNER_PORT=tcp://… would be taken for the setting
         assert security["readOnlyRootFilesystem"] is True
         assert security["allowPrivilegeEscalation"] is False
         assert security["capabilities"] == {"drop": ["ALL"]}
@@ -86,3 +93,47 @@ def test_selectors_find_the_pods_and_ports_they_mean(rendered: list[dict[str, An
             (service,) = [each for each in services if labels.items() <= each["metadata"].get("labels", {}).items()]
             ports = {port["name"] for port in service["spec"]["ports"]}
             assert {endpoint["port"] for endpoint in spec["endpoints"]} <= ports
+
+
+def test_a_trainer_gets_through_and_each_of_its_ranks_is_scraped(rendered: list[dict[str, Any]]) -> None:
+    (monitor,) = [document for document in rendered if document["kind"] == "PodMonitor"]
+    (policy,) = [document for document in rendered if document["kind"] == "NetworkPolicy"]
+    pod = trainer()["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    first = int(variables["EVENKEEL_METRICS_PORT"])
+    ranks = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert [port["containerPort"] for port in container["ports"]] == [first + rank for rank in range(ranks)]
+    assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == [
+        port["name"] for port in container["ports"]
+    ]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    allowed = [source["podSelector"]["matchLabels"] for rule in policy["spec"]["ingress"] for source in rule["from"]
+               if "podSelector" in source]  # fmt: skip
+    assert any(labels.items() <= pod["metadata"]["labels"].items() for labels in allowed)
+    service = next(each for each in rendered if each["metadata"]["name"] == "evenkeel-balancer")
+    namespace, port = service["metadata"]["namespace"], service["spec"]["ports"][0]["port"]
+    assert variables["EVENKEEL_BALANCER"] == f"spread://evenkeel-balancer.{namespace}.svc:{port}"
+
+
+def test_services_reach_names_and_a_collector_and_nothing_else(rendered: list[dict[str, Any]]) -> None:
+    (policy,) = [document for document in rendered if document["kind"] == "NetworkPolicy"]
+    ports = [{(port["port"], port["protocol"]) for port in rule["ports"]} for rule in policy["spec"]["egress"]]
+    assert ports == [{(53, "UDP"), (53, "TCP")}, {(4318, "TCP")}]
+    assert all(rule["to"] for rule in policy["spec"]["egress"])
+
+
+def test_rules_and_dashboards_are_loaded(rendered: list[dict[str, Any]]) -> None:
+    (rules,) = [document for document in rendered if document["kind"] == "PrometheusRule"]
+    written = [group for path in sorted((ROOT / "deploy/prometheus/rules").glob("*.yml"))
+               for group in yaml.safe_load(path.read_text())["groups"]]  # fmt: skip
+    assert [group["name"] for group in rules["spec"]["groups"]] == [group["name"] for group in written]
+    (boards,) = [document for document in rendered if document["kind"] == "ConfigMap"]
+    assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert set(boards["data"]) == {path.name for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
+
+
+def test_the_certificate_is_for_the_names_that_clients_use(rendered: list[dict[str, Any]]) -> None:
+    names = yaml.safe_load((ROOT / "deploy/kubernetes/certificate.yaml").read_text())["spec"]["dnsNames"]
+    for service in (document for document in rendered if document["kind"] == "Service"):
+        assert f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc" in names

@@ -28,6 +28,7 @@ EXCESS = f'evenkeel_balancer_imbalance_excess_ratio_%s{{{JOB},when="%s"}}'
 # By alert: series (a minute between values) under which it fires after half an hour, and under which it does not.
 CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "EvenkeelBalancerDown": ({f"up{{{BALANCER}}}": "0x60"}, {f"up{{{BALANCER}}}": "1x60"}),
+    "EvenkeelBalancersGone": ({f"up{{{PLANNER}}}": "1x60"}, {f"up{{{BALANCER}}}": "1x60"}),
     "EvenkeelBalancerRestarting": (
         {f"process_start_time_seconds{{{BALANCER}}}": "1x10 2x5 3x5 4x5 5x40"},
         {f"process_start_time_seconds{{{BALANCER}}}": "1x20 2x60"},
@@ -36,6 +37,10 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "EvenkeelTrainerDown": (
         {'up{job="evenkeel-trainers",instance="r"}': "0x60"},
         {'up{job="evenkeel-trainers",instance="r"}': "1x20 0x3 1x60"},
+    ),
+    "EvenkeelJobStalled": (
+        {f"evenkeel_trainer_info{{{RANK}}}": "1x60"},
+        {f"evenkeel_trainer_info{{{RANK}}}": "1x60", f"evenkeel_trainer_step_seconds_count{{{RANK}}}": "0+9x60"},
     ),
     "EvenkeelJobUnbalanced": (
         {EXCESS % ("sum", "after"): "0+20x60", EXCESS % ("count", "after"): "0+100x60",
@@ -125,11 +130,41 @@ def test_every_alert_has_a_case() -> None:
     assert sorted(CASES) == sorted(ALERTS)
 
 
+# What an embedded job alone exports, without a balancer.
+TRAINED = f'evenkeel_trainer_imbalance_excess_ratio_%s{{{RANK},when="%s"}}'
+DONE = f'evenkeel_trainer_rounds_total{{{RANK},mode="%s",reason="%s"}}'
+EMBEDDED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "EvenkeelJobUnbalanced": (
+        {TRAINED % ("sum", "after"): "0+20x60", TRAINED % ("count", "after"): "0+100x60",
+         TRAINED % ("sum", "bound"): "0+10x60", TRAINED % ("count", "bound"): "0+100x60"},
+        {TRAINED % ("sum", "after"): "0+20x60", TRAINED % ("count", "after"): "0+100x60",
+         TRAINED % ("sum", "bound"): "0+19x60", TRAINED % ("count", "bound"): "0+100x60"},
+    ),
+    "EvenkeelRoundsUnbalanced": (
+        {DONE % ("embedded", "breaker_open"): "0+90x60", DONE % ("identity", "partition_failed"): "0+10x60"},
+        {DONE % ("embedded", "no_service"): "0+90x60", DONE % ("identity", "no_service"): "0+10x60"},
+    ),
+    "EvenkeelJobStalled": (
+        {f"evenkeel_trainer_info{{{RANK}}}": "1x60", f"evenkeel_trainer_step_seconds_count{{{RANK}}}": "7x60"},
+        {f"evenkeel_trainer_info{{{RANK}}}": "1x60", f"evenkeel_trainer_step_seconds_count{{{RANK}}}": "0+9x60"},
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("alert", sorted(CASES))
 @pytest.mark.parametrize("fires", [True, False], ids=["fires", "silent"])
 def test_alerts(alert: str, fires: bool, tmp_path: Path) -> None:
-    series = CASES[alert][0 if fires else 1]
-    query = {"expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}}) or vector(0)', "eval_time": "30m",
+    check_alert(alert, CASES[alert][0 if fires else 1], fires, tmp_path / "test.yml")
+
+
+@pytest.mark.parametrize("alert", sorted(EMBEDDED))
+@pytest.mark.parametrize("fires", [True, False], ids=["fires", "silent"])
+def test_alerts_of_a_job_without_a_balancer(alert: str, fires: bool, tmp_path: Path) -> None:
+    check_alert(alert, EMBEDDED[alert][0 if fires else 1], fires, tmp_path / "test.yml")
+
+
+def check_alert(alert: str, series: dict[str, str], fires: bool, file: Path) -> None:
+    query = {"expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}}) or vector(0)', "eval_time": "35m",
              "exp_samples": [{"labels": "{}", "value": int(fires)}]}  # fmt: skip
     test: dict[str, Any] = {
         "rule_files": [str(path) for path in RULES],
@@ -142,7 +177,6 @@ def test_alerts(alert: str, fires: bool, tmp_path: Path) -> None:
             }
         ],
     }
-    file = tmp_path / "test.yml"
     file.write_text(yaml.safe_dump(test))
     promtool("test", "rules", str(file))
 

@@ -199,6 +199,23 @@ def test_every_alert_has_data_behind_it(stack: Stack) -> None:
     eventually(all_have_data, 240, waiting)
 
 
+def test_every_alert_links_to_its_section_of_the_runbook(stack: Stack) -> None:
+    status, page = get("http://127.0.0.1:9090/consoles/runbook.html")
+    assert status == 200
+    status, text = get("http://127.0.0.1:9090/api/v1/rules?type=alert")
+    links = {
+        rule["name"]: rule["annotations"]["runbook_url"].replace("{{ $externalURL }}", "http://127.0.0.1:9090")
+        for group in json.loads(text)["data"]["groups"]
+        for rule in group["rules"]
+    }
+    assert len(links) > 10
+    for name, link in links.items():
+        address, _, anchor = link.partition("#")
+        assert address == "http://127.0.0.1:9090/consoles/runbook.html"
+        assert anchor == name.lower()
+        assert f'<h2 id="{anchor}">' in page
+
+
 def test_no_alert_fires_beside_a_healthy_job(stack: Stack) -> None:
     stack.job.check_running()
     for found in query('ALERTS{alertstate="pending"}'):

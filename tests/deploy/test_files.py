@@ -76,19 +76,21 @@ def test_settings_of_the_stack_exist() -> None:
 
 def test_every_alert_has_a_section_in_the_runbook() -> None:
     runbook = (ROOT / "docs/runbook.md").read_text()
-    sections = {f"docs/runbook.md#{title.lower()}" for title in re.findall(r"^## (\w+)$", runbook, re.MULTILINE)}
+    page = "{{ $externalURL }}/consoles/runbook.html"
+    sections = {f"{page}#{title.lower()}" for title in re.findall(r"^## (\w+)$", runbook, re.MULTILINE)}
     groups = yaml.safe_load((ROOT / "deploy/prometheus/rules/alerts.yml").read_text())["groups"]
     links = [rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"]]
     assert len(links) > 10
     assert set(links) == sections
 
 
-def test_dashboards_are_what_the_builder_writes() -> None:
-    command = [sys.executable, str(ROOT / "deploy/grafana/build.py"), "--check"]
+@pytest.mark.parametrize("builder", ["deploy/grafana/build.py", "deploy/prometheus/build.py"])
+def test_files_are_what_their_builder_writes(builder: str) -> None:
+    command = [sys.executable, str(ROOT / builder), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def test_secrets_are_not_committed() -> None:
-    for folder in ("deploy/secrets", "deploy/prometheus/targets"):
+    for folder in ("deploy/secrets", "deploy/prometheus/targets", "deploy/prometheus/alertmanagers"):
         assert (ROOT / folder / ".gitignore").read_text().split() == ["*", "!.gitignore"]
