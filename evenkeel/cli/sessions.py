@@ -1,65 +1,32 @@
-"""The sessions of a balancer as `evenkeel top` shows them."""
+"""Looks at the sessions of balancers, for `evenkeel top`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any, TypeAlias
 
 import grpc
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from evenkeel.cli.calls import Calls
+from evenkeel.cli.session_rows import Row, lines, render
 from evenkeel.protocol import balancer_pb2 as pb
 
-_SILENT_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One session.
-
-    Attributes:
-        balancer: Where it lives.
-        name: job/group/loader.
-        run: Run id and restart count.
-        joined: Ranks that are there.
-        world_size: Ranks of the session.
-        round: The last decided round.
-        rounds_per_second: Since the last look; None at the first.
-        balanced: Share of rounds with a plan.
-        before: max/mean load as loaded, of the last balanced round.
-        after: The same as trained.
-        over_bound: How far that is above the lower bound, relative.
-        moved: Share of the samples that changed rank.
-        wait_seconds: From a round's first submission to its decision, on average.
-        silent_seconds: Since a rank said anything.
-        reasons: Rounds without a plan, by reason.
-    """
-
-    balancer: str
-    name: str
-    run: str
-    joined: int
-    world_size: int
-    round: int
-    rounds_per_second: float | None
-    balanced: float
-    before: float
-    after: float
-    over_bound: float
-    moved: float
-    wait_seconds: float
-    silent_seconds: float
-    reasons: dict[str, int]
+_FIRST_SECONDS = 0.5
+Seen: TypeAlias = dict[str, tuple[float, int]]
 
 
 def watch(balancers: list[Calls], address: str, job: str, interval: float, count: int, as_json: bool) -> None:
     """Looks at the sessions again and again; `count` times, or until interrupted (0).
+
+    A terminal shows a table that renews itself; what is piped gets a line a session and look.
 
     Args:
         balancers: All behind the address; one that does not answer is left out, as long as another does.
@@ -72,34 +39,59 @@ def watch(balancers: list[Calls], address: str, job: str, interval: float, count
     Raises:
         grpc.RpcError: If no balancer answers.
     """
-    looks, seen = 0, dict[str, tuple[float, int]]()
-    request = pb.GetSessionStatsRequest(job=job)
-    with Live(console=Console(), auto_refresh=False, transient=False) as live:
-        if as_json:
-            live.stop()
+    console = Console()
+    several = len(balancers) > 1
+    looks, seen = 0, Seen()
+    look(balancers, job, seen)  # rates need two looks
+    time.sleep(min(interval, _FIRST_SECONDS))
+    with contextlib.ExitStack() as stack:
+        live = None
+        if console.is_terminal and not as_json:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, transient=False))
         while True:
-            rows, earlier, silent, seen = list[Row](), seen, list[str](), {}
-            for balancer in balancers:
-                try:
-                    sessions = balancer.call("GetSessionStats", request).sessions
-                except grpc.RpcError:
-                    silent.append(balancer.address)
-                    if len(silent) == len(balancers):
-                        raise
-                    continue
-                now = time.monotonic()
-                for session in sessions:
-                    key = f"{balancer.address} {_key(session)}"
-                    rows.append(read_row(session, earlier.get(key), now, balancer.address))
-                    seen[key] = now, decided(session)
+            rows, silent = look(balancers, job, seen)
             if as_json:
                 typer.echo(json.dumps([asdict(row) for row in rows]))
+            elif live is not None:
+                live.update(render(rows, address, several, silent, console.width), refresh=True)
             else:
-                live.update(render(rows, address, len(balancers) > 1, silent), refresh=True)
+                for text in lines(rows, several, silent, datetime.now()):
+                    typer.echo(text)
+                sys.stdout.flush()
             looks += 1
             if looks == count:
                 return
             time.sleep(interval)
+
+
+def look(balancers: list[Calls], job: str, seen: Seen) -> tuple[list[Row], list[str]]:
+    """The sessions now, and which balancers do not answer.
+
+    Args:
+        balancers: Whom to ask.
+        job: Only this job; empty: all.
+        seen: Time and rounds of each session at the look before; brought up to date.
+
+    Raises:
+        grpc.RpcError: If no balancer answers.
+    """
+    rows, silent, request = list[Row](), list[str](), pb.GetSessionStatsRequest(job=job)
+    earlier = dict(seen)
+    seen.clear()
+    for balancer in balancers:
+        try:
+            sessions = balancer.call("GetSessionStats", request).sessions
+        except grpc.RpcError:
+            silent.append(balancer.address)
+            if len(silent) == len(balancers):
+                raise
+            continue
+        now = time.monotonic()
+        for session in sessions:
+            key = f"{balancer.address} {_key(session)}"
+            rows.append(read_row(session, earlier.get(key), now, balancer.address))
+            seen[key] = now, decided(session)
+    return rows, silent
 
 
 def _key(session: Any) -> str:
@@ -140,29 +132,3 @@ def read_row(session: Any, earlier: tuple[float, int] | None, now: float, balanc
         silent_seconds=session.seconds_since_last_message,
         reasons=dict(session.rounds_identity),
     )
-
-
-def render(rows: list[Row], address: str, several: bool, silent: list[str]) -> Table:
-    """The table, the least even job first; of several balancers with a column that tells which."""
-    title = f"{len(rows)} sessions on {address}" + (f"; no answer from {', '.join(silent)}" if silent else "")
-    table = Table(title=title, title_justify="left", show_edge=False)
-    table.add_column("job/group/loader", overflow="fold")
-    if several:
-        table.add_column("balancer", overflow="fold")
-    for column in ("ranks", "round", "rounds/s", "before", "after", "over bound", "moved", "wait", "planned"):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    for row in sorted(rows, key=lambda row: (-row.after, row.name)):
-        notes = [f"silent for {row.silent_seconds:.0f} s"] if row.silent_seconds > _SILENT_SECONDS else []
-        notes += [f"{reason} {number}" for reason, number in sorted(row.reasons.items(), key=lambda each: -each[1])]
-        whole = row.joined == row.world_size
-        table.add_row(
-            row.name,
-            *([row.balancer] if several else []),
-            f"{row.joined}/{row.world_size}" if whole else f"[red]{row.joined}/{row.world_size}[/]",
-            str(row.round),
-            "" if row.rounds_per_second is None else f"{row.rounds_per_second:.1f}",
-            f"{row.before:.3f}", f"{row.after:.3f}", f"{row.over_bound:.2%}", f"{row.moved:.1%}",
-            f"{row.wait_seconds * 1e3:.1f} ms", f"{row.balanced:.1%}", ", ".join(notes),
-        )  # fmt: skip
-    return table

@@ -136,7 +136,8 @@ class RankExporter:
             device: Where the model trains; default: the current GPU if the program uses one, else the CPU.
         """
         if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else "cpu"
+            on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         device = torch.device(device)
         batches = iter(loader)
         changes, agreement, moving = 0, 0.0, 0.0

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from evenkeel.cli.app import app
+from evenkeel.cli.session_rows import Row, render
 from tests.balancer_process import BalancerProcess, running_balancer
 from tests.services.security.authorities import channel
 from tests.services.security.jobs import RunningJob
@@ -27,21 +32,48 @@ def test_a_running_job_is_shown(balancer: BalancerProcess, monkeypatch: pytest.M
     flags = ["--balancer", balancer.address, "--count", "3", "--interval", "0.5"]
     with RunningJob(lambda: channel(balancer.address, None), job="watched") as job:
         result = CliRunner().invoke(app, ["top", "--json", *flags])
-        shown = CliRunner().invoke(app, ["top", *flags], env={"COLUMNS": "200"})
+        piped = CliRunner().invoke(app, ["top", *flags])
         job.check(3)
     assert result.exit_code == 0, result.output
     looks = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(looks) == 3
     (first,), (last,) = looks[0], looks[-1]
     assert (last["name"], last["joined"], last["world_size"]) == ("watched/default/train", 2, 2)
-    assert first["rounds_per_second"] is None
+    assert first["rounds_per_second"] > 0  # also at the first look
     assert last["rounds_per_second"] == pytest.approx((last["round"] - looks[1][0]["round"]) / 0.5, rel=0.5)
     assert last["balanced"] == 1.0
     assert 1.0 <= last["after"] <= last["before"]
     assert -1e-9 <= last["over_bound"] < 0.01
-    assert shown.exit_code == 0
-    assert "watched/default/train" in shown.stdout
-    assert "2/2" in shown.stdout
+    assert piped.exit_code == 0
+    assert len(piped.stdout.splitlines()) == 3  # a line a session and look, without control characters
+    for line in piped.stdout.splitlines():
+        assert re.fullmatch(r"\S+T\S+ watched/default/train ranks=2/2 round=\d+ rounds/s=[\d.]+ .*planned=100.0%", line)
+
+
+def row(**changes: Any) -> Row:
+    values: dict[str, Any] = {
+        "balancer": "10.0.0.1:50051", "name": "train-of-a-team-42/default/train", "run": "r:0", "joined": 64,
+        "world_size": 64, "round": 123456, "rounds_per_second": 21.3, "balanced": 0.999, "before": 1.534,
+        "after": 1.001, "over_bound": 0.0004, "moved": 0.12, "wait_seconds": 0.0042,
+        "silent_seconds": 0.1, "reasons": {},
+    }  # fmt: skip
+    return Row(**values | changes)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+@pytest.mark.parametrize("several", [False, True])
+def test_the_table_fits_the_terminal(width: int, several: bool) -> None:
+    rows = [row(), row(name="x/default/eval", joined=63, after=1.2, reasons={"deadline": 3})]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(render(rows, "balancer:50051", several, [], width))
+    text = console.export_text()
+    assert all(len(line) <= width for line in text.splitlines())
+    assert text.index("63/64") < text.index("64/64")  # the least even one first
+    always = ("after", "1.001", "1.200", "64/64", "deadline 3")
+    for whole in (*always, *(() if several and width == 60 else ("rounds/s", "21.3", "planned", "99.9%"))):
+        assert whole in text, whole  # neither cut nor folded
+    assert ("over bound" in text) == (width == 140)
+    assert ("10.0.0.1:50051" in text) == several
 
 
 def test_errors_say_what_to_do(balancer: BalancerProcess) -> None:
@@ -63,7 +95,7 @@ def test_jobs_are_found_on_whichever_balancer_they_live(
             for job, place in jobs.items():
                 stack.enter_context(RunningJob(lambda place=place: channel(place, None), job=job))
             result = CliRunner().invoke(app, ["top", "--json", "--balancer", address, "--count", "1"])
-            shown = CliRunner().invoke(app, ["top", "--balancer", address, "--count", "1"], env={"COLUMNS": "240"})
+            shown = CliRunner().invoke(app, ["top", "--balancer", address, "--count", "1"])
             one = CliRunner().invoke(
                 app, ["top", "--json", "--balancer", address, "--count", "1", "--job", "on-second"]
             )
@@ -85,7 +117,7 @@ def test_jobs_are_found_on_whichever_balancer_they_live(
         assert all(text.startswith(f"{job} belongs to") for job, text in examined.items())
         # One that is gone is told apart from those that answer.
         second.kill()
-        left = CliRunner().invoke(app, ["top", "--balancer", address, "--count", "1"], env={"COLUMNS": "240"})
+        left = CliRunner().invoke(app, ["top", "--balancer", address, "--count", "1"])
         assert left.exit_code == 0, left.output
         assert f"no answer from {second.address}" in left.stdout
         doctor = CliRunner().invoke(app, ["doctor", "--json", "--balancer", address])
