@@ -66,15 +66,16 @@ def partition(
     The same arguments give the same answer on every machine. Sums of integer costs are exact.
 
     Args:
-        costs: (n,) int64 or float64, predicted work of each sample; finite, 0 or more.
+        costs: (n,) int64 or float64, predicted work of each sample; 0 or more, integers adding up to less than 2**62,
+            fractions to 1e300 at most (sizes and memory as well).
         homes: (n,) int32, the rank that holds each sample; any number of samples per rank, also none.
-        num_ranks: number of ranks.
+        num_ranks: number of ranks, up to 65,536.
         strategy: one of `strategies()`.
         sizes: (n,) what moving each sample costs; its cost when None.
         counts: "equal" gives each rank floor or ceil of n/num_ranks samples, and its own number where the homes are
             within one of each other; "free" any number.
-        tolerance: `minimal_move` stops exchanging once the load is within this share of the lower bound.
-        speeds: (num_ranks,) relative speeds, above 0; a rank of speed 0.5 gets half the load.
+        tolerance: `minimal_move` stops exchanging once the load is within this share of the lower bound, 0 to 1.
+        speeds: (num_ranks,) relative speeds, 1e-6 to 1e6; a rank of speed 0.5 gets half the load.
         memory: (n,) what each sample takes of the memory of the rank that trains it.
         memory_caps: (num_ranks,) what each rank holds of it; infinity for no cap.
         nodes: (num_ranks,) host of each rank, any numbers; samples move inside a node before across.

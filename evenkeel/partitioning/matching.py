@@ -10,6 +10,7 @@ from evenkeel.partitioning.sorting import ascending_order
 
 EXACT = 96  # ranks up to which the best matching is found; beyond, a greedy one
 KEPT = 8  # largest overlaps of a set that each round of the greedy matching looks at
+PLACES = 1 << 24  # (node, kind) pairs up to which sets are given their nodes before their ranks
 
 
 @kernel
@@ -153,10 +154,9 @@ def match_sets(
     if num_ranks <= EXACT:
         return heaviest_assignment(_weights(sets, set_kinds, rank_kinds, homes, sizes, nodes))
     members, begin = _members(sets, num_ranks)
-    groups, set_groups = rank_kinds, set_kinds
-    if num_nodes > 1:
+    groups, set_groups, num_kinds = rank_kinds, set_kinds, int(rank_kinds.max()) + 1
+    if num_nodes > 1 and num_nodes * num_kinds <= PLACES:
         # First the node: a place is a (node, kind), and has room for as many sets as it has ranks.
-        num_kinds = int(rank_kinds.max()) + 1
         groups = nodes * np.int32(num_kinds) + rank_kinds
         room = np.bincount(groups, minlength=num_nodes * num_kinds)
         places = nodes[homes] * np.int32(num_kinds)

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.bounds import bound_on_largest, crowding_bound
 from evenkeel.partitioning.compile import kernel, plain_array
+from evenkeel.partitioning.ranges import MAX_RANKS, MAX_SAMPLES, MAX_SUM, MAX_TOTAL, SPEEDS, TOLERANCE
 from evenkeel.partitioning.rows import Terms
 from evenkeel.partitioning.sorting import ascending_order
 from evenkeel.partitioning.units import exponent_for, scaled, whole_units
@@ -89,22 +90,32 @@ def _range_of(values: NDArray[Any]) -> tuple[int, int]:
 
 
 @kernel
-def _first_bad(values: NDArray[np.float64], positive: bool, infinite: bool) -> int:
+def _first_bad(values: NDArray[np.float64], infinite: bool) -> tuple[int, float]:
+    """Index of the first that is negative, NaN or, unless allowed, infinite; -1 if there is none, and the largest."""
+    largest = 0.0
     for i in range(values.size):
         value = values[i]
-        if not (value > 0 or (value == 0 and not positive)) or (value == np.inf and not infinite):
-            return i
-    return -1
+        if not value >= 0 or (value == np.inf and not infinite):
+            return i, value
+        largest = max(largest, value)
+    return -1, largest
 
 
-def _numbers(
-    field: str, values: ArrayLike, length: int, what: str, *, positive: bool = False, infinite: bool = False
-) -> NDArray[np.float64]:
+def _numbers(field: str, values: ArrayLike, length: int, what: str, *, infinite: bool = False) -> NDArray[np.float64]:
     array = plain_array(_vector(field, values, length, what), np.float64)
-    bad = _first_bad(array, positive, infinite)
+    bad, largest = _first_bad(array, infinite)
     if bad >= 0:
-        kind = "positive" if positive else "0 or more"
-        raise ValueError(f"{field}[{bad}] is {array[bad]}; pass {'' if infinite else 'finite '}numbers, {kind}")
+        raise ValueError(f"{field}[{bad}] is {array[bad]}; pass {'' if infinite else 'finite '}numbers, 0 or more")
+    if not infinite and largest * array.size > MAX_SUM and sum(array.tolist()) > MAX_SUM:
+        raise ValueError(f"{field} add up to {sum(array.tolist()):g}; scale them, so that it is at most {MAX_SUM:g}")
+    return array
+
+
+def _speeds(values: ArrayLike, num_ranks: int) -> NDArray[np.float64]:
+    array = plain_array(_vector("speeds", values, num_ranks, "rank"), np.float64)
+    bad = ~((array >= SPEEDS.least) & (array <= SPEEDS.most))
+    if bad.any():
+        raise ValueError(f"{_index_of('speeds', array, bad)}; pass numbers from {SPEEDS}")
     return array
 
 
@@ -119,7 +130,7 @@ def _costs(values: ArrayLike) -> NDArray[np.int64] | NDArray[np.float64]:
         least, largest = _range_of(costs)
         if least < 0:
             raise ValueError(f"{_index_of('costs', costs, costs < 0)}; pass numbers, 0 or more")
-        if largest * costs.size >= 2**62 and sum(costs.tolist()) >= 2**62:
+        if largest * costs.size >= MAX_TOTAL and sum(costs.tolist()) >= MAX_TOTAL:
             raise ValueError(f"costs add up to {sum(costs.tolist())}, 2**62 or more; scale them or pass float64 costs")
     return costs
 
@@ -172,16 +183,22 @@ def _homes_of(
 
 
 @kernel
-def _limits(speeds: NDArray[np.float64], bound: float, tolerance: float) -> NDArray[np.int64]:
+def _limits(costs: NDArray[np.int64], speeds: NDArray[np.float64], bound: float, tolerance: float) -> NDArray[np.int64]:
+    total = 0
+    for cost in costs:
+        total += cost
     limits = np.empty(speeds.size, np.int64)
     for r in range(speeds.size):
-        limits[r] = max(np.floor(bound * (1.0 + tolerance) * speeds[r]), np.ceil(bound * speeds[r]))
+        # The bound is that of a slow rank, whose whole load may be far less than a fast one could do: the product may
+        # be beyond int64.
+        limit = max(np.floor(bound * (1.0 + tolerance) * speeds[r]), np.ceil(bound * speeds[r]))
+        limits[r] = np.int64(limit) if limit < np.float64(total) else total
     return limits
 
 
 def with_limits(problem_terms: Terms, largest: float, tolerance: float) -> Terms:
-    """The same terms with each rank's limit at `largest * (1 + tolerance)` times its speed."""
-    return problem_terms._replace(limits=_limits(problem_terms.speeds, largest, tolerance))
+    """The same terms with each rank's limit at `largest * (1 + tolerance)` times its speed, at most the whole load."""
+    return problem_terms._replace(limits=_limits(problem_terms.costs, problem_terms.speeds, largest, tolerance))
 
 
 def with_crowding(problem: Problem) -> Problem:
@@ -212,23 +229,25 @@ def make_problem(
         num_ranks = operator.index(num_ranks)
     except TypeError:
         raise ValueError(f"num_ranks is {num_ranks!r}; pass a positive integer") from None
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks is {num_ranks}; pass a positive integer")
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise ValueError(f"num_ranks is {num_ranks}; pass a positive integer up to {MAX_RANKS}")
     if counts not in COUNTS:
         raise ValueError(f"counts is {counts!r}; pass one of {', '.join(map(repr, COUNTS))}")
-    if not 0 <= tolerance < float("inf"):
-        raise ValueError(f"tolerance is {tolerance!r}; pass a finite number, 0 or more")
+    if not TOLERANCE.holds(tolerance):
+        raise ValueError(f"tolerance is {tolerance!r}; pass a share of the lower bound, {TOLERANCE}")
     if (memory is None) != (memory_caps is None):
         given, missing = ("memory", "memory_caps") if memory_caps is None else ("memory_caps", "memory")
         raise ValueError(f"{given} is given without {missing}; pass both or neither")
     all_costs = _costs(costs)
     n = all_costs.size
+    if n > MAX_SAMPLES:
+        raise ValueError(f"costs has {n} entries; pass at most {MAX_SAMPLES}")
     units, cost_exponent = _cost_units(all_costs)
     if all_costs.dtype == np.float64:
         tolerance = max(tolerance, ROUNDING)
     all_homes = _ranks_of("homes", homes, n, "sample", num_ranks)
     all_sizes = all_costs.astype(np.float64) if sizes is None else _numbers("sizes", sizes, n, "sample")
-    all_speeds = np.ones(num_ranks) if speeds is None else _numbers("speeds", speeds, num_ranks, "rank", positive=True)
+    all_speeds = np.ones(num_ranks) if speeds is None else _speeds(speeds, num_ranks)
     if memory is None or memory_caps is None:
         all_memory, caps, memory_exponent = np.empty(0, np.int64), np.empty(0, np.int64), 0
     else:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -146,11 +146,24 @@ def _slice_plan(
     return source_begin, sources, counts, totals
 
 
+def _whole_numbers(field: str, values: ArrayLike, dtype: type[np.int32] | type[np.int64]) -> NDArray[Any]:
+    """As an array of the dtype; what it cannot hold is refused instead of wrapped around."""
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"{field} has dtype {array.dtype}; pass {np.dtype(dtype)} numbers")
+    if array.size and array.dtype != dtype:
+        known = np.iinfo(dtype)
+        for value in (int(array.min()), int(array.max())):
+            if not known.min <= value <= known.max:
+                raise ValueError(f"{field} contains {value}, beyond {np.dtype(dtype)}")
+    return plain_array(array, dtype)
+
+
 def _plan_arrays(
     destinations: ArrayLike, counts_at_home: ArrayLike, lengths: ArrayLike
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64] | NDArray[np.int32] | NDArray[np.uint32]]:
-    ranks = plain_array(np.asarray(destinations), np.int32)
-    counts = plain_array(np.asarray(counts_at_home), np.int64)
+    ranks = _whole_numbers("destinations", destinations, np.int32)
+    counts = _whole_numbers("counts_at_home", counts_at_home, np.int64)
     values = np.asarray(lengths)
     if values.size and values.dtype.kind not in "iu":
         raise ValueError(f"lengths has dtype {values.dtype}; pass int64, int32 or uint32 numbers")
@@ -159,6 +172,9 @@ def _plan_arrays(
         raise ValueError("destinations and counts_at_home must have one dimension each")
     if counts.size and int(counts.min()) < 0:
         raise ValueError(f"counts_at_home[{int(counts.argmin())}] is {int(counts.min())}; counts must not be negative")
+    if counts.size and int(counts.max()) > ranks.size:  # whose sum might wrap around to the right one
+        most = int(counts.argmax())
+        raise ValueError(f"counts_at_home[{most}] is {int(counts[most])}, but there are {ranks.size} destinations")
     if int(counts.sum()) != ranks.size:
         raise ValueError(
             f"counts_at_home add up to {int(counts.sum())}, but there are {ranks.size} destinations; pass one a sample"

@@ -18,7 +18,9 @@ PARTIAL = 1.2  # by how much cheaper an exchange must be that leaves the giver, 
 @step
 def fits_memory(terms: Terms, rows: Rows, giver: int, a: int, taker: int, b: int) -> bool:
     """Whether neither rank exceeds its cap (or exceeds it more than now) after `a` went and `b` (if any) came."""
-    change = terms.memory[a] - (terms.memory[b] if b >= 0 else 0.0)
+    change = terms.memory[a]
+    if b >= 0:
+        change -= terms.memory[b]
     if change > 0:
         return bool(rows.used[taker] + change <= terms.caps[taker])
     return bool(rows.used[giver] - change <= terms.caps[giver])
@@ -63,6 +65,8 @@ def cheapest_exchange(
     excess = rows.load[giver] - terms.limits[giver]
     with_memory = terms.memory.size > 0
     g, num_g = rows.start[giver], rows.length[giver]
+    if num_g == 0:
+        return -1, -1, -1
     first_slack = terms.limits[takers[0]] - rows.load[takers[0]]
     wanted = min(excess, first_slack)
     at_excess = _first_at_least(rows.cost, g, num_g, excess)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import struct
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.ranges import MEMORY_CAPS, SPEEDS, TOLERANCE, Range, share_of_total
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal, RefusedError, shorten
 from services.balancer.submissions import Joining, PlanOptions, SessionKey, Submission, Terms
 
 PROTOCOL_VERSIONS = (1,)
-MAX_TOTAL = 2.0**62
-"""Above the sum of any quantity over all samples of a round, so that int64 sums are exact."""
 
 _MAX_TRACEPARENT = 64
 _F8, _I8, _U4, _U8 = np.dtype("<f8"), np.dtype("<i8"), np.dtype("<u4"), np.dtype("<u8")
@@ -101,7 +99,7 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits) -> Submiss
             code=Code.LIMIT_EXCEEDED,
             fatal=False,
         )
-    share = MAX_TOTAL / terms.world_size
+    share = share_of_total(terms.world_size)
     costs: NDArray[np.int64] | NDArray[np.float64]
     if message.WhichOneof("costs") == "costs_f64":
         costs_bytes = message.costs_f64
@@ -190,10 +188,10 @@ def _read_options(
         raise _refused("options.strategy", repr(shorten(strategy)), f"use one of {', '.join(strategies)}")
     if options.counts not in _COUNTS:
         raise _refused("options.counts", options.counts, "use COUNTS_EQUAL or COUNTS_FREE")
-    if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
-        raise _refused("options.tolerance", options.tolerance, "use a finite number, at least 0")
-    speeds = _per_rank(options.speeds, world_size, "options.speeds")
-    caps = _per_rank(options.memory_caps, world_size, "options.memory_caps", least=0.0, most=math.inf)
+    if not TOLERANCE.holds(options.tolerance):
+        raise _refused("options.tolerance", options.tolerance, f"use a share of the lower bound, {TOLERANCE}")
+    speeds = _per_rank(options.speeds, world_size, "options.speeds", SPEEDS)
+    caps = _per_rank(options.memory_caps, world_size, "options.memory_caps", MEMORY_CAPS)
     return PlanOptions(
         strategy=strategy,
         counts=_COUNTS[options.counts],
@@ -203,13 +201,13 @@ def _read_options(
     )
 
 
-def _per_rank(data: bytes, world_size: int, name: str, *, least: float = 1e-6, most: float = 1e6) -> tuple[float, ...]:
+def _per_rank(data: bytes, world_size: int, name: str, allowed: Range) -> tuple[float, ...]:
     if not data:
         return ()
     values = _array(data, _F8, world_size, name, fatal=True)
     for rank, value in enumerate(values.tolist()):
-        if not least <= value <= most:
-            raise _refused(f"{name}[{rank}]", value, f"use numbers from {least:.3g} to {most:.3g}")
+        if not allowed.holds(value):
+            raise _refused(f"{name}[{rank}]", value, f"use numbers from {allowed}")
     return tuple(values.tolist())
 
 

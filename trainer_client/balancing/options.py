@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Real
 from typing import Literal, get_args
 
+from evenkeel.partitioning.ranges import MEMORY_CAPS, SPEEDS, TOLERANCE
 from trainer_client.checks import is_number, is_whole
 
 Counts = Literal["equal", "free"]
@@ -23,7 +25,7 @@ class BalanceOptions:
     Attributes:
         strategy: Partitioning strategy by name (`minimal_move`, `karmarkar_karp`, `lpt`).
         counts: `equal`: every rank trains floor or ceil of the mean number of samples; `free`: any number.
-        tolerance: Relative load above the lower bound at which a search stops.
+        tolerance: Share of the lower bound, 0 to 1, by which a load may exceed it when a search stops.
         timeout: How long a round may wait for the service. The first miss opens the breaker, so a service that is gone
             costs this once, hidden behind the batches in flight.
         fallback: What a round does that the service did not decide: `embedded` gathers the costs over the job's own
@@ -33,8 +35,9 @@ class BalanceOptions:
         window: Batches that are balanced together. With more than 1, samples may be trained in another batch of their
             window than the one they were loaded in, so that those too heavy for their batch meet (docs/windows.md).
             Only `BalancedLoader` and `BatchStream.submit_window` fill windows. The host holds `depth` windows.
-        speeds: Relative speed of each rank, length world size; `None`: all equal.
-        memory_caps: What each rank can hold, in the unit of the loader's `memory`, length world size; `None`: no caps.
+        speeds: Relative speed of each rank, 1e-6 to 1e6, length world size; `None`: all equal.
+        memory_caps: What each rank can hold, in the unit of the loader's `memory`, length world size, infinity for a
+            rank without a cap; `None`: no caps.
         node_leader: Whether the ranks of a node speak to the service through one of them, the node's leader, over one
             stream, which saves the service most of its work when there are hundreds. `auto`: from 32 ranks on, on the
             nodes where the ranks can reach their leader; `True`: on every node with several ranks, or it is an error.
@@ -55,16 +58,16 @@ class BalanceOptions:
     group_timeout: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
-        for field, allowed in (("counts", Counts), ("fallback", Fallback), ("method", Method)):
+        for field, choices in (("counts", Counts), ("fallback", Fallback), ("method", Method)):
             value = getattr(self, field)
-            if value not in get_args(allowed):
-                raise ValueError(f"{field} is {value!r}; use one of {', '.join(get_args(allowed))}")
+            if value not in get_args(choices):
+                raise ValueError(f"{field} is {value!r}; use one of {', '.join(get_args(choices))}")
         if self.node_leader not in ("auto", True, False):
             raise ValueError(f"node_leader is {self.node_leader!r}; use 'auto', True or False")
         if not self.strategy:
             raise ValueError("strategy is empty; name one, for example 'minimal_move'")
-        if not (is_number(self.tolerance) and self.tolerance >= 0):
-            raise ValueError(f"tolerance is {self.tolerance!r}; use a finite number of at least 0")
+        if not (is_number(self.tolerance) and TOLERANCE.holds(self.tolerance)):
+            raise ValueError(f"tolerance is {self.tolerance!r}; use a share of the lower bound, {TOLERANCE}")
         if not is_whole(self.depth) or self.depth < 1:
             raise ValueError(f"depth is {self.depth!r}; use a whole number of at least 1 batch in flight")
         if not is_whole(self.window) or not 1 <= self.window <= MAX_WINDOW:
@@ -73,10 +76,15 @@ class BalanceOptions:
             value = getattr(self, field)
             if not isinstance(value, timedelta) or value <= timedelta(0):
                 raise ValueError(f"{field} is {value}; use a positive timedelta")
-        for field in ("speeds", "memory_caps"):
+        for field, allowed in (("speeds", SPEEDS), ("memory_caps", MEMORY_CAPS)):
             values = getattr(self, field)
-            if values is not None and not (isinstance(values, Iterable) and all(map(is_number, values))):
-                raise ValueError(f"{field} is {values!r}; give a list of one finite number for each rank")
+            if values is None:
+                continue
+            if not isinstance(values, Iterable) or not all(map(_is_real, values)):
+                raise ValueError(f"{field} is {values!r}; give a list of one number for each rank")
+            for rank, value in enumerate(values):
+                if not allowed.holds(value):
+                    raise ValueError(f"{field}[{rank}] is {value}; use numbers from {allowed}")
 
     @property
     def patience(self) -> float:
@@ -87,14 +95,13 @@ class BalanceOptions:
         """Checks what depends on the number of ranks.
 
         Raises:
-            ValueError: If `speeds` or `memory_caps` has another length than the world size, or a value out of range.
+            ValueError: If `speeds` or `memory_caps` has another length than the world size.
         """
         for field in ("speeds", "memory_caps"):
             values = getattr(self, field)
-            if values is None:
-                continue
-            if len(values) != world_size:
+            if values is not None and len(values) != world_size:
                 raise ValueError(f"{field} has {len(values)} entries for {world_size} ranks; give one for each rank")
-            for rank, value in enumerate(values):
-                if value <= 0:
-                    raise ValueError(f"{field}[{rank}] is {value}; use a finite number above 0")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

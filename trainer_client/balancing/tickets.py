@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.ranges import share_of_total
 from evenkeel.partitioning.windows import WindowSlice
 from trainer_client.balancing.agreement import Verdict
 from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.report import RoundReport
 from trainer_client.batches import Schema
 from trainer_client.tracing import RoundTrace
-
-MAX_TOTAL = 2.0**62  # sums over all ranks stay exact in int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +111,7 @@ def read_costs(
             f"{what} of sample {bad[0]} is {array[bad[0]]}; all must be finite and at least 0 ({len(bad)} are not)"
         )
         return np.zeros(num_samples, dtype=np.int64), problem
-    total, limit = float(array.sum(dtype=np.float64)), MAX_TOTAL / world_size
+    total, limit = float(array.sum(dtype=np.float64)), share_of_total(world_size)
     if total > limit:
         problem = f"{what} adds up to {total:.4g}; all of a rank's must stay below {limit:.4g}: use larger units"
         return np.zeros(num_samples, dtype=np.int64), problem

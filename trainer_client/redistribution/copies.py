@@ -18,6 +18,7 @@ from trainer_client.redistribution.fields import FieldTable
 
 Ints = NDArray[np.int64]
 WHOLE = 1 << 62  # bytes: no piece is cut
+MAX_UNITS = 1 << 31  # of a column: pieces count in 32 bits
 
 
 class Job(NamedTuple):
@@ -73,7 +74,13 @@ def describe_samples(
 
     Returns:
         The description, and the job in it.
+
+    Raises:
+        ValueError: If there are more values than pieces can count.
     """
+    largest = int(lengths.sum(axis=0).max(initial=0))
+    if largest >= MAX_UNITS:
+        raise ValueError(f"a jagged field has {largest} values in these batches; there may be {MAX_UNITS - 1} at most")
     words, job = _describe_samples(
         samples, begin, lengths, first, fields.column, fields.unit_bytes, source, target, most
     )

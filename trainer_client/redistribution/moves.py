@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.slices import Slice
 from trainer_client.redistribution.copies import (
+    MAX_UNITS,
     Ints,
     Job,
     add_piece,
@@ -29,8 +30,6 @@ from trainer_client.redistribution.copies import (
     write_items,
 )
 from trainer_client.redistribution.fields import FieldTable
-
-MAX_UNITS = 1 << 31  # of a column: pieces count in 32 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +96,15 @@ def measure(piece: Slice, lengths: Ints, fields: FieldTable, num_ranks: int, mos
         most: Bytes above which a piece is cut.
 
     Raises:
-        ValueError: If the slice's samples that stay are not those that it announces as the rank's own, or there are
-            more values than pieces can count.
+        ValueError: If the slice's samples that stay are not those that it announces as the rank's own, an amount is
+            negative, or there are more values than pieces can count.
     """
     order, begin, sent_units, source_units, sent, received, kept, units, staying, num_words, largest = _measure(
         piece.destinations, int(piece.rank), num_ranks, piece.sources, piece.source_counts, piece.source_totals,
         lengths, fields.column, fields.unit_bytes, most,
     )  # fmt: skip
+    if largest < 0:
+        raise ValueError("the slice announces a negative number of samples or values")
     if largest >= MAX_UNITS:
         raise ValueError(f"a jagged field has {largest} values on one rank; a batch may have {MAX_UNITS - 1} at most")
     own = int(begin[piece.rank + 1] - begin[piece.rank])
@@ -192,11 +193,15 @@ def _measure(
 
     source_units = np.empty((sources.size, num_columns), np.int64)
     units = np.zeros(num_columns, np.int64)
-    staying = 0
+    staying, largest = 0, 0
     for k in range(sources.size):
-        source_units[k, :num_jagged] = source_totals[k]
-        source_units[k, num_jagged] = source_counts[k]
-        units += source_units[k]
+        for index in range(num_columns):
+            amount = source_totals[k, index] if index < num_jagged else np.int64(source_counts[k])
+            if not 0 <= amount < MAX_UNITS:  # the sums below could wrap around
+                largest = int(amount)
+                amount = np.int64(0)
+            source_units[k, index] = amount
+            units[index] += amount
         staying += source_counts[k] if sources[k] == rank else 0
 
     sent, received = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
@@ -215,7 +220,8 @@ def _measure(
             copied = sent_units[:, index].sum() + units[index]
             num_pieces += num_own + num_groups + sources.size + copied // cuts[index]
     num_words = num_fields * (9 + num_groups + sources.size) + 4 + 2 * num_pieces
-    largest = max(int(units.max()), int(sent_units.sum(axis=0).max()))
+    if largest == 0:
+        largest = max(units.max(), sent_units.sum(axis=0).max())
     return order, begin, sent_units, source_units, sent, received, kept, units, staying, num_words, largest
 
 

@@ -198,8 +198,7 @@ def block_bucketize(
     num_features = max(len(modes), block_sizes.numel(), batch_sizes.numel() if batch_sizes is not None else 1)
     counts, keys = lengths.numpy(), indices.numpy()
     row_ends = np.cumsum(counts, dtype=np.int64)
-    if num_rows and (int(row_ends[-1]) != num_keys or int(counts.min()) < 0):
-        raise ValueError(f"lengths sum to {int(row_ends[-1])}, but there are {num_keys} indices; they must agree")
+    _check_sums(counts, int(row_ends[-1]) if num_rows else 0, num_keys, batch_sizes)
     if batch_sizes is None:
         starts = [feature * (num_rows // num_features) for feature in range(num_features)]
     else:
@@ -232,6 +231,19 @@ def block_bucketize(
         new_weights = torch.empty_like(weights)
         new_weights[slots.to(torch.int64)] = weights
     return new_lengths, new_indices, new_weights, places, slots if permutation else None
+
+
+def _check_sums(lengths: Array, total: int, num_keys: int, batch_sizes: Tensor | None) -> None:
+    """Refuses what would let the kernels read or write beyond their arrays; sums of large numbers may wrap around."""
+    if lengths.size and not 0 <= int(lengths.min()) <= int(lengths.max()) <= num_keys:
+        bad = int(np.argmin(lengths) if int(lengths.min()) < 0 else np.argmax(lengths))
+        raise ValueError(f"lengths[{bad}] is {int(lengths[bad])}; there are {num_keys} indices, use 0 to {num_keys}")
+    if total != num_keys:
+        raise ValueError(f"lengths sum to {total}, but there are {num_keys} indices; they must agree")
+    if batch_sizes is not None and lengths.size:
+        sizes = batch_sizes.tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) != lengths.size:
+            raise ValueError(f"batch_sizes {sizes[:16]} add up to {sum(sizes)}, but there are {lengths.size} lengths")
 
 
 def _spans(

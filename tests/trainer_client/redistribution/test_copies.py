@@ -3,12 +3,15 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenkeel.partitioning.slices import Slice
 from trainer_client.redistribution.copies import WHOLE, describe_samples
 from trainer_client.redistribution.copy_cpu import copy_on_host
 from trainer_client.redistribution.fields import FieldTable
+from trainer_client.redistribution.moves import measure
 
 NOTHING = np.zeros(0, dtype=np.int64)
 
@@ -75,3 +78,29 @@ def test_samples_that_stay_together_are_one_piece() -> None:
     assert job.items == 4
     pieces = words[job.pieces :].view(np.int32).reshape(-1, 4)
     assert pieces.tolist() == [[60, 0, 120, 0], [210, 120, 90, 0]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "totals", "words"),
+    [
+        ([1, 1], [2**62, 2**62], f"has {2**62} values"),  # whose sum times four bytes wraps around to nothing
+        ([1, 1], [2**40, -(2**40)], "has .* values|negative"),
+        ([1, -1], [3, 3], "negative number"),
+    ],
+)
+def test_a_slice_that_announces_what_cannot_be_is_refused(counts: list[int], totals: list[int], words: str) -> None:
+    piece = Slice(
+        rank=0, destinations=np.zeros(0, np.int32), sources=np.array([1, 2], np.int32),
+        source_counts=np.array(counts, np.int32), source_totals=np.array(totals).reshape(2, 1),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        measure(piece, np.zeros((0, 1), np.int64), field_table([0], [4]), 3, 64)
+
+
+def test_more_values_than_pieces_can_count_are_refused() -> None:
+    two, one = np.arange(2), np.zeros((1, 1), np.int64)
+    with pytest.raises(ValueError, match=f"has {2**31} values"):
+        describe_samples(
+            two, np.array([0, 2]), np.array([[2**31 - 1], [1]]), np.array([0, 2]), field_table([0], [1]),
+            one, one[0], most=WHOLE,
+        )  # fmt: skip
