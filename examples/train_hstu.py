@@ -17,6 +17,7 @@ import argparse
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,17 @@ SMALL = {"layers": 2, "width": 64, "heads": 2, "head_dim": 32, "max_length": 256
 
 def main() -> None:
     options = parse_arguments()
+    try:
+        train(options)
+    except (
+        ValueError,
+        FileNotFoundError,
+    ) as error:  # what flags, data or configuration made impossible, on all ranks alike
+        sys.exit(f"train_hstu: {error}")
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains as the flags say and tells how it went."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     joined = dist.is_initialized()
     rank, device = start(options.device, grouped=options.embeddings == "torchrec")
@@ -81,8 +93,9 @@ def main() -> None:
     run = trainer.run(batches, balancer, log=log, fitter=fitter, cost=chosen.cost)
     log.close()
     summary = summarize(run, device, skip=options.skip)
-    if fitter is not None and fitter.fit is not None:
-        summary |= {"fit_explained": fitter.fit.explained, "fit_used": fitter.fitted}
+    if fitter is not None:
+        explained = None if fitter.fit is None else fitter.fit.explained
+        summary |= {"fit_explained": explained, "fit_used": fitter.fitted}
     if rank == 0:
         report(summary, console)
         if options.json:
@@ -234,21 +247,33 @@ def summarize(run: Run, device: torch.device, *, skip: int) -> dict[str, Any]:
 def report(summary: dict[str, Any], console: Console) -> None:
     """What people want to know."""
     mfu = f", MFU {summary['mfu']:.1%}" if summary["mfu"] else ""
-    console.print(
-        f"{summary['steps']} steps, median {summary['step_ms_median']:.2f} ms: compute {summary['compute_ms']:.2f}, "
-        f"waiting for the slowest {summary['waiting_ms']:.2f}, "
-        f"exposed communication {summary['communication_ms']:.2f}, data {summary['data_ms']:.2f}. "
-        f"{summary['tflops_per_rank']:.3g} TFLOP/s per rank{mfu}. "
-        f"Load max/mean {summary['imbalance_before']:.3f} → {summary['imbalance']:.3f}. "
-        f"Loss {summary['first_loss']:.4f} → {summary['last_loss']:.4f}.",
-        highlight=False,
-        soft_wrap=True,
-    )
+    ms = {name.removesuffix("_ms"): f"{value:.2f}" for name, value in summary.items() if name.endswith("_ms")}
+    ms |= {name: f"{summary[f'step_ms_{name}']:.2f}" for name in ("median", "mean", "p99")}
+    phases = [
+        f"compute {ms['compute']}", f"waiting for the slowest rank {ms['waiting']}",
+        f"exposed communication {ms['communication']}", f"data {ms['data']}", f"optimizer {ms['optimizer']}",
+    ]  # fmt: skip
+    load = f"{summary['imbalance_before']:.3f} as loaded, {summary['imbalance']:.3f} as trained"
+    console_lines = [
+        f"{summary['steps']} steps of {ms['median']} ms in the median (mean {ms['mean']}, p99 {ms['p99']}).",
+        f"Means over steps and ranks, in ms: {', '.join(phases)}.",
+        f"{summary['tflops_per_rank']:.3g} TFLOP/s per rank{mfu}. Load max/mean, mean over steps: {load}.",
+    ]
+    first, last = summary["first_loss"], summary["last_loss"]
+    if first is not None:
+        console_lines.append(f"Loss of the first step {first:.4f}, mean of the last ten {last:.4f}.")
     if "fit_used" in summary:
-        used = "balanced by it" if summary["fit_used"] else "not used"
-        console.print(
-            f"The fitted cost explains {summary['fit_explained']:.0%} of the variance of compute time: {used}."
-        )
+        console_lines.append(f"--fit-cost: {tell_fit(summary['fit_explained'], summary['fit_used'])}")
+    for line in console_lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def tell_fit(explained: float | None, used: bool) -> str:
+    """What fitting the cost came to."""
+    if explained is None:
+        return "too few steps were measured for a fit; batches were balanced by the given cost."
+    found = f"the fit explains {explained:.0%} of the variance of compute time"
+    return f"{found}; batches were balanced by it." if used else f"{found}, too little; the given cost stayed."
 
 
 def make_parser() -> argparse.ArgumentParser:

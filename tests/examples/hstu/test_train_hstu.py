@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import typer
+from rich.console import Console
 from torch.distributed.run import get_args_parser as torchrun_parser
 from typer.testing import CliRunner
 
@@ -158,3 +160,37 @@ def test_a_pipeline_in_the_file_is_refused(tmp_path: Path) -> None:
     path.write_text("pipeline: base\n")
     with pytest.raises(ValueError, match="pipeline is 'base', but this example has a loop of its own"):
         train_hstu.choose(argparse.Namespace(config=path))
+
+
+def test_flags_and_files_that_are_no_good_end_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "balance.yaml").write_text("balance: {strategy: nonsense}\n")
+    for flags, message in (
+        (["--max-length", "3"], "--max-length is 3; use at least"),
+        (["--data", str(tmp_path)], "has neither ratings.dat"),
+        (["--config", str(tmp_path / "balance.yaml")], "strategy is 'nonsense'; choose one of"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train_hstu", "--small", "--device", "cpu", "--steps", "2", *flags])
+        with pytest.raises(SystemExit) as ended:
+            train_hstu.main()
+        assert message in str(ended.value)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_end_says_what_is_a_median_and_what_fitting_came_to() -> None:
+    times = {f"{name}_ms": 1.0 for name in ("compute", "waiting", "communication", "data", "optimizer")}
+    summary = times | {
+        "steps": 9, "step_ms_median": 5.0, "step_ms_mean": 6.0, "step_ms_p99": 7.0, "tflops_per_rank": 1.0, "mfu": None,
+        "imbalance_before": 1.5, "imbalance": 1.01, "first_loss": None, "last_loss": None,
+    }  # fmt: skip
+    texts = {}
+    for explained, used in ((None, False), (0.5, False), (0.97, True)):
+        console = Console(record=True, file=io.StringIO(), width=200)
+        train_hstu.report(summary | {"fit_explained": explained, "fit_used": used}, console)
+        texts[explained] = console.export_text()
+    assert "9 steps of 5.00 ms in the median (mean 6.00, p99 7.00)" in texts[None]
+    assert "Means over steps and ranks, in ms: compute 1.00" in texts[None]
+    assert "too few steps were measured" in texts[None]
+    assert "50% of the variance of compute time, too little; the given cost stayed" in texts[0.5]
+    assert "97% of the variance of compute time; batches were balanced by it" in texts[0.97]
