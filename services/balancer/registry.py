@@ -129,12 +129,13 @@ class Registry:
         if streams:
             heard = f"last heard {now - session.last_message_at:.3g} s ago on one of {streams} streams"
             remedy = (
-                "choose another job name, or end that run: its name is free at once when all its ranks end in order, "
+                "give each data-parallel group of a job a group name of its own, choose another job name, or end that "
+                "run: its name is free at once when all its ranks end in order, "
                 f"{self.limits.abandoned_expiry:.3g} s after they were killed"
             )
         else:
             heard = "which has no stream any more"
-            remedy = f"choose another job name, or wait: its name is free in {session.free_at() - now:.3g} s"
+            remedy = f"choose another job or group name, or wait: its name is free in {session.free_at() - now:.3g} s"
         return Refusal(
             code=Code.JOB_NAME_TAKEN,
             field="job",

@@ -74,6 +74,31 @@ def _run_all(_: int, folder: str, address: str) -> list[str]:
     return run
 
 
+def _run_on_a_mesh(rank: int, address: str) -> list[int]:
+    from trainer_client.costs import TokenCost
+
+    trained: list[int] = []
+
+    def dataset_of(shard: int, num_shards: int) -> list[dict[str, torch.Tensor]]:
+        return [{"id": torch.arange(4) * num_shards + shard + 100 * step} for step in range(3)]
+
+    names: dict[str, Any] = {
+        "device": torch.device("cpu"), "world_size": 4, "dataset_of": dataset_of, "cost": TokenCost(tokens="id"),
+        "train": lambda batch: trained.extend(batch["id"].tolist()),
+    }  # fmt: skip
+    (block,) = _blocks("docs/meshes.md", "python")
+    exec(compile(block.replace("balancer:50051", address), "docs/meshes.md", "exec"), names)
+    names["balancer"].close()
+    return trained
+
+
+def test_the_mesh_gives_peers_the_same_samples() -> None:
+    with running_balancer() as balancer:
+        trained = run_ranks(4, _run_on_a_mesh, balancer.address)
+    assert trained[0] == trained[1] != trained[2] == trained[3]
+    assert sorted(trained[0] + trained[2]) == [100 * step + sample for step in range(3) for sample in range(8)]
+
+
 def test_the_blocks_run(tmp_path: Path) -> None:
     with running_balancer() as balancer:
         (run,) = run_ranks(1, _run_all, str(tmp_path), balancer.address)

@@ -4,6 +4,7 @@ from trainer_client.balancing.agreement import Mode, ProgramOrderError, Reason, 
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.options import BalanceOptions
+from trainer_client.balancing.peers import PeersDifferError
 from trainer_client.balancing.report import Counters, RoundReport
 from trainer_client.balancing.stream import BatchStream
 from trainer_client.balancing.tickets import Ticket
@@ -15,6 +16,7 @@ __all__ = [
     "BatchStream",
     "Counters",
     "Mode",
+    "PeersDifferError",
     "ProgramOrderError",
     "Reason",
     "RoundReport",

@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from evenkeel.addresses import check_address
+from trainer_client.balancing.membership import Ranks, read_membership
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.stream import BatchStream, Cost, StreamConfig
 from trainer_client.balancing.tickets import Ticket
@@ -38,12 +38,16 @@ class Balancer:
         *,
         address: str | None,
         job: str,
-        group: str,
+        group: str | None,
         options: BalanceOptions,
-        process_group: dist.ProcessGroup | None,
+        process_group: Ranks | None,
+        peers: Ranks | None = None,
         balance: bool = True,
         credentials: Credentials | None = None,
     ) -> None:
+        membership = read_membership(process_group, peers)  # also what a default group would hide
+        group = group if group is not None or membership is None else membership.group_name
+        group = "default" if group is None else group
         for field, value in (("job", job), ("group", group)):
             if not value or len(value) > 200:
                 raise ValueError(f"{field} is {value!r}; give a name of 1 to 200 characters")
@@ -52,6 +56,7 @@ class Balancer:
         self._group = group
         self._options = options
         self._process_group = process_group
+        self._peers = peers
         self._balance = balance
         self._credentials = credentials
         if credentials is not None and address is not None:
@@ -65,9 +70,10 @@ class Balancer:
         address: str,
         *,
         job: str,
-        group: str = "default",
+        group: str | None = None,
         options: BalanceOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Ranks | None = None,
+        peers: Ranks | None = None,
         credentials: Credentials | None = None,
     ) -> Balancer:
         """A balancer that asks a service, and balances on the ranks while the service is slow or gone.
@@ -77,14 +83,20 @@ class Balancer:
                 the addresses of several balancers, or `spread://IP:port,IP:port,…`: gRPC's consistent hashing chooses
                 one of them for each job.
             job: Name of the training job; another job of the same name is refused by the service.
-            group: Name of the data-parallel group, when a job has several.
+            group: Name of the data-parallel group at the service; default: `default`, or `from-rank-N` for a group
+                that is not the only one of its job.
             options: How to balance.
-            process_group: The ranks that balance together; default: all.
+            process_group: The ranks that balance together, this one among them: a process group, or the data-parallel
+                dimensions of a mesh, as `mesh["dp"]`; default: all.
+            peers: The ranks that train the same batches as this one (tensor, pipeline, context parallelism), which
+                then always do the same; default: those of the other dimensions of the mesh that `process_group` was
+                cut from. With process groups, pass theirs.
             credentials: TLS and token files of this rank's host (`evenkeel.credentials.Credentials`); unlike
                 the other arguments they are not taken from rank 0. Default: plaintext, no token.
 
         Raises:
-            ValueError: If the address, the job or the group is malformed, or a file of the credentials cannot be used.
+            ValueError: If the address, the job or the group is malformed, a file of the credentials cannot be used, or
+                it is not clear which ranks balance.
         """
         return cls(
             address=check_address(address),
@@ -92,6 +104,7 @@ class Balancer:
             group=group,
             options=options or BalanceOptions(),
             process_group=process_group,
+            peers=peers,
             credentials=credentials,
         )
 
@@ -100,22 +113,37 @@ class Balancer:
         cls,
         *,
         job: str = "job",
-        group: str = "default",
+        group: str | None = None,
         options: BalanceOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Ranks | None = None,
+        peers: Ranks | None = None,
     ) -> Balancer:
         """A balancer without a service: costs are all-gathered and every rank computes the same plan."""
-        return cls(address=None, job=job, group=group, options=options or BalanceOptions(), process_group=process_group)
+        return cls(
+            address=None,
+            job=job,
+            group=group,
+            options=options or BalanceOptions(),
+            process_group=process_group,
+            peers=peers,
+        )
 
     @classmethod
-    def off(cls, *, options: BalanceOptions | None = None, process_group: dist.ProcessGroup | None = None) -> Balancer:
+    def off(
+        cls,
+        *,
+        options: BalanceOptions | None = None,
+        process_group: Ranks | None = None,
+        peers: Ranks | None = None,
+    ) -> Balancer:
         """No balancing: every sample stays at home, and the reports tell how uneven that is."""
         return cls(
             address=None,
             job="off",
-            group="default",
+            group=None,
             options=options or BalanceOptions(),
             process_group=process_group,
+            peers=peers,
             balance=False,
         )
 
@@ -124,9 +152,10 @@ class Balancer:
         cls,
         *,
         job: str | None = None,
-        group: str = "default",
+        group: str | None = None,
         options: BalanceOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Ranks | None = None,
+        peers: Ranks | None = None,
     ) -> Balancer:
         """What the environment of rank 0 says.
 
@@ -148,6 +177,7 @@ class Balancer:
             group=group,
             options=options or BalanceOptions(),
             process_group=process_group,
+            peers=peers,
             balance=where != "off",
             credentials=credentials,
         )
@@ -164,6 +194,7 @@ class Balancer:
                     balance=self._balance,
                     options=self._options,
                     process_group=self._process_group,
+                    peers=self._peers,
                     credentials=self._credentials,
                 )
             )

@@ -16,15 +16,19 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trainer_client.balancing.membership import Membership, check_grid
+from trainer_client.balancing.peers import PeerGroup
+
 
 @dataclass(slots=True)
 class Communicators:
-    """A pair of communicators of the same ranks.
+    """A pair of communicators of the same ranks, and one of their peers where they have any.
 
     Attributes:
         serial: Counts the pairs of these ranks.
         control: Gloo, for agreements.
-        data: The backend of the parent group, for samples.
+        data: The backend of the data-parallel group, for samples.
+        peers: Between the ranks that train the same batches; None if each trains its own.
         timeout: After which a collective of the pair fails.
         rounds: Agreed on with it so far.
         moves: Redistributions started, and ended, with it so far.
@@ -33,6 +37,7 @@ class Communicators:
     serial: int
     control: dist.ProcessGroup
     data: dist.ProcessGroup
+    peers: PeerGroup | None
     timeout: timedelta
     rounds: int = 0
     moves: int = 0
@@ -45,68 +50,106 @@ class Communicators:
 
 @dataclass(slots=True)
 class _Shelf:
-    """The pairs that streams of a parent group have left on this rank, and where its ranks speak about them."""
+    """The pairs that streams of the same ranks have left on this rank, and where the ranks speak about them."""
 
     lobby: dist.ProcessGroup
+    peers: PeerGroup | None
     left: dict[int, Communicators] = field(default_factory=dict)
     made: int = 0
 
 
-_shelves: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shelf] = weakref.WeakKeyDictionary()
+_shelves: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Membership, _Shelf]] = weakref.WeakKeyDictionary()
 os.register_at_fork(after_in_child=_shelves.clear)
 
 
-def take(parent: dist.ProcessGroup | None, timeout: timedelta) -> Communicators:
+def take(membership: Membership, timeout: timedelta) -> Communicators:
     """A pair that earlier streams have left on every rank, or a new one.
 
-    Collective: every rank of the parent group calls it, in the same order as its other streams.
+    Collective: every one of the ranks, and of their peers, calls it, in the same order as its other streams.
 
     Args:
-        parent: The ranks, more than one; `None`: the default group.
+        membership: The ranks, more than one.
         timeout: After which a collective of the pair fails; rank 0's holds for all.
+
+    Raises:
+        ValueError: If the ranks and their peers are not those of one grid.
     """
-    group = parent if parent is not None else dist.group.WORLD
-    assert group is not None
-    shelf = _shelves.get(group)
-    if shelf is None:
-        shelf = _shelves[group] = _Shelf(lobby=_new_group(group, "gloo", timeout))
-    ready: list[Any] = [None] * dist.get_world_size(group)
+    shelf = _shelf(membership, timeout)
+    ready: list[Any] = [None] * len(membership.ranks)
     dist.all_gather_object(
         ready, (timeout, {serial: pair.state for serial, pair in shelf.left.items()}), group=shelf.lobby
     )
+    states = [states for _, states in ready]
     timeout = ready[0][0]
-    serial = _common([states for _, states in ready], timeout)
+    if shelf.peers is not None:
+        timeout = shelf.peers.led(lambda: timeout)
+        states = shelf.peers.gather_objects(_alike(states))
+    serial = _common(states, timeout)
     if serial is not None:
         return shelf.left.pop(serial)
     shelf.made += 1
     return Communicators(
         serial=shelf.made,
-        control=_new_group(group, "gloo", timeout),
-        # "cpu:gloo,cuda:nccl" and the like serve both devices and stay as they are.
-        data=_new_group(group, str(dist.get_backend(group)), timeout),
+        control=_new_group(membership.ranks, "gloo", timeout),
+        data=_new_group(membership.ranks, membership.backend, timeout),
+        peers=_peer_group(membership, timeout),
         timeout=timeout,
     )
 
 
-def leave(parent: dist.ProcessGroup | None, pair: Communicators) -> None:
+def leave(membership: Membership, pair: Communicators) -> None:
     """Keeps a pair for the next stream. Nothing of it may be in flight on this rank."""
-    group = parent if parent is not None else dist.group.WORLD
-    shelf = _shelves.get(group) if group is not None else None  # none: the job's groups have ended before
+    group = dist.group.WORLD
+    shelf = _shelves.get(group, {}).get(membership) if group is not None else None  # none: the job's groups have ended
     if shelf is not None:
         shelf.left[pair.serial] = pair
 
 
-def _common(states: Sequence[dict[int, tuple[timedelta, int, int]]], timeout: timedelta) -> int | None:
+def _shelf(membership: Membership, timeout: timedelta) -> _Shelf:
+    world = dist.group.WORLD
+    assert world is not None
+    shelves = _shelves.setdefault(world, {})
+    if membership not in shelves:
+        shelf = _Shelf(lobby=_new_group(membership.ranks, "gloo", timeout), peers=_peer_group(membership, timeout))
+        _check(membership, shelf)
+        shelves[membership] = shelf
+    return shelves[membership]
+
+
+def _check(membership: Membership, shelf: _Shelf) -> None:
+    """Checks on all ranks alike that they and their peers cross like rows and columns."""
+    of_ranks: list[Any] = [None] * len(membership.ranks)
+    dist.all_gather_object(of_ranks, membership.peers, group=shelf.lobby)
+    of_peers = [membership.ranks] if shelf.peers is None else shelf.peers.gather_objects(membership.ranks)
+    problems: list[Any] = [None] * len(membership.ranks)
+    dist.all_gather_object(problems, check_grid(membership, of_ranks, of_peers), group=shelf.lobby)
+    if shelf.peers is not None:
+        problems = [problem for column in shelf.peers.gather_objects(problems) for problem in column]
+    if any(problems):
+        raise ValueError(next(filter(None, problems)))
+
+
+States = dict[int, tuple[timedelta, int, int]]
+
+
+def _alike(states: Sequence[States]) -> States:
+    """The pairs that every rank has left in the same state."""
+    return {serial: state for serial, state in states[0].items() if all(s.get(serial) == state for s in states)}
+
+
+def _common(states: Sequence[States], timeout: timedelta) -> int | None:
     """The first pair that every rank has left in the same state."""
-    mine = [serial for serial, state in states[0].items() if state[0] == timeout]
-    return min((s for s in mine if all(other.get(s) == states[0][s] for other in states)), default=None)
+    return min((serial for serial, state in _alike(states).items() if state[0] == timeout), default=None)
 
 
-def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(parent)
+def _peer_group(membership: Membership, timeout: timedelta) -> PeerGroup | None:
+    return PeerGroup(membership.peers, membership.own, timeout) if len(membership.peers) > 1 else None
+
+
+def _new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
     # Subgroups of disjoint ranks may be created at the same time, so only the members take part.
     local = len(ranks) < dist.get_world_size()
     group: dist.ProcessGroup = dist.new_group(
-        ranks=ranks, timeout=timeout, backend=backend, use_local_synchronization=local
+        ranks=list(ranks), timeout=timeout, backend=backend, use_local_synchronization=local
     )
     return group

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from trainer_client.balancing.communicators import Communicators, leave, take
+from trainer_client.balancing.membership import Membership, Ranks, read_membership
+from trainer_client.balancing.peers import PeerGroup
 from trainer_client.balancing.votes import Vote
 from trainer_client.redistribution.select import all_gather
 
@@ -28,12 +30,17 @@ class Groups:
     `control` (Gloo) carries the agreements and is used by the stream's worker thread only, after the stream has opened;
     `data` (the backend of the parent group) moves samples and is used by the training thread only. Both are None in a
     world of one rank, which has no collectives at all.
+
+    Of the ranks that train the same batches only the leader speaks to the leaders of others, over `control`. The
+    collectives here are those of all ranks: what comes of them among the leaders is told to their peers. `leaders` are
+    the same without that, for what leaders do by themselves.
     """
 
     rank: int
     world_size: int
-    parent: dist.ProcessGroup | None = None
+    membership: Membership | None = None
     pair: Communicators | None = None
+    peers: PeerGroup | None = None
 
     @property
     def control(self) -> dist.ProcessGroup | None:
@@ -45,21 +52,40 @@ class Groups:
         """Moves the samples."""
         return None if self.pair is None else self.pair.data
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank takes part in agreements: it has no peers, or decides for them."""
+        return self.peers is None or self.peers.leads
+
+    @property
+    def leaders(self) -> Groups:
+        """The collectives of the ranks that lead, of which their peers hear nothing."""
+        return replace(self, peers=None)
+
     @classmethod
-    def create(cls, parent: dist.ProcessGroup | None, timeout: timedelta) -> Groups:
-        """The communicators of a new stream. Collective: every rank of the parent group calls it, in the same order.
+    def create(cls, process_group: Ranks | None, timeout: timedelta, peers: Ranks | None = None) -> Groups:
+        """The communicators of a new stream. Collective: every rank and its peers call it, in the same order.
 
         Args:
-            parent: The data-parallel group that balances together; `None`: the default group, or one rank alone when
-                torch.distributed is not initialised.
+            process_group: The data-parallel group that balances together; `None`: the default group, or one rank alone
+                when torch.distributed is not initialised.
             timeout: After which a collective of the new groups fails.
+            peers: The ranks that train the same batches; see `read_membership`.
+
+        Raises:
+            ValueError: If it is not clear who balances with whom.
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            return cls(rank=0, world_size=1)
-        world_size = dist.get_world_size(parent)
-        if world_size == 1:
-            return cls(rank=0, world_size=1)
-        return cls(rank=dist.get_rank(parent), world_size=world_size, parent=parent, pair=take(parent, timeout))
+        membership = read_membership(process_group, peers)
+        if membership is None or len(membership.ranks) == 1:
+            return cls(rank=0, world_size=1)  # peers need not ask each other where nothing is decided
+        pair = take(membership, timeout)
+        return cls(
+            rank=membership.ranks.index(membership.own),
+            world_size=len(membership.ranks),
+            membership=membership,
+            pair=pair,
+            peers=pair.peers,
+        )
 
     def leave(self, rounds: int, moves: int) -> None:
         """Keeps the communicators for the next stream of these ranks. Nothing of theirs may be in flight on this rank.
@@ -68,27 +94,39 @@ class Groups:
             rounds: The stream agreed on.
             moves: The stream has started and ended.
         """
-        if self.pair is not None:
+        if self.pair is not None and self.membership is not None:
             self.pair.rounds += rounds
             self.pair.moves += moves
-            leave(self.parent, self.pair)
+            leave(self.membership, self.pair)
+
+    def led(self, work: Callable[[], T]) -> T:
+        """What `work` gives on the ranks that lead, on their peers too; what it raises is raised on them as well."""
+        return work() if self.peers is None else self.peers.led(work)
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         if self.control is None:
             return value
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, group=self.control, group_src=0)
-        result: T = box[0]
-        return result
+
+        def send() -> T:
+            box: list[Any] = [value]
+            dist.broadcast_object_list(box, group=self.control, group_src=0)
+            result: T = box[0]
+            return result
+
+        return self.led(send)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Every rank's value, by rank."""
+        """The value of every rank that leads, by rank."""
         if self.control is None:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+
+        def gather() -> list[T]:
+            values: list[Any] = [None] * self.world_size
+            dist.all_gather_object(values, value, group=self.control)
+            return values
+
+        return self.led(gather)
 
     def gather_votes(self, vote: Vote) -> list[Vote]:
         """Every rank's vote, by rank."""

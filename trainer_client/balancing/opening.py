@@ -23,7 +23,7 @@ def warm_up(groups: Groups, device: torch.device | str | None) -> None:
     The first rank of each host goes first, so that the others find the cache filled.
     """
     names = groups.gather_objects(node_name())
-    leads = names.index(names[groups.rank]) == groups.rank
+    leads = groups.leads and names.index(names[groups.rank]) == groups.rank
     for turn in (True, False):
         if leads is turn:
             partitioning.warm_up()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenkeel import __version__
@@ -18,8 +17,10 @@ from trainer_client.balancing.alone import decide_alone
 from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.groups import Groups, node_name
 from trainer_client.balancing.identity import SessionName, name_session
+from trainer_client.balancing.membership import Ranks
 from trainer_client.balancing.opening import agree_on_template, node_numbers, warm_up, wire_fields
 from trainer_client.balancing.options import BalanceOptions
+from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.tickets import Outcome, Ticket, read_costs
 from trainer_client.balancing.worker import RoundWorker
 from trainer_client.batches import BatchSpec, FlatBatch, flatten
@@ -45,6 +46,7 @@ class StreamConfig:
         balance: False: every sample stays at home.
         options: How to balance.
         process_group: The ranks that balance together; None: the default group.
+        peers: The ranks that train the same batches; see `read_membership`.
         credentials: What this rank shows to the balancer; each rank its own.
     """
 
@@ -54,7 +56,8 @@ class StreamConfig:
     address: str | None
     balance: bool
     options: BalanceOptions
-    process_group: dist.ProcessGroup | None
+    process_group: Ranks | None
+    peers: Ranks | None = None
     credentials: Credentials | None = None
 
 
@@ -269,9 +272,9 @@ class BatchStream:
             return
         config = self._config
         if self._groups is None:
-            self._groups = Groups.create(config.process_group, config.options.group_timeout)
+            self._groups = Groups.create(config.process_group, config.options.group_timeout, config.peers)
         groups = self._groups
-        self._template = agree_on_template(flat, groups)
+        self._template = template = agree_on_template(flat, groups)
         named = None
         if groups.rank == 0:
             config.options.check_world(groups.world_size)
@@ -282,8 +285,7 @@ class BatchStream:
         assert session is not None
         if balance and groups.world_size > 1:
             if address is not None:
-                self._connection = self._connect(address, session, groups, self._template)
-                self._connection.start()
+                groups.led(lambda: self._connect(address, session, groups.leaders, template))
             warm_up(groups, device)
         self._worker = RoundWorker(
             name=config.loader,
@@ -304,7 +306,7 @@ class BatchStream:
     def _begin_trace(self) -> RoundTrace | None:
         return None if self._tracer is None else self._tracer.begin(self._next_round)
 
-    def _connect(self, address: str, session: SessionName, groups: Groups, template: FlatBatch) -> Connection:
+    def _connect(self, address: str, session: SessionName, groups: Groups, template: FlatBatch) -> None:
         try:
             from trainer_client.balancing.nodes import take_seat
             from trainer_client.service import Connection, join_request
@@ -333,13 +335,14 @@ class BatchStream:
             client_version=__version__,
             window=options.window,
         )
-        return Connection(
+        self._connection = Connection(
             address,
             join,
             join_timeout=max(1.0, options.timeout.total_seconds()),
             credentials=self._config.credentials,
             seat=take_seat(groups, options),
         )
+        self._connection.start()
 
     # ------------------------------------------------------------------ a round
 
@@ -360,6 +363,9 @@ class BatchStream:
             problem=problem,
             asked=asked,
             deadline=time.monotonic() + timeout,
+            twin=None
+            if self._groups.peers is None
+            else Twin.of(number, [flat], data.lengths, exhausted=exhausted, values=number == 0),
             trace=trace,
         )
         if asked:

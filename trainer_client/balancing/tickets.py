@@ -13,6 +13,7 @@ from evenkeel.partitioning.ranges import share_of_total
 from evenkeel.partitioning.windows import WindowSlice
 from trainer_client.balancing.agreement import Verdict
 from trainer_client.balancing.embedded import RoundData
+from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.report import RoundReport
 from trainer_client.batches import Schema
 from trainer_client.tracing import RoundTrace
@@ -49,6 +50,7 @@ class Ticket:
         exhausted: This rank's data has ended.
         problem: Why the costs cannot be used; empty if they can.
         asked: The service was asked.
+        twin: What the ranks that train the same batches must have submitted too; None without such ranks.
         deadline: Until when to wait for the service, `time.monotonic` seconds.
         future: Resolves to the outcome when all ranks have agreed.
         trace: The round's spans; None when it is not traced.
@@ -61,6 +63,7 @@ class Ticket:
     problem: str
     asked: bool
     deadline: float
+    twin: Twin | None = None
     future: Future[Outcome] = field(default_factory=Future)
     trace: RoundTrace | None = None
 

@@ -62,6 +62,7 @@ class Vote:
         schema: 64 bits of the hash of the batch's schema.
         load: Sum of this rank's costs.
         heaviest: This rank's largest cost.
+        peers_differ: The ranks that train this rank's batches hold other ones.
         num_batches: With a window, how many batches of it this rank has.
         batches: With a window of several batches, each of them; whole windows, also where this rank has fewer.
     """
@@ -81,6 +82,7 @@ class Vote:
     schema: int = 0
     load: float = 0.0
     heaviest: float = 0.0
+    peers_differ: bool = False
     num_batches: int = 1
     batches: tuple[BatchVote, ...] = ()
 
@@ -94,6 +96,7 @@ class Vote:
     def pack(self) -> bytes:
         """The struct on the wire, little-endian."""
         flags = self.exhausted | self.asked << 1 | self.ready << 2 | self.costs_valid << 3 | self.costs_float << 4
+        flags |= self.peers_differ << 8
         fixed = _LAYOUT.pack(
             self.round, self.held, flags, self.instance, self.digest, self.moved, self.checksum, self.samples,
             self.schema, self.load, self.heaviest, self.num_batches,
@@ -111,6 +114,7 @@ class Vote:
             samples=samples, exhausted=bool(flags & 1), asked=bool(flags & 2), ready=bool(flags & 4),
             costs_valid=bool(flags & 8), costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
             num_batches=num_batches,
+            peers_differ=bool(flags & 256),
             batches=tuple(
                 BatchVote(samples=loaded, received=received, load=its_load, heaviest=its_heaviest)
                 for loaded, received, its_load, its_heaviest in _BATCH.iter_unpack(data[VOTE_BYTES:])

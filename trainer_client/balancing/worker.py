@@ -21,6 +21,7 @@ from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.embedded import RoundData, balance_embedded, sent_in, stay_home
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.options import BalanceOptions
+from trainer_client.balancing.peers import PeersDifferError
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.reporting import report_round
 from trainer_client.balancing.schemas import raise_mismatch
@@ -47,7 +48,8 @@ class RoundWorker:
         nodes: NDArray[np.int32] | None,
     ) -> None:
         self._name = name
-        self._groups = groups
+        self._groups = groups.leaders
+        self._peers = groups.peers
         self._options = options
         self._connection = connection
         self._balance = balance
@@ -132,6 +134,19 @@ class RoundWorker:
                 ticket.future.set_result(outcome)
 
     def _process(self, ticket: Ticket) -> Outcome:
+        """The round's outcome: agreed on with other ranks, or by the leader of this rank's peers for all of them."""
+        if self._peers is None:
+            return self._agree(ticket)
+        assert ticket.twin is not None
+        differ = ticket.twin.compare(self._peers)
+        before = self._breaker.closed
+        outcome, self._breaker = self._peers.led(lambda: (self._agree(ticket, differ), self._breaker))
+        if not self._peers.leads:
+            self.counters.rounds[outcome.verdict.mode, outcome.verdict.reason] += 1
+            self.counters.breaker_changes += before != self._breaker.closed
+        return outcome
+
+    def _agree(self, ticket: Ticket, differ: str = "") -> Outcome:
         waited = ticket.asked and self._breaker.closed
         trace = ticket.trace
         began = time.time_ns() if trace is not None else 0
@@ -142,7 +157,9 @@ class RoundWorker:
             decision = self._connection.decision(ticket.round, ticket.deadline, ticket.data.lengths)
         wait_seconds = time.monotonic() - started
         answered = time.time_ns() if trace is not None else 0
-        votes = self._groups.gather_votes(self._vote(ticket, decision))
+        votes = self._groups.gather_votes(replace(self._vote(ticket, decision), peers_differ=bool(differ)))
+        if any(vote.peers_differ for vote in votes):
+            raise PeersDifferError(next(filter(None, self._groups.gather_objects(differ))))
         check_order(votes)
         if schemas_differ(votes) is not None:
             raise_mismatch(self._groups.gather_objects(ticket.schema.lines))

@@ -1,0 +1,187 @@
+"""Ranks that train the same batches: one of them, their leader, decides, and the others do as it does.
+
+Ranks of tensor, pipeline or context parallelism hold copies of one batch. Only the leader takes part in the agreement
+of its data-parallel group; what came of it, an error included, it hands to its peers, which move their copies alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from trainer_client.batches import FlatBatch
+
+T = TypeVar("T")
+
+_TWIN = struct.Struct("<QQQQ16s")
+# By default group and ranks, the same number on all of these ranks.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+class PeersDifferError(ValueError):
+    """Ranks that were said to train the same batches hold different ones."""
+
+
+class PeerGroup:
+    """A communicator of ranks that train the same batches; used by one thread.
+
+    It is of Gloo and of its own, not one of `new_group`: torch names groups by how many a rank has, and the ranks of
+    different pipeline stages may have different numbers of them.
+    """
+
+    def __init__(self, ranks: Sequence[int], own: int, timeout: timedelta) -> None:
+        """Meets the peers. Collective among them.
+
+        Args:
+            ranks: All of them, as ranks of the default process group; the first leads.
+            own: This rank.
+            timeout: After which a collective fails.
+        """
+        self.ranks = tuple(ranks)
+        self.place = self.ranks.index(own)
+        world = dist.group.WORLD
+        assert world is not None
+        made = _made.setdefault(world, Counter())
+        made[self.ranks] += 1
+        name = f"evenkeel/peers/{'_'.join(map(str, self.ranks))}/{made[self.ranks]}"
+        store = PrefixStore(name, _get_default_store())
+        self._group: Any = dist.ProcessGroupGloo(store, self.place, len(self.ranks), timeout)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides for its peers."""
+        return self.place == 0
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Every peer's bytes, which are of one length."""
+        table = torch.empty((len(self.ranks), len(own)), dtype=torch.uint8, device="cpu")
+        send = torch.from_numpy(np.frombuffer(own, dtype=np.uint8).copy())
+        self._group.allgather([list(table.unbind())], [send]).wait()
+        return [row.numpy().tobytes() for row in table]
+
+    def gather_objects(self, own: T) -> list[T]:
+        """Every peer's value."""
+        packed = pickle.dumps(own)
+        sizes = [int.from_bytes(row, "little") for row in self.gather(len(packed).to_bytes(8, "little"))]
+        rows = self.gather(packed.ljust(max(sizes), b"\0"))
+        return [pickle.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def led(self, work: Callable[[], T]) -> T:
+        """What `work` gives on the leader, on all peers; what it raises is raised on all of them."""
+        if not self.leads:
+            result, error = pickle.loads(self._from_leader(b""))
+        else:
+            result, error = None, None
+            try:
+                result = work()
+            except BaseException as raised:
+                error = raised
+            self._from_leader(_packed(result, error))
+        if error is not None:
+            raise error
+        value: T = result
+        return value
+
+    def _from_leader(self, packed: bytes) -> bytes:
+        size = torch.tensor([len(packed)], dtype=torch.int64, device="cpu")
+        self._group.broadcast(size, 0).wait()
+        data = np.zeros(int(size), dtype=np.uint8)
+        if self.leads:
+            data[:] = np.frombuffer(packed, dtype=np.uint8)
+        self._group.broadcast(torch.from_numpy(data), 0).wait()
+        return data.tobytes()
+
+
+def _packed(result: Any, error: BaseException | None) -> bytes:
+    try:
+        packed = pickle.dumps((result, error))
+        pickle.loads(packed)  # an error may need other arguments than it keeps
+    except Exception:
+        if error is None:
+            raise
+        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+    return packed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twin:
+    """What must be the same on all ranks that train the same batches.
+
+    Attributes:
+        round: The round.
+        samples: Samples submitted.
+        exhausted: The rank's data has ended.
+        schema: 64 bits of the hash of the batch's schema.
+        digest: Of the lengths, and in a stream's first round of all values on the host.
+    """
+
+    round: int
+    samples: int
+    exhausted: bool
+    schema: int
+    digest: bytes = field(repr=False)
+
+    @classmethod
+    def of(
+        cls, number: int, flats: Sequence[FlatBatch], lengths: NDArray[np.int64], *, exhausted: bool, values: bool
+    ) -> Twin:
+        """That of a round.
+
+        Args:
+            number: The round.
+            flats: Its batches.
+            lengths: (n, jagged fields) values of each jagged field.
+            exhausted: The rank's data has ended.
+            values: Whether to look at the values too.
+        """
+        digest = hashlib.blake2b(np.ascontiguousarray(lengths).tobytes(), digest_size=16)
+        for flat in flats if values else ():
+            for tensor in flat.tensors:
+                if tensor.device.type == "cpu":
+                    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+                    digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        schema = int.from_bytes(flats[0].schema.hash[:8], "little")
+        return cls(round=number, samples=len(lengths), exhausted=exhausted, schema=schema, digest=digest.digest())
+
+    def compare(self, peers: PeerGroup) -> str:
+        """How the peers' batches differ from the leader's, for people; empty if they do not. Collective."""
+        rows = peers.gather(_TWIN.pack(self.round, self.samples, self.exhausted, self.schema, self.digest))
+        twins = [
+            Twin(round=number, samples=samples, exhausted=bool(exhausted), schema=schema, digest=digest)
+            for number, samples, exhausted, schema, digest in map(_TWIN.unpack, rows)
+        ]
+        for rank, twin in zip(peers.ranks, twins, strict=True):
+            if twin != twins[0]:
+                return (
+                    f"rank {rank} {_difference(twins[0], twin, peers.ranks[0])}, and the two were said to train the "
+                    "same batches (by peers, or by a dimension of the mesh that is not process_group's); let them load "
+                    "the same samples in the same order, as by mesh['dp'].get_local_rank(); if they train different "
+                    "ones, balance over them too, or pass process_group=mesh['dp'].get_group()"
+                )
+        return ""
+
+
+def _difference(leader: Twin, other: Twin, leading_rank: int) -> str:
+    if other.round != leader.round:
+        return f"is in round {other.round} where rank {leading_rank} is in {leader.round}"
+    if other.exhausted != leader.exhausted:
+        ended, more = ("has no", "has one") if other.exhausted else ("has another", "has none")
+        return f"{ended} batch in round {leader.round} where rank {leading_rank} {more}"
+    if other.samples != leader.samples:
+        return f"has {other.samples} samples in round {leader.round} where rank {leading_rank} has {leader.samples}"
+    if other.schema != leader.schema:
+        return f"has batches of other fields or dtypes than rank {leading_rank} in round {leader.round}"
+    return f"has other samples than rank {leading_rank} in round {leader.round}"
