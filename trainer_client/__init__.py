@@ -9,7 +9,7 @@ The packages below hold the parts: balancing, batches, redistribution, costs, ro
 """
 
 from trainer_client.balancing import BalancedLoader, BalanceOptions, Balancer, RoundReport
-from trainer_client.batches import BatchSpec
+from trainer_client.batches import BatchSpec, MaxLength, Padded
 from trainer_client.costs import HSTUCost, TokenCost, TransformerCost
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "Balancer",
     "BatchSpec",
     "HSTUCost",
+    "MaxLength",
+    "Padded",
     "RoundReport",
     "TokenCost",
     "TransformerCost",

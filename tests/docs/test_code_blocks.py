@@ -14,7 +14,7 @@ from tests.balancer_process import running_balancer
 from tests.trainer_client.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-TEXTS = ("README.md", "docs/pipelines.md", "docs/windows.md")
+TEXTS = ("README.md", "docs/pipelines.md", "docs/batches.md", "docs/windows.md")
 RATINGS = "userId,movieId,rating,timestamp\n" + "".join(f"{user},{user % 7},3.5,{user}\n" for user in range(40))
 
 
@@ -39,7 +39,7 @@ def _run_all(_: int, folder: str, address: str) -> list[str]:
     from torchrec import JaggedTensor, KeyedJaggedTensor
 
     from trainer_client import BalancedLoader, BalanceOptions, Balancer
-    from trainer_client.batches import BatchSpec
+    from trainer_client.batches import BatchSpec, MaxLength
     from trainer_client.costs import TokenCost
     from trainer_client.measurement import StepTimer
     from trainer_client.pipelines import balanced_batches, make_pipeline
@@ -58,7 +58,7 @@ def _run_all(_: int, folder: str, address: str) -> list[str]:
             "loss_sum": lambda output, _: output.sum(), "cost": TokenCost(tokens="history"), "torch": torch,
             "rank": 0, "world_size": 1, "timer": StepTimer("cpu"), "balancer": Balancer.embedded(),
             "kjt": KeyedJaggedTensor(keys=["a"], values=torch.arange(4), lengths=torch.tensor([4])), "num_ranks": 2,
-            "block_sizes": torch.tensor([100]), "BatchSpec": BatchSpec, "Balancer": Balancer,
+            "block_sizes": torch.tensor([100]), "BatchSpec": BatchSpec, "MaxLength": MaxLength, "Balancer": Balancer,
             "BalancedLoader": BalancedLoader, "BalanceOptions": BalanceOptions,
         }  # fmt: skip
         for number, block in enumerate(_blocks(text, "python")):

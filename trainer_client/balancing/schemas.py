@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from trainer_client.balancing.agreement import SchemaMismatchError
+from trainer_client.batches.schema import remedy
 
 
 def raise_mismatch(schemas: Sequence[tuple[str, ...] | None]) -> NoReturn:
@@ -26,6 +27,6 @@ def raise_mismatch(schemas: Sequence[tuple[str, ...] | None]) -> NoReturn:
             raise SchemaMismatchError(
                 f"batches differ between ranks: rank {first_rank} has {'; '.join(only_first) or 'the same fields'}, "
                 f"rank {rank} has {'; '.join(only_other) or 'the same fields in another order'}; "
-                "give all ranks batches of the same fields and dtypes"
+                f"{remedy(only_first, only_other)}"
             )
     raise SchemaMismatchError("batches changed their fields or dtypes between rounds, and not on all ranks alike")

@@ -4,6 +4,17 @@ from trainer_client.batches.flat import FlatBatch
 from trainer_client.batches.flatten import flatten
 from trainer_client.batches.paths import lookup, read_lengths
 from trainer_client.batches.schema import FieldSchema, Schema
-from trainer_client.batches.spec import BatchError, BatchSpec
+from trainer_client.batches.spec import BatchError, BatchSpec, MaxLength, Padded
 
-__all__ = ["BatchError", "BatchSpec", "FieldSchema", "FlatBatch", "Schema", "flatten", "lookup", "read_lengths"]
+__all__ = [
+    "BatchError",
+    "BatchSpec",
+    "FieldSchema",
+    "FlatBatch",
+    "MaxLength",
+    "Padded",
+    "Schema",
+    "flatten",
+    "lookup",
+    "read_lengths",
+]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer_client.batches.derived import derived_nodes, settle
 from trainer_client.batches.nodes import Node
 from trainer_client.batches.schema import Schema
-from trainer_client.batches.spec import BatchError
+from trainer_client.batches.spec import BatchError, Padded
 
 LENGTHS_DTYPE = torch.int32  # on the wire and on devices; flatten() refuses longer samples
 
@@ -29,6 +30,9 @@ class Leaf:
         rows: Rows of each sample if fixed, 0 if jagged.
         columns: The jagged columns whose values lie in it, one after the other; () if rows are fixed.
         field_paths: Path of each of its fields: one per column, or one.
+        label: What the schema says instead of the dtype; "" for the dtype.
+        on_host: It is in the host's memory wherever the batch is.
+        padding: How it is padded outside of a `FlatBatch`.
     """
 
     path: str
@@ -37,6 +41,9 @@ class Leaf:
     rows: int
     columns: tuple[int, ...]
     field_paths: tuple[str, ...]
+    label: str = ""
+    on_host: bool = False
+    padding: Padded | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -53,12 +60,26 @@ class Structure:
         leaves: The tensors.
         columns: Path of each jagged column, ascending.
         schema: What other ranks' batches must agree with.
+        reads_lengths: Building a batch reads its lengths on the host.
+        on_host: The leaves that are in the host's memory wherever the batch is.
+        padded: The leaves that are padded outside of a `FlatBatch`.
+        is_derived: Whether values follow from the samples.
     """
 
     root: Node
     leaves: tuple[Leaf, ...]
     columns: tuple[str, ...]
     schema: Schema
+    reads_lengths: bool = False
+    on_host: tuple[int, ...] = field(init=False)
+    padded: tuple[int, ...] = field(init=False)
+    is_derived: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        of_leaves = list(enumerate(self.leaves))
+        object.__setattr__(self, "on_host", tuple(index for index, leaf in of_leaves if leaf.on_host))
+        object.__setattr__(self, "padded", tuple(index for index, leaf in of_leaves if leaf.padding is not None))
+        object.__setattr__(self, "is_derived", any(True for _ in derived_nodes(self.root)))
 
 
 class FlatBatch:
@@ -71,7 +92,7 @@ class FlatBatch:
         totals: (num_jagged,) int64, values of each jagged column over all samples, on the host.
     """
 
-    __slots__ = ("_lengths", "_lengths_tensor", "num_samples", "structure", "tensors", "totals")
+    __slots__ = ("_lengths", "_lengths_coming", "_lengths_tensor", "num_samples", "structure", "tensors", "totals")
 
     def __init__(
         self,
@@ -91,6 +112,7 @@ class FlatBatch:
         self.totals = totals
         self._lengths = lengths
         self._lengths_tensor = lengths_tensor
+        self._lengths_coming: torch.Tensor | None = None  # see `read_back`
 
     def __repr__(self) -> str:
         fields = "; ".join(self.schema.lines)
@@ -116,7 +138,7 @@ class FlatBatch:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the tensors are; None without tensors.
+        """Where the tensors are but for those that stay on the host; None without tensors.
 
         Raises:
             BatchError: If they are on several devices.
@@ -124,7 +146,10 @@ class FlatBatch:
         devices = {tensor.device for tensor in self.tensors}
         if len(devices) > 1:
             leaves = self.structure.leaves
-            found = {tensor.device: leaf.path for leaf, tensor in zip(leaves, self.tensors, strict=True)}
+            pairs = [(leaf, tensor) for leaf, tensor in zip(leaves, self.tensors, strict=True) if not leaf.on_host]
+            found = {tensor.device: leaf.path for leaf, tensor in pairs}
+            if len(found) == 1:
+                return next(iter(found))
             where = ", ".join(f"{path!r} on {device}" for device, path in found.items())
             raise BatchError(f"the batch is on several devices: {where}; move it to one, for example with .to(device)")
         return next(iter(devices), None)
@@ -141,6 +166,8 @@ class FlatBatch:
         Raises:
             BatchError: If only a device has them: the result of a redistribution on a device.
         """
+        if self._lengths is None and self._lengths_coming is not None:
+            self._lengths = self._lengths_coming.t().to(torch.int64).contiguous().numpy()
         if self._lengths is None:
             raise BatchError(
                 "the lengths of this batch are only on its device; take them before the redistribution, or read "
@@ -195,6 +222,30 @@ class FlatBatch:
             return self
         return self._replaced([tensor.to(target, non_blocking=non_blocking) for tensor in self.tensors])
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether `unflatten` reads something on the host that a device has: arrays, Python objects, or lengths."""
+        structure = self.structure
+        on_device = any(self.tensors[index].is_cuda for index in structure.on_host)
+        return on_device or (structure.reads_lengths and self._lengths is None)
+
+    def read_back(self) -> FlatBatch:
+        """The same with what `unflatten` needs on the host on its way there, queued on the current stream.
+
+        The caller keeps this batch alive and does not build the other one until the stream has come so far.
+        """
+        on_host = set(self.structure.on_host)
+        result = self.rebuild(
+            [_coming(tensor) if index in on_host else tensor for index, tensor in enumerate(self.tensors)],
+            num_samples=self.num_samples,
+            totals=self.totals,
+            lengths=self._lengths,
+            lengths_tensor=self.lengths_tensor,
+        )
+        if self._lengths is None:
+            result._lengths_coming = _coming(self.lengths_tensor)
+        return result
+
     def pin_memory(self) -> FlatBatch:
         """The batch in page-locked host memory, from which copies to a device overlap with its work."""
         return self._replaced([tensor.pin_memory() for tensor in self.tensors])
@@ -209,7 +260,7 @@ class FlatBatch:
         """The same structure with no samples, on the host; it can be pickled and sent to a rank without a batch."""
         return FlatBatch(
             structure=self.structure,
-            tensors=[torch.empty((0, *leaf.shape), dtype=leaf.dtype) for leaf in self.structure.leaves],
+            tensors=[torch.empty((0, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in self.structure.leaves],
             num_samples=0,
             totals=np.zeros(self.num_jagged, dtype=np.int64),
             lengths=np.zeros((0, self.num_jagged), dtype=np.int64),
@@ -217,7 +268,9 @@ class FlatBatch:
 
     def unflatten(self) -> Any:
         """The batch again: the same containers and types around these tensors."""
-        return self.structure.root.build(_Parts(self))
+        parts = _Parts(self)
+        batch = self.structure.root.build(parts)
+        return settle(self.structure.root, batch, parts) if self.structure.is_derived else batch
 
     def make_room(self, num_samples: int, totals: NDArray[np.int64], device: torch.device) -> list[torch.Tensor]:
         """Uninitialised tensors for a batch of this structure with so many samples and values per jagged column."""
@@ -294,8 +347,18 @@ class _Parts:
         # an index list would travel to the device and make the host wait for it
         return torch.cat([table[index] for index in indices]).to(dtype)
 
+    def lengths_on_host(self, column: str) -> list[int]:
+        lengths: list[int] = self._flat.lengths[:, self._column[column]].tolist()
+        return lengths
+
     def totals(self, columns: Sequence[str]) -> list[int]:
         return [int(self._flat.totals[self._column[path]]) for path in columns]
+
+
+def _coming(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
@@ -315,7 +378,7 @@ def _unpickled(
     tensors = [
         torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
         if data
-        else torch.empty(shape, dtype=dtype)
+        else torch.empty(shape, dtype=dtype, device="cpu")
         for shape, dtype, data in contents
     ]
     return FlatBatch(structure=structure, tensors=tensors, num_samples=num_samples, totals=totals, lengths=lengths)

@@ -1,9 +1,8 @@
-"""The containers of a batch, apart from its tensors: how to build the same nesting around other tensors."""
+"""The values of a batch, apart from its tensors: how to build the same around other tensors."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +25,9 @@ class Parts(Protocol):
 
     def lengths(self, columns: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """Lengths of jagged columns, one column after the other: (columns × samples,)."""
+
+    def lengths_on_host(self, column: str) -> Sequence[int]:
+        """(samples,) lengths of one column."""
 
     def totals(self, columns: Sequence[str]) -> list[int]:
         """Sum of the lengths of each column."""
@@ -97,77 +99,10 @@ class BatchSizeNode:
         return type(value) is int and self.dtype is None
 
 
-@dataclass(frozen=True, slots=True)
-class DictNode:
-    """A dict or a subclass of it, in insertion order."""
-
-    kind: type[dict[Any, Any]]
-    items: tuple[tuple[Any, Node], ...]
-    default_factory: Any = None
-
-    def build(self, parts: Parts) -> dict[Any, Any]:
-        """See `Node`."""
-        if issubclass(self.kind, defaultdict):
-            result: dict[Any, Any] = self.kind(self.default_factory)
-        else:
-            result = self.kind.__new__(self.kind)
-        for key, node in self.items:
-            result[key] = node.build(parts)
-        return result
-
-    def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
-        if type(value) is not self.kind or len(value) != len(self.items):
-            return False
-        if getattr(value, "default_factory", None) is not self.default_factory:
-            return False
-        found = zip(self.items, value.items(), strict=True)
-        return all(key == own and node.take(item, taken) for (key, node), (own, item) in found)
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceNode:
-    """A list, tuple, or named tuple."""
-
-    kind: type[Any]
-    items: tuple[Node, ...]
-
-    def build(self, parts: Parts) -> Any:
-        """See `Node`."""
-        values = [node.build(parts) for node in self.items]
-        if hasattr(self.kind, "_fields"):
-            return self.kind._make(values)
-        return self.kind(values)
-
-    def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
-        if type(value) is not self.kind or len(value) != len(self.items):
-            return False
-        return all(node.take(item, taken) for node, item in zip(self.items, value, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class DataclassNode:
-    """A dataclass; built without `__init__` and `__post_init__`, which may expect other arguments."""
-
-    kind: type[Any]
-    items: tuple[tuple[str, Node], ...]
-
-    def build(self, parts: Parts) -> Any:
-        """See `Node`."""
-        result = object.__new__(self.kind)
-        for name, node in self.items:
-            object.__setattr__(result, name, node.build(parts))
-        return result
-
-    def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
-        if type(value) is not self.kind or len(self.items) != len(self.kind.__dataclass_fields__):
-            return False
-        try:
-            return all(node.take(getattr(value, name), taken) for name, node in self.items)
-        except AttributeError:  # a field that was never set
-            return False
+def set_members(value: Any, members: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:
+    """Sets attributes of an object that may be frozen."""
+    for name, member in members.items() if isinstance(members, Mapping) else members:
+        object.__setattr__(value, name, member)
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

@@ -46,6 +46,8 @@ def read_lengths(batch: Any, path: str) -> NDArray[np.int64]:
         value = jagged.jagged_lengths(value)
     elif jagged.is_nested(value):
         value = torch.diff(jagged.nested_parts(value, path)[1])
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+        return value.astype(np.int64)
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
         raise BatchError(
             f"{path!r} is {_describe(value)}; name a jagged field (of a KeyedJaggedTensor one key), or an int32 or "

@@ -63,6 +63,8 @@ def recall(batch: Any, spec: BatchSpec) -> tuple[Structure, list[torch.Tensor], 
     num_samples = rows[0][1] // rows[0][0] if rows else lengths[0][0].shape[0] // len(lengths[0][1])
     if any(found != each * num_samples for each, found in rows):
         return None
+    if any(tensors[index].shape[0] != num_samples for index in recipe.structure.padded):
+        return None
     table = np.empty((num_samples, len(recipe.structure.columns)), dtype=np.int64)
     for tensor, columns in lengths:
         if tensor.device.type != "cpu" or tensor.shape != (len(columns) * num_samples,):
@@ -78,6 +80,9 @@ def _alike(leaf: Leaf, tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.requires_grad
-        and tensor.dim() == len(leaf.shape) + 1
-        and tensor.shape[1:] == leaf.shape
+        and (
+            tensor.shape[1:] == leaf.shape and tensor.dim() > 0
+            if leaf.padding is None
+            else tensor.dim() > 1 and tensor.shape[2:] == leaf.shape
+        )
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -35,6 +37,25 @@ class FieldSchema:
             return f"{self.path}: shared"
         rows = f"{self.rows} rows per sample" if self.kind == "dense" else f"jagged by {self.lengths}"
         return f"{self.path}: {self.dtype}{list(self.shape)}, {rows}"
+
+
+_DENSE = re.compile(r"(?P<path>.*): (?P<dtype>\S+)\[(?P<shape>[\d, ]*)\], \d+ rows per sample")
+
+
+def remedy(lines: Sequence[str], others: Sequence[str]) -> str:
+    """What to do about two ranks' fields that differ, given as lines of their schemas."""
+    found = {match["path"]: match for match in map(_DENSE.fullmatch, lines) if match}
+    for match in filter(None, map(_DENSE.fullmatch, others)):
+        one = found.get(match["path"])
+        if one is None or one["dtype"] != match["dtype"] or one["shape"] == match["shape"]:
+            continue
+        shapes = [[int(size) for size in each["shape"].split(",") if size] for each in (one, match)]
+        if len(shapes[0]) == len(shapes[1]) and shapes[0][1:] == shapes[1][1:]:
+            return (
+                f"if {match['path']!r} is padded to the longest sample of its batch, declare it in BatchSpec.padded "
+                "together with what says the lengths; else give all ranks rows of the same shape"
+            )
+    return "give all ranks batches of the same fields and dtypes"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeVar
+
+from trainer_client.checks import is_whole
 
 _WILDCARDS = frozenset("*?[")
+_COLLECTIONS = ("shared", "batch_size", "objects")
+_MAPPINGS = ("rows_per_sample", "padded", "derived")
+T = TypeVar("T")
 
 
 class BatchError(ValueError):
     """A batch cannot be read; the message names the field, what was found, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padded:
+    """How a tensor (samples, width, …) is padded, whose width differs from batch to batch and from rank to rank.
+
+    Samples travel without their padding, and the batch that a rank trains is padded again to its own longest sample.
+
+    Attributes:
+        lengths: Path of the jagged field, or of the integer tensor (samples,), that says how much of each sample is not
+            padding. None: nothing does, so all of it travels, and the batch becomes as wide as the widest that it came
+            from.
+        value: What to pad with.
+        side: Where the padding is.
+        multiple: The width becomes a multiple of this.
+    """
+
+    lengths: str | None = None
+    value: float = 0
+    side: Literal["right", "left"] = "right"
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.side not in ("right", "left"):
+            raise BatchError(f"side is {self.side!r}; padding is 'right' or 'left' of the values")
+        if not is_whole(self.multiple) or self.multiple < 1:
+            raise BatchError(f"multiple is {self.multiple!r}; give a whole number >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class MaxLength:
+    """For `BatchSpec.derived`: the length of the longest sample of a batch, 0 without samples; no device is waited for.
+
+    Attributes:
+        path: The jagged field, or the integer tensor (samples,) that `rows_per_sample` or `padded` names.
+    """
+
+    path: str
+
+
+Derive = Callable[[Any], Any] | MaxLength
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +71,42 @@ class BatchSpec:
     Attributes:
         rows_per_sample: Flattened tensors. A number k: k rows for each sample. A path: as many rows for each sample as
             the jagged field at that path has values, or as the integer tensor (samples,) at that path says.
+        padded: Tensors (samples, width, …) that are padded to the longest sample of their batch: the path of what says
+            the lengths, or a `Padded`.
         shared: Values that are the same for all samples and never move; what lies below a declared path is shared too.
         batch_size: Integers, or 0-d integer tensors, that hold the number of samples; updated when it changes.
+        derived: Values that follow from the samples, such as the longest length: a `MaxLength`, or a function of the
+            batch that is trained, in which derived values are None.
+        objects: Lists, tuples and NumPy arrays with one Python object for each sample that do not look like it: lists
+            of dicts, of lists or of tensors. They travel as pickles.
+        copy: Copy each batch when it is read; for loaders that write the next batch into the memory of the one before.
     """
 
     rows_per_sample: Mapping[str, int | str] = field(default_factory=dict)
+    padded: Mapping[str, str | Padded] = field(default_factory=dict)
     shared: Collection[str] = ()
     batch_size: Collection[str] = ()
+    derived: Mapping[str, Derive] = field(default_factory=dict)
+    objects: Collection[str] = ()
+    copy: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("shared", "batch_size"):
+        for name in _COLLECTIONS:
             if isinstance(getattr(self, name), str):
                 raise BatchError(f"{name} is the string {getattr(self, name)!r}; give a collection of paths")
         for path, rows in self.rows_per_sample.items():
             if not isinstance(rows, str) and (isinstance(rows, bool) or rows < 1):
                 raise BatchError(f"rows_per_sample[{path!r}] is {rows!r}; give a whole number >= 1, or a path")
+        if not isinstance(self.padded, Mapping):
+            raise BatchError(f"padded is {self.padded!r}; give a mapping from paths to what says the lengths")
+        for path, padding in self.padded.items():
+            if not isinstance(padding, str | Padded):
+                raise BatchError(f"padded[{path!r}] is {padding!r}; give the path of the lengths, or a Padded")
+        if not isinstance(self.derived, Mapping):
+            raise BatchError(f"derived is {self.derived!r}; give a mapping from paths to functions of the batch")
+        for path, function in self.derived.items():
+            if not (isinstance(function, MaxLength) or callable(function)):
+                raise BatchError(f"derived[{path!r}] is {function!r}; give a function of the batch, or a MaxLength")
 
 
 class Declarations:
@@ -46,22 +114,50 @@ class Declarations:
 
     def __init__(self, spec: BatchSpec) -> None:
         self._spec = spec
-        self._used: set[str] = set()
+        self._used: set[tuple[str, str]] = set()
         self._paths: list[str] = []
 
     def is_shared(self, path: str) -> bool:
         """Whether the value at `path` is declared to be shared."""
         self._paths.append(path)
-        return self._match(self._spec.shared, path) is not None
+        return self._match("shared", path) is not None
 
     def is_batch_size(self, path: str) -> bool:
         """Whether the value at `path` is declared to be the number of samples."""
-        return self._match(self._spec.batch_size, path) is not None
+        return self._match("batch_size", path) is not None
+
+    def holds_objects(self, path: str) -> bool:
+        """Whether the value at `path` is declared to hold one Python object for each sample."""
+        return self._match("objects", path) is not None
 
     def rows(self, path: str) -> int | str | None:
         """The declared rows per sample of the tensor at `path`."""
-        pattern = self._match(self._spec.rows_per_sample, path)
-        return None if pattern is None else self._spec.rows_per_sample[pattern]
+        return self._found(self._spec.rows_per_sample, "rows_per_sample", path)
+
+    def padding(self, path: str) -> Padded | None:
+        """How the tensor at `path` is declared to be padded."""
+        found = self._found(self._spec.padded, "padded", path)
+        return Padded(lengths=found) if isinstance(found, str) else found
+
+    def derive(self, path: str) -> Derive | None:
+        """What the value at `path` is declared to follow from."""
+        return self._found(self._spec.derived, "derived", path)
+
+    def declares_parts(self, path: str, count: int) -> bool:
+        """Whether something is declared about one of the `count` parts of the list at `path`, or below it."""
+        parts = [f"{path}.{index}" if path else str(index) for index in range(count)]
+        for name in (*_MAPPINGS, *_COLLECTIONS):
+            for pattern in getattr(self._spec, name):
+                if any(pattern.startswith(f"{part}.") or _matches(part, pattern) for part in parts):
+                    return True
+        return False
+
+    def none_at(self, path: str) -> None:
+        """Takes note of a value that is None: what is declared there or below may be missing in this batch."""
+        for name in (*_MAPPINGS, *_COLLECTIONS):
+            for pattern in getattr(self._spec, name):
+                if pattern == path or pattern.startswith(f"{path}."):
+                    self._used.add((name, pattern))
 
     def check_used(self) -> None:
         """Refuses declarations of single paths that the batch does not have.
@@ -69,15 +165,38 @@ class Declarations:
         Raises:
             BatchError: If there is one; patterns may match nothing.
         """
-        for name in ("rows_per_sample", "shared", "batch_size"):
+        for name in (*_MAPPINGS, *_COLLECTIONS):
             for pattern in getattr(self._spec, name):
-                if pattern not in self._used and not _WILDCARDS.intersection(pattern):
+                if (name, pattern) not in self._used and not _WILDCARDS.intersection(pattern):
+                    if pattern in self._paths:
+                        raise BatchError(f"{name} names {pattern!r}, {_WANTED[name]}")
                     known = ", ".join(path for path in self._paths if path)
-                    raise BatchError(f"{name} names {pattern!r}, which the batch does not have; its paths are: {known}")
+                    raise BatchError(
+                        f"{name} names {pattern!r}, which the batch does not have; its paths are: {known} (a pattern "
+                        f"such as '{pattern}*' may match nothing)"
+                    )
 
-    def _match(self, patterns: Collection[str], path: str) -> str | None:
-        for pattern in patterns:
-            if path == pattern or fnmatchcase(path, pattern):
-                self._used.add(pattern)
-                return pattern
+    def _found(self, declared: Mapping[str, T], name: str, path: str) -> T | None:
+        pattern = self._match(name, path) if declared else None
+        return None if pattern is None else declared[pattern]
+
+    def _match(self, name: str, path: str) -> str | None:
+        for pattern in getattr(self._spec, name):
+            if _matches(path, pattern):
+                self._used.add((name, pattern))
+                return str(pattern)
         return None
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return path == pattern or fnmatchcase(path, pattern)
+
+
+_WANTED = {
+    "rows_per_sample": "which is no tensor; declare flattened tensors only",
+    "padded": "which is no dense tensor (samples, width, …); declare padded tensors only",
+    "shared": "which is declared otherwise; declare it once",
+    "batch_size": "which is declared otherwise; declare it once",
+    "derived": "which is declared otherwise; declare it once",
+    "objects": "which is no list, tuple or array; tensors travel as they are",
+}

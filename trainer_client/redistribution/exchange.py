@@ -76,7 +76,8 @@ def exchange(
 
     # One buffer describes everything to the device, by one copy: own lengths, and what to copy where.
     begin = (lengths.size + 3) // 4 * 2  # in words of 8 bytes, a multiple of 16
-    on_host = torch.empty(begin + amounts.num_words, dtype=torch.int64, pin_memory=device.type == "cuda")
+    num_words = begin + amounts.num_words
+    on_host = torch.empty(num_words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     words = on_host.numpy()
     words.view(np.int32)[: lengths.size] = lengths.reshape(-1)
     described = on_host if device.type == "cpu" else torch.empty_like(on_host, device=device)

@@ -23,6 +23,7 @@ class Pending:
         *,
         home: torch.cuda.Stream | None = None,
         held: FlatBatch | None = None,
+        read: FlatBatch | None = None,
     ) -> None:
         """A redistribution in flight.
 
@@ -31,11 +32,14 @@ class Pending:
             event: When the device has it; None on the host.
             home: The stream that was current at the start, if the result's tensors are of its memory.
             held: The batch as it was, if it is of the device's memory: it is read until the event.
+            read: The result as it is on the device, if parts of it are read back to the host, which then waits for the
+                event.
         """
         self._finish: Callable[[], FlatBatch] | None = finish
         self._event = event
         self._home = home
         self._held = held
+        self._read = read
         self._result: FlatBatch | None = None
         self._done: Callable[[], None] | None = None
 
@@ -51,7 +55,8 @@ class Pending:
     def wait(self) -> FlatBatch:
         """The batch that this rank trains.
 
-        On CUDA it is ordered before later work of the current stream, and the host goes on at once.
+        On CUDA it is ordered before later work of the current stream, and the host goes on at once; but it waits for
+        the move if parts of the batch are read on the host: arrays, Python objects, `MaxLength`, padded tensors.
 
         Raises:
             RuntimeError: If the process group failed, or another rank sent what the slice does not announce.
@@ -62,7 +67,9 @@ class Pending:
             self._finish = None
             if self._event is not None:
                 self._order(self._event, result)
-            self._held = None
+                if self._read is not None:
+                    self._event.synchronize()
+            self._held = self._read = None
             self._result = result
             if self._done is not None:
                 self._done()

@@ -28,10 +28,12 @@ def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> F
     if len(whole) == 1 and chosen[whole[0]].size == batches[whole[0]].num_samples:
         return batches[whole[0]]
     template = batches[0]
+    device = next((batch.device for batch in batches if batch.device is not None), torch.device("cpu"))
+    if template.structure.on_host:
+        batches = [batch.to(device) for batch in batches]
     fields = FieldTable.of(template.structure.leaves)
     lengths = np.concatenate([batch.lengths[samples] for batch, samples in zip(batches, chosen, strict=True)])
     totals = lengths.sum(axis=0)
-    device = next((batch.device for batch in batches if batch.device is not None), torch.device("cpu"))
     tensors = template.make_room(len(lengths), totals, device)
     # alive until the copies are queued: kernels read them by address
     sources = [batch.plain() for batch in batches]

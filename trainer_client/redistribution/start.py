@@ -89,14 +89,17 @@ def start(
             side.wait_stream(current)
             result = _stay_or_select(moved, piece, group, world_size)
         _ = result.lengths_tensor  # built here, so that its copy to the device is before the event
+        read = result if result.needs_host else None
+        if read is not None:
+            result = read.read_back()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(side)
     if landing is not None:
-        return Pending(lambda: result, event, home=current, held=flat if on_device else None)
+        return Pending(lambda: result, event, home=current, held=flat if on_device else None, read=read)
     if on_device:
         for tensor in flat.tensors:
             tensor.record_stream(side)
-    return Pending(lambda: result, event)
+    return Pending(lambda: result, event, read=read)
 
 
 def _stay_or_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int) -> FlatBatch:

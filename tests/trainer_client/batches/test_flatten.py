@@ -203,15 +203,20 @@ def test_batch_sizes_that_disagree_show_both() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (5, r"'v' is a int \(5\); declare it in batch_size if it is the number of samples, else in shared"),
+        (5, r"'v' is a int \(5\); declare it in batch_size if .* in derived, with the function .* in shared if"),
         (0.5, r"'v' is a float \(0.5\); declare it in shared"),
         (True, r"'v' is a bool \(True\); declare it in shared"),
-        (["a"], r"'v.0' is a str \('a'\); declare it in shared"),
-        (np.zeros(3), r"'v' is a numpy.ndarray; convert it with torch.from_numpy"),
-        ({1, 2}, r"'v' is a set; supported are .* or declare it in shared"),
+        (["a"], r"batch sizes disagree: 'x' holds 3 samples, 'v' 1; declare .* or shared for a value common to all"),
+        ([["a"], torch.zeros(3)], r"batch sizes disagree: 'x' holds 3 samples, 'v.0' 1"),
+        (["a", torch.zeros(3)], r"'v.0' is a str \('a'\); declare it in shared"),
+        (np.zeros(2), r"batch sizes disagree: 'x' holds 3 samples, 'v' 2"),
+        (
+            {1, 2},
+            r"'v' is a set; supported are .* convert it, declare it in shared if .*, or put one for each sample in a",
+        ),
         (torch.tensor(1.0), r"'v' is a tensor without dimensions"),
         (torch.zeros(3, requires_grad=True), r"'v' requires a gradient.*v.detach\(\)"),
-        (torch.zeros(3, 3).to_sparse(), r"'v' is a torch.Tensor of layout torch.sparse_coo"),
+        (torch.zeros(3, 3).to_sparse(), r"'v' is a tensor of layout torch.sparse_coo.*\.to_dense\(\)"),
         (torch.nested.nested_tensor([torch.zeros(2)] * 3), r"'v' is a nested tensor of layout torch.strided"),
     ],
 )

@@ -1,0 +1,82 @@
+"""Batches of all kinds through a loader on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer_client.ranks import run_ranks
+from trainer_client import BalancedLoader, Balancer, BatchSpec, MaxLength, Padded
+from trainer_client.balancing import SchemaMismatchError
+
+WORLD, STEPS = 2, 4
+LENGTHS = {0: [1, 9, 8, 7], 1: [1, 1, 2]}  # rank 0 has what is heavy
+
+
+def _padded_batches(rank: int) -> list[dict[str, Any]]:
+    batches = []
+    for step in range(STEPS - rank):  # rank 1 ends a step earlier
+        lengths = torch.tensor(LENGTHS[rank]) + step
+        ids = 1 + 1000 * step + 100 * rank + torch.arange(len(lengths))
+        tokens = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.int64)
+        for row, (sample, length) in enumerate(zip(ids.tolist(), lengths.tolist(), strict=True)):
+            tokens[row, :length] = sample
+        names = [f"sample {sample}" for sample in ids.tolist()]
+        batches.append(
+            {
+                "id": ids,
+                "n": lengths,
+                "tokens": tokens,
+                "mask": tokens > 0,
+                "name": names,
+                "max_len": int(lengths.max()),
+            }
+        )
+    return batches
+
+
+def _train(rank: int) -> list[dict[str, Any]]:
+    spec = BatchSpec(padded={"tokens": Padded(lengths="n", value=-1), "mask": "n"}, derived={"max_len": MaxLength("n")})
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader(_padded_batches(rank), balancer, cost=lambda batch: batch["n"], spec=spec)
+        return list(loader)
+
+
+def test_padded_tensors_names_and_longest_lengths_are_those_of_the_batch_that_is_trained() -> None:
+    ranks = run_ranks(WORLD, _train)
+    for step in range(STEPS):
+        batches = [rank[step] for rank in ranks]
+        expected = sorted(
+            sample
+            for rank in range(WORLD)
+            for batch in _padded_batches(rank)[step : step + 1]
+            for sample in batch["name"]
+        )
+        assert sorted(name for batch in batches for name in batch["name"]) == expected
+        if step < STEPS - 1:
+            assert any(batch["id"].div(100).long().remainder(10).unique().numel() > 1 for batch in batches), "moved"
+        for batch in batches:
+            longest = max(batch["n"].tolist(), default=0)
+            assert batch["max_len"] == batch["tokens"].shape[1] == batch["mask"].shape[1] == longest
+            for row, (sample, length, name) in enumerate(
+                zip(batch["id"].tolist(), batch["n"].tolist(), batch["name"], strict=True)
+            ):
+                assert name == f"sample {sample}"
+                assert batch["tokens"][row].tolist() == [sample] * length + [-1] * (longest - length)
+                assert batch["mask"][row].tolist() == [True] * length + [False] * (longest - length)
+
+
+def _train_undeclared(rank: int) -> None:
+    with Balancer.embedded() as balancer:
+        batches = [{"id": batch["id"], "tokens": batch["tokens"]} for batch in _padded_batches(rank)]
+        list(BalancedLoader(batches, balancer, cost=lambda batch: batch["id"]))
+
+
+def test_undeclared_padding_is_refused_with_its_remedy() -> None:
+    for error in run_ranks(WORLD, _train_undeclared, check=False):
+        assert isinstance(error, SchemaMismatchError)
+        assert "if 'tokens' is padded to the longest sample of its batch, declare it in BatchSpec.padded" in str(error)
+        with pytest.raises(SchemaMismatchError, match=r"rank 0 has tokens: int64\[9\].*rank 1 has tokens: int64\[2\]"):
+            raise error
