@@ -35,10 +35,6 @@ class RoutedEmbeddings(LocalEmbeddings):
             routing=dist_type,
         )
         self.sharded = RoutedEmbeddingCollection([table], device=device, deduplicate=True)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        for parameter in self.sharded.parameters():
-            # All ranks' gradients arrive summed here; those of the other parameters are averaged.
-            parameter.register_hook(lambda gradient: gradient / world)  # type: ignore[no-untyped-call]
 
     def look_up(self, batch: SequenceBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings of history and candidates."""

@@ -1,16 +1,28 @@
 """A collection of row-wise sharded tables: bucketize, All2All, lookup at the owner, All2All back, unbucketize."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer_client.embeddings.communicators import exchange_group
 from trainer_client.embeddings.config import KeyBatch, RoutedTable
-from trainer_client.embeddings.exchange import all_to_all, cut, differentiable_all_to_all, exchange_counts
+from trainer_client.embeddings.exchange import (
+    all_to_all,
+    cut,
+    differentiable_all_to_all,
+    divide_gradient,
+    exchange_counts,
+)
+from trainer_client.embeddings.local import RankLocal
+from trainer_client.embeddings.part import module_name, rows_of_other_ranks
 from trainer_client.embeddings.tables import BlockTable, KeyTable
 from trainer_client.routing import block_bucketize, warm_up
+from trainer_client.routing.reference import as_int64
 
 TableFactory = Callable[[RoutedTable, int, int, torch.device], nn.Module]
 
@@ -19,11 +31,20 @@ def default_table(table: RoutedTable, rank: int, num_ranks: int, device: torch.d
     """A block of rows under ``continuous``, a table of keys under the other modes."""
     if table.mode.dist_type == "continuous":
         return BlockTable(table, rank=rank, num_ranks=num_ranks, device=device)
-    return KeyTable(table, num_ranks=num_ranks, device=device)
+    return KeyTable(table, rank=rank, num_ranks=num_ranks, device=device)
 
 
-class RoutedEmbeddingCollection(nn.Module):
+def _seat(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank among those that share the tables, and their number."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+class RoutedEmbeddingCollection(RankLocal):
     """Embeddings of several tables, each sharded by rows over the ranks under a routing of its own.
+
+    ``DistributedDataParallel`` and ``fully_shard`` leave it as it is wherever it stands in a model. The gradient of a
+    row is the sum over all ranks divided by ``gradient_divide_factor``: with the default it is averaged over ranks, as
+    those wrappers average the gradients of other parameters.
 
     Args:
         tables: The tables. Those of equal dimension share one exchange.
@@ -31,10 +52,12 @@ class RoutedEmbeddingCollection(nn.Module):
         device: Where the tables live.
         deduplicate: Send each distinct key of a table once per rank and batch. Pays where keys repeat, as in histories;
             costs a sort of the batch's keys.
+        gradient_divide_factor: What the sum of all ranks' gradients is divided by; the number of ranks by default. Take
+            1 for losses whose gradients are to be summed over ranks.
         make_table: Builds a rank's part of a table (table, rank, ranks, device), for other storage than this module's.
 
     Raises:
-        ValueError: if two tables share a name or a feature.
+        ValueError: if two tables share a name or a feature, or the factor is not positive.
     """
 
     def __init__(
@@ -44,6 +67,7 @@ class RoutedEmbeddingCollection(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         deduplicate: bool = False,
+        gradient_divide_factor: float | None = None,
         make_table: TableFactory = default_table,
     ) -> None:
         super().__init__()
@@ -56,18 +80,27 @@ class RoutedEmbeddingCollection(nn.Module):
                 raise ValueError(f"{kind} {twice!r} is named twice; names must be unique")
         self.configs = tuple(tables)
         self.group = process_group
-        alone = not dist.is_initialized()
-        self.rank = 0 if alone else dist.get_rank(process_group)
-        self.num_ranks = 1 if alone else dist.get_world_size(process_group)
+        self.rank, self.num_ranks = _seat(process_group)
+        if self.num_ranks > 1:
+            exchange_group(process_group)  # made while all ranks are here
         self.deduplicate = deduplicate
+        self.gradient_divide_factor = self.num_ranks if gradient_divide_factor is None else gradient_divide_factor
+        if not self.gradient_divide_factor > 0:
+            raise ValueError(f"gradient_divide_factor is {gradient_divide_factor}; give a number above 0")
         if torch.device(device).type == "cpu":
             warm_up()
-        built = [make_table(table, self.rank, self.num_ranks, torch.device(device)) for table in tables]
-        self.owned = nn.ModuleList(built)
-        self.tables: dict[str, Any] = {table.name: module for table, module in zip(tables, built, strict=True)}
+        self.tables: dict[str, Any] = {}
+        for table in tables:
+            built = make_table(table, self.rank, self.num_ranks, torch.device(device))
+            name = module_name(table.name, self.rank, self.num_ranks)
+            while name in self._modules:
+                name += "_"
+            self.add_module(name, built)
+            self.tables[table.name] = built
         dims = sorted({table.embedding_dim for table in tables})
         self._groups = [[table for table in tables if table.embedding_dim == dim] for dim in dims]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes come from other ranks: nothing to compile
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Looks up a batch.
 
@@ -81,6 +114,7 @@ class RoutedEmbeddingCollection(nn.Module):
             ValueError: if a feature is missing, or a table does not take a key.
         """
         keys = KeyBatch.of(batch)
+        keys = replace(keys, values=as_int64(keys.values))  # what travels is the same on all ranks
         results: dict[str, Tensor] = {}
         for tables in self._groups:
             part = keys.select([feature for table in tables for feature in table.features])
@@ -123,11 +157,14 @@ class RoutedEmbeddingCollection(nn.Module):
             outgoing = incoming = counts.tolist()
             keys = sent.indices
         else:
-            outgoing, incoming = exchange_counts(counts, self.group)
-            keys = all_to_all(sent.indices, [sum(c) for c in incoming], [sum(c) for c in outgoing], self.group)
+            group = exchange_group(self.group)
+            outgoing, incoming = exchange_counts(counts, group)
+            keys = all_to_all(sent.indices, [sum(c) for c in incoming], [sum(c) for c in outgoing], group)
         found = self._look_up_owned(keys, incoming, tables)
         if self.num_ranks > 1:
-            found = differentiable_all_to_all(found, [sum(c) for c in outgoing], [sum(c) for c in incoming], self.group)
+            found = differentiable_all_to_all(found, [sum(c) for c in outgoing], [sum(c) for c in incoming], group)
+        # Divided before it travels to the owners, as a sum over ranks may not fit into a narrow type.
+        found = divide_gradient(found, self.gradient_divide_factor)
         return found.index_select(0, sent.permutation.to(torch.int64))
 
     def _look_up_owned(self, keys: Tensor, incoming: list[list[int]], tables: list[RoutedTable]) -> Tensor:
@@ -162,3 +199,37 @@ class RoutedEmbeddingCollection(nn.Module):
             pooled = rows.new_zeros(length.numel(), rows.shape[1]).index_add(0, row_ids, scaled)
             results[name] = pooled / length.clamp(min=1)[:, None] if mode == "mean" else pooled
         return results
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        for name, module in self._modules.items():
+            table = next(table for table in self.configs if self.tables[table.name] is module)
+            problem = rows_of_other_ranks(table, state_dict, prefix, name)
+            if problem is not None:
+                lists[-1].append(problem)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.group)] = self.group  # the copy's ranks are the same
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise ValueError(
+                "a collection with a process_group cannot be pickled, as the group cannot; save its state_dict(), or "
+                "its tables with trainer_client.checkpoint.save"
+            )
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        rank, num_ranks = _seat(None)
+        if (rank, num_ranks) != (self.rank, self.num_ranks):
+            raise ValueError(
+                f"the pickled collection has the rows of rank {self.rank} of {self.num_ranks}, and this is rank {rank} "
+                f"of {num_ranks}; save with trainer_client.checkpoint.save and load with checkpoint.load"
+            )

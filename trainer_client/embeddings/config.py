@@ -46,6 +46,8 @@ class RoutedTable:
                 raise ValueError(f"table {self.name}: {field} is {getattr(self, field)}; give at least 1")
         if self.pooling not in ("none", "sum", "mean"):
             raise ValueError(f"table {self.name}: pooling is {self.pooling!r}; choose none, sum or mean")
+        if self.capacity is not None and self.capacity < 1:
+            raise ValueError(f"table {self.name}: capacity is {self.capacity}; give at least 1")
         as_routing(self.routing)
 
     @property

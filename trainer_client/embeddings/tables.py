@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer_client.embeddings.config import RoutedTable
+from trainer_client.embeddings.part import TablePart
+from trainer_client.routing import owners
 from trainer_client.routing.reference import as_int64
 from trainer_client.routing.reference import fmix64 as mix
 
@@ -40,10 +42,13 @@ class OwnedTable(Protocol):
         """Keys held here (n), in the order of the first n rows of ``weight``."""
 
     def place(self, keys: Tensor) -> Tensor:
-        """Rows of ``weight`` for keys (n), taking free rows for new ones."""
+        """Rows of ``weight`` for keys (n); new ones take the next free rows in the order in which they come."""
+
+    def reset_parameters(self) -> None:
+        """Makes the table as it was when it was new."""
 
 
-class BlockTable(nn.Module):
+class BlockTable(TablePart):
     """A block of consecutive rows of a ``continuous`` table.
 
     Args:
@@ -54,12 +59,16 @@ class BlockTable(nn.Module):
     """
 
     def __init__(self, table: RoutedTable, *, rank: int, num_ranks: int, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(table, rank=rank, num_ranks=num_ranks)
         block = table.rows_per_rank(num_ranks)
-        self.table, self.first = table, min(rank * block, table.num_embeddings)
+        self.first = min(rank * block, table.num_embeddings)
         self.rows = min(table.num_embeddings - self.first, block)
-        keys = torch.arange(self.first, self.first + self.rows, device=device)
-        self.weight = nn.Parameter(initial_rows(keys, table))
+        self.weight = nn.Parameter(torch.empty(self.rows, table.embedding_dim, dtype=table.dtype, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gives all rows their first values."""
+        self.weight.data.copy_(initial_rows(self.held_keys(), self.table))
 
     def forward(self, indices: Tensor) -> Tensor:
         """Embeddings of rows of this block.
@@ -67,6 +76,7 @@ class BlockTable(nn.Module):
         Raises:
             ValueError: on the CPU, if a row is outside of the table.
         """
+        self.check_weight()
         if (
             indices.device.type == "cpu"
             and indices.numel()
@@ -98,14 +108,16 @@ class BlockTable(nn.Module):
         return rows
 
 
-class KeyTable(nn.Module):
+class KeyTable(TablePart):
     """Rows for arbitrary 64-bit keys, inserted on first sight while training.
 
     A small reference table: sorted keys with the row of each, kept on the device. Rows keep their place, so an
-    optimizer's state stays with them. In evaluation an unknown key reads as its initial values and takes no row.
+    optimizer's state stays with them. Where nothing is trained, in evaluation and under ``torch.no_grad``, an unknown
+    key reads as its initial values and takes no row.
 
     Args:
         table: The declaration.
+        rank: Which part.
         num_ranks: Ranks that share the table.
         device: Where it lives.
     """
@@ -113,54 +125,108 @@ class KeyTable(nn.Module):
     sorted_keys: Tensor
     sorted_rows: Tensor
 
-    def __init__(self, table: RoutedTable, *, num_ranks: int, device: torch.device) -> None:
-        super().__init__()
-        self.table = table
+    def __init__(self, table: RoutedTable, *, rank: int, num_ranks: int, device: torch.device) -> None:
+        super().__init__(table, rank=rank, num_ranks=num_ranks)
         self.rows = table.rows_per_rank(num_ranks)
-        self.weight = nn.Parameter(torch.zeros(self.rows, table.embedding_dim, dtype=table.dtype, device=device))
-        self.register_buffer("sorted_keys", torch.empty(0, dtype=torch.int64, device=device), persistent=False)
-        self.register_buffer("sorted_rows", torch.empty(0, dtype=torch.int64, device=device), persistent=False)
+        self.weight = nn.Parameter(torch.empty(self.rows, table.embedding_dim, dtype=table.dtype, device=device))
+        # As long as the table has rows from the start, so that copies and averages of a model can take them over.
+        self.register_buffer("sorted_keys", torch.empty(self.rows, dtype=torch.int64, device=device))
+        self.register_buffer("sorted_rows", torch.empty(self.rows, dtype=torch.int64, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Forgets all keys."""
+        self.weight.data.zero_()
+        self.sorted_keys.zero_()
+        self.sorted_rows.fill_(-1)
+        self._keep(0)
+
+    def _state(self) -> tuple[int, ...]:
+        """Another value whenever the buffers are other ones or written to."""
+        buffers = self.sorted_keys, self.sorted_rows
+        return tuple(n for b in buffers for n in (id(b), 0 if b.is_inference() else b._version))
+
+    def _keep(self, used: int) -> None:
+        self._used, self._known = used, self._state()
+
+    @property
+    def used(self) -> int:
+        """Rows that are taken.
+
+        Raises:
+            ValueError: if something else than this table wrote to its buffers, and what they hold is no map of keys.
+        """
+        if self._known != self._state():
+            self._keep(self._count())
+        return self._used
+
+    def _count(self) -> int:
+        used = int((self.sorted_rows >= 0).sum())
+        keys, rows = self.sorted_keys[:used], self.sorted_rows[:used].sort().values
+        fine = (rows == torch.arange(used, device=rows.device)).all() & (keys[1:] > keys[:-1]).all()
+        if self.table.mode.dist_type != "continuous":
+            fine &= (owners(keys, self.table.mode, num_ranks=self.num_ranks) == self.rank).all()
+        if not bool(fine):
+            raise ValueError(
+                f"table {self.table.name}: its keys were overwritten by something that is no part of it, such as a "
+                "broadcast from another rank, or an average that includes buffers; leave the tables out of that, and "
+                "load a checkpoint or call reset_parameters()"
+            )
+        return used
 
     def find(self, keys: Tensor) -> Tensor:
         """Rows of int64 keys (n); -1 where a key is unknown."""
-        if self.sorted_keys.numel() == 0:
+        used = self.used
+        if used == 0:
             return torch.full_like(keys, -1)
-        at = torch.searchsorted(self.sorted_keys, keys).clamp_(max=self.sorted_keys.numel() - 1)
+        at = torch.searchsorted(self.sorted_keys[:used], keys).clamp_(max=used - 1)
         return torch.where(self.sorted_keys[at] == keys, self.sorted_rows[at], -1)
 
     def place(self, keys: Tensor) -> Tensor:
-        """Rows of keys, taking free rows for new ones and giving them their initial values.
+        """Rows of keys; new ones take the next free rows, in the order in which they come, with their initial values.
 
         Raises:
             ValueError: if the table is full.
         """
         rows = self.find(keys)
-        new = torch.unique(keys[rows < 0])
+        new = _distinct(keys[rows < 0])
         if new.numel() == 0:
             return rows
-        used = self.sorted_keys.numel()
-        if used + new.numel() > self.rows:
+        used, total = self.used, self.used + new.numel()
+        if total > self.rows:
             raise ValueError(
-                f"table {self.table.name}: {used + new.numel()} keys do not fit into the {self.rows} rows of this "
-                "rank; raise its capacity"
+                f"table {self.table.name}: {total} keys do not fit into the {self.rows} rows of this rank; raise its "
+                "capacity"
             )
-        taken = torch.arange(used, used + new.numel(), device=keys.device)
-        self.weight.data[used : used + new.numel()] = initial_rows(new, self.table)
-        merged, order = torch.sort(torch.cat([self.sorted_keys, new]))
-        self.sorted_keys, self.sorted_rows = merged, torch.cat([self.sorted_rows, taken])[order]
+        taken = torch.arange(used, total, device=keys.device)
+        self.weight.data[used:total] = initial_rows(new, self.table).to(self.weight.dtype)
+        merged, order = torch.sort(torch.cat([self.sorted_keys[:used], new]))
+        self.sorted_rows[:total] = torch.cat([self.sorted_rows[:used], taken])[order]
+        self.sorted_keys[:total] = merged
+        self._keep(total)
         return self.find(keys)
 
     def forward(self, indices: Tensor) -> Tensor:
         """Embeddings of keys."""
+        self.check_weight()
         keys = as_int64(indices)
-        if self.training:
+        if self.training and torch.is_grad_enabled():
             return functional.embedding(self.place(keys), self.weight)
         rows = self.find(keys)
         known = functional.embedding(rows.clamp(min=0), self.weight)
-        return torch.where((rows < 0)[:, None], initial_rows(keys, self.table), known)
+        return torch.where((rows < 0)[:, None], initial_rows(keys, self.table).to(known.dtype), known)
 
     def held_keys(self) -> Tensor:
         """Keys held here, in the order of the rows."""
-        keys = torch.empty_like(self.sorted_keys)
-        keys[self.sorted_rows] = self.sorted_keys
+        keys = torch.empty_like(self.sorted_keys[: self.used])
+        keys[self.sorted_rows[: self.used]] = self.sorted_keys[: self.used]
         return keys
+
+
+def _distinct(keys: Tensor) -> Tensor:
+    """Each key once, in the order in which they first come."""
+    distinct, place = torch.unique(keys, return_inverse=True)
+    first = torch.full_like(distinct, keys.numel())
+    first.scatter_reduce_(0, place, torch.arange(keys.numel(), device=keys.device), "amin")
+    ordered: Tensor = distinct[first.argsort()]
+    return ordered

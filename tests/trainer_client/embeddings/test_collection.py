@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.trainer_client.embeddings.whole import TABLES, Whole, check_rows, loss_of, make_batch
 from tests.trainer_client.ranks import run_ranks
@@ -24,7 +25,7 @@ def train_and_compare(rank: int) -> None:
             for name, value in expected[rank].items():
                 torch.testing.assert_close(results[name], value)
             loss_of(results).backward()
-            torch.stack([loss_of(result) for result in expected]).sum().backward()
+            torch.stack([loss_of(result) for result in expected]).mean().backward()
             ours.step()
             theirs.step()
         check_rows(collection, whole, rank, num_ranks)
@@ -54,7 +55,7 @@ def test_reads_a_keyed_jagged_tensor() -> None:
 
 def test_evaluation_inserts_nothing() -> None:
     table = RoutedTable(name="items", embedding_dim=3, features=("item",), num_embeddings=10)
-    owned = KeyTable(table, num_ranks=1, device=torch.device("cpu"))
+    owned = KeyTable(table, rank=0, num_ranks=1, device=torch.device("cpu"))
     keys = torch.tensor([4, -9, 4], dtype=torch.int32)
     expected = initial_rows(keys.long(), table)
     owned.eval()
@@ -62,7 +63,7 @@ def test_evaluation_inserts_nothing() -> None:
     assert owned.held_keys().numel() == 0
     owned.train()
     torch.testing.assert_close(owned(keys), expected)
-    assert owned.held_keys().tolist() == [-9, 4]
+    assert owned.held_keys().tolist() == [4, -9]
 
 
 def test_initial_values_are_spread_and_depend_on_seed_and_key() -> None:
@@ -96,3 +97,104 @@ def test_refusals_name_table_and_value() -> None:
     for change, message in (({"embedding_dim": 0}, "embedding_dim is 0"), ({"pooling": "max"}, "'max'")):
         with pytest.raises(ValueError, match=message):
             RoutedTable(**({"name": "t", "embedding_dim": 1, "features": (), "num_embeddings": 1} | change))  # type: ignore[arg-type]
+
+
+def look_up_one(collection: RoutedEmbeddingCollection, keys: Tensor, lengths: Tensor) -> Tensor:
+    batch = KeyBatch(features=["f"], values=keys, lengths=lengths, batch_sizes=[lengths.numel()])
+    found: Tensor = collection(batch)["f"]
+    return found
+
+
+def gradients_by_factor(rank: int) -> None:
+    table = RoutedTable(name="t", embedding_dim=2, features=("f",), num_embeddings=8, routing="continuous")
+    for factor, expected in ((None, 1.5), (1, 3.0), (6, 0.5)):
+        collection = RoutedEmbeddingCollection([table], gradient_divide_factor=factor)
+        # Key 1 comes once from rank 0 and twice from rank 1, key 6 from neither.
+        found = look_up_one(collection, torch.tensor([1] * (rank + 1)), torch.tensor([rank + 1]))
+        found.sum().backward()
+        gradient = collection.tables["t"].weight.grad
+        whole = torch.zeros(8, 2)
+        dist.all_gather_into_tensor(whole, gradient.contiguous())
+        assert whole[1].tolist() == [expected] * 2
+        assert int(whole.count_nonzero()) == 2
+    with pytest.raises(ValueError, match="gradient_divide_factor is 0; give a number above 0"):
+        RoutedEmbeddingCollection([table], gradient_divide_factor=0)
+    # Second derivatives travel as first ones do.
+    found = look_up_one(collection, torch.tensor([1, 6]), torch.tensor([2]))
+    weight = collection.tables["t"].weight
+    weight.grad = None
+    (first,) = torch.autograd.grad(found.pow(3).sum(), weight, create_graph=True)
+    first.sum().backward()
+    # Each rank's share of the gradient is 3 x^2 / 6; its derivative is divided once more on its way.
+    torch.testing.assert_close(weight.grad[rank + 1], 2 * 6 * weight.detach()[rank + 1] / 36)
+
+
+def test_gradients_are_averaged_over_ranks_or_divided_as_told() -> None:
+    run_ranks(2, gradients_by_factor)
+
+
+def look_up_nothing(rank: int) -> None:
+    """Ranks without samples or keys take part, and tables without rows are trained."""
+    tables = [
+        RoutedTable(name="small", embedding_dim=2, features=("s",), num_embeddings=2, routing="continuous"),
+        RoutedTable(name="keys", embedding_dim=2, features=("k",), num_embeddings=9, pooling="mean"),
+    ]
+    for deduplicate in (False, True):
+        collection = RoutedEmbeddingCollection(tables, deduplicate=deduplicate)
+        adam = torch.optim.Adam(collection.parameters())
+        for step in range(3):
+            rows = 0 if rank == step else 2
+            found = collection(
+                KeyBatch(
+                    features=["s", "k"],
+                    values=torch.arange(2 * rows) % 2,
+                    lengths=torch.ones(2 * rows, dtype=torch.int64),
+                    batch_sizes=[rows, rows],
+                )
+            )
+            assert {name: value.shape for name, value in found.items()} == {"s": (rows, 2), "k": (rows, 2)}
+            adam.zero_grad()
+            torch.stack([value.sum() for value in found.values()]).sum().backward()
+            adam.step()
+        assert len(adam.state) == 2
+
+
+def test_empty_batches_and_tables_without_rows_on_a_rank() -> None:
+    run_ranks(3, look_up_nothing)
+
+
+def test_rows_are_taken_only_where_they_are_trained() -> None:
+    table = RoutedTable(name="t", embedding_dim=2, features=("f",), num_embeddings=8)
+    collection = RoutedEmbeddingCollection([table])
+    keys, lengths = torch.arange(5), torch.tensor([5])
+    with torch.no_grad():
+        before = look_up_one(collection, keys, lengths)
+    with torch.inference_mode():
+        assert torch.equal(look_up_one(collection, keys, lengths), before)
+    assert collection.tables["t"].held_keys().numel() == 0
+    assert torch.equal(look_up_one(collection, keys, lengths), before)
+    assert collection.tables["t"].held_keys().numel() == 5
+
+
+def test_accumulated_and_repeated_passes_add_up() -> None:
+    table = RoutedTable(name="t", embedding_dim=2, features=("f",), num_embeddings=8)
+    once, often = RoutedEmbeddingCollection([table]), RoutedEmbeddingCollection([table], deduplicate=True)
+    keys, lengths = torch.tensor([3, 4, 3, 9]), torch.tensor([3, 1])
+    look_up_one(once, keys, lengths).square().sum().mul(3).backward()
+    compiled = torch.compile(lambda k, n: look_up_one(often, k, n) * 1, backend="eager")
+    loss = compiled(keys, lengths).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    compiled(keys, lengths).square().sum().backward()
+    torch.testing.assert_close(often.tables["t"].weight.grad, once.tables["t"].weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint64])
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_keys_of_any_integer_dtype(dtype: torch.dtype, deduplicate: bool) -> None:
+    table = RoutedTable(name="t", embedding_dim=2, features=("f",), num_embeddings=8)
+    collection = RoutedEmbeddingCollection([table], deduplicate=deduplicate)
+    keys, lengths = torch.tensor([3, 4, 3, 9]), torch.tensor([3, 1])
+    assert torch.equal(look_up_one(collection, keys.to(dtype), lengths), look_up_one(collection, keys, lengths))
+    with pytest.raises(ValueError, match=r"keys have dtype torch.float32; use int32, int64 or uint64"):
+        look_up_one(collection, keys.float(), lengths)

@@ -1,5 +1,6 @@
 """Batches, and every table whole in one process: what the sharded collection must equal."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,15 +37,16 @@ def make_batch(rank: int, step: int) -> KeyBatch:
 class Whole:
     """Every table in one process: a dense row for each key that may occur."""
 
-    def __init__(self) -> None:
+    def __init__(self, tables: Sequence[RoutedTable] = TABLES) -> None:
         dense = torch.arange(101)
-        self.keys = {t.name: dense if t.name == "users" else (dense - 50) * 2**40 for t in TABLES}
-        self.weights = {t.name: torch.nn.Parameter(initial_rows(self.keys[t.name], t)) for t in TABLES}
+        self.tables = tables
+        self.keys = {t.name: dense if t.name == "users" else (dense - 50) * 2**40 for t in tables}
+        self.weights = {t.name: torch.nn.Parameter(initial_rows(self.keys[t.name], t)) for t in tables}
 
     def look_up(self, batch: KeyBatch) -> dict[str, Tensor]:
         results, row, at = {}, 0, 0
         assert batch.weights is not None
-        by_feature = {feature: table for table in TABLES for feature in table.features}
+        by_feature = {feature: table for table in self.tables for feature in table.features}
         for feature, size in zip(batch.features, batch.batch_sizes, strict=True):
             table, rows = by_feature[feature], []
             for length in batch.lengths[row : row + size].tolist():
@@ -68,7 +70,7 @@ def check_rows(
     collection: RoutedEmbeddingCollection, whole: Whole, rank: int, num_ranks: int, *, tolerance: float = 1e-5
 ) -> None:
     held_anywhere = torch.zeros(1, dtype=torch.int64)
-    for table in TABLES:
+    for table in whole.tables:
         owned: Any = collection.tables[table.name]
         held = owned.held_keys()
         block = table.rows_per_rank(num_ranks)
