@@ -72,6 +72,7 @@ def partition_window(
     memory: ArrayLike | None = None,
     memory_caps: ArrayLike | None = None,
     nodes: ArrayLike | None = None,
+    meet: bool = True,
 ) -> WindowPartition:
     """Assign each sample of a window to one of its batches and a rank.
 
@@ -86,6 +87,7 @@ def partition_window(
         num_steps: Number of batches K.
         strategy, sizes, counts, tolerance, speeds, memory, memory_caps, nodes: As for `partition`; the caps hold in
             each batch.
+        meet: Whether samples may change their batch; without, a window costs no more than its batches.
 
     Raises:
         PartitionError: If no assignment within the memory caps was found.
@@ -128,6 +130,8 @@ def partition_window(
 
     weights = np.ones(max(num_ranks, 1)) if speeds is None else np.asarray(speeds, np.float64)
     best = attempt(loaded, tolerance)  # checks all arguments; only the caps may have failed it
+    if not meet:
+        return _found(best)
     bounds = step_bounds(all_costs, loaded, num_steps, weights, equal=counts == "equal")
     if num_steps < 2 or num_ranks < 2 or not (bounds.bound > GIANT * bounds.mean).any():
         return _found(best)

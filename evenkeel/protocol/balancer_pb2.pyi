@@ -218,6 +218,10 @@ class Decision(_message.Message):
         REASON_DRAINING: _ClassVar[Decision.Reason]
         REASON_OVERLOADED: _ClassVar[Decision.Reason]
         REASON_WORKER_STUCK: _ClassVar[Decision.Reason]
+        REASON_WORKER_DIED: _ClassVar[Decision.Reason]
+        REASON_QUEUED: _ClassVar[Decision.Reason]
+        REASON_TOO_COSTLY: _ClassVar[Decision.Reason]
+        REASON_QUARANTINED: _ClassVar[Decision.Reason]
     REASON_UNSPECIFIED: Decision.Reason
     REASON_DEADLINE: Decision.Reason
     REASON_NOT_FOUND: Decision.Reason
@@ -225,6 +229,10 @@ class Decision(_message.Message):
     REASON_DRAINING: Decision.Reason
     REASON_OVERLOADED: Decision.Reason
     REASON_WORKER_STUCK: Decision.Reason
+    REASON_WORKER_DIED: Decision.Reason
+    REASON_QUEUED: Decision.Reason
+    REASON_TOO_COSTLY: Decision.Reason
+    REASON_QUARANTINED: Decision.Reason
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]

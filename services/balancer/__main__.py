@@ -6,21 +6,28 @@ import asyncio
 import gc
 import signal
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 from services.balancer.server import BalancerServer
 from services.balancer.settings import Settings, load_settings
+from services.balancer.workers.nursery import Zygote
 from services.operations.program import run_service, write_port
 
 _GC_THRESHOLD = 100_000
 
 
-async def serve(settings: Settings) -> int:
-    """Runs a balancer until the process is asked to stop; returns the exit code."""
+def serve(settings: Settings) -> Coroutine[Any, Any, int]:
+    """Forks the workers' zygote; what it returns runs a balancer until it is asked to stop, to the exit code."""
+    return _serve(settings, Zygote.start())
+
+
+async def _serve(settings: Settings, zygote: Zygote) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = BalancerServer(settings)
+    server = BalancerServer(settings, zygote=zygote)
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(server.start())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -111,6 +111,7 @@ def _shared_bytes(instance: int, plan: Plan) -> bytes:
         instance=instance,
         outcome=int(Outcome.BALANCED),  # type: ignore[arg-type]
         digest=plan.digest,
+        detail=plan.detail,
         balance=balance_message(plan.summary),
     ).SerializeToString()
 

@@ -23,12 +23,16 @@ class Reason(IntEnum):
     """Why every sample stays at home; the numbers are those of the wire."""
 
     NONE = 0
-    DEADLINE = 1
+    DEADLINE = 1  # not all ranks came in time, or the plan was not ready by then
     NOT_FOUND = 2
     PARTITION_FAILED = 3
     DRAINING = 4
-    OVERLOADED = 5
-    WORKER_STUCK = 6
+    OVERLOADED = 5  # too many rounds wait for their plans
+    WORKER_STUCK = 6  # the search did not end in time, and its process was killed
+    WORKER_DIED = 7  # the search ended its process
+    QUEUED = 8  # the round waited for a worker until its time was up; its search never began
+    TOO_COSTLY = 9  # no search for a round of this size ends in time
+    QUARANTINED = 10  # earlier rounds of the session ended their processes: it gets no plans for a while
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,7 @@ class Plan:
         loads_after: (ranks,) float64, summed cost of each rank under the plan.
         summary: how even it is; with a window the worst of its batches, and the sizes of all.
         window: the batches of a round that is a window of several.
+        detail: for people, when another search was made than the one asked for.
     """
 
     slices: Slices
@@ -95,6 +100,7 @@ class Plan:
     loads_after: NDArray[np.float64]
     summary: Summary
     window: WindowParts | None = None
+    detail: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -105,10 +111,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFailure:
-    """Why there is no plan."""
+    """Why there is no plan.
+
+    Attributes:
+        reason: why.
+        detail: the reason in words.
+        trace: of the error that nobody expected, for the log.
+    """
 
     reason: Reason
     detail: str
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +131,7 @@ class Decision:
     Attributes:
         outcome: BALANCED with a plan, or IDENTITY with a reason.
         reason: why it is IDENTITY.
-        detail: the reason in words.
+        detail: the reason in words; of a plan, what another search was made than the one asked for.
         missing_ranks: ranks that did not come before the deadline, ascending.
         plan: where the samples go; None for IDENTITY.
     """
@@ -140,7 +153,7 @@ class Decision:
 
 def balanced(plan: Plan) -> Decision:
     """The decision to move samples as `plan` says."""
-    return Decision(outcome=Outcome.BALANCED, plan=plan)
+    return Decision(outcome=Outcome.BALANCED, plan=plan, detail=plan.detail)
 
 
 def identity(reason: Reason, detail: str, missing_ranks: tuple[int, ...] = ()) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -57,11 +58,12 @@ class PlanInput:
 
 @dataclass(frozen=True, slots=True)
 class StartPartition:
-    """Compute the plan of a complete round, then call `partitioned`."""
+    """Compute the plan of a complete round before its deadline: call `started`, then `partitioned`."""
 
     session: SessionId
     round: int
     inputs: PlanInput
+    deadline: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,12 @@ class _Shared(NamedTuple):
 @lru_cache(maxsize=4)
 def _shared(instance: int, plan: Plan) -> _Shared:
     outcome = int(Outcome.BALANCED)
-    head = pb.Decision(instance=instance, outcome=outcome, digest=plan.digest).SerializeToString()  # type: ignore[arg-type]
+    head = pb.Decision(
+        instance=instance,
+        outcome=outcome,  # type: ignore[arg-type]
+        digest=plan.digest,
+        detail=plan.detail,
+    ).SerializeToString()
     balance = balance_message(plan.summary).SerializeToString()
     slices = plan.slices
     return _Shared(

@@ -11,15 +11,14 @@ from typing import Protocol
 
 import structlog
 
-from services.balancer.decisions import Plan, PlanFailure, Reason
-from services.balancer.effects import Answer, Close, Decided, Effect, PlanInput, SessionId, StartPartition, Wake
+from services.balancer.decisions import Plan, PlanFailure
+from services.balancer.effects import Answer, Close, Decided, Effect, SessionId, StartPartition, Wake
 from services.balancer.limits import Limits
-from services.balancer.planning import make_plan
 from services.balancer.refusals import Refusal
 from services.balancer.registry import Registry
 from services.balancer.session import Session
 from services.balancer.submissions import Joining, Submission
-from services.balancer.workers import WorkerPool
+from services.balancer.workers.tasks import Task
 
 log = structlog.get_logger(__name__)
 
@@ -45,8 +44,15 @@ class Observer(Protocol):
     def decided(self, event: Decided) -> None:
         """A round was decided."""
 
-    def workers_replaced(self, count: int) -> None:
-        """Stuck workers were given up."""
+
+class Pool(Protocol):
+    """What computes plans."""
+
+    def submit(self, task: Task) -> PlanFailure | None:
+        """Takes a task, or says why not; the outcome of one that was taken comes later, on the event loop."""
+
+    def cancel(self, task: Task) -> None:
+        """Nobody wants the plan of a task that was taken any more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,10 +70,9 @@ class Hub:
     def __init__(
         self,
         limits: Limits,
-        pool: WorkerPool,
+        pool: Pool,
         observer: Observer,
         *,
-        plan: Callable[[PlanInput], Plan | PlanFailure] = make_plan,
         traced: Callable[[Decided, float], None] | None = None,
     ) -> None:
         """Starts with no session.
@@ -76,13 +81,12 @@ class Hub:
             limits: of the round protocol.
             pool: computes the plans.
             observer: is told about rounds.
-            plan: computes the plan of a round.
             traced: is told about decided rounds that ranks trace, with the time at which all answers were handed out.
         """
         self.registry = Registry(limits)
         self._pool = pool
         self._observer = observer
-        self._plan = plan
+        self._tasks: dict[tuple[SessionId, int], Task] = {}
         self._traced = traced
         self._loop = asyncio.get_running_loop()
         self._wakes: list[tuple[float, int, SessionId]] = []
@@ -154,17 +158,35 @@ class Hub:
                     self._note(effect)
 
     def _start(self, start: StartPartition) -> None:
-        def done(result: Plan | PlanFailure | Exception) -> None:
-            self._loop.call_soon_threadsafe(self._finish, start, result)
+        where = (start.session, start.round)
 
-        if not self._pool.submit(lambda: self._plan(start.inputs), done):
-            self._finish(start, PlanFailure(reason=Reason.OVERLOADED, detail="too many partitions are waiting"))
+        def done(result: Plan | PlanFailure | None) -> None:
+            self._tasks.pop(where, None)
+            self._finish(start, result)
 
-    def _finish(self, start: StartPartition, result: Plan | PlanFailure | Exception) -> None:
-        if isinstance(result, Exception):
-            where = start.session.key
-            log.error("partition failed", job=where.job, session=str(where), step=start.round, exc_info=result)
-            result = PlanFailure(reason=Reason.PARTITION_FAILED, detail=f"{type(result).__name__}: {result}")
+        def started() -> None:
+            session = self.registry.find(start.session)
+            if session is not None:
+                self._perform(session.started(self.now, start.round), session)
+
+        def is_wanted() -> bool:
+            session = self.registry.find(start.session)
+            return session is not None and session.is_wanted(start.round)
+
+        task = Task(
+            session=start.session.key,
+            inputs=start.inputs,
+            deadline=start.deadline,
+            started=started,
+            done=done,
+            is_wanted=is_wanted,
+        )
+        self._tasks[where] = task
+        failure = self._pool.submit(task)
+        if failure is not None:
+            done(failure)
+
+    def _finish(self, start: StartPartition, result: Plan | PlanFailure | None) -> None:
         session = self.registry.find(start.session)
         if session is not None:
             self._perform(session.partitioned(self.now, start.round, result), session)
@@ -173,8 +195,9 @@ class Hub:
         self._observer.decided(event)
         if self._traced is not None and event.timeline is not None:
             self._traced(event, self.now)
-        if event.decision.reason is Reason.WORKER_STUCK:
-            self._replace_stuck()
+        task = self._tasks.pop((event.session, event.round), None)
+        if task is not None:
+            self._pool.cancel(task)
         log.debug(
             "round decided",
             job=event.session.key.job,
@@ -209,11 +232,4 @@ class Hub:
 
     def _keep_house(self) -> None:
         self.registry.expire(self.now)
-        self._replace_stuck()
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_SECONDS, self._keep_house)
-
-    def _replace_stuck(self) -> None:
-        replaced = self._pool.replace_stuck()
-        if replaced:
-            self._observer.workers_replaced(replaced)
-            log.error("stuck partition workers replaced", count=replaced, abandoned=self._pool.abandoned)

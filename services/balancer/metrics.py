@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.balancer.answers import reason_name
+from services.balancer.decisions import Reason
 from services.balancer.effects import Decided
 from services.operations.http import OperationsServer
 from services.operations.process import EventLoopLag, add_process_metrics
@@ -84,8 +85,32 @@ class Metrics:
         )
         for reason in ("token", "job", "rate"):
             self._refused.labels(reason)
-        self._replaced = Counter(
-            "evenkeel_balancer_workers_replaced_total", "Stuck partition workers given up.", registry=self.registry
+        self._lost = Counter(
+            "evenkeel_balancer_workers_lost_total",
+            "Partition workers that have ended, by cause: died, stuck (killed), unwanted (killed past the deadline).",
+            ("cause",),
+            registry=self.registry,
+        )
+        for cause in ("died", "stuck", "unwanted"):
+            self._lost.labels(cause)
+        self._queue = Histogram(
+            "evenkeel_balancer_queue_seconds",
+            "From a complete round to a worker that begins with its plan.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._unplanned = Counter(
+            "evenkeel_balancer_refused_partitions_total",
+            "Complete rounds that no worker began with, by reason: overloaded, too_costly, quarantined.",
+            ("reason",),
+            registry=self.registry,
+        )
+        for reason in ("overloaded", "too_costly", "quarantined"):
+            self._unplanned.labels(reason)
+        self._cheaper = Counter(
+            "evenkeel_balancer_cheaper_partitions_total",
+            "Rounds that got the cheapest search, since their own would not have ended in time.",
+            registry=self.registry,
         )
 
     def refused(self, reason: str) -> None:
@@ -115,9 +140,21 @@ class Metrics:
         self._samples.labels(job).inc(summary.samples)
         self._moved.labels(job).inc(summary.moved_samples)
 
-    def workers_replaced(self, count: int) -> None:
-        """Stuck workers were given up."""
-        self._replaced.inc(count)
+    def worker_lost(self, cause: str) -> None:
+        """A worker has `died`, or was killed: `stuck`, `unwanted`."""
+        self._lost.labels(cause).inc()
+
+    def waited(self, seconds: float) -> None:
+        """A complete round waited this long for a worker."""
+        self._queue.observe(seconds)
+
+    def refused_partition(self, reason: Reason) -> None:
+        """A complete round gets no plan because of how it would have been computed."""
+        self._unplanned.labels(reason_name(reason)).inc()
+
+    def made_cheaper(self) -> None:
+        """A round got the cheapest search."""
+        self._cheaper.inc()
 
     def serve(self, host: str, port: int, *, ready: Callable[[], bool]) -> tuple[int, Callable[[], None]]:
         """Serves `/metrics`, `/healthz` and `/readyz` over HTTP; returns the bound port and how to stop."""

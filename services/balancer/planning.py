@@ -1,10 +1,10 @@
-"""From the submissions of a complete round to its plan. Runs in worker threads; pure but for the stopwatch."""
+"""From the submissions of a complete round to its plan: pure but for the stopwatch."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import TypedDict
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,41 +14,116 @@ from evenkeel.partitioning.slices import plan_digest, slice_plan
 from evenkeel.partitioning.windows import partition_window, slice_window
 from services.balancer.decisions import Plan, PlanFailure, Reason, Summary, WindowParts
 from services.balancer.effects import PlanInput
-from services.balancer.submissions import Submission
+from services.balancer.submissions import PlanOptions, Submission
 
 _FEW_FIELDS = 8  # up to which sums over a row are fastest column by column
+CHEAP_STRATEGY = "lpt"
+"""What a round gets whose own search would not end in time; the samples of a window stay in their batches then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Round:
+    """The samples of all ranks, ordered by home rank, then by their index at home.
+
+    Attributes:
+        options: how to partition.
+        window: batches of the round.
+        counts_at_home: (ranks,) int32, samples of each rank.
+        costs: (n,) int64 or float64.
+        lengths: (n, jagged fields) uint32.
+        sizes: (n,) int64 or None, the sum of its lengths.
+        memory: (n,) float64 or None, what the caps count.
+        nodes: (ranks,) int32, number of each rank's host; None when there is at most one.
+        batch_sizes: (ranks, window) int64, samples of each of a rank's batches; None without a window.
+    """
+
+    options: PlanOptions
+    window: int
+    counts_at_home: NDArray[np.int32]
+    costs: NDArray[np.int64] | NDArray[np.float64]
+    lengths: NDArray[np.uint32]
+    sizes: NDArray[np.int64] | None = None
+    memory: NDArray[np.float64] | None = None
+    nodes: NDArray[np.int32] | None = None
+    batch_sizes: NDArray[np.int64] | None = None
+
+
+Pieces = tuple[np.dtype[Any], tuple[int, ...], list[NDArray[Any]]]
+"""An array as dtype, shape and the pieces that it is joined of along the first dimension."""
+
+
+def pieces_of(inputs: PlanInput) -> dict[str, Pieces]:
+    """The arrays of a `Round` by name, not joined yet: whoever joins them says where."""
+    submissions = inputs.submissions
+    num_ranks = len(submissions)
+    counts = np.fromiter((s.num_samples for s in submissions), np.int32, num_ranks)
+    n = int(counts.sum(dtype=np.int64))
+    costs = [s.costs for s in submissions]
+    # Integer costs stay integers unless some rank's are floating.
+    costs_dtype = np.dtype(np.float64 if any(array.dtype.kind == "f" for array in costs) else np.int64)
+    num_fields = submissions[0].lengths.shape[1]
+    pieces: dict[str, Pieces] = {
+        "counts_at_home": (counts.dtype, counts.shape, [counts]),
+        "costs": (costs_dtype, (n,), list(costs)),
+        "lengths": (np.dtype(np.uint32), (n, num_fields), [s.lengths for s in submissions]),
+    }
+    if any(s.sizes is not None for s in submissions):
+        sizes = [s.sizes if s.sizes is not None else s.lengths.sum(axis=1, dtype=np.int64) for s in submissions]
+        pieces["sizes"] = (np.dtype(np.int64), (n,), sizes)
+    if inputs.options.memory_caps:
+        memory = [s.memory if s.memory is not None else np.zeros(s.num_samples) for s in submissions]
+        pieces["memory"] = (np.dtype(np.float64), (n,), memory)
+    nodes = _numbered(inputs.nodes)
+    if nodes is not None:
+        pieces["nodes"] = (nodes.dtype, nodes.shape, [nodes])
+    if inputs.window > 1:
+        batches = _batch_sizes(submissions, inputs.window)
+        pieces["batch_sizes"] = (batches.dtype, batches.shape, [batches])
+    return pieces
 
 
 def make_plan(inputs: PlanInput) -> Plan | PlanFailure:
+    """Partitions the samples of a round in this process, as a worker does in its own."""
+    arrays: dict[str, Any] = {
+        name: np.concatenate(parts, dtype=dtype) if shape[0] else np.empty(shape, dtype)
+        for name, (dtype, shape, parts) in pieces_of(inputs).items()
+    }
+    return plan_round(Round(options=inputs.options, window=inputs.window, **arrays))
+
+
+def cheaper(inputs: Round) -> Round:
+    """The same round with the cheapest search that there is."""
+    return replace(inputs, options=replace(inputs.options, strategy=CHEAP_STRATEGY))
+
+
+def plan_round(inputs: Round, *, meet: bool = True) -> Plan | PlanFailure:
     """Partitions the samples of a round and cuts the plan into the ranks' slices.
 
-    The samples of a round are ordered by home rank, then by their index at home.
+    Args:
+        inputs: the round.
+        meet: whether the samples of a window may change their batch.
     """
     started = time.perf_counter()
-    submissions, options = inputs.submissions, inputs.options
-    num_ranks = len(submissions)
-    counts_at_home = np.fromiter((s.num_samples for s in submissions), np.int32, num_ranks)
+    options, costs, lengths, counts_at_home = inputs.options, inputs.costs, inputs.lengths, inputs.counts_at_home
+    num_ranks = counts_at_home.size
     homes = np.repeat(np.arange(num_ranks, dtype=np.int32), counts_at_home)
-    costs = _joined_costs(submissions)
-    lengths = np.concatenate([s.lengths for s in submissions])
-    sizes = _joined_sizes(submissions, lengths)
-    caps = np.array(options.memory_caps) if options.memory_caps else None
+    sizes = _row_sums(lengths) if inputs.sizes is None else inputs.sizes
     how: _Options = {
         "strategy": options.strategy,
         "sizes": sizes,
         "counts": options.counts,
         "tolerance": options.tolerance,
         "speeds": np.array(options.speeds) if options.speeds else None,
-        "memory": _joined_memory(submissions) if caps is not None else None,
-        "memory_caps": caps,
-        "nodes": _numbered(inputs.nodes),
+        "memory": inputs.memory,
+        "memory_caps": np.array(options.memory_caps) if options.memory_caps else None,
+        "nodes": inputs.nodes,
     }
     try:
         if inputs.window == 1:
             result = partition(costs, homes, num_ranks, **how)
         else:
-            loaded = _joined_steps(submissions)
-            window = partition_window(costs, homes, loaded, num_ranks, inputs.window, **how)
+            loaded = _steps_of(inputs)
+            window = partition_window(costs, homes, loaded, num_ranks, inputs.window, meet=meet, **how)
     except ImpossiblePartitionError as error:
         return PlanFailure(reason=Reason.NOT_FOUND, detail=f"impossible, {error.shortfall:.6g} short: {error}")
     except PartitionError as error:
@@ -137,23 +212,18 @@ def _imbalance(loads: NDArray[np.float64], speeds: NDArray[np.float64] | None) -
     return float(times.max() / times.mean()) if times.any() else 1.0
 
 
-def _joined_steps(submissions: tuple[Submission, ...]) -> NDArray[np.int32]:
+def _batch_sizes(submissions: tuple[Submission, ...], window: int) -> NDArray[np.int64]:
+    sizes = np.zeros((len(submissions), window), np.int64)
+    for row, submission in zip(sizes, submissions, strict=True):
+        row[: len(submission.sizes_by_batch)] = submission.sizes_by_batch
+    return sizes
+
+
+def _steps_of(inputs: Round) -> NDArray[np.int32]:
     """The batch of the window in which each sample was loaded."""
-    return np.concatenate([np.repeat(np.arange(len(s.sizes_by_batch), dtype=np.int32), s.sizes_by_batch)
-                           for s in submissions])  # fmt: skip
-
-
-def _joined_costs(submissions: tuple[Submission, ...]) -> NDArray[np.int64] | NDArray[np.float64]:
-    """Integer costs stay integers unless some rank's are floating."""
-    return np.concatenate([s.costs for s in submissions])
-
-
-def _joined_sizes(submissions: tuple[Submission, ...], lengths: NDArray[np.uint32]) -> NDArray[np.int64]:
-    if all(s.sizes is None for s in submissions):
-        return _row_sums(lengths)
-    return np.concatenate(
-        [s.sizes if s.sizes is not None else s.lengths.sum(axis=1, dtype=np.int64) for s in submissions]
-    )
+    assert inputs.batch_sizes is not None
+    batches = np.tile(np.arange(inputs.window, dtype=np.int32), inputs.counts_at_home.size)
+    return np.repeat(batches, inputs.batch_sizes.ravel())
 
 
 def _row_sums(lengths: NDArray[np.uint32]) -> NDArray[np.int64]:
@@ -164,10 +234,6 @@ def _row_sums(lengths: NDArray[np.uint32]) -> NDArray[np.int64]:
     for field in range(1, num_fields):
         sums += lengths[:, field]
     return sums
-
-
-def _joined_memory(submissions: tuple[Submission, ...]) -> NDArray[np.float64]:
-    return np.concatenate([s.memory if s.memory is not None else np.zeros(s.num_samples) for s in submissions])
 
 
 def _numbered(nodes: tuple[str, ...]) -> NDArray[np.int32] | None:

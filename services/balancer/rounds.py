@@ -20,6 +20,7 @@ class OpenRound:
         submissions: by rank.
         waiters: who is to be told, with the rank it asked for; a rank that reconnected can have several.
         partition_started_at: when its plan was asked for; None while ranks are missing.
+        running_since: when a worker began with its plan; None while it waits for one.
         nbytes: memory of the submissions.
         traces: by rank that traces the round: when it came, and the context of its trace.
     """
@@ -31,6 +32,7 @@ class OpenRound:
     partition_started_at: float | None = None
     nbytes: int = 0
     traces: dict[int, tuple[float, str]] = field(default_factory=dict)
+    running_since: float | None = None
 
     def add(self, rank: int, submission: Submission, asker: Asker) -> bool:
         """Takes a rank's part. Returns False when the rank has said something different before."""
@@ -54,9 +56,9 @@ class OpenRound:
 
     def due(self, partition_timeout: float) -> float:
         """When the round is decided without a plan."""
-        if self.partition_started_at is None:
+        if self.running_since is None:
             return self.deadline
-        return min(self.deadline, self.partition_started_at + partition_timeout)
+        return min(self.deadline, self.running_since + partition_timeout)
 
     def forget(self, asker: Asker) -> None:
         """Stops telling `asker`; what it submitted stays."""
@@ -65,7 +67,7 @@ class OpenRound:
     def snapshot(self) -> Hashable:
         """The state as one comparable value."""
         said = frozenset((rank, submission.fingerprint) for rank, submission in self.submissions.items())
-        times = (self.opened_at, self.deadline, self.partition_started_at)
+        times = (self.opened_at, self.deadline, self.partition_started_at, self.running_since)
         return (*times, said, frozenset(self.waiters.items()))
 
     def copy(self) -> OpenRound:
@@ -78,6 +80,7 @@ class OpenRound:
             self.partition_started_at,
             self.nbytes,
             dict(self.traces),
+            self.running_since,
         )
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-import threading
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -16,19 +14,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from evenkeel.partitioning import strategies, warm_up
+from evenkeel.partitioning import strategies
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.access import AccessInterceptor
-from services.balancer.decisions import Plan, PlanFailure
-from services.balancer.effects import PlanInput
 from services.balancer.hub import Hub
 from services.balancer.metrics import Metrics
-from services.balancer.planning import make_plan
 from services.balancer.registry import DRAINING
 from services.balancer.servicer import BalancerServicer, EdgeOptions, add_to_server
 from services.balancer.settings import PREFIX, Settings
 from services.balancer.tracing import open_tracer
-from services.balancer.workers import WorkerPool
+from services.balancer.workers.nursery import Zygote
+from services.balancer.workers.pool import WorkerPool
+from services.balancer.workers.tasks import PoolOptions
 from services.security.grpc_tls import server_credentials
 from services.security.tokens import TokenStore
 
@@ -57,14 +54,15 @@ class BalancerServer:
         self,
         settings: Settings,
         *,
-        plan: Callable[[PlanInput], Plan | PlanFailure] = make_plan,
+        zygote: Zygote | None = None,
         spans: SpanProcessor | None = None,
     ) -> None:
         """Prepares a balancer; must be called with an event loop running.
 
         Args:
             settings: what the operator wants.
-            plan: computes the plan of a round.
+            zygote: where the processes come from that compute plans; started if None, which is best done before this
+                process has threads.
             spans: gets the spans of traced rounds, instead of the collector that the settings name.
 
         Raises:
@@ -84,13 +82,17 @@ class BalancerServer:
         self.metrics = Metrics(version=_version())
         self._settings = settings
         self._access = AccessInterceptor(tokens, settings.access(), refused=self.metrics.refused)
-        self._pool = WorkerPool(
-            settings.workers, queue_size=settings.queue_size, budget=settings.partition_timeout_seconds
+        options = PoolOptions(
+            workers=settings.workers,
+            queue_size=settings.queue_size,
+            budget=settings.partition_timeout_seconds,
+            memory_bytes=settings.worker_memory_bytes,
         )
+        self._pool = WorkerPool(options, self.metrics, zygote)
         self._tracer = open_tracer(settings.trace_endpoint, instance=self.instance, processor=spans)
         traced = None if self._tracer is None else self._tracer.decided
-        self.hub = Hub(settings.limits(), self._pool, self.metrics, plan=plan, traced=traced)
-        options = EdgeOptions(
+        self.hub = Hub(settings.limits(), self._pool, self.metrics, traced=traced)
+        edge = EdgeOptions(
             instance=self.instance,
             version=_version(),
             strategies=known,
@@ -99,7 +101,7 @@ class BalancerServer:
             max_streams=settings.max_streams,
             join_timeout=settings.join_timeout_seconds,
         )
-        self.servicer = BalancerServicer(self.hub, options)
+        self.servicer = BalancerServicer(self.hub, edge)
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._stop_metrics: Callable[[], None] | None = None
@@ -112,7 +114,7 @@ class BalancerServer:
         """
         settings = self._settings
         # A round that met a kernel not yet compiled would be taken for stuck: the port opens when all is compiled.
-        await _in_daemon_thread(warm_up)
+        await self._pool.start()
         self._server = self._build()
         address = f"{settings.host}:{settings.port}"
         try:
@@ -133,7 +135,7 @@ class BalancerServer:
         self.metrics.observe("evenkeel_balancer_sessions", "Sessions.", lambda: len(self.hub.registry.sessions))
         self.metrics.observe("evenkeel_balancer_open_rounds", "Rounds that wait for ranks or for a plan.", self._open)
         self.metrics.observe(
-            "evenkeel_balancer_queued_partitions", "Plans that wait for a thread.", lambda: self._pool.queued
+            "evenkeel_balancer_queued_partitions", "Plans that wait for a worker.", lambda: self._pool.queued
         )
         self.metrics.observe("evenkeel_balancer_streams", "Open streams.", lambda: self.servicer.streams)
         log.info("serving", host=settings.host, port=self.port, metrics_port=self.metrics_port, instance=self.instance)
@@ -188,32 +190,6 @@ class BalancerServer:
             names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         return server
-
-
-async def _in_daemon_thread(function: Callable[[], None]) -> None:
-    """Runs `function` where neither the event loop nor the end of the process waits for it."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def finish(error: Exception | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        error: Exception | None = None
-        try:
-            function()
-        except Exception as caught:
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(finish, error)
-
-    threading.Thread(target=run, name="warm-up", daemon=True).start()
-    await done
 
 
 def _version() -> str:

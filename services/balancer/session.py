@@ -7,7 +7,7 @@ A round goes through these states, and only forwards:
 
     unknown --submit--> collecting --last rank--> partitioning --plan or failure--> decided --> forgotten
                             |                          |                               ^
-                            +--------- deadline, stuck worker, overload, drain --------+
+                            +------ deadline, stuck or dead worker, overload, drain ---+
 """
 
 from __future__ import annotations
@@ -130,16 +130,35 @@ class Session:
         effects: list[Effect] = []
         if current.partition_started_at is None and current.is_complete(self.terms.world_size):
             current.partition_started_at = now
-            effects.append(StartPartition(self.id, round_number, self._inputs(current)))
-            effects.append(Wake(current.due(self._limits.partition_timeout)))
+            effects.append(StartPartition(self.id, round_number, self._inputs(current), current.deadline))
+            effects.append(Wake(current.deadline))
         elif current.deadline < deadline:
             effects.append(Wake(current.deadline))
         return effects
 
-    def partitioned(self, now: float, round_number: int, result: Plan | PlanFailure) -> list[Effect]:
-        """Takes the outcome of a partition that was asked for; one that comes too late changes nothing."""
+    def started(self, now: float, round_number: int) -> list[Effect]:
+        """Notes that a worker has begun with the plan of a round: from now on its time counts."""
+        current = self.open_rounds.get(round_number)
+        if current is None:
+            return []
+        current.running_since = now
+        return [Wake(current.due(self._limits.partition_timeout))]
+
+    def is_wanted(self, round_number: int) -> bool:
+        """Whether anybody waits for the decision of a round."""
+        current = self.open_rounds.get(round_number)
+        return current is not None and bool(current.waiters)
+
+    def partitioned(self, now: float, round_number: int, result: Plan | PlanFailure | None) -> list[Effect]:
+        """Takes the outcome of a partition that was asked for; one that comes too late changes nothing.
+
+        None says that nobody waited for it any more: it is asked for again if a rank comes back before the deadline.
+        """
         current = self.open_rounds.get(round_number)
         if current is None or current.partition_started_at is None:
+            return []
+        if result is None:
+            current.partition_started_at = None
             return []
         decision = balanced(result) if isinstance(result, Plan) else identity(result.reason, result.detail)
         return self._decide(now, round_number, decision)
@@ -278,14 +297,21 @@ class Session:
 
     def _give_up(self, now: float, current: OpenRound) -> Decision:
         waited = now - current.opened_at
-        if current.partition_started_at is None:
-            missing = current.missing(self.terms.world_size)
+        missing = current.missing(self.terms.world_size)
+        if missing:
             detail = f"rank(s) {describe_ranks(missing)} did not come within {waited:.3g} s"
             return identity(Reason.DEADLINE, detail, missing)
-        if now >= current.partition_started_at + self._limits.partition_timeout:
-            detail = f"the partition did not end within {self._limits.partition_timeout:.3g} s"
+        if current.partition_started_at is None:
+            return identity(Reason.DEADLINE, "all ranks came, but none waited for the plan any more")
+        if current.running_since is None:
+            detail = f"all ranks came, but no worker was free for {now - current.partition_started_at:.3g} s"
+            return identity(Reason.QUEUED, detail)
+        ran = now - current.running_since
+        if ran >= self._limits.partition_timeout:
+            detail = f"the search had not ended after {ran:.3g} s, and its process was killed"
             return identity(Reason.WORKER_STUCK, detail)
-        return identity(Reason.DEADLINE, f"all ranks came, but the partition did not end within {waited:.3g} s")
+        detail = f"all ranks came, but of the round's {waited:.3g} s the last {ran:.3g} s were too few for the search"
+        return identity(Reason.DEADLINE, detail)
 
     def _decide(self, now: float, round_number: int, decision: Decision) -> list[Effect]:
         current = self.open_rounds.pop(round_number)

@@ -39,11 +39,13 @@ class Settings(ServiceSettings):
     strategy: str = "minimal_move"
     """Partitioning strategy of sessions that name none."""
     workers: PositiveInt = Field(default_factory=lambda: min(4, os.cpu_count() or 1))
-    """Threads that compute partitions; by default one per core, at most 4."""
+    """Processes for long partitions, beside one that takes short ones only; by default one per core, at most 4."""
+    worker_memory_bytes: PositiveInt = 2 << 30
+    """Memory that one partition may take; a round that wants more is decided IDENTITY."""
     queue_size: PositiveInt = 256
-    """Partitions that may wait for a thread; rounds beyond are decided IDENTITY."""
+    """Partitions that may wait for a worker; of more, the job with most of them loses its latest: decided IDENTITY."""
     partition_timeout_seconds: PositiveFloat = Limits().partition_timeout
-    """Time after which a partition counts as stuck: its round is decided IDENTITY and its thread replaced."""
+    """Time that a partition may take; then its round is decided IDENTITY and its process killed."""
 
     round_timeout_seconds: PositiveFloat = Limits().round_timeout
     """Deadline of a round whose ranks name none, from its first submission."""

@@ -18,8 +18,18 @@ PROTOCOL_VERSIONS = (1,)
 _COUNTS = {"equal": pb.COUNTS_EQUAL, "free": pb.COUNTS_FREE}
 _KINDS = {"dense": pb.Field.KIND_DENSE, "jagged": pb.Field.KIND_JAGGED, "shared": pb.Field.KIND_SHARED}
 
-# Reasons for which balancing on the ranks would fail as it failed on the service.
-_FINAL_REASONS = frozenset({pb.Decision.REASON_NOT_FOUND, pb.Decision.REASON_PARTITION_FAILED})
+# Reasons for which balancing on the ranks would fail as it failed on the service. What ended a process there would end
+# a rank here, and what took too long there would hold up training here.
+_FINAL_REASONS = frozenset(
+    {
+        pb.Decision.REASON_NOT_FOUND,
+        pb.Decision.REASON_PARTITION_FAILED,
+        pb.Decision.REASON_WORKER_STUCK,
+        pb.Decision.REASON_WORKER_DIED,
+        pb.Decision.REASON_TOO_COSTLY,
+        pb.Decision.REASON_QUARANTINED,
+    }
+)
 
 
 class MalformedAnswerError(ValueError):

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from evenkeel.partitioning import warm_up
+from evenkeel.partitioning import registry, warm_up
 from services.balancer.server import BalancerServer
 from services.balancer.settings import Settings
+from tests.services.balancer.strategies import FOLDER, INSTALLED, start_zygote
 
 StartServer = Callable[..., Awaitable[BalancerServer]]
 
@@ -26,13 +27,20 @@ async def start_server() -> AsyncIterator[StartServer]:
     """Starts real servers on free ports; stops them after the test."""
     started: list[BalancerServer] = []
 
-    async def start(*, plan: Any = None, **settings: Any) -> BalancerServer:
+    async def start(**settings: Any) -> BalancerServer:
         defaults: dict[str, Any] = {"port": 0, "drain_seconds": 0.2, "grace_seconds": 1.0, "workers": 1}
-        more = {} if plan is None else {"plan": plan}
-        server = BalancerServer(Settings(**{**defaults, **settings}), **more)
+        server = BalancerServer(Settings(**{**defaults, **settings}), zygote=start_zygote())
         await server.start()
         started.append(server)
         return server
 
     yield start
     await asyncio.gather(*(server.stop() for server in started if not server.stopped))
+
+
+@pytest.fixture
+def hostile_strategies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Has the servers of the test know `INSTALLED`; returns the folder of `hold`."""
+    monkeypatch.setattr(registry, "_installed", lambda: INSTALLED)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path

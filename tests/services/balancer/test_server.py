@@ -1,8 +1,8 @@
 """A real server, real channels."""
 
 import asyncio
-import threading
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -10,7 +10,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.planning import make_plan
 from services.balancer.server import SERVICE
 from tests.services.balancer.conftest import StartServer
 from tests.services.balancer.ranks import Rank
@@ -168,59 +167,42 @@ async def test_requests_that_end_are_still_answered(start_server: StartServer) -
         assert await first.receive() is grpc.aio.EOF
 
 
+@pytest.mark.usefixtures("hostile_strategies")
 async def test_a_stuck_partition_is_identity_and_later_rounds_go_on(start_server: StartServer) -> None:
-    release, stuck = threading.Event(), threading.Event()
-
-    def plan(inputs):  # type: ignore[no-untyped-def]
-        if not stuck.is_set():
-            stuck.set()
-            release.wait(10)
-        return make_plan(inputs)
-
-    server = await start_server(plan=plan, partition_timeout_seconds=0.2)
-    try:
-        async with Rank(server.port, 0, 1) as rank:
-            decision = (await rank.round(0, [1])).decision
-            assert stuck.is_set()
-            assert decision.reason == pb.Decision.REASON_WORKER_STUCK
-            later = [(await rank.round(1, [1])).decision]
-            while later[-1].reason == pb.Decision.REASON_WORKER_STUCK and len(later) < 100:  # on a starved machine
-                later.append((await rank.round(1 + len(later), [1])).decision)
-            assert later[-1].outcome == pb.Decision.OUTCOME_BALANCED
-    finally:
-        release.set()
-
-
-async def test_too_many_waiting_partitions_are_identity(start_server: StartServer) -> None:
-    release = threading.Event()
-
-    def plan(inputs):  # type: ignore[no-untyped-def]
-        release.wait(10)
-        return make_plan(inputs)
-
-    server = await start_server(plan=plan, queue_size=1, partition_timeout_seconds=30)
-    try:
-        async with Rank(server.port, 0, 1) as rank:
-            for number in range(3):
-                await rank.submit(number, [1])
-            answer = await rank.answer()
-            assert answer.decision.reason == pb.Decision.REASON_OVERLOADED
-            release.set()
-            others = [await rank.answer(), await rank.answer()]
-            assert {a.round for a in (answer, *others)} == {0, 1, 2}
-    finally:
-        release.set()
-
-
-async def test_a_partition_that_crashes_is_identity(start_server: StartServer) -> None:
-    def plan(inputs):  # type: ignore[no-untyped-def]
-        raise RuntimeError("injected")
-
-    server = await start_server(plan=plan)
+    server = await start_server(partition_timeout_seconds=0.2)
+    hanging = pb.PartitionOptions(strategy="hang")
+    async with Rank(server.port, 0, 2, job="hanging", options=hanging) as first:
+        async with Rank(server.port, 1, 2, job="hanging", options=hanging) as second:
+            answers = await asyncio.gather(first.round(0, [1]), second.round(0, [1]))
+            assert {answer.decision.reason for answer in answers} == {pb.Decision.REASON_WORKER_STUCK}
+            assert "killed" in answers[0].decision.detail
     async with Rank(server.port, 0, 1) as rank:
-        decision = (await rank.round(0, [1])).decision
-        assert decision.reason == pb.Decision.REASON_PARTITION_FAILED
-        assert "injected" in decision.detail
+        assert (await rank.round(1, [1])).decision.outcome == pb.Decision.OUTCOME_BALANCED
+
+
+async def test_too_many_waiting_partitions_are_identity(start_server: StartServer, hostile_strategies: Path) -> None:
+    server = await start_server(queue_size=1, partition_timeout_seconds=30)
+    holding = pb.PartitionOptions(strategy="hold")
+    async with Rank(server.port, 0, 2, options=holding) as first, Rank(server.port, 1, 2, options=holding) as second:
+        for number in range(3):
+            for rank in (first, second):
+                await rank.submit(number, [1])
+        answer = await first.answer()
+        assert answer.decision.reason == pb.Decision.REASON_OVERLOADED
+        (hostile_strategies / "release").touch()
+        others = [await first.answer(), await first.answer()]
+        assert {a.round for a in (answer, *others)} == {0, 1, 2}
+        assert {a.decision.outcome for a in others} == {pb.Decision.OUTCOME_BALANCED}
+
+
+@pytest.mark.usefixtures("hostile_strategies")
+async def test_a_partition_that_fails_is_identity(start_server: StartServer) -> None:
+    server = await start_server()
+    failing = pb.PartitionOptions(strategy="fail")
+    async with Rank(server.port, 0, 2, options=failing) as first, Rank(server.port, 1, 2, options=failing) as second:
+        for answer in await asyncio.gather(first.round(0, [1]), second.round(0, [1])):
+            assert answer.decision.reason == pb.Decision.REASON_PARTITION_FAILED
+            assert "injected" in answer.decision.detail
 
 
 async def test_a_round_by_unary_calls(start_server: StartServer) -> None:

@@ -149,12 +149,36 @@ def test_a_wild_round_number_is_refused_once_the_session_has_decided_one() -> No
 def test_a_partition_that_does_not_end_is_given_up(timeout: float, reason: Reason) -> None:
     session = make_session(world_size=1, partition_timeout=2.0)
     start = only_partition(session.submit(0.0, 0, 0, submission(1, timeout=timeout), "a"))
+    assert start.deadline == timeout
+    (wake,) = session.started(0.5, 0)
+    assert wake == Wake(min(2.5, timeout))
     decision = answers(session.tick(session.next_wake()))["a"]
     assert isinstance(decision, Decision)
     assert decision.reason is reason
     assert decision.missing_ranks == ()
     assert session.partitioned(5.0, 0, make_plan(start.inputs)) == [], "the plan comes too late"
     assert answers(session.submit(6.0, 0, 0, submission(1), "b"))["b"] is decision
+
+
+def test_a_round_that_waits_for_a_worker_is_not_taken_for_stuck() -> None:
+    session = make_session(world_size=1, partition_timeout=2.0)
+    session.submit(0.0, 0, 0, submission(1, timeout=10.0), "a")
+    assert session.tick(9.9) == [], "its search has not begun: the partition's time does not count"
+    decision = answers(session.tick(10.0))["a"]
+    assert isinstance(decision, Decision)
+    assert decision.reason is Reason.QUEUED
+    assert "no worker was free for 10 s" in decision.detail
+
+
+def test_a_round_that_nobody_waits_for_is_planned_when_somebody_comes_back() -> None:
+    session = make_session(world_size=1)
+    session.submit(0.0, 0, 0, submission(1), "a")
+    assert session.is_wanted(0)
+    session.leave("a")
+    assert not session.is_wanted(0)
+    assert session.partitioned(0.1, 0, None) == []
+    start = only_partition(session.submit(0.2, 0, 0, submission(1), "b"))
+    assert answers(session.partitioned(0.3, 0, make_plan(start.inputs))).keys() == {"b"}
 
 
 def test_a_failed_partition_is_identity_with_its_reason() -> None:

@@ -1,0 +1,145 @@
+"""Memory that two processes share, and messages of arrays in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+_F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2  # of fcntl.h; the module names them only from Python 3.13 on
+_LEAST = 1 << 20
+_ALIGNMENT = 64
+_DTYPES = frozenset({"|b1", "<i4", "<i8", "<u4", "<f8"})
+
+
+class Column(NamedTuple):
+    """An array to be written, in pieces that are joined along the first dimension.
+
+    Attributes:
+        dtype: of the array in the message.
+        shape: of the whole array.
+        parts: its pieces, in order.
+    """
+
+    dtype: DTypeLike
+    shape: tuple[int, ...]
+    parts: Sequence[NDArray[Any]]
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Column:
+        """An array in one piece."""
+        return cls(array.dtype, array.shape, (array,))
+
+
+class MessageError(ValueError):
+    """What was read is no message: whoever wrote it is not to be trusted any more."""
+
+
+class Arena:
+    """A file in memory, mapped by two processes that take turns; it grows, and never shrinks under a reader.
+
+    It is anonymous: nothing is needed of /dev/shm, which containers keep small, and nothing is left behind.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Maps what another process has made; takes the descriptor over."""
+        self.fd = fd
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def create(cls, name: str) -> Arena:
+        """An arena of this process and of whoever is sent its descriptor.
+
+        Raises:
+            OSError: if there are no more descriptors.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # a process that went mad cannot pull memory from under the other
+        os.ftruncate(fd, _LEAST)
+        return cls(fd)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes at most."""
+        return os.fstat(self.fd).st_size
+
+    def close(self) -> None:
+        """Gives up this process's side; arrays that were read without a copy stay good."""
+        self._map = None
+        os.close(self.fd)
+
+    def write(self, header: dict[str, Any], columns: Sequence[Column]) -> int:
+        """Writes a message over the last; returns its length in bytes."""
+        table = [[np.dtype(column.dtype).str, *column.shape] for column in columns]
+        head = json.dumps([header, table]).encode()
+        begin = _aligned(8 + len(head))
+        places = []
+        for column in columns:
+            places.append(begin)
+            begin = _aligned(begin + _count(column.shape) * np.dtype(column.dtype).itemsize)
+        memory = self._mapped(begin, grow=True)
+        memory[:8] = len(head).to_bytes(8, "little")
+        memory[8 : 8 + len(head)] = head
+        for column, place in zip(columns, places, strict=True):
+            target = np.ndarray(column.shape, column.dtype, memory, place)
+            if len(column.parts) == 1:
+                target[...] = column.parts[0]
+            elif target.size:
+                np.concatenate(column.parts, out=target)
+        return begin
+
+    def read(self, nbytes: int) -> tuple[dict[str, Any], list[NDArray[Any]]]:
+        """Reads a message; its arrays are the shared memory itself, good until the next message.
+
+        Raises:
+            MessageError: if it is none.
+        """
+        try:
+            memory = self._mapped(nbytes, grow=False)
+            length = int.from_bytes(memory[:8], "little")
+            if 8 + length > nbytes:
+                raise MessageError(f"a header of {length} bytes in a message of {nbytes}")
+            header, table = json.loads(memory[8 : 8 + length])
+            arrays, begin = [], _aligned(8 + length)
+            for dtype, *shape in table:
+                if dtype not in _DTYPES or not all(isinstance(size, int) and size >= 0 for size in shape):
+                    raise MessageError(f"an array of {dtype} and shape {shape}")
+                end = begin + _count(shape) * np.dtype(dtype).itemsize
+                if end > nbytes:
+                    raise MessageError(f"an array that ends at {end} in a message of {nbytes}")
+                arrays.append(np.ndarray(shape, dtype, memory, begin))
+                begin = _aligned(end)
+        except MessageError:
+            raise
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise MessageError(f"{type(error).__name__}: {error}") from error
+        if not isinstance(header, dict):
+            raise MessageError("a header that is no object")
+        return header, arrays
+
+    def _mapped(self, nbytes: int, *, grow: bool) -> mmap.mmap:
+        if self._map is None or len(self._map) < nbytes:
+            if grow and self.nbytes < nbytes:
+                os.ftruncate(self.fd, 1 << (nbytes - 1).bit_length())
+            # The old map goes with the last array that was read from it.
+            self._map = mmap.mmap(self.fd, self.nbytes)
+            if len(self._map) < nbytes:
+                raise MessageError(f"a message of {nbytes} bytes in {len(self._map)}")
+        return self._map
+
+
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

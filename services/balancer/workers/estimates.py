@@ -1,0 +1,183 @@
+"""How long a partition will take: a model of its size, corrected by what the session's earlier ones took."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from services.balancer.effects import PlanInput
+from services.balancer.planning import CHEAP_STRATEGY
+
+_MAX_SESSIONS = 4096  # that are remembered
+_DOUBT = 4.0  # by which a first estimate may be too high
+_RELAX = 0.95  # a round that got the cheap search brings the full one this much nearer
+_MOST = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What the time of a partition depends on.
+
+    Attributes:
+        ranks: of the session.
+        samples: of all ranks.
+        values: samples times jagged fields.
+        window: batches of the round.
+        strategy: that the session asks for.
+    """
+
+    ranks: int
+    samples: int
+    values: int
+    window: int
+    strategy: str
+
+    @classmethod
+    def of(cls, inputs: PlanInput) -> Size:
+        """The size of a round."""
+        submissions = inputs.submissions
+        samples = sum(submission.num_samples for submission in submissions)
+        fields = submissions[0].lengths.shape[1]
+        return cls(len(submissions), samples, samples * fields, inputs.window, inputs.options.strategy)
+
+
+def full_seconds(size: Size) -> float:
+    """The search that was asked for, on the machine that the model was fitted on.
+
+    Sorting and slicing go with the samples; exchanges are hard where a rank has few samples to exchange, and go with
+    the ranks then. A window is partitioned as loaded, and again after its heavy samples have met.
+    """
+    per_batch = size.samples / size.window
+    few = min(1.0, _FEW_SAMPLES * size.ranks / max(1.0, per_batch))
+    hard = _PER_RANK.get(size.strategy, _PER_RANK["minimal_move"]) * size.ranks * few
+    batch = _PER_BATCH + _PER_SAMPLE * per_batch + hard
+    return _slices_seconds(size) + batch * size.window * (_ATTEMPTS if size.window > 1 else 1)
+
+
+def cheap_seconds(size: Size) -> float:
+    """The cheapest search, on the same machine."""
+    return _slices_seconds(size) + size.window * _PER_BATCH + _PER_SAMPLE * size.samples
+
+
+def _slices_seconds(size: Size) -> float:
+    return _PER_ROUND + _PER_VALUE * size.values + _PER_RANK_OF_BATCH * size.ranks * size.window
+
+
+# Seconds, fitted to `benchmarks/results/estimates.json`.
+_PER_ROUND = 2e-4
+_PER_BATCH = 2e-4
+_PER_SAMPLE = 4e-7
+_PER_VALUE = 2e-8
+_PER_RANK_OF_BATCH = 1e-6
+_PER_RANK = {"minimal_move": 1.5e-4, "karmarkar_karp": 2e-5, "lpt": 2e-5}
+_FEW_SAMPLES = 4.0
+_ATTEMPTS = 2.0
+
+
+@dataclass(slots=True)
+class _Known:
+    full: float = 1.0
+    cheap: float = 1.0
+    full_seen: bool = False
+    cheap_seen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The search that a round gets.
+
+    Attributes:
+        seconds: that it is expected to take.
+        is_cheap: the cheapest instead of the one that was asked for.
+        full: seconds that the one that was asked for is expected to take.
+    """
+
+    seconds: float
+    is_cheap: bool
+    full: float
+
+
+class Estimator:
+    """What partitions of each session took beside what the model says.
+
+    Attributes:
+        speed: of this machine beside the one that the model was fitted on.
+    """
+
+    def __init__(self, speed: float = 1.0) -> None:
+        self.speed = speed
+        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+
+    def choose(self, session: Hashable, size: Size, available: float) -> Choice | None:
+        """The search for a round that has `available` seconds; None if even the cheapest takes longer.
+
+        A first estimate is not trusted to refuse a round: the search is tried unless the estimate is far too high.
+        """
+        known = self._known.get(session) or _Known()
+        full, cheap = self._full(known, size), self._cheap(known, size)
+        if full <= available:
+            return Choice(full, is_cheap=False, full=full)
+        if not known.full_seen and full <= _DOUBT * available:
+            return Choice(available, is_cheap=False, full=full)
+        if cheap <= available * (1.0 if known.cheap_seen else _DOUBT):
+            return Choice(min(cheap, available), is_cheap=True, full=full)
+        return None
+
+    def learn(self, session: Hashable, size: Size, seconds: float, *, is_cheap: bool) -> None:
+        """Takes into account what a partition took."""
+        known = self._remember(session)
+        if is_cheap:
+            known.cheap = _follow(known.cheap if known.cheap_seen else 0.0, seconds / self._base(cheap_seconds(size)))
+            known.cheap_seen = True
+            if known.full_seen:
+                known.full *= _RELAX
+        else:
+            known.full = _follow(known.full if known.full_seen else 0.0, seconds / self._base(full_seconds(size)))
+            known.full_seen = True
+
+    def overrun(self, session: Hashable, size: Size, seconds: float, *, is_cheap: bool) -> None:
+        """Takes into account that a partition was given up after this time; each doubles the next estimate."""
+        known = self._remember(session)
+        if is_cheap:
+            took = seconds / self._base(cheap_seconds(size))
+            known.cheap, known.cheap_seen = min(_MOST, 2.0 * max(known.cheap, took)), True
+        else:
+            took = seconds / self._base(full_seconds(size))
+            known.full, known.full_seen = min(_MOST, 2.0 * max(known.full, took)), True
+
+    def refused(self, session: Hashable) -> None:
+        """A round was too costly: after some of them the session is tried again."""
+        known = self._remember(session)
+        known.cheap *= _RELAX
+        known.full *= _RELAX
+
+    def _full(self, known: _Known, size: Size) -> float:
+        return known.full * self._base(full_seconds(size))
+
+    def _cheap(self, known: _Known, size: Size) -> float:
+        return known.cheap * self._base(cheap_seconds(size))
+
+    def _base(self, seconds: float) -> float:
+        return seconds / self.speed
+
+    def _remember(self, session: Hashable) -> _Known:
+        known = self._known.setdefault(session, _Known())
+        self._known.move_to_end(session)
+        if len(self._known) > _MAX_SESSIONS:
+            self._known.popitem(last=False)
+        return known
+
+
+def _follow(before: float, now: float) -> float:
+    """Up at once, down slowly."""
+    return max(now, 0.7 * before + 0.3 * now)
+
+
+def describe_cheaper(size: Size, choice: Choice, available: float) -> str:
+    """The `detail` of a plan that was made by the cheapest search."""
+    window = ", each batch of the window by itself," if size.window > 1 else ""
+    return (
+        f"planned by {CHEAP_STRATEGY}{window} instead of {size.strategy}, "
+        f"which would take about {choice.full:.2g} s of the {available:.2g} s that there were"
+    )

@@ -1,0 +1,119 @@
+"""Whose task is next: each job gets its share of the workers' time, and what is short goes before what is long."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item", bound=Hashable)
+
+_MAX_LANES = 2048  # beyond which idle jobs are forgotten with what they have had
+
+
+class _Lane(Generic[Item]):
+    __slots__ = ("costs", "finish", "items", "running", "stamp")
+
+    def __init__(self) -> None:
+        self.items: deque[Item] = deque()
+        self.costs: dict[Item, float] = {}
+        self.finish = 0.0  # virtual time up to which the job has had its share
+        self.running = 0
+        self.stamp = 0  # of its entry in the heap that counts
+
+
+class FairQueue(Generic[Item]):
+    """Start-time fair queueing: a lane for each job, first come first served inside it.
+
+    A virtual clock goes forward with the work that is handed out. A lane's first task would end, had the job a worker
+    of its own, at the lane's virtual time plus the task's cost; the lane where that is earliest is next. A job that
+    asks for little never waits behind the backlog of one that asks for much, and one that has waited saves no claim up.
+    """
+
+    def __init__(self, size: int, *, limit: Callable[[Hashable], int]) -> None:
+        """An empty queue.
+
+        Args:
+            size: tasks that may wait; beyond it the job that has most of them loses its latest.
+            limit: how many tasks of a job may be handed out at a time.
+        """
+        self._size = size
+        self._limit = limit
+        self._lanes: dict[Hashable, _Lane[Item]] = {}
+        self._heap: list[tuple[float, int, Hashable]] = []
+        self._stamps = itertools.count(1)
+        self._clock = 0.0
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        """Tasks that wait."""
+        return self._waiting
+
+    def push(self, job: Hashable, item: Item, cost: float) -> Item | None:
+        """Lets a task wait; returns the one that has to go for it, which may be itself."""
+        lane = self._lanes.get(job)
+        if lane is None:
+            if len(self._lanes) >= _MAX_LANES:
+                self._lanes = {name: each for name, each in self._lanes.items() if each.items or each.running}
+            lane = self._lanes[job] = _Lane()
+        lane.items.append(item)
+        lane.costs[item] = cost
+        self._waiting += 1
+        if len(lane.items) == 1:
+            self._offer(job, lane)
+        if self._waiting <= self._size:
+            return None
+        longest = max(self._lanes, key=lambda name: len(self._lanes[name].items))
+        dropped = self._lanes[longest].items[-1]
+        self.remove(longest, dropped)
+        return dropped
+
+    def remove(self, job: Hashable, item: Item) -> bool:
+        """Forgets a task that waits; False if it does not."""
+        lane = self._lanes.get(job)
+        if lane is None or item not in lane.costs:
+            return False
+        was_first = lane.items[0] == item
+        lane.items.remove(item)
+        del lane.costs[item]
+        self._waiting -= 1
+        if was_first:
+            self._offer(job, lane)
+        self._drop_if_idle(job, lane)
+        return True
+
+    def pop(self) -> Item | None:
+        """Hands out the next task; `done` must follow. None if none waits whose job may have another."""
+        while self._heap:
+            _, stamp, job = heapq.heappop(self._heap)
+            lane = self._lanes.get(job)
+            if lane is None or lane.stamp != stamp or not lane.items:
+                continue
+            item = lane.items.popleft()
+            start = max(self._clock, lane.finish)
+            self._clock = start
+            lane.finish = start + lane.costs.pop(item)
+            lane.running += 1
+            self._waiting -= 1
+            self._offer(job, lane)
+            return item
+        return None
+
+    def done(self, job: Hashable) -> None:
+        """A task of the job that was handed out has ended."""
+        lane = self._lanes[job]
+        lane.running -= 1
+        self._offer(job, lane)
+        self._drop_if_idle(job, lane)
+
+    def _offer(self, job: Hashable, lane: _Lane[Item]) -> None:
+        lane.stamp = next(self._stamps)
+        if lane.items and lane.running < self._limit(job):
+            first = max(self._clock, lane.finish) + lane.costs[lane.items[0]]
+            heapq.heappush(self._heap, (first, lane.stamp, job))
+
+    def _drop_if_idle(self, job: Hashable, lane: _Lane[Item]) -> None:
+        if not lane.items and not lane.running and lane.finish <= self._clock:
+            del self._lanes[job]

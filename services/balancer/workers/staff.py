@@ -1,0 +1,221 @@
+"""The workers of a balancer: forked, given out, replaced when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from typing import Protocol
+
+import structlog
+
+from services.balancer.workers.nursery import Ready, Worker, Zygote
+
+log = structlog.get_logger(__name__)
+
+_KEEP_BYTES = 64 << 20  # of shared memory above which a worker ends after its task
+_RESTART_SECONDS = (0.0, 0.05, 0.2, 0.5)  # after so many deaths in a row of workers that had nothing to do
+_NICE = 10
+
+
+class Employer(Protocol):
+    """What is told about the workers."""
+
+    def staff_ready(self, speed: float) -> None:
+        """Workers can be had. `speed` of this machine is beside the one that estimates were fitted on."""
+
+    def worker_answered(self, worker: Worker, nbytes: int) -> None:
+        """A worker that was hired has written its plan."""
+
+    def worker_ended(self, worker: Worker, how: str) -> None:
+        """A worker that was hired has ended; it is to be closed, and is replaced already."""
+
+    def worker_lost_idle(self) -> None:
+        """A worker has ended that had nothing to do."""
+
+
+class Staff:
+    """Keeps `size` workers, of which some are hired; more are forked on demand."""
+
+    def __init__(self, size: int, memory_bytes: int, employer: Employer, zygote: Zygote | None) -> None:
+        """Prepares it.
+
+        Args:
+            size: workers to keep.
+            memory_bytes: memory that a partition may take.
+            employer: is told about the workers.
+            zygote: where they come from; started if None.
+        """
+        self._size = size
+        self._memory_bytes = memory_bytes
+        self._employer = employer
+        self._zygote = zygote
+        self._idle: dict[int, Worker] = {}
+        self._hired: dict[int, Worker] = {}
+        self._pids: dict[int, int] = {}
+        self._numbers = itertools.count()
+        self._idle_deaths = 0
+        self._closed = False
+        self._started: asyncio.Future[None] | None = None
+        self.is_ready = False
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the workers."""
+        return tuple(self._pids.values())
+
+    async def start(self) -> None:
+        """Returns when workers can be hired: all kernels are compiled.
+
+        Raises:
+            RuntimeError: if the zygote ends before.
+        """
+        self._started = asyncio.get_running_loop().create_future()
+        self._attach(self._zygote or Zygote.start())
+        await self._started
+
+    def hire(self) -> Worker:
+        """A worker that has nothing to do.
+
+        Raises:
+            OSError: if none can be forked.
+        """
+        worker = self._idle.popitem()[1] if self._idle else self._fork()
+        self._hired[worker.number] = worker
+        return worker
+
+    def take_back(self, worker: Worker) -> None:
+        """A worker that was hired has done its work."""
+        self._idle_deaths = 0
+        if worker.nbytes > _KEEP_BYTES or len(self._idle) >= self._size:
+            self.dismiss(worker)
+            return
+        del self._hired[worker.number]
+        self._idle[worker.number] = worker
+
+    def dismiss(self, worker: Worker, *, close: bool = True) -> None:
+        """Kills a worker that was hired and replaces it; without `close` it is for the caller to close."""
+        assert self._zygote is not None
+        del self._hired[worker.number]
+        asyncio.get_running_loop().remove_reader(worker.end)
+        self._zygote.kill(worker.number)
+        if close:
+            worker.close()
+        self._refill()
+
+    def be_nice(self, worker: Worker) -> None:
+        """Has a worker give way to others."""
+        pid = self._pids.get(worker.number)
+        if pid is not None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, pid, _NICE)
+
+    def pid_of(self, worker: Worker) -> int | None:
+        """Its process id, for people; None if it has only just been forked."""
+        return self._pids.get(worker.number)
+
+    def close(self) -> None:
+        """Ends the workers; does not wait for them. Those that are hired are for the caller to close."""
+        self._closed = True
+        loop = asyncio.get_running_loop()
+        for worker in [*self._idle.values(), *self._hired.values()]:
+            loop.remove_reader(worker.end)
+        for worker in self._idle.values():
+            worker.close()
+        if self._zygote is not None:
+            self._zygote.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _attach(self, zygote: Zygote) -> None:
+        self._zygote = zygote
+        zygote.attach(self._ready, self._forked, self._ended, self._lost)
+
+    def _ready(self, ready: Ready) -> None:
+        self.is_ready = True
+        for name, error in ready.broken.items():
+            log.warning("strategy cannot be loaded", strategy=name, error=error)
+        self._refill()
+        if self._started is not None and not self._started.done():
+            self._started.set_result(None)
+        self._employer.staff_ready(ready.speed)
+
+    def _forked(self, number: int, pid: int) -> None:
+        self._pids[number] = pid
+
+    def _refill(self) -> None:
+        while self.is_ready and not self._closed and len(self._idle) + len(self._hired) < self._size:
+            try:
+                worker = self._fork()
+            except OSError as error:
+                log.error("no partition worker can be started", error=str(error))
+                return
+            self._idle[worker.number] = worker
+
+    def _fork(self) -> Worker:
+        assert self._zygote is not None
+        worker = self._zygote.fork(next(self._numbers), self._memory_bytes)
+        asyncio.get_running_loop().add_reader(worker.end, self._read, worker)
+        return worker
+
+    def _read(self, worker: Worker) -> None:
+        try:
+            nbytes = worker.answer()
+        except BlockingIOError:
+            return
+        if nbytes is None or worker.number not in self._hired:
+            asyncio.get_running_loop().remove_reader(worker.end)  # it has ended: the zygote will tell how
+            return
+        self._employer.worker_answered(worker, nbytes)
+
+    def _ended(self, number: int, status: int) -> None:
+        pid = self._pids.pop(number, None)
+        hired, idle = self._hired.pop(number, None), self._idle.pop(number, None)
+        if hired is None and idle is None:
+            return  # it was dismissed
+        how = _describe_status(status)
+        loop = asyncio.get_running_loop()
+        if hired is not None:
+            loop.remove_reader(hired.end)
+            self._refill()
+            self._employer.worker_ended(hired, how)
+        elif idle is not None:
+            loop.remove_reader(idle.end)
+            idle.close()
+            log.error("partition worker died that had nothing to do", worker=pid, how=how)
+            self._employer.worker_lost_idle()
+            pause = _RESTART_SECONDS[min(self._idle_deaths, len(_RESTART_SECONDS) - 1)]
+            self._idle_deaths += 1
+            loop.call_later(pause, self._refill)
+
+    def _lost(self) -> None:
+        """The zygote has ended, and its workers with it: another is started, from a Python of its own."""
+        self.is_ready = False
+        self._pids.clear()
+        if self._closed:
+            return
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(RuntimeError("the process that compiles and forks workers has ended"))
+            return
+        log.error("zygote of the partition workers died")
+        loop = asyncio.get_running_loop()
+        hired, self._hired = self._hired, {}
+        idle, self._idle = self._idle, {}
+        for worker in [*hired.values(), *idle.values()]:
+            loop.remove_reader(worker.end)
+        for worker in idle.values():
+            worker.close()
+        for worker in hired.values():
+            self._employer.worker_ended(worker, "with the process that all workers come from")
+        loop.call_later(_RESTART_SECONDS[-1], lambda: None if self._closed else self._attach(Zygote.start()))
+
+
+def _describe_status(status: int) -> str:
+    if not os.WIFSIGNALED(status):
+        return f"with exit status {os.waitstatus_to_exitcode(status)}"
+    number = os.WTERMSIG(status)
+    with contextlib.suppress(ValueError):
+        return f"by {signal.Signals(number).name}"
+    return f"by signal {number}"

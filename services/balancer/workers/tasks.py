@@ -1,0 +1,104 @@
+"""What a pool of workers is asked for, and what it tells."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.balancer.decisions import Plan, PlanFailure, Reason
+from services.balancer.effects import PlanInput
+from services.balancer.submissions import SessionKey
+from services.balancer.workers.estimates import Choice, Size
+from services.balancer.workers.nursery import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """What an operator decides about workers.
+
+    Attributes:
+        workers: long searches at a time; one more process takes short ones only.
+        queue_size: rounds that may wait.
+        budget: seconds that a partition may take.
+        memory_bytes: memory that a partition may take.
+    """
+
+    workers: int = 1
+    queue_size: int = 256
+    budget: float = 2.0
+    memory_bytes: int = 2 << 30
+
+
+class PoolObserver(Protocol):
+    """What is told about workers."""
+
+    def worker_lost(self, cause: str) -> None:
+        """A worker `died`, or was killed: it was `stuck`, or nobody waited for its plan any more (`unwanted`)."""
+
+    def waited(self, seconds: float) -> None:
+        """A round waited this long for a worker."""
+
+    def refused_partition(self, reason: Reason) -> None:
+        """A round gets no plan because of how it would have been computed."""
+
+    def made_cheaper(self) -> None:
+        """A round got a cheaper search than it asked for."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Task:
+    """A round that wants a plan.
+
+    Attributes:
+        session: whose it is.
+        inputs: what the plan is computed from.
+        deadline: time of the loop after which nobody wants the plan.
+        started: is called when a worker begins with it.
+        done: is called with its outcome, unless it is cancelled; with None if nobody waited for it any more.
+        is_wanted: whether somebody waits for it; asked when a worker is free for it.
+    """
+
+    session: SessionKey
+    inputs: PlanInput
+    deadline: float
+    started: Callable[[], None]
+    done: Callable[[Plan | PlanFailure | None], None]
+    is_wanted: Callable[[], bool] = lambda: True
+    size: Size = field(init=False)
+    asked_at: float = 0.0
+    is_short: bool = True
+    busy: Busy | None = None
+
+    def __post_init__(self) -> None:
+        self.size = Size.of(self.inputs)
+
+
+@dataclass(slots=True, eq=False)
+class Busy:
+    """A worker with a task.
+
+    Attributes:
+        worker: the worker.
+        task: its task.
+        choice: the search.
+        available: seconds that there were for it.
+        since: when the search began.
+        timers: what is to happen if it goes on for long.
+        is_copying: another thread reads or writes the worker's memory.
+        is_overdue: others need no longer wait for it.
+        is_cancelled: the task is, while its memory was copied.
+        is_gone: the worker is, while its memory was copied.
+    """
+
+    worker: Worker
+    task: Task
+    choice: Choice
+    available: float
+    since: float
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    is_copying: bool = False
+    is_overdue: bool = False
+    is_cancelled: bool = False
+    is_gone: bool = False
