@@ -88,9 +88,17 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f'evenkeel_balancer_event_loop_lag_seconds_bucket{{{BALANCER},le="0.01"}}': "0+100x60",
          f'evenkeel_balancer_event_loop_lag_seconds_bucket{{{BALANCER},le="+Inf"}}': "0+100x60"},
     ),
-    "EvenkeelWorkersReplaced": (
-        {f"evenkeel_balancer_workers_replaced_total{{{BALANCER}}}": "0x20 1x60"},
-        {f"evenkeel_balancer_workers_replaced_total{{{BALANCER}}}": "1x60"},
+    "EvenkeelWorkersLost": (
+        {f'evenkeel_balancer_workers_lost_total{{{BALANCER},cause="died"}}': "0x20 1x60"},
+        {f'evenkeel_balancer_workers_lost_total{{{BALANCER},cause="died"}}': "1x60",
+         f'evenkeel_balancer_workers_lost_total{{{BALANCER},cause="unwanted"}}': "0x20 1x60"},
+    ),
+    "EvenkeelQueueLong": (
+        {f'evenkeel_balancer_queue_seconds_bucket{{{BALANCER},le="0.25"}}': "0+1x60",
+         f'evenkeel_balancer_queue_seconds_bucket{{{BALANCER},le="0.5"}}': "0+100x60",
+         f'evenkeel_balancer_queue_seconds_bucket{{{BALANCER},le="+Inf"}}': "0+100x60"},
+        {f'evenkeel_balancer_queue_seconds_bucket{{{BALANCER},le="0.01"}}': "0+100x60",
+         f'evenkeel_balancer_queue_seconds_bucket{{{BALANCER},le="+Inf"}}': "0+100x60"},
     ),
     "EvenkeelCallsRefused": (
         {f'evenkeel_balancer_refused_calls_total{{{BALANCER},reason="token"}}': "0+120x60"},

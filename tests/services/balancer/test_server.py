@@ -171,11 +171,11 @@ async def test_requests_that_end_are_still_answered(start_server: StartServer) -
 async def test_a_stuck_partition_is_identity_and_later_rounds_go_on(start_server: StartServer) -> None:
     server = await start_server(partition_timeout_seconds=0.2)
     hanging = pb.PartitionOptions(strategy="hang")
-    async with Rank(server.port, 0, 2, job="hanging", options=hanging) as first:
-        async with Rank(server.port, 1, 2, job="hanging", options=hanging) as second:
-            answers = await asyncio.gather(first.round(0, [1]), second.round(0, [1]))
-            assert {answer.decision.reason for answer in answers} == {pb.Decision.REASON_WORKER_STUCK}
-            assert "killed" in answers[0].decision.detail
+    job = {"world_size": 2, "job": "hanging", "options": hanging}
+    async with Rank(server.port, 0, **job) as first, Rank(server.port, 1, **job) as second:  # type: ignore[arg-type]
+        answers = await asyncio.gather(first.round(0, [1]), second.round(0, [1]))
+        assert {answer.decision.reason for answer in answers} == {pb.Decision.REASON_WORKER_STUCK}
+        assert "killed" in answers[0].decision.detail
     async with Rank(server.port, 0, 1) as rank:
         assert (await rank.round(1, [1])).decision.outcome == pb.Decision.OUTCOME_BALANCED
 
