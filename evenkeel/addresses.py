@@ -5,11 +5,14 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
 import socket
 from dataclasses import dataclass
 
 PREFIX = "spread://"
 HEADER = "evenkeel-job"
+
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|\[.*:.*\]")
 
 # gRPC hashes a header only where this says so; see its proposal A76.
 os.environ.setdefault("GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY", "true")
@@ -52,10 +55,16 @@ def check_address(address: str) -> str:
         ValueError: If it is none of them.
     """
     bare = address.removeprefix("grpc://")
+    if "://" in bare.removeprefix(PREFIX):
+        raise ValueError(f"address is {address!r}; the balancer speaks gRPC: give host:port, or grpc://host:port")
     names = _names(bare)
     for each in names:
         host, _, port = each.rpartition(":")
-        if not (host and port.isdecimal() and 0 < int(port) < 65536):
+        if ":" in host and not (host.startswith("[") and host.endswith("]") and _is_ip(host)):
+            raise ValueError(
+                f"address is {address!r}; give host:port, and an IPv6 address in brackets, as '[::1]:50051'"
+            )
+        if not (_HOST.fullmatch(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
             raise ValueError(f"address is {address!r}; give host:port, for example 'balancer:50051'")
         if len(names) > 1 and not _is_ip(host):
             raise ValueError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grpc
+if TYPE_CHECKING:  # needed only where a gRPC service is
+    import grpc
 
 _MAX_TOKEN_LENGTH = 512
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", "no", "off"})
@@ -89,12 +91,30 @@ class Credentials:
         Raises:
             ValueError: If a file cannot be read.
         """
+        import grpc
+
         if not self.secure:
             return grpc.insecure_channel(address, options=options)
         credentials = grpc.ssl_channel_credentials(
             _read("ca", self.ca), _read("key", self.key), _read("certificate", self.certificate)
         )
         return grpc.secure_channel(address, credentials, options=options)
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """For HTTPS; None for what the system says by itself.
+
+        Raises:
+            ValueError: If a file cannot be used.
+        """
+        if self.ca is None and self.certificate is None:
+            return None
+        try:
+            context = ssl.create_default_context(cafile=None if self.ca is None else str(self.ca))
+            if self.certificate is not None:
+                context.load_cert_chain(str(self.certificate), str(self.key))
+        except OSError as error:  # also what is no certificate
+            raise ValueError(f"ca {self.ca} or certificate {self.certificate} cannot be used: {error}") from None
+        return context
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
         """What goes with each call: the token.
@@ -113,6 +133,16 @@ class Credentials:
         if not token or len(token) > _MAX_TOKEN_LENGTH or not all(33 <= byte <= 126 for byte in token):
             raise ValueError(f"token_file {self.token_file} does not hold one token; write the token and nothing else")
         return (("authorization", f"Bearer {token.decode()}"),)
+
+
+def read_credentials(ca: Path | None, token_file: Path | None) -> Credentials:
+    """Credentials of the environment, with what the flags say instead.
+
+    Raises:
+        ValueError: If the environment holds something that cannot be used.
+    """
+    found = Credentials.from_env(os.environ)
+    return replace(found, ca=ca or found.ca, token_file=token_file or found.token_file)
 
 
 def _read(field: str, path: Path | None) -> bytes | None:

@@ -14,9 +14,9 @@ import grpc
 
 from evenkeel import __version__
 from evenkeel.addresses import Endpoint, endpoints
-from evenkeel.cli.calls import Calls, connected, explain, home_of, read_address, read_credentials
+from evenkeel.cli.calls import Calls, connected, explain, home_of, read_address
 from evenkeel.cli.findings import Finding, Status
-from evenkeel.credentials import Credentials
+from evenkeel.credentials import Credentials, read_credentials
 from evenkeel.protocol import balancer_pb2 as pb
 
 PROTOCOL_VERSION = 1

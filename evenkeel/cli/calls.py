@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -29,16 +26,6 @@ def read_address(balancer: str | None) -> str:
         return check_address(balancer or "")
     except ValueError as error:
         raise ValueError(f"--balancer: {error}") from None
-
-
-def read_credentials(ca: Path | None, token_file: Path | None) -> Credentials:
-    """Credentials of the environment, with what the flags say instead.
-
-    Raises:
-        ValueError: If the environment holds something that cannot be used.
-    """
-    found = Credentials.from_env(os.environ)
-    return replace(found, ca=ca or found.ca, token_file=token_file or found.token_file)
 
 
 class Calls:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from evenkeel.cli.connection_options import TokenOption
+from evenkeel.credentials import Credentials, read_credentials
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Status, parse_topology
 from evenkeel.placement.application import lines_to_paste
 from evenkeel.placement.codec import decode, encode
@@ -34,6 +36,8 @@ def plan_command(
     samples: Annotated[int | None, typer.Option(help="Samples of a batch on one rank.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Hardware profile written by `evenkeel calibrate`.")] = None,
     url: Annotated[str | None, typer.Option(help="Ask the planner at this address instead of planning here.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="Authorities of the planner; EVENKEEL_TLS_CA.")] = None,
+    token_file: TokenOption = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan file here.")] = None,
     code: Annotated[bool, typer.Option("--code", help="Print the lines to paste into a job.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")] = False,
@@ -44,8 +48,8 @@ def plan_command(
     """
     try:
         request = build_request(_read(tables), topology, hbm_gib, host_gib, runtime, samples, _profile(profile))
-        found = _solve(request, url, quiet=as_json or code)
-    except (InvalidInputError, OSError, RuntimeError) as error:
+        found = _solve(request, url, read_credentials(tls_ca, token_file), quiet=as_json or code)
+    except (InvalidInputError, OSError, RuntimeError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     text = dumps(PlanFile(request=request, plan=found))
@@ -136,30 +140,16 @@ def show_plan(console: Console, plan: Plan) -> None:
         console.print(f"splitting the fused groups into {count} modules would save {saved:.3g} ms a step")
 
 
-def _solve(request: PlanRequest, url: str | None, *, quiet: bool) -> Plan:
+def _solve(request: PlanRequest, url: str | None, credentials: Credentials, *, quiet: bool) -> Plan:
     console = Console(stderr=True)
     with console.status("planning", spinner="line") if not quiet else Console(quiet=True).status(""):
         if url is None:
             from evenkeel.placement import plan
 
             return plan(request)
-        return _ask(request, url)
+        from evenkeel.planner_calls import ask_planner
 
-
-def _ask(request: PlanRequest, url: str) -> Plan:
-    import urllib.error
-    import urllib.request
-
-    address = f"{url.rstrip('/')}/v1/plans"
-    headers = {"Content-Type": "application/json"}
-    call = urllib.request.Request(address, json.dumps(encode(request)).encode(), headers, method="POST")
-    try:
-        with urllib.request.urlopen(call, timeout=30 + request.solver.time_limit_s) as answer:
-            return decode(Plan, json.load(answer)["plan"])
-    except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{address} answered {error.code}: {error.read(2000).decode(errors='replace')}") from None
-    except urllib.error.URLError as error:
-        raise RuntimeError(f"{address}: {error.reason}; check --url, or leave it out to plan here") from None
+        return ask_planner(url, request, credentials=credentials)
 
 
 def _profile(path: Path | None) -> HardwareProfile | None:

@@ -27,8 +27,9 @@ def top(
     import grpc
 
     from evenkeel.addresses import endpoints
-    from evenkeel.cli.calls import connected, explain, read_address, read_credentials
+    from evenkeel.cli.calls import connected, explain, read_address
     from evenkeel.cli.sessions import watch
+    from evenkeel.credentials import read_credentials
 
     try:
         address = read_address(balancer)

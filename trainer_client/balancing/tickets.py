@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.ranges import share_of_total
@@ -93,7 +94,17 @@ def read_costs(
             f"{what} returned a tensor on {device}; compute it from the host's batch, "
             "so that nothing waits for the device"
         )
-    array: NDArray[Any] = np.asarray(values.detach() if hasattr(values, "detach") else values)
+    if isinstance(values, torch.Tensor):
+        values = values.detach()
+        if values.is_floating_point():
+            values = values.double()  # numpy knows no bfloat16
+    try:
+        array: NDArray[Any] = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{what} returned {type(values).__name__}, which is no list of numbers ({error}); return a tensor or an "
+            "array with one number for each sample"
+        ) from None
     if array.shape != (num_samples,):
         raise ValueError(
             f"{what} returned shape {array.shape} for {num_samples} samples; return one number for each sample"

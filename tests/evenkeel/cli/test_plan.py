@@ -5,12 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import trustme
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from evenkeel.cli.plan import plan_command
 from evenkeel.placement.plan_file import loads
+from services.security.tokens import hash_token
 from tests.services.planner.serving import served
+from tests.services.security.authorities import write_certificate
 
 TABLES = """
 - {name: user, rows: 4000000, dim: 64}
@@ -83,6 +87,32 @@ def test_a_service_gives_the_same_plan(command: typer.Typer, tables: Path, tmp_p
     own = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--json"])
     assert asked.exit_code == 0, asked.output
     assert asked.stdout == own.stdout
+
+
+def test_a_service_behind_tls_and_a_token_gives_the_same_plan(
+    command: typer.Typer, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = write_certificate(trustme.CA(), tmp_path, "planner")
+    known, token = tmp_path / "tokens.yml", tmp_path / "token"
+    token.write_text("t" * 43)
+    known.write_text(yaml.safe_dump({"tokens": [{"name": "me", "sha256": hash_token("t" * 43)}]}))
+    tls = ("--tls-certificate", str(server.certificate), "--tls-key", str(server.key))
+    flags = [str(tables), "--topology", "h200x8", "--json"]
+    with served(tmp_path, "--token-file", str(known), *tls) as running:
+        url = running.url.replace("http://127.0.0.1", "https://localhost")
+        without = CliRunner().invoke(command, [*flags, "--url", url, "--tls-ca", str(server.ca)])
+        assert without.exit_code == 2
+        assert "give a token: --token-file or EVENKEEL_TOKEN_FILE" in without.output
+        named = [*flags, "--url", url, "--tls-ca", str(server.ca), "--token-file", str(token)]
+        by_flags = CliRunner().invoke(command, named)
+        monkeypatch.setenv("EVENKEEL_TLS_CA", str(server.ca))
+        monkeypatch.setenv("EVENKEEL_TOKEN_FILE", str(token))
+        by_environment = CliRunner().invoke(command, [*flags, "--url", url])
+    own = CliRunner().invoke(command, flags)
+    assert by_flags.stdout == by_environment.stdout == own.stdout, by_flags.output
+    clear = CliRunner().invoke(command, [*flags, "--url", "http://planner:8080"])
+    assert clear.exit_code == 2
+    assert "http://planner:8080 needs https:// for a token" in clear.output
 
 
 def test_the_command_needs_no_torch() -> None:

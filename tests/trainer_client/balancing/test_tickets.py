@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from evenkeel.partitioning import partition
 from trainer_client.balancing.tickets import read_costs
 
 
@@ -14,6 +15,8 @@ from trainer_client.balancing.tickets import read_costs
         (torch.tensor([1.0, 2.0, 3.0], requires_grad=True), np.float64),
         (np.array([1, 2, 3], dtype=np.uint64), np.int64),
         (np.array([1, 2, 3], dtype=np.float16), np.float64),
+        (torch.tensor([1, 2, 3], dtype=torch.bfloat16), np.float64),
+        (torch.tensor([1, 2, 3], dtype=torch.float8_e4m3fn), np.float64),
     ],
 )
 def test_any_numbers_are_costs(values: object, dtype: type) -> None:
@@ -42,6 +45,8 @@ def test_no_samples() -> None:
         (["a", "b", "c"], "values; return integers"),
         (np.array([2**63, 0, 0], dtype=np.uint64), "exceeds int64"),
         (torch.empty(3, device="meta"), "on meta"),
+        ([torch.tensor(1, dtype=torch.bfloat16)] * 3, "list, which is no list of numbers"),
+        (torch.ones(3, dtype=torch.complex64), "complex64 values; return integers"),
     ],
 )
 def test_what_is_not_one_number_per_sample_is_an_error(values: object, message: str) -> None:
@@ -59,3 +64,13 @@ def test_costs_whose_sum_over_all_ranks_may_overflow_are_a_problem(values: objec
     costs, problem = read_costs(values, 3, world_size=8)
     assert not costs.any()
     assert "use larger units" in problem
+
+
+def test_what_all_ranks_may_reach_together_can_be_partitioned() -> None:
+    for ranks in (2, 3, 8, 1000):
+        share = 2**62 // ranks
+        assert "use larger units" in read_costs([share, 0, 0], 3, world_size=ranks)[1]
+        most = int(share * (1 - 1e-8))
+        costs, problem = read_costs([most, 0, 0], 3, world_size=ranks)
+        assert not problem
+        partition(np.tile(costs, ranks), np.repeat(np.arange(ranks), 3), ranks, strategy="lpt")

@@ -1,0 +1,83 @@
+"""Asking a planner service over HTTP: for the command line and for trainers."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from evenkeel.credentials import Credentials
+from evenkeel.placement import Plan, PlanRequest
+from evenkeel.placement.codec import decode, encode
+
+
+class PlannerError(RuntimeError):
+    """The planner service refused or could not be reached."""
+
+
+def ask_planner(
+    url: str,
+    request: PlanRequest,
+    *,
+    timeout_s: float = 30.0,
+    credentials: Credentials | None = None,
+    token: str | None = None,
+) -> Plan:
+    """The plan of a request, from the service.
+
+    Args:
+        url: Of the planner, such as `https://planner:8080`.
+        request: What to plan.
+        timeout_s: Time to wait for an answer, on top of the request's own time limit.
+        credentials: Files for HTTPS, and one with the bearer token.
+        token: The bearer token itself, instead.
+
+    Raises:
+        PlannerError: The service refused or could not be reached.
+        ValueError: The address or a file of the credentials cannot be used, or a token of a file would be sent in the
+            clear.
+    """
+    place = urlsplit(url)
+    if place.scheme not in ("http", "https") or not place.hostname:
+        raise ValueError(f"url is {url!r}; give http://host:port or https://host:port")
+    known = credentials or Credentials()
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    elif known.token_file is not None:
+        secure = place.scheme == "https"
+        shown = known if secure and known.secure else replace(known, tls=secure, ca=None, certificate=None, key=None)
+        try:
+            headers |= {key.title(): value for key, value in shown.metadata(f"{place.hostname}:{place.port or 443}")}
+        except ValueError as error:
+            raise ValueError(f"{error}; {url} needs https:// for a token" if not secure else str(error)) from None
+    address = f"{url.rstrip('/')}/v1/plans"
+    call = urllib.request.Request(address, json.dumps(encode(request)).encode(), headers, method="POST")
+    try:
+        timeout = timeout_s + request.solver.time_limit_s
+        with urllib.request.urlopen(call, timeout=timeout, context=known.ssl_context()) as answer:
+            value = json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise PlannerError(f"{address} answered {error.code}: {_detail(error)}{_remedy(error, headers)}") from None
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise PlannerError(f"{address}: {reason}; check the address, or plan without a service") from None
+    except ValueError as error:
+        raise PlannerError(f"{address} answered what is no JSON: {error}; check the address") from None
+    return decode(Plan, value["plan"])
+
+
+def _detail(error: urllib.error.HTTPError) -> str:
+    try:
+        text = error.read(100_000)
+        return str(json.loads(text).get("detail", error.reason))
+    except (ValueError, AttributeError, OSError):
+        return str(error.reason)
+
+
+def _remedy(error: urllib.error.HTTPError, headers: dict[str, str]) -> str:
+    if error.code != 401 or "Authorization" in headers:
+        return ""
+    return "; give a token: --token-file or EVENKEEL_TOKEN_FILE"
