@@ -40,7 +40,7 @@ from benchmarks.end_to_end_report import draw, show, summarize
 from evenkeel.partitioning.windows import partition_window
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
-from trainer_client.balancing.stream import Cost
+from trainer_client.balancing.tickets import Cost
 from trainer_client.batches import FlatBatch, flatten
 from trainer_client.datasets import SequenceBatch
 from trainer_client.measurement import peak_tflops

@@ -19,7 +19,7 @@ from examples.hstu.budget import ActivationBudget
 from examples.hstu.embeddings import Storage, make_embeddings, shard_by_torchrec
 from examples.hstu.model import ModelOptions, Ranker, loss_of
 from trainer_client.balancing import BalancedLoader, Balancer, RoundReport
-from trainer_client.balancing.stream import Cost
+from trainer_client.balancing.tickets import Cost
 from trainer_client.datasets import SequenceBatch
 from trainer_client.fitting import CostFitter, FitOptions, SequenceTerms
 from trainer_client.measurement import AttentionWork, BalanceLogger, ModulePerf, PerfTracker, StepTimer, StepTimes

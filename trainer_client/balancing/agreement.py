@@ -20,13 +20,14 @@ class Mode(StrEnum):
     SERVICE = "service"  # move by the service's plan
     EMBEDDED = "embedded"  # gather the costs, partition on every rank alike, move
     IDENTITY = "identity"  # every sample stays at home
-    END = "end"  # no rank has data left
+    END = "end"  # the pass is over on all ranks: none has data left, or one has left its loop
 
 
 class Reason(StrEnum):
     """Why a round did what it did."""
 
     NONE = "none"
+    LEFT = "left"  # some rank has left its loop
     NO_SERVICE = "no_service"  # the balancer is embedded or off
     BREAKER_OPEN = "breaker_open"
     NO_DECISION = "no_decision"  # some rank has none
@@ -39,7 +40,7 @@ class Reason(StrEnum):
 
 
 class ProgramOrderError(RuntimeError):
-    """Ranks are in different rounds: they did not submit batches in the same order."""
+    """A program uses its loaders in an order that cannot be reconciled between the ranks."""
 
 
 class SchemaMismatchError(ValueError):
@@ -56,6 +57,7 @@ class Verdict:
         ranks: The ranks that the reason is about.
         served: The service decided the round for all ranks alike.
         moved: Whether any sample moves; under `Mode.EMBEDDED` True until the plan is known.
+        taken: With `Reason.LEFT`, how many batches the first of the ranks had got when it left.
     """
 
     mode: Mode
@@ -63,29 +65,49 @@ class Verdict:
     ranks: tuple[int, ...] = ()
     served: bool = False
     moved: bool = False
+    taken: int = 0
+
+
+def out_of_turn(rank: int) -> ProgramOrderError:
+    """The error of all ranks when one has taken its batches in an order of its own."""
+    return ProgramOrderError(
+        f"rank {rank} redistributes a batch out of turn: redistribute the batches of a loader in the order in which "
+        "they were submitted, each once, and leave a loop (Balancer.leave) before beginning it anew"
+    )
 
 
 def check_order(votes: Sequence[Vote]) -> None:
     """Checks what only a program error can break.
 
     Raises:
-        ProgramOrderError: If the ranks are in different rounds.
+        ProgramOrderError: If a rank takes its batches in another order, or the ranks are in different rounds.
     """
     first = votes[0]
     for rank, vote in enumerate(votes):
-        if vote.round != first.round:
+        if vote.out_of_turn:
+            raise out_of_turn(rank)
+        if (vote.pass_number, vote.round) != (first.pass_number, first.round):
             raise ProgramOrderError(
-                f"rank {rank} is in round {vote.round}, rank 0 in round {first.round}; submit the batches of a loader "
-                "in the same order on all ranks, and iterate the same number of batches before leaving a loop"
+                f"rank {rank} is in round {vote.round}, rank 0 in round {first.round}; use the balancers and loaders "
+                "of a job in the same order on all ranks"
             )
 
 
 def schemas_differ(votes: Sequence[Vote]) -> tuple[int, int] | None:
-    """The first two ranks whose batches look different, if any."""
-    for rank, vote in enumerate(votes):
-        if vote.schema != votes[0].schema:
-            return 0, rank
+    """The first two ranks whose batches look different, if any; ranks without samples have no say."""
+    holding = _ranks(votes, lambda vote: vote.samples > 0)
+    for rank in holding[1:]:
+        if votes[rank].schema != votes[holding[0]].schema:
+            return holding[0], rank
     return None
+
+
+def teacher(votes: Sequence[Vote]) -> int | None:
+    """The rank that tells those without samples what the round's batches look like; None if all of them know."""
+    holding = _ranks(votes, lambda vote: vote.samples > 0)
+    if not holding or all(vote.schema == votes[holding[0]].schema for vote in votes):
+        return None
+    return holding[0]
 
 
 def decide(votes: Sequence[Vote], *, waited: bool, has_service: bool, balance: bool, fallback: Fallback) -> Verdict:
@@ -98,6 +120,9 @@ def decide(votes: Sequence[Vote], *, waited: bool, has_service: bool, balance: b
         balance: False when the balancer is off: every sample stays at home.
         fallback: What a round does that the service did not decide.
     """
+    left = _ranks(votes, lambda vote: vote.left)
+    if left:  # says nothing about the service, which may have waited for these ranks
+        return Verdict(mode=Mode.END, reason=Reason.LEFT, ranks=left, taken=votes[left[0]].taken)
     if all(vote.exhausted for vote in votes) and not any(vote.samples for vote in votes):
         held = all(vote.held is not Held.NOTHING for vote in votes)  # a miss counts for the breaker here too
         return Verdict(mode=Mode.END, reason=Reason.NONE, served=waited and held)

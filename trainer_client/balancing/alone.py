@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
+from trainer_client.balancing.casting import batch_votes
 from trainer_client.balancing.embedded import stay_home
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.reporting import report_round
 from trainer_client.balancing.tickets import Outcome, Ticket
 from trainer_client.balancing.votes import Vote
-from trainer_client.balancing.worker import batch_votes
+from trainer_client.batches import FlatBatch
 
 
-def decide_alone(ticket: Ticket, options: BalanceOptions) -> Outcome:
+def decide_alone(ticket: Ticket, options: BalanceOptions, template: FlatBatch) -> Outcome:
     """The outcome in a world of one rank."""
     costs, data = ticket.data.costs, ticket.data
     vote = Vote(
@@ -25,4 +26,4 @@ def decide_alone(ticket: Ticket, options: BalanceOptions) -> Outcome:
     reports = report_round(
         ticket, [vote], verdict, piece=piece, rank=0, options=options, plan=None, balances=(), wait_seconds=0.0
     )
-    return Outcome(verdict=verdict, piece=piece, reports=reports)
+    return Outcome(verdict=verdict, piece=piece, reports=reports, template=template)

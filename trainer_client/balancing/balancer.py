@@ -12,9 +12,10 @@ import torch
 
 from evenkeel.addresses import check_address
 from trainer_client.balancing.membership import Ranks, read_membership
+from trainer_client.balancing.opening import NoDataError, StreamConfig
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.stream import BatchStream, Cost, StreamConfig
-from trainer_client.balancing.tickets import Ticket
+from trainer_client.balancing.stream import BatchStream
+from trainer_client.balancing.tickets import Cost, Ticket
 from trainer_client.batches import BatchSpec, flatten
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
@@ -30,7 +31,8 @@ class Balancer:
     connected and no thread starts before the first batch is submitted.
 
     Most loops use `BalancedLoader`. A loop of its own calls `submit` for a batch as early as it has it on the host and
-    `redistribute` when it needs it, on all ranks the same number of times in the same order.
+    `redistribute` when it needs it, in the same order. A rank whose data has ended submits None; `redistribute` returns
+    None when the loops of all ranks are over. Who leaves a loop before calls `leave`.
     """
 
     def __init__(
@@ -209,9 +211,22 @@ class Balancer:
         spec: BatchSpec | None = None,
         loader: str = "train",
     ) -> Ticket:
-        """Announces a batch to the balancer and returns at once; see `BatchStream.submit`."""
-        _, ticket = self.stream(loader).submit(batch, cost=cost, memory=memory, spec=spec)
-        return ticket
+        """Announces a batch to the balancer and returns at once; see `BatchStream.submit`.
+
+        Args:
+            batch: The host's batch; None when this rank's data has ended, until all ranks' has.
+            cost: From the batch to the predicted work of each sample.
+            memory: From the batch to what each sample adds to the memory caps; default: its bytes.
+            spec: How to read the batch's fields.
+            loader: Name of the loop; loops that are under way at the same time need different ones.
+        """
+        stream = self.stream(loader)
+        if batch is not None:
+            return stream.submit(batch, cost=cost, memory=memory, spec=spec)[1]
+        try:
+            return stream.submit_exhausted()[1]
+        except NoDataError:
+            return stream.no_data()
 
     def redistribute(
         self,
@@ -225,17 +240,37 @@ class Balancer:
         """Agrees with all ranks, then moves the samples.
 
         Args:
-            batch: The submitted batch, or its copy on a device.
+            batch: The submitted batch, or its copy on a device; None if None was submitted.
             ticket: What `submit` returned for it.
             spec: As submitted.
             device: Where the result shall be; default: where the batch is.
             loader: As submitted.
 
         Returns:
-            The batch that this rank trains: samples of all ranks, sorted by (home, index at home).
+            The batch that this rank trains: samples of all ranks, sorted by (home, index at home). None when the loops
+            of all ranks are over: no rank has data left, or one has left its loop.
+
+        Raises:
+            ProgramOrderError: On all ranks, if one redistributes its batches in another order than it submitted them.
         """
-        flat = flatten(batch, spec, lengths=ticket.data.lengths)
-        return self.stream(loader).start(flat, ticket, device).wait().unflatten()
+        stream = self.stream(loader)
+        outcome = stream.outcome(ticket)
+        if outcome.ended:
+            stream.end(outcome.verdict, ticket)
+            return None
+        flats = ticket.flats if batch is None else (flatten(batch, spec, lengths=ticket.data.lengths),)
+        moved = stream.start(flats, ticket, device).wait().unflatten()
+        stream.took()
+        return moved
+
+    def leave(self, *, loader: str = "train") -> None:
+        """Leaves a loop of submissions before its end, or ends one that may be followed by another.
+
+        The loops of all ranks end together: `redistribute` returns None on ranks that go on, once what was agreed on
+        before has been moved. The next `submit` begins a new loop. Does nothing where a loop has ended.
+        """
+        if loader in self._streams:
+            self._streams[loader].leave()
 
     def close(self) -> None:
         """Leaves all sessions and ends all threads, within a bounded time."""

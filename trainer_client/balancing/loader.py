@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from trainer_client.balancing.agreement import Mode
+from trainer_client.balancing.agreement import Verdict
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.report import Counters, RoundReport
-from trainer_client.balancing.stream import BatchStream, Cost
-from trainer_client.balancing.tickets import Ticket
+from trainer_client.balancing.stream import BatchStream
+from trainer_client.balancing.tickets import Cost, Ticket
 from trainer_client.batches import BatchSpec, FlatBatch
 from trainer_client.redistribution import Pending
 
@@ -67,6 +67,7 @@ class BalancedLoader(Generic[B]):
         self._device = device
         self._name = name
         self._report: RoundReport | None = None
+        self._used: BatchStream | None = None  # by the latest loop
 
     @property
     def report(self) -> RoundReport:
@@ -88,17 +89,17 @@ class BalancedLoader(Generic[B]):
 
     @property
     def counters(self) -> Counters:
-        """Running totals of the stream."""
-        return self._stream.worker.counters
+        """Running totals of the stream, also after the balancer was closed."""
+        return self._stream.counters
 
     @property
     def breaker_open(self) -> bool:
         """Whether rounds go on without asking the service, which has missed one."""
-        return not self._stream.worker.breaker.closed
+        return not self._stream.breaker.closed
 
     @property
     def _stream(self) -> BatchStream:
-        return self._balancer.stream(self._name)
+        return self._used if self._used is not None else self._balancer.stream(self._name)
 
     def __len__(self) -> int:
         """Batches of this rank's own loader; ranks with fewer batches take part in more steps than they have."""
@@ -107,17 +108,19 @@ class BalancedLoader(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         # The loader forks its workers here, before the stream's first threads start.
         source = iter(self.loader)
-        stream = self._stream
-        submitted: deque[tuple[tuple[FlatBatch, ...], Ticket]] = deque()
+        self._used = stream = self._balancer.stream(self._name)
+        current = stream.begin()
+        submitted: deque[Ticket] = deque()
         collected: list[Any] = []  # for the next window
         window: _Window | None = None  # the one that is being trained
         moving: tuple[Pending, RoundReport] | None = None
-        upcoming: tuple[Pending, RoundReport] | None = None
-        has_data, ended = True, False
+        has_data = True
+        end: Verdict | None = None
         try:
             while True:
+                stream.check(current)
                 left = 0 if window is None else window.left
-                while not ended:
+                while end is None:
                     held = left + len(collected) + len(submitted) * stream.options.window
                     if held >= stream.options.depth * stream.options.window:
                         break
@@ -127,34 +130,40 @@ class BalancedLoader(Generic[B]):
                     if len(collected) == stream.options.window:
                         submitted.append(self._submit(stream, [one for one in collected if one is not _NO_MORE]))
                         collected = []
-                upcoming = None
+                upcoming: tuple[Pending, RoundReport] | None = None
                 while upcoming is None and (left or submitted):
                     if not left:
-                        flats, ticket = submitted.popleft()
+                        ticket = submitted.popleft()
                         outcome = stream.outcome(ticket)
-                        if outcome.verdict.mode is Mode.END:
-                            ended = True  # on all ranks in this round; what was submitted after it is empty on all too
+                        if outcome.ended:  # on all ranks in this round, and so has what was submitted after it
+                            current.over, end = True, outcome.verdict
+                            has_data |= any(len(one.data) for one in (ticket, *submitted))
+                            submitted.clear()
                             continue
-                        window = _Window(flats, ticket, len(outcome.reports))
+                        window = _Window(ticket.flats, ticket, len(outcome.reports))
                     assert window is not None
                     upcoming = self._start_next(stream, window)
                     left = window.left
                 if moving is not None:
-                    yield self._finish(stream, moving)
+                    balanced = self._finish(stream, moving)
+                    current.taken += 1
+                    yield balanced
                 elif upcoming is None:
+                    if end is not None and has_data:
+                        stream.tell_end(end, current.taken)
                     return
                 moving = upcoming
         except NoDataError:
             return  # on all ranks
         finally:
-            if upcoming is not None and upcoming is not moving:
-                upcoming[0].wait()  # left early: the samples in flight must land before their memory is freed
+            current.leave()
 
-    def _submit(self, stream: BatchStream, batches: list[Any]) -> tuple[tuple[FlatBatch, ...], Ticket]:
+    def _submit(self, stream: BatchStream, batches: list[Any]) -> Ticket:
         if not batches:
-            flat, ticket = stream.submit_exhausted(self._device)
-            return (flat,), ticket
-        return stream.submit_window(batches, cost=self._cost, memory=self._memory, spec=self._spec, device=self._device)
+            return stream.submit_exhausted(self._device)[1]
+        return stream.submit_window(
+            batches, cost=self._cost, memory=self._memory, spec=self._spec, device=self._device
+        )[1]
 
     def _start_next(self, stream: BatchStream, window: _Window) -> tuple[Pending, RoundReport]:
         batch = window.num_batches - window.left
@@ -166,7 +175,7 @@ class BalancedLoader(Generic[B]):
         pending, report = moving
         started = time.perf_counter()
         batch: B = pending.wait().unflatten()
-        stream.worker.counters.redistribution_seconds += time.perf_counter() - started
+        stream.counters.redistribution_seconds += time.perf_counter() - started
         self._report = report
         return batch
 

@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel import partitioning
+from evenkeel import __version__, partitioning
 from trainer_client import redistribution
+from trainer_client.balancing.agreement import ProgramOrderError
 from trainer_client.balancing.groups import Groups, node_name
+from trainer_client.balancing.identity import SessionName
+from trainer_client.balancing.membership import Ranks
+from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.schemas import raise_mismatch
 from trainer_client.batches import FlatBatch
+
+if TYPE_CHECKING:  # grpcio is needed only where a service is
+    from trainer_client.service import Connection, Credentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """What a stream is made from. Rank 0's address, options and session name hold for all ranks.
+
+    Attributes:
+        job: The training job.
+        group: The data-parallel group within the job.
+        loader: The stream's name within the group.
+        address: `host:port` of the balancer; None: embedded.
+        balance: False: every sample stays at home.
+        options: How to balance.
+        process_group: The ranks that balance together; None: the default group.
+        peers: The ranks that train the same batches; see `read_membership`.
+        credentials: What this rank shows to the balancer; each rank its own.
+    """
+
+    job: str
+    group: str
+    loader: str
+    address: str | None
+    balance: bool
+    options: BalanceOptions
+    process_group: Ranks | None
+    peers: Ranks | None = None
+    credentials: Credentials | None = None
 
 
 class NoDataError(Exception):
@@ -44,9 +81,27 @@ def wire_fields(template: FlatBatch) -> list[tuple[str, str, str, tuple[int, ...
     return fields
 
 
-def agree_on_template(flat: FlatBatch | None, groups: Groups) -> FlatBatch:
-    """An empty batch of the one schema that all ranks' batches have. Collective."""
-    schemas = groups.gather_objects(None if flat is None else flat.schema.lines)
+def agree_on_template(flat: FlatBatch | None, groups: Groups, name: str) -> FlatBatch:
+    """An empty batch of the one schema that all ranks' batches have. Collective.
+
+    Args:
+        flat: This rank's first batch; None if it has none.
+        groups: The ranks.
+        name: Of the loader whose stream opens.
+
+    Raises:
+        ProgramOrderError: On all ranks, if they begin different loaders.
+        SchemaMismatchError: On all ranks, if their batches differ in their fields.
+        NoDataError: On all ranks, if none has a batch.
+    """
+    said = groups.gather_objects((name, None if flat is None else flat.schema.lines))
+    for rank, (other, _) in enumerate(said):
+        if other != said[0][0]:
+            raise ProgramOrderError(
+                f"rank {rank} begins the loader {other!r} while rank 0 begins {said[0][0]!r}; begin loaders for the "
+                "first time in the same order on all ranks"
+            )
+    schemas = [lines for _, lines in said]
     known = {lines for lines in schemas if lines is not None}
     if not known:
         raise NoDataError
@@ -64,3 +119,61 @@ def node_numbers(groups: Groups) -> NDArray[np.int32] | None:
     names = groups.gather_objects(node_name())
     order = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return np.array([order[name] for name in names], dtype=np.int32) if len(order) > 1 else None
+
+
+def connect(
+    address: str,
+    session: SessionName,
+    *,
+    groups: Groups,
+    options: BalanceOptions,
+    template: FlatBatch,
+    credentials: Credentials | None,
+) -> Connection:
+    """This rank's way to the service, not yet started. Collective.
+
+    Args:
+        address: Of the balancer.
+        session: What all ranks call themselves.
+        groups: The ranks.
+        options: Rank 0's options.
+        template: An empty batch.
+        credentials: What this rank shows to the balancer.
+
+    Raises:
+        ModuleNotFoundError: If grpcio is not installed.
+    """
+    try:
+        from trainer_client.balancing.nodes import take_seat
+        from trainer_client.service import Connection, join_request
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error}; a balancer service needs grpcio: pip install 'evenkeel[trainer]'"
+        ) from error
+    join = join_request(
+        job=session.job,
+        group=session.group,
+        loader=session.loader,
+        run_id=session.run_id,
+        restart_count=session.restart_count,
+        opening=session.opening,
+        world_size=groups.world_size,
+        rank=groups.rank,
+        node=node_name(),
+        strategy=options.strategy,
+        counts=options.counts,
+        tolerance=options.tolerance,
+        speeds=options.speeds,
+        memory_caps=options.memory_caps,
+        schema_hash=template.schema.hash,
+        schema_fields=wire_fields(template),
+        client_version=__version__,
+        window=options.window,
+    )
+    return Connection(
+        address,
+        join,
+        join_timeout=max(1.0, options.timeout.total_seconds()),
+        credentials=credentials,
+        seat=take_seat(groups, options),
+    )

@@ -26,7 +26,7 @@ from trainer_client.batches import FlatBatch
 
 T = TypeVar("T")
 
-_TWIN = struct.Struct("<QQQQ16s")
+_TWIN = struct.Struct("<QQQQQ16s")
 # By default group and ranks, the same number on all of these ranks.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
@@ -126,13 +126,19 @@ class Twin:
         exhausted: The rank's data has ended.
         schema: 64 bits of the hash of the batch's schema.
         digest: Of the lengths, and in a stream's first round of all values on the host.
+        left: Instead of submitting a round, the rank has left its loop; then its peers leave theirs.
+        out_of_turn: It took batches in another order than it submitted them.
+        taken: Batches that the loop had got.
     """
 
     round: int
-    samples: int
-    exhausted: bool
-    schema: int
-    digest: bytes = field(repr=False)
+    samples: int = 0
+    exhausted: bool = False
+    schema: int = 0
+    digest: bytes = field(repr=False, default=b"")
+    left: bool = False
+    out_of_turn: bool = False
+    taken: int = 0
 
     @classmethod
     def of(
@@ -156,22 +162,38 @@ class Twin:
         schema = int.from_bytes(flats[0].schema.hash[:8], "little")
         return cls(round=number, samples=len(lengths), exhausted=exhausted, schema=schema, digest=digest.digest())
 
-    def compare(self, peers: PeerGroup) -> str:
-        """How the peers' batches differ from the leader's, for people; empty if they do not. Collective."""
-        rows = peers.gather(_TWIN.pack(self.round, self.samples, self.exhausted, self.schema, self.digest))
+    @classmethod
+    def of_leaving(cls, number: int, *, taken: int, out_of_turn: bool) -> Twin:
+        """That of a rank that has left its loop."""
+        return cls(round=number, left=True, out_of_turn=out_of_turn, taken=taken)
+
+    def meet(self, peers: PeerGroup) -> tuple[Twin, str]:
+        """What the peers do, and how their batches differ, for people; empty if they do not. Collective.
+
+        Returns:
+            What the first of them says that has left, else what the leader says; and how the others differ from it.
+        """
+        flags = self.exhausted | self.left << 1 | self.out_of_turn << 2
+        rows = peers.gather(_TWIN.pack(self.round, self.samples, flags, self.schema, self.taken, self.digest))
         twins = [
-            Twin(round=number, samples=samples, exhausted=bool(exhausted), schema=schema, digest=digest)
-            for number, samples, exhausted, schema, digest in map(_TWIN.unpack, rows)
-        ]
+            Twin(
+                round=number, samples=samples, exhausted=bool(flags & 1), schema=schema, digest=digest,
+                left=bool(flags & 2), out_of_turn=bool(flags & 4), taken=taken,
+            )
+            for number, samples, flags, schema, taken, digest in map(_TWIN.unpack, rows)
+        ]  # fmt: skip
+        for twin in sorted(twins, key=lambda twin: not twin.out_of_turn):
+            if twin.left:
+                return twin, ""
         for rank, twin in zip(peers.ranks, twins, strict=True):
             if twin != twins[0]:
-                return (
+                return twins[0], (
                     f"rank {rank} {_difference(twins[0], twin, peers.ranks[0])}, and the two were said to train the "
                     "same batches (by peers, or by a dimension of the mesh that is not process_group's); let them load "
                     "the same samples in the same order, as by mesh['dp'].get_local_rank(); if they train different "
                     "ones, balance over them too, or pass process_group=mesh['dp'].get_group()"
                 )
-        return ""
+        return twins[0], ""
 
 
 def _difference(leader: Twin, other: Twin, leading_rank: int) -> str:

@@ -2,80 +2,64 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from evenkeel import __version__
+from trainer_client.balancing.agreement import Mode, Reason, Verdict, out_of_turn
 from trainer_client.balancing.alone import decide_alone
+from trainer_client.balancing.breaker import Breaker
+from trainer_client.balancing.casting import Leaving
 from trainer_client.balancing.embedded import RoundData
-from trainer_client.balancing.groups import Groups, node_name
+from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.identity import SessionName, name_session
-from trainer_client.balancing.membership import Ranks
-from trainer_client.balancing.opening import agree_on_template, node_numbers, warm_up, wire_fields
+from trainer_client.balancing.moving import Mover
+from trainer_client.balancing.opening import StreamConfig, agree_on_template, connect, node_numbers, warm_up
 from trainer_client.balancing.options import BalanceOptions
+from trainer_client.balancing.passes import Pass, tell_end, used_after
 from trainer_client.balancing.peers import Twin
-from trainer_client.balancing.tickets import Outcome, Ticket, read_costs
+from trainer_client.balancing.report import Counters
+from trainer_client.balancing.schemas import check_fields
+from trainer_client.balancing.tickets import Cost, Outcome, Ticket, read_round
 from trainer_client.balancing.worker import RoundWorker
-from trainer_client.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.redistribution import Pending, start
-from trainer_client.redistribution.regroup import pick
+from trainer_client.batches import BatchSpec, FlatBatch, Schema, flatten
+from trainer_client.redistribution import Pending
 from trainer_client.tracing import RoundTrace, StreamTracer, tracer_of
 
 if TYPE_CHECKING:
-    from trainer_client.service import Connection, Credentials
+    from trainer_client.service import Connection
 
-Cost = Callable[[Any], Any]
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamConfig:
-    """What a stream is made from. Rank 0's address, options and session name hold for all ranks.
-
-    Attributes:
-        job: The training job.
-        group: The data-parallel group within the job.
-        loader: The stream's name within the group.
-        address: `host:port` of the balancer; None: embedded.
-        balance: False: every sample stays at home.
-        options: How to balance.
-        process_group: The ranks that balance together; None: the default group.
-        peers: The ranks that train the same batches; see `read_membership`.
-        credentials: What this rank shows to the balancer; each rank its own.
-    """
-
-    job: str
-    group: str
-    loader: str
-    address: str | None
-    balance: bool
-    options: BalanceOptions
-    process_group: Ranks | None
-    peers: Ranks | None = None
-    credentials: Credentials | None = None
+CLOSE_SECONDS = 5.0
 
 
 class BatchStream:
-    """Rounds of one loader. All ranks submit and redistribute the same number of batches in the same order."""
+    """Rounds of one loader, in passes: each is one loop over batches, and ends on all ranks in the same round.
+
+    All ranks submit and redistribute their batches in the same order. A rank whose data ends goes on with
+    `submit_exhausted`; one that leaves its loop says so with `leave`, and the loops of all ranks end.
+    """
 
     def __init__(self, config: StreamConfig) -> None:
         self._config = config
         self._options = config.options
         self._next_round = 0
+        self._last_pass = -1  # in which this rank took part
+        self._pass: Pass | None = None
         self._template: FlatBatch | None = None
         self._worker: RoundWorker | None = None
         self._connection: Connection | None = None
         self._groups: Groups | None = None
         self._cost_dtype: np.dtype[Any] = np.dtype(np.int64)
         self._tracer: StreamTracer | None = None
-        self._moves_started = 0
-        self._moves_ended = 0
+        self._mover: Mover | None = None
+        self._told_end = False
+        self.counters = Counters()
 
     @property
     def options(self) -> BalanceOptions:
@@ -83,11 +67,44 @@ class BatchStream:
         return self._options
 
     @property
-    def worker(self) -> RoundWorker:
-        """The worker of an open stream, with its counters and the breaker's state."""
-        if self._worker is None:
-            raise RuntimeError(f"the stream {self._config.loader!r} is not open; submit a batch first")
-        return self._worker
+    def breaker(self) -> Breaker:
+        """The state after the latest agreement."""
+        return Breaker() if self._worker is None else self._worker.breaker
+
+    def begin(self) -> Pass:
+        """Begins a pass, after leaving the one before if that has not ended; `submit` does so where there is none.
+
+        Waits until the pass before has ended on all ranks and nothing of it is in flight.
+
+        Raises:
+            TimeoutError: If it does not end within the timeouts of its rounds.
+        """
+        before = self._pass
+        if before is not None:
+            before.leave()
+            if not before.settle(self._options.patience):
+                raise TimeoutError(f"{self._config.loader}: the loop before has not ended on all ranks")
+        self._pass = Pass(self._config.loader, self._move, self._tell_left, self._options.patience)
+        if self._worker is not None:
+            self._enter(self._pass)
+        return self._pass
+
+    def check(self, one: Pass) -> None:
+        """Checks that a loop may go on.
+
+        Raises:
+            ProgramOrderError: If a newer one has begun on this stream, or the stream was closed.
+        """
+        if one is not self._pass:
+            raise used_after(self._config.loader)
+
+    def leave(self) -> None:
+        """Leaves the loop: the loops of all ranks end together, and the next submission begins a new pass.
+
+        Does nothing after the end of a pass. What all ranks have agreed on before is moved, and dropped here.
+        """
+        if self._pass is not None:
+            self._pass.leave()
 
     def submit(
         self,
@@ -145,33 +162,19 @@ class BatchStream:
         flats = tuple(flatten(batch, spec) for batch in batches)
         self._open(flats[0] if flats else None, device)
         trace = self._begin_trace()
+        options = self._options
+        if not 1 <= len(flats) <= options.window:
+            raise ValueError(f"{len(flats)} batches for a window of {options.window}; set BalanceOptions.window")
         assert self._groups is not None
-        if not 1 <= len(flats) <= self._options.window:
-            raise ValueError(f"{len(flats)} batches for a window of {self._options.window}; set BalanceOptions.window")
+        assert self._template is not None
+        check_fields(self._config.loader, flats, self._template, served=self._connection is not None)
         # sums over all ranks and batches stay exact
-        shares = self._groups.world_size * self._options.window
-        costs, memories, problem = [], [], ""
-        for batch, flat in zip(batches, flats, strict=True):
-            values, its_problem = read_costs(cost(batch), flat.num_samples, world_size=shares)
-            costs.append(values)
-            problem = problem or its_problem
-            if self._options.memory_caps is not None:
-                held, its_problem = (
-                    (flat.sizes, "")
-                    if memory is None
-                    else read_costs(memory(batch), flat.num_samples, what="memory", world_size=shares)
-                )
-                memories.append(held.astype(np.float64))
-                problem = problem or its_problem
-        data = RoundData(
-            costs=_joined(costs),
-            lengths=_joined([flat.lengths for flat in flats]),
-            sizes=_joined([flat.sizes for flat in flats]),
-            memory=_joined(memories) if memories else None,
-            batch_sizes=tuple(flat.num_samples for flat in flats),
+        shares = self._groups.world_size * options.window
+        data, problem = read_round(
+            batches, flats, cost=cost, memory=memory, capped=options.memory_caps is not None, shares=shares
         )
         self._cost_dtype = data.costs.dtype
-        return flats, self._enqueue(flats[0], data, problem, exhausted=False, trace=trace)
+        return flats, self._enqueue(flats, data, problem, exhausted=False, trace=trace, device=device)
 
     def submit_exhausted(self, device: torch.device | str | None = None) -> tuple[FlatBatch, Ticket]:
         """Takes part in a round after this rank's data has ended, with no sample.
@@ -186,7 +189,7 @@ class BatchStream:
         held = np.zeros(0, dtype=np.float64) if self._options.memory_caps is not None else None
         costs = np.zeros(0, dtype=self._cost_dtype)
         data = RoundData(costs=costs, lengths=flat.lengths, sizes=flat.sizes, memory=held)
-        return flat, self._enqueue(flat, data, "", exhausted=True, trace=trace)
+        return flat, self._enqueue((flat,), data, "", exhausted=True, trace=trace, device=device)
 
     def start(
         self,
@@ -207,36 +210,16 @@ class BatchStream:
         Returns:
             The move in flight; its `wait()` gives the batch that this rank trains, sorted by (home, index at home).
         """
-        outcome = self.outcome(ticket)
-        assert self._groups is not None
-        if ticket.trace is not None:
-            ticket.trace.moving()
-        started = time.perf_counter()
-        self._moves_started += 1
-        pending = start(
-            self._batch_of(outcome, [flat] if isinstance(flat, FlatBatch) else flat, batch),
-            outcome.piece.slices[batch],
-            group=self._groups.data if outcome.verdict.moved else None,
-            device=device,
-            method=self._options.method,
-        )
-        self.worker.counters.redistribution_seconds += time.perf_counter() - started
-        pending.then(self._move_ended if ticket.trace is None else partial(self._move_ended, ticket.trace))
-        return pending
-
-    def _move_ended(self, trace: RoundTrace | None = None) -> None:
-        self._moves_ended += 1
-        if trace is not None:
-            trace.moved()
-
-    def _batch_of(self, outcome: Outcome, flats: Sequence[FlatBatch], batch: int) -> FlatBatch:
-        """This rank's samples that are trained in a batch of the window, whichever rank trains them."""
-        assert self._template is not None
-        if outcome.piece.steps is None:
-            return flats[batch] if batch < len(flats) else self._template
-        begins = np.cumsum([0, *(flat.num_samples for flat in flats)])
-        chosen = [np.flatnonzero(outcome.piece.steps[begins[i] : begins[i + 1]] == batch) for i in range(len(flats))]
-        return pick(flats, chosen) if any(samples.size for samples in chosen) else self._template
+        if self.outcome(ticket).ended:
+            raise RuntimeError(f"the loop over {self._config.loader!r} has ended on all ranks; nothing moves any more")
+        current = self._pass
+        if current is None or current.left or ticket.pass_number != current.number:
+            raise used_after(self._config.loader)
+        if not current.in_turn(ticket, batch):
+            current.leave(out_of_turn=True)
+            assert self._groups is not None
+            raise out_of_turn(self._groups.rank)
+        return current.start([flat] if isinstance(flat, FlatBatch) else flat, ticket, device)
 
     def outcome(self, ticket: Ticket) -> Outcome:
         """What all ranks agreed on; waits for it.
@@ -250,31 +233,108 @@ class BatchStream:
         since = time.time_ns() if exposed else 0
         try:
             return ticket.future.result(self._options.patience)
+        except TimeoutError:
+            if ticket.future.done():
+                raise
+            raise TimeoutError(
+                f"{self._config.loader}: the ranks did not agree on round {ticket.round} in time; a rank whose data "
+                "has ended goes on with submit(None), and one that leaves its loop calls leave()"
+            ) from None
         finally:
             if exposed and ticket.trace is not None:
                 ticket.trace.part("exposed wait", since)
-            self.worker.counters.exposed_seconds += time.perf_counter() - started
+            self.counters.exposed_seconds += time.perf_counter() - started
+
+    def took(self) -> None:
+        """Counts a batch that a loop of the user's own has got."""
+        if self._pass is not None:
+            self._pass.taken += 1
+
+    def end(self, verdict: Verdict, ticket: Ticket) -> None:
+        """Notes that a loop of the user's own has seen its end, with the round of a ticket."""
+        current = self._pass
+        if current is not None and current.number == ticket.pass_number and not current.over:
+            current.over = True
+            if not ticket.exhausted:
+                self.tell_end(verdict, current.taken)
+
+    def no_data(self) -> Ticket:
+        """The ticket of a loop that is over before it has begun, as no rank has had any batch."""
+        nothing = RoundData(
+            costs=np.zeros(0, np.int64), lengths=np.zeros((0, 0), np.int64), sizes=np.zeros(0, np.int64), memory=None
+        )
+        ticket = Ticket(
+            round=0, pass_number=-1, data=nothing, flats=(), schema=Schema(fields=()), exhausted=True, problem="",
+            asked=False, deadline=0.0,
+        )  # fmt: skip
+        ticket.future.set_result(Outcome.of_end(Verdict(mode=Mode.END, reason=Reason.NONE)))
+        return ticket
+
+    def tell_end(self, verdict: Verdict, taken: int) -> None:
+        """Says that this rank's loop has ended because another rank has left its own; see `tell_end`."""
+        if verdict.reason is Reason.LEFT and self._groups is not None:
+            tell_end(self._config.loader, verdict, taken, rank=self._groups.rank, again=self._told_end)
+            self._told_end = True
 
     def close(self) -> None:
         """Leaves the session and ends the threads; the process groups are kept for the next stream of these ranks."""
-        rounds = None if self._worker is None else self._worker.close(seconds=5.0)
+        until = time.monotonic() + CLOSE_SECONDS
+        settled = self._settle_last(CLOSE_SECONDS)
+        rounds = None if self._worker is None else self._worker.close(max(0.1, until - time.monotonic()))
         if self._connection is not None:
             self._connection.close()
-        if self._groups is not None and rounds is not None and self._moves_started == self._moves_ended:
-            self._groups.leave(rounds, self._moves_ended)
-        self._groups, self._worker, self._connection = None, None, None
+        moves = None if self._mover is None else self._mover.rest
+        if self._groups is not None and rounds is not None and settled and moves is not None:
+            self._groups.leave(rounds, moves)
+        self._groups, self._worker, self._connection, self._mover = None, None, None, None
+        self._next_round, self._last_pass = 0, -1
+
+    def _settle_last(self, seconds: float) -> bool:
+        current, self._pass = self._pass, None
+        if current is None:
+            return True
+        current.leave()
+        try:
+            return current.settle(seconds)
+        except Exception as error:  # the job has failed, and was told so where it waited
+            logger.debug("%s: the last loop: %s", self._config.loader, error)
+            return False
+
+    def _move(
+        self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None, batch: int
+    ) -> Pending:
+        assert self._mover is not None
+        return self._mover.move(flats, ticket, device, batch)
+
+    def _enter(self, one: Pass) -> None:
+        """Numbers a pass, on all ranks alike."""
+        assert self._groups is not None
+        if self._groups.world_size == 1:
+            one.number = self._last_pass + 1
+        else:
+            assert self._worker is not None
+            one.number, self._next_round = self._worker.enter(self._last_pass)
+        self._last_pass = one.number
+
+    def _tell_left(self, one: Pass, out_of_turn: bool) -> None:
+        if self._worker is not None and self._groups is not None and self._groups.world_size > 1:
+            assert one.number is not None
+            self._worker.put(Leaving(pass_number=one.number, taken=one.taken, out_of_turn=out_of_turn))
 
     # ------------------------------------------------------------------ opening
 
     def _open(self, flat: FlatBatch | None, device: torch.device | str | None) -> None:
         """Meets all ranks once: options, session, schema; a rank without any batch gets an empty one. Collective."""
+        current = self._pass
+        if current is None or current.over or current.left:
+            current = self.begin()
         if self._worker is not None:
             return
         config = self._config
         if self._groups is None:
             self._groups = Groups.create(config.process_group, config.options.group_timeout, config.peers)
         groups = self._groups
-        self._template = template = agree_on_template(flat, groups)
+        self._template = template = agree_on_template(flat, groups, config.loader)
         named = None
         if groups.rank == 0:
             config.options.check_world(groups.world_size)
@@ -294,7 +354,11 @@ class BatchStream:
             connection=self._connection,
             balance=balance,
             nodes=node_numbers(groups),
+            template=self._template,
+            counters=self.counters,
         )
+        self._mover = Mover(groups, self._options.method, self.counters)
+        self._enter(current)
         self._tracer = tracer_of(
             job=session.job,
             group=session.group,
@@ -306,66 +370,47 @@ class BatchStream:
     def _begin_trace(self) -> RoundTrace | None:
         return None if self._tracer is None else self._tracer.begin(self._next_round)
 
-    def _connect(self, address: str, session: SessionName, groups: Groups, template: FlatBatch) -> None:
-        try:
-            from trainer_client.balancing.nodes import take_seat
-            from trainer_client.service import Connection, join_request
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"{error}; a balancer service needs grpcio: pip install 'evenkeel[trainer]'"
-            ) from error
-        options = self._options
-        join = join_request(
-            job=session.job,
-            group=session.group,
-            loader=session.loader,
-            run_id=session.run_id,
-            restart_count=session.restart_count,
-            opening=session.opening,
-            world_size=groups.world_size,
-            rank=groups.rank,
-            node=node_name(),
-            strategy=options.strategy,
-            counts=options.counts,
-            tolerance=options.tolerance,
-            speeds=options.speeds,
-            memory_caps=options.memory_caps,
-            schema_hash=template.schema.hash,
-            schema_fields=wire_fields(template),
-            client_version=__version__,
-            window=options.window,
-        )
-        self._connection = Connection(
-            address,
-            join,
-            join_timeout=max(1.0, options.timeout.total_seconds()),
+    def _connect(self, address: str, session: SessionName, leaders: Groups, template: FlatBatch) -> None:
+        self._connection = connect(
+            address, session, groups=leaders, options=self._options, template=template,
             credentials=self._config.credentials,
-            seat=take_seat(groups, options),
-        )
+        )  # fmt: skip
         self._connection.start()
 
     # ------------------------------------------------------------------ a round
 
     def _enqueue(
-        self, flat: FlatBatch, data: RoundData, problem: str, *, exhausted: bool, trace: RoundTrace | None
+        self,
+        flats: tuple[FlatBatch, ...],
+        data: RoundData,
+        problem: str,
+        *,
+        exhausted: bool,
+        trace: RoundTrace | None,
+        device: torch.device | str | None,
     ) -> Ticket:
+        current = self._pass
+        assert current is not None
+        assert current.number is not None
         assert self._groups is not None
         assert self._worker is not None
         number = self._next_round
         self._next_round += 1
-        asked = self._worker.asks(number)
+        asked = self._worker.asks(number, current.number)
         timeout = self._options.timeout.total_seconds()
         ticket = Ticket(
             round=number,
+            pass_number=current.number,
             data=data,
-            schema=flat.schema,
+            flats=flats,
+            schema=next((flat for flat in flats if flat.num_samples), flats[0]).schema,
             exhausted=exhausted,
             problem=problem,
             asked=asked,
             deadline=time.monotonic() + timeout,
             twin=None
             if self._groups.peers is None
-            else Twin.of(number, [flat], data.lengths, exhausted=exhausted, values=number == 0),
+            else Twin.of(number, flats, data.lengths, exhausted=exhausted, values=number == 0),
             trace=trace,
         )
         if asked:
@@ -385,11 +430,9 @@ class BatchStream:
         if trace is not None:
             trace.submitted()
         if self._groups.world_size == 1:
-            ticket.future.set_result(decide_alone(ticket, self._options))
+            assert self._template is not None
+            ticket.future.set_result(decide_alone(ticket, self._options, self._template))
         else:
             self._worker.put(ticket)
+        current.submitted(ticket, device)
         return ticket
-
-
-def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

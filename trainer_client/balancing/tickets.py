@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +13,15 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.ranges import share_of_total
 from evenkeel.partitioning.windows import WindowSlice
-from trainer_client.balancing.agreement import Verdict
+from trainer_client.balancing.agreement import Mode, Verdict
 from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.report import RoundReport
-from trainer_client.batches import Schema
+from trainer_client.batches import FlatBatch, Schema
 from trainer_client.tracing import RoundTrace
+
+Cost = Callable[[Any], Any]
+"""From a batch to one number for each sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +31,24 @@ class Outcome:
     Attributes:
         verdict: What all ranks do.
         piece: Which of the own samples go where, and in which batch of the window.
-        reports: One per batch; as many as any rank has in the window.
+        reports: One per batch; as many as any rank has in the window. None after the end of a pass.
+        template: An empty batch of the round's schema, for ranks without samples; None if no rank has had any batch.
     """
 
     verdict: Verdict
     piece: WindowSlice
     reports: tuple[RoundReport, ...]
+    template: FlatBatch | None
+
+    @classmethod
+    def of_end(cls, verdict: Verdict) -> Outcome:
+        """That of a round which does not take place, as its pass has ended."""
+        return cls(verdict=verdict, piece=WindowSlice(steps=None, slices=()), reports=(), template=None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the pass is over on all ranks."""
+        return self.verdict.mode is Mode.END
 
     @property
     def report(self) -> RoundReport:
@@ -46,25 +62,31 @@ class Ticket:
 
     Attributes:
         round: Round number in its stream.
+        pass_number: Which pass over the stream's batches it is of.
         data: This rank's samples.
-        schema: What the batch looks like.
+        flats: Its batches, flattened, until all of them have begun to move.
+        schema: What they look like.
         exhausted: This rank's data has ended.
         problem: Why the costs cannot be used; empty if they can.
         asked: The service was asked.
         twin: What the ranks that train the same batches must have submitted too; None without such ranks.
         deadline: Until when to wait for the service, `time.monotonic` seconds.
+        started: Batches whose move has begun.
         future: Resolves to the outcome when all ranks have agreed.
         trace: The round's spans; None when it is not traced.
     """
 
     round: int
+    pass_number: int
     data: RoundData
+    flats: tuple[FlatBatch, ...]
     schema: Schema
     exhausted: bool
     problem: str
     asked: bool
     deadline: float
     twin: Twin | None = None
+    started: int = 0
     future: Future[Outcome] = field(default_factory=Future)
     trace: RoundTrace | None = None
 
@@ -130,3 +152,52 @@ def read_costs(
         problem = f"{what} adds up to {total:.4g}; all of a rank's must stay below {limit:.4g}: use larger units"
         return np.zeros(num_samples, dtype=np.int64), problem
     return array, ""
+
+
+def read_round(
+    batches: Sequence[Any],
+    flats: Sequence[FlatBatch],
+    *,
+    cost: Cost,
+    memory: Cost | None,
+    capped: bool,
+    shares: int,
+) -> tuple[RoundData, str]:
+    """What a rank knows of its own samples of a round, and why its costs cannot be used (empty: they can).
+
+    Args:
+        batches: Of the host.
+        flats: The same, flattened.
+        cost: From a batch to the predicted work of each sample.
+        memory: From a batch to what each sample adds to the memory caps; None: its bytes.
+        capped: Whether there are memory caps.
+        shares: Ranks times batches among which the sum of all costs is shared.
+
+    Raises:
+        ValueError: If there is not one number for each sample.
+    """
+    costs, memories, problem = [], [], ""
+    for batch, flat in zip(batches, flats, strict=True):
+        values, its_problem = read_costs(cost(batch), flat.num_samples, world_size=shares)
+        costs.append(values)
+        problem = problem or its_problem
+        if capped:
+            held, its_problem = (
+                (flat.sizes, "")
+                if memory is None
+                else read_costs(memory(batch), flat.num_samples, what="memory", world_size=shares)
+            )
+            memories.append(held.astype(np.float64))
+            problem = problem or its_problem
+    data = RoundData(
+        costs=_joined(costs),
+        lengths=_joined([flat.lengths for flat in flats]),
+        sizes=_joined([flat.sizes for flat in flats]),
+        memory=_joined(memories) if memories else None,
+        batch_sizes=tuple(flat.num_samples for flat in flats),
+    )
+    return data, problem
+
+
+def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -46,7 +46,11 @@ class Vote:
     """One rank's part in the agreement on a round.
 
     Attributes:
-        round: Round number; the same on all ranks, or the program order of the collectives is broken.
+        round: Round number; the same on all ranks, as each vote ends a round.
+        pass_number: Which pass over the stream's batches the round is of; the same on all ranks too.
+        left: This rank has left its loop; it takes part in no further round of the pass.
+        out_of_turn: It left because its loop took batches in another order than it submitted them.
+        taken: With `left`, how many batches its loop had got.
         held: What this rank holds of the service's decision.
         instance: The balancer's instance that decided.
         digest: 64 bits of the digest of the whole plan.
@@ -68,6 +72,10 @@ class Vote:
     """
 
     round: int
+    pass_number: int = 0
+    left: bool = False
+    out_of_turn: bool = False
+    taken: int = 0
     held: Held = Held.NOTHING
     instance: int = 0
     digest: int = 0
@@ -96,23 +104,25 @@ class Vote:
     def pack(self) -> bytes:
         """The struct on the wire, little-endian."""
         flags = self.exhausted | self.asked << 1 | self.ready << 2 | self.costs_valid << 3 | self.costs_float << 4
-        flags |= self.peers_differ << 8
+        flags |= self.left << 5 | self.out_of_turn << 6 | self.peers_differ << 8
         fixed = _LAYOUT.pack(
-            self.round, self.held, flags, self.instance, self.digest, self.moved, self.checksum, self.samples,
-            self.schema, self.load, self.heaviest, self.num_batches,
+            self.round, self.pass_number, self.taken, self.held, flags, self.instance, self.digest, self.moved,
+            self.checksum, self.samples, self.schema, self.load, self.heaviest, self.num_batches,
         )  # fmt: skip
         return fixed + b"".join(_BATCH.pack(b.samples, b.received, b.load, b.heaviest) for b in self.batches)
 
     @classmethod
     def unpack(cls, data: bytes) -> Vote:
         """Reads what `pack` wrote."""
-        (number, held, flags, instance, digest, moved, checksum, samples, schema, load, heaviest, num_batches) = (
-            _LAYOUT.unpack(data[:VOTE_BYTES])
-        )
+        (
+            number, pass_number, taken, held, flags, instance, digest, moved, checksum, samples, schema, load, heaviest,
+            num_batches,
+        ) = _LAYOUT.unpack(data[:VOTE_BYTES])  # fmt: skip
         return cls(
-            round=number, held=Held(held), instance=instance, digest=digest, moved=moved, checksum=checksum,
-            samples=samples, exhausted=bool(flags & 1), asked=bool(flags & 2), ready=bool(flags & 4),
-            costs_valid=bool(flags & 8), costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
+            round=number, pass_number=pass_number, taken=taken, left=bool(flags & 32), out_of_turn=bool(flags & 64),
+            held=Held(held), instance=instance, digest=digest, moved=moved, checksum=checksum, samples=samples,
+            exhausted=bool(flags & 1), asked=bool(flags & 2), ready=bool(flags & 4), costs_valid=bool(flags & 8),
+            costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
             num_batches=num_batches,
             peers_differ=bool(flags & 256),
             batches=tuple(
@@ -122,7 +132,7 @@ class Vote:
         )  # fmt: skip
 
 
-_LAYOUT = struct.Struct("<QII6QddQ")
+_LAYOUT = struct.Struct("<Q4I6QddQ")
 _BATCH = struct.Struct("<QQdd")
 VOTE_BYTES = _LAYOUT.size
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -16,26 +17,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
-from trainer_client.balancing.agreement import Mode, Reason, Verdict, check_order, decide, schemas_differ
+from trainer_client.balancing.agreement import (
+    Mode,
+    Reason,
+    Verdict,
+    check_order,
+    decide,
+    schemas_differ,
+    teacher,
+)
 from trainer_client.balancing.breaker import Breaker
-from trainer_client.balancing.embedded import RoundData, balance_embedded, sent_in, stay_home
+from trainer_client.balancing.casting import Leaving, vote_on, vote_to_leave
+from trainer_client.balancing.embedded import balance_embedded, stay_home
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.peers import PeersDifferError
+from trainer_client.balancing.peers import PeersDifferError, Twin
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.reporting import report_round
 from trainer_client.balancing.schemas import raise_mismatch
 from trainer_client.balancing.tickets import Outcome, Ticket
-from trainer_client.balancing.votes import BatchVote, Held, Vote, transfer_checksum
+from trainer_client.balancing.votes import Vote
+from trainer_client.batches import FlatBatch
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
-    from trainer_client.service import Connection, ServiceDecision
+    from trainer_client.service import Connection
 
 logger = logging.getLogger(__name__)
 
 
 class RoundWorker:
-    """Turns tickets into outcomes, in order."""
+    """Turns tickets into outcomes, in order.
+
+    Every agreement takes one item of each rank: a ticket, or that the rank has left its loop. So all ranks are always
+    in the same round, and a pass ends on all of them in the same one: when none has data left, or when one has left.
+    """
 
     def __init__(
         self,
@@ -46,8 +61,11 @@ class RoundWorker:
         connection: Connection | None,
         balance: bool,
         nodes: NDArray[np.int32] | None,
+        template: FlatBatch,
+        counters: Counters,
     ) -> None:
         self._name = name
+        self._template = template  # of the latest round that this rank knows of
         self._groups = groups.leaders
         self._peers = groups.peers
         self._options = options
@@ -55,22 +73,42 @@ class RoundWorker:
         self._balance = balance
         self._nodes = nodes
         self._breaker = Breaker()
-        self._asks: dict[int, bool] = {}
-        self._asks_known = threading.Condition()
+        self._pass = 0  # the one that the ranks agree in
+        self._round = 0  # to be agreed on next
+        self._last_end = Verdict(mode=Mode.END, reason=Reason.NONE)
+        # of rounds up to `depth` ahead
+        self._asks: dict[int, bool] = dict.fromkeys(range(options.depth), True)
+        self._agreed = threading.Condition()
         self._failure: BaseException | None = None
         self._warned_costs = False
         self._ready_ranks = 0  # at the latest agreement
         self._rounds = 0
-        self._tickets: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._items: SimpleQueue[Ticket | Leaving | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.counters = Counters()
+        self.counters = counters
 
     @property
     def breaker(self) -> Breaker:
         """The state after the latest agreement."""
         return self._breaker
 
-    def asks(self, round_number: int) -> bool:
+    def enter(self, after: int) -> tuple[int, int]:
+        """The pass that follows one that this rank has left or seen the end of, and its first round.
+
+        Waits until that one has ended on all ranks.
+
+        Args:
+            after: Number of the pass before; -1 at first.
+
+        Raises:
+            BaseException: What ended the worker, if it has failed.
+            TimeoutError: If the other ranks do not end theirs.
+        """
+        with self._agreed:
+            self._wait(lambda: self._pass > after, f"end of pass {after} on all ranks")
+            return self._pass, self._round
+
+    def asks(self, round_number: int, pass_number: int) -> bool:
         """Whether a round asks the service: the breaker's state `depth` rounds earlier, the same on all ranks.
 
         Waits until that earlier round has been agreed on; bounded by the timeouts of its own wait and collectives.
@@ -81,24 +119,26 @@ class RoundWorker:
         """
         if self._connection is None or not self._balance or self._groups.world_size == 1:
             return False
-        if round_number < self._options.depth:
-            return True
-        with self._asks_known:
-            known = self._asks_known.wait_for(
-                lambda: round_number in self._asks or self._failure is not None, self._options.patience
+        with self._agreed:
+            self._wait(
+                lambda: round_number in self._asks or self._pass > pass_number,
+                f"agreement on round {round_number - self._options.depth}",
             )
-            if self._failure is not None:
-                raise self._failure
-            if not known:
-                raise TimeoutError(f"{self._name}: no agreement on round {round_number - self._options.depth}")
-            return self._asks.pop(round_number)
+            return self._pass == pass_number and self._asks[round_number]
 
-    def put(self, ticket: Ticket) -> None:
-        """Queues the next round."""
+    def _wait(self, come: Callable[[], bool], what: str) -> None:
+        known = self._agreed.wait_for(lambda: come() or self._failure is not None, self._options.patience)
+        if self._failure is not None:
+            raise self._failure
+        if not known:
+            raise TimeoutError(f"{self._name}: no {what}")
+
+    def put(self, item: Ticket | Leaving) -> None:
+        """Queues the next round, or that there is none on this rank."""
+        self._items.put(item)  # takes no lock that the interrupted code could hold: a collected generator may call this
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"evenkeel-{self._name}", daemon=True)
             self._thread.start()
-        self._tickets.put(ticket)
 
     def close(self, seconds: float) -> int | None:
         """Ends the thread after the rounds queued so far, waiting at most so long.
@@ -107,7 +147,7 @@ class RoundWorker:
             How many rounds were agreed on; None if one failed or is still being agreed on.
         """
         if self._thread is not None:
-            self._tickets.put(None)
+            self._items.put(None)
             self._thread.join(seconds)
             if self._thread.is_alive():
                 return None
@@ -116,35 +156,127 @@ class RoundWorker:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        while (ticket := self._tickets.get()) is not None:
+        while (item := self._items.get()) is not None:
             if self._failure is not None:
-                ticket.future.set_exception(self._failure)
+                if isinstance(item, Ticket):
+                    item.future.set_exception(self._failure)
                 continue
             try:
-                outcome = self._process(ticket)
+                outcome = self._process(item)
             except BaseException as error:
-                with self._asks_known:
+                with self._agreed:
                     self._failure = error
-                    self._asks_known.notify_all()
-                ticket.future.set_exception(error)
+                    self._agreed.notify_all()
+                if isinstance(item, Ticket):
+                    item.future.set_exception(error)
                 if self._connection is not None:
                     self._connection.close()  # the job has failed, and with it the session
             else:
-                self._rounds += 1
-                ticket.future.set_result(outcome)
+                if isinstance(item, Ticket):
+                    item.future.set_result(outcome)
 
-    def _process(self, ticket: Ticket) -> Outcome:
-        """The round's outcome: agreed on with other ranks, or by the leader of this rank's peers for all of them."""
+    def _process(self, item: Ticket | Leaving) -> Outcome:
+        """What becomes of an item: agreed on with other ranks, or by the leader of this rank's peers for them."""
+        if item.pass_number < self._pass:
+            return self._over(item)
+        assert item.pass_number == self._pass
         if self._peers is None:
-            return self._agree(ticket)
-        assert ticket.twin is not None
-        differ = ticket.twin.compare(self._peers)
-        before = self._breaker.closed
-        outcome, self._breaker = self._peers.led(lambda: (self._agree(ticket, differ), self._breaker))
+            return self._agree(item) if isinstance(item, Ticket) else self._leave(item)
+        twin, differ = self._twin(item).meet(self._peers)
+        before, template = self._breaker.closed, self._template
+
+        def work() -> tuple[Outcome, Breaker, FlatBatch | None]:
+            if twin.left:
+                leaving = Leaving(pass_number=self._pass, taken=twin.taken, out_of_turn=twin.out_of_turn)
+                outcome = self._leave(leaving, submitted=isinstance(item, Ticket))
+            else:
+                assert isinstance(item, Ticket)
+                outcome = self._agree(item, differ)
+            learned = self._template if twin.samples == 0 and self._template is not template else None
+            return replace(outcome, template=None), self._breaker, learned
+
+        outcome, breaker, learned = self._peers.led(work)
+        if learned is not None:
+            self._template = learned
+        elif isinstance(item, Ticket):
+            self._know(item)
         if not self._peers.leads:
-            self.counters.rounds[outcome.verdict.mode, outcome.verdict.reason] += 1
-            self.counters.breaker_changes += before != self._breaker.closed
-        return outcome
+            self._move_on(outcome.verdict, breaker)
+            if not twin.left:
+                self.counters.rounds[outcome.verdict.mode, outcome.verdict.reason] += 1
+            self.counters.breaker_changes += before != breaker.closed
+            self._rounds += 1
+        return replace(outcome, template=self._template)
+
+    def _twin(self, item: Ticket | Leaving) -> Twin:
+        if isinstance(item, Ticket):
+            assert item.twin is not None
+            return item.twin
+        return Twin.of_leaving(self._round, taken=item.taken, out_of_turn=item.out_of_turn)
+
+    def _leave(self, leaving: Leaving, *, submitted: bool = False) -> Outcome:
+        """Says that this rank has left, which ends the pass on all ranks."""
+        if self._connection is not None and self._asks.get(self._round) and not submitted:
+            # The others need not wait for this rank at the service; they learn that it has left when they agree.
+            nothing = self._template.empty()
+            self._connection.submit(
+                self._round,
+                costs=np.zeros(0, np.int64),
+                lengths=nothing.lengths,
+                sizes=nothing.sizes,
+                memory=None if self._options.memory_caps is None else np.zeros(0),
+                exhausted=True,
+                timeout_ms=max(1, int(750 * self._options.timeout.total_seconds())),
+            )
+        votes = self._gather(vote_to_leave(leaving, self._round, window=self._options.window, ready=self._ready))
+        verdict = self._decide(votes, waited=False)
+        self._advance(votes, verdict, waited=False)
+        return Outcome.of_end(verdict)
+
+    @property
+    def _ready(self) -> bool:
+        return self._connection is not None and self._connection.ready
+
+    def _gather(self, vote: Vote) -> list[Vote]:
+        votes = self._groups.gather_votes(vote)
+        self._rounds += 1
+        check_order(votes)
+        return votes
+
+    def _decide(self, votes: list[Vote], *, waited: bool) -> Verdict:
+        return decide(
+            votes,
+            waited=waited,
+            has_service=self._connection is not None,
+            balance=self._balance and self._groups.world_size > 1,
+            fallback=self._options.fallback,
+        )
+
+    def _over(self, item: Ticket | Leaving) -> Outcome:
+        """The outcome of a round that was submitted before this rank knew that its pass had ended."""
+        if isinstance(item, Ticket):
+            if self._connection is not None:
+                self._connection.settle(item.round)
+            if item.trace is not None:
+                item.trace.end()
+        return Outcome.of_end(self._last_end)
+
+    def _know(self, ticket: Ticket) -> None:
+        """Notes what batches look like that this rank has samples of."""
+        if len(ticket.data) and ticket.schema is not self._template.schema:
+            self._template = next(flat for flat in ticket.flats if flat.num_samples).empty()
+
+    def _learn(self, ticket: Ticket, votes: list[Vote]) -> None:
+        """Rows may have other shapes in each round, which a rank without samples learns from one that has some."""
+        self._know(ticket)
+        knows = teacher(votes)
+        if knows is not None:
+            told = self._groups.gather_objects(self._template if knows == self._groups.rank else None)[knows]
+            if not len(ticket.data):
+                assert told is not None
+                self._template = told
+        if not len(ticket.data):
+            ticket.data = replace(ticket.data, lengths=self._template.lengths, sizes=self._template.sizes)
 
     def _agree(self, ticket: Ticket, differ: str = "") -> Outcome:
         waited = ticket.asked and self._breaker.closed
@@ -157,20 +289,18 @@ class RoundWorker:
             decision = self._connection.decision(ticket.round, ticket.deadline, ticket.data.lengths)
         wait_seconds = time.monotonic() - started
         answered = time.time_ns() if trace is not None else 0
-        votes = self._groups.gather_votes(replace(self._vote(ticket, decision), peers_differ=bool(differ)))
-        if any(vote.peers_differ for vote in votes):
-            raise PeersDifferError(next(filter(None, self._groups.gather_objects(differ))))
-        check_order(votes)
-        if schemas_differ(votes) is not None:
-            raise_mismatch(self._groups.gather_objects(ticket.schema.lines))
-        verdict = decide(
-            votes,
-            waited=waited,
-            has_service=self._connection is not None,
-            balance=self._balance and self._groups.world_size > 1,
-            fallback=self._options.fallback,
-        )
-        self._advance(ticket, votes, verdict, waited, missed=waited and decision is None)
+        schema = ticket.schema if len(ticket.data) else self._template.schema
+        own = vote_on(ticket, decision, window=self._options.window, ready=self._ready, schema=schema)
+        votes = self._gather(replace(own, peers_differ=bool(differ)))
+        verdict = self._decide(votes, waited=waited)
+        if verdict.mode is not Mode.END:
+            if any(vote.peers_differ for vote in votes):
+                raise PeersDifferError(next(filter(None, self._groups.gather_objects(differ))))
+            if schemas_differ(votes) is not None:
+                raise_mismatch(self._groups.gather_objects(ticket.schema.lines if len(ticket.data) else None))
+            self._learn(ticket, votes)
+        waited = waited and verdict.reason is not Reason.LEFT  # whose ranks did not submit it
+        self._advance(votes, verdict, waited=waited, missed=waited and decision is None, problem=ticket.problem)
         agreed = time.time_ns() if trace is not None else 0
         piece, plan = None, None
         if verdict.mode is Mode.SERVICE:
@@ -209,52 +339,17 @@ class RoundWorker:
             trace.agreed(reports[0])
             if verdict.mode is Mode.END:
                 trace.end()
-        return Outcome(verdict=verdict, piece=piece, reports=reports)
+        return Outcome(verdict=verdict, piece=piece, reports=reports, template=self._template)
 
-    def _vote(self, ticket: Ticket, decision: ServiceDecision | None) -> Vote:
-        held, checksum = Held.NOTHING, 0
-        received = [0] * self._options.window
-        if decision is not None:
-            if decision.piece is not None:
-                held = Held.BALANCED
-                for batch, piece in enumerate(decision.piece.slices):
-                    checksum += transfer_checksum(piece, sent_in(ticket.data, decision.piece, batch), batch)
-                    received[batch] = int(piece.source_counts.sum())
-                checksum &= (1 << 64) - 1
-            else:
-                held = Held.IDENTITY if decision.final else Held.UNDECIDED
-        costs = ticket.data.costs
-        return Vote(
-            round=ticket.round,
-            held=held,
-            instance=decision.instance if decision else 0,
-            digest=decision.digest if decision else 0,
-            moved=decision.moved_samples if decision else 0,
-            checksum=checksum,
-            samples=len(costs),
-            exhausted=ticket.exhausted,
-            asked=ticket.asked,
-            ready=self._connection is not None and self._connection.ready,
-            costs_valid=not ticket.problem,
-            costs_float=costs.dtype == np.float64,
-            schema=int.from_bytes(ticket.schema.hash[:8], "little"),
-            load=float(costs.sum()),
-            heaviest=float(costs.max(initial=0)),
-            num_batches=len(ticket.data.batch_sizes),
-            batches=batch_votes(ticket.data, received),
-        )
-
-    def _advance(self, ticket: Ticket, votes: list[Vote], verdict: Verdict, waited: bool, missed: bool) -> None:
-        """Moves the breaker on and says so once per change."""
-        before = self._breaker
-        self._breaker = before.after(
-            ticket.round, waited=waited, served=verdict.served, all_ready=all(vote.ready for vote in votes)
-        )
-        with self._asks_known:
-            self._asks[ticket.round + self._options.depth] = self._breaker.closed
-            self._asks_known.notify_all()
+    def _advance(
+        self, votes: list[Vote], verdict: Verdict, *, waited: bool, missed: bool = False, problem: str = ""
+    ) -> None:
+        """Moves on by a round or to the next pass, and the breaker with it, whose changes are said once."""
+        before, number = self._breaker, self._round
+        all_ready = all(vote.ready for vote in votes)
+        self._move_on(verdict, before.after(number, waited=waited, served=verdict.served, all_ready=all_ready))
         if self._connection is not None:
-            self._connection.settle(ticket.round)
+            self._connection.settle(number)
             if missed:
                 self._connection.suspect()
             ready = sum(vote.ready for vote in votes)
@@ -263,11 +358,27 @@ class RoundWorker:
             self._ready_ranks = ready
         if before.closed != self._breaker.closed:
             self.counters.breaker_changes += 1
-            self._announce(ticket.round, verdict, missed)
+            self._announce(number, verdict, missed)
         if verdict.reason is Reason.INVALID_COSTS and not self._warned_costs:
             self._warned_costs = True
-            if ticket.problem:
-                logger.warning("round %d of %s stays unbalanced: %s", ticket.round, self._name, ticket.problem)
+            if problem:
+                logger.warning("round %d of %s stays unbalanced: %s", number, self._name, problem)
+
+    def _move_on(self, verdict: Verdict, breaker: Breaker) -> None:
+        number, depth = self._round, self._options.depth
+        with self._agreed:
+            self._breaker = breaker
+            self._asks.pop(number, None)
+            if verdict.mode is Mode.END:
+                # A rank may have submitted so many rounds more, whose numbers are not used again.
+                self._pass += 1
+                self._round += depth
+                self._asks = dict.fromkeys(range(self._round, self._round + depth), breaker.closed)
+                self._last_end = verdict
+            else:
+                self._round += 1
+                self._asks[number + depth] = breaker.closed
+            self._agreed.notify_all()
 
     def _announce(self, round_number: int, verdict: Verdict, missed: bool) -> None:
         # Rank 0 warns for all; the first rank that missed the answer also knows why.
@@ -285,21 +396,3 @@ class RoundWorker:
             self._name, round_number, verdict.reason.value, about, trouble,
             "balancing on the ranks" if self._options.fallback == "embedded" else "without balancing",
         )  # fmt: skip
-
-
-def batch_votes(data: RoundData, received: list[int]) -> tuple[BatchVote, ...]:
-    """The part of a vote that is about each batch of a window; empty without windows.
-
-    Args:
-        data: This rank's samples.
-        received: Per batch of the window, how many samples this rank would train.
-    """
-    if len(received) == 1:
-        return ()
-    votes = []
-    for batch, count in enumerate(received):
-        costs = data.costs[data.in_batch(batch)]
-        votes.append(
-            BatchVote(samples=len(costs), received=count, load=float(costs.sum()), heaviest=float(costs.max(initial=0)))
-        )
-    return tuple(votes)

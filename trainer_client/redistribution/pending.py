@@ -48,6 +48,11 @@ class Pending:
             with suppress(Exception):  # at the interpreter's end the device may be gone
                 self._home.wait_event(self._event)  # never waited for: its memory must not be used again before
 
+    @property
+    def landed(self) -> bool:
+        """Whether `wait` has given the batch."""
+        return self._result is not None
+
     def then(self, done: Callable[[], None]) -> None:
         """Calls `done` once, when `wait` has the batch."""
         self._done = done
@@ -71,8 +76,9 @@ class Pending:
                     self._event.synchronize()
             self._held = self._read = None
             self._result = result
-            if self._done is not None:
-                self._done()
+            done, self._done = self._done, None
+            if done is not None:
+                done()
         return self._result
 
     def _order(self, event: torch.cuda.Event, result: FlatBatch) -> None:

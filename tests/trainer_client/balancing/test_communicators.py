@@ -82,7 +82,6 @@ def test_a_pair_that_one_rank_still_holds_is_not_used() -> None:
 def abandon_a_move(rank: int) -> Any:
     balancer = Balancer.embedded()
     batch = {"id": torch.arange(4) + 4 * rank}
-    ticket = balancer.submit(batch, cost=costs)
     stream = balancer.stream()
     flat, ticket = stream.submit(batch, cost=costs)
     pending = stream.start(flat, ticket)
@@ -96,10 +95,10 @@ def abandon_a_move(rank: int) -> Any:
         return left, other.stream()._groups.pair.serial, samples  # type: ignore[union-attr]
 
 
-def test_a_pair_with_a_move_in_flight_is_not_left() -> None:
+def test_a_move_in_flight_is_waited_for_before_its_pair_is_left() -> None:
     results = run_ranks(2, abandon_a_move)
-    assert [left for left, *_ in results] == [[1], [0]]
-    assert [serial for _, serial, _ in results] == [2, 2]
+    assert [left for left, *_ in results] == [[1], [1]]
+    assert [serial for _, serial, _ in results] == [1, 1]
     assert sorted(sample for *_, samples in results for sample in samples) == list(range(24))
 
 

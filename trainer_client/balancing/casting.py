@@ -1,0 +1,107 @@
+"""From what a rank holds to its vote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer_client.balancing.embedded import RoundData, sent_in
+from trainer_client.balancing.tickets import Ticket
+from trainer_client.balancing.votes import BatchVote, Held, Vote, transfer_checksum
+from trainer_client.batches import Schema
+
+if TYPE_CHECKING:  # grpcio is needed only where a service is
+    from trainer_client.service import ServiceDecision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """This rank has left its loop.
+
+    Attributes:
+        pass_number: The pass.
+        taken: Batches that the loop had got.
+        out_of_turn: It took them in another order than it submitted them.
+    """
+
+    pass_number: int
+    taken: int
+    out_of_turn: bool
+
+
+def vote_on(ticket: Ticket, decision: ServiceDecision | None, *, window: int, ready: bool, schema: Schema) -> Vote:
+    """The vote on a submitted round.
+
+    Args:
+        ticket: The round.
+        decision: What this rank holds of the service's decision.
+        window: Batches of a round.
+        ready: This rank's stream to the service is joined.
+        schema: Of its batches, or what a rank without samples takes them to be.
+    """
+    held, checksum = Held.NOTHING, 0
+    received = [0] * window
+    if decision is not None:
+        if decision.piece is not None:
+            held = Held.BALANCED
+            for batch, piece in enumerate(decision.piece.slices):
+                checksum += transfer_checksum(piece, sent_in(ticket.data, decision.piece, batch), batch)
+                received[batch] = int(piece.source_counts.sum())
+            checksum &= (1 << 64) - 1
+        else:
+            held = Held.IDENTITY if decision.final else Held.UNDECIDED
+    costs = ticket.data.costs
+    return Vote(
+        round=ticket.round,
+        pass_number=ticket.pass_number,
+        held=held,
+        instance=decision.instance if decision else 0,
+        digest=decision.digest if decision else 0,
+        moved=decision.moved_samples if decision else 0,
+        checksum=checksum,
+        samples=len(costs),
+        exhausted=ticket.exhausted,
+        asked=ticket.asked,
+        ready=ready,
+        costs_valid=not ticket.problem,
+        costs_float=costs.dtype == np.float64,
+        schema=int.from_bytes(schema.hash[:8], "little"),
+        load=float(costs.sum()),
+        heaviest=float(costs.max(initial=0)),
+        num_batches=len(ticket.data.batch_sizes),
+        batches=batch_votes(ticket.data, received),
+    )
+
+
+def vote_to_leave(leaving: Leaving, round_number: int, *, window: int, ready: bool) -> Vote:
+    """The vote of a rank that has left its loop on the first round that it did not submit."""
+    return Vote(
+        round=round_number,
+        pass_number=leaving.pass_number,
+        left=True,
+        out_of_turn=leaving.out_of_turn,
+        taken=leaving.taken,
+        ready=ready,
+        batches=(BatchVote(),) * window if window > 1 else (),
+    )
+
+
+def batch_votes(data: RoundData, received: Sequence[int]) -> tuple[BatchVote, ...]:
+    """The part of a vote that is about each batch of a window; empty without windows.
+
+    Args:
+        data: This rank's samples.
+        received: Per batch of the window, how many samples this rank would train.
+    """
+    if len(received) == 1:
+        return ()
+    votes = []
+    for batch, count in enumerate(received):
+        costs = data.costs[data.in_batch(batch)]
+        votes.append(
+            BatchVote(samples=len(costs), received=count, load=float(costs.sum()), heaviest=float(costs.max(initial=0)))
+        )
+    return tuple(votes)

@@ -1,0 +1,82 @@
+"""From what the ranks agreed on to the move of a batch's samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from trainer_client.balancing.groups import Groups
+from trainer_client.balancing.report import Counters
+from trainer_client.balancing.tickets import Outcome, Ticket
+from trainer_client.batches import FlatBatch
+from trainer_client.redistribution import Method, Pending, start
+from trainer_client.redistribution.regroup import pick
+from trainer_client.tracing import RoundTrace
+
+
+class Mover:
+    """Starts the moves of a stream; collective wherever samples move."""
+
+    def __init__(self, groups: Groups, method: Method, counters: Counters) -> None:
+        self._groups = groups
+        self._method = method
+        self._counters = counters
+        self._started = 0
+        self._ended = 0
+
+    @property
+    def rest(self) -> int | None:
+        """How many collective moves there were; None while one is in flight."""
+        return self._ended if self._ended == self._started else None
+
+    def move(
+        self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None, batch: int
+    ) -> Pending:
+        """Starts to move the samples of a batch.
+
+        Args:
+            flats: All batches of the round on this rank.
+            ticket: The round, agreed on.
+            device: Where the result shall be; None: where the batch is.
+            batch: Which batch of the window.
+        """
+        outcome = ticket.future.result()
+        moved = outcome.verdict.moved
+        if ticket.trace is not None:
+            ticket.trace.moving()
+        began = time.perf_counter()
+        self._started += moved
+        pending = start(
+            samples_of(outcome, flats, batch),
+            outcome.piece.slices[batch],
+            group=self._groups.data if moved else None,
+            device=device,
+            method=self._method,
+        )
+        self._counters.redistribution_seconds += time.perf_counter() - began
+        pending.then(partial(self._land, moved, ticket.trace))
+        return pending
+
+    def _land(self, moved: bool, trace: RoundTrace | None) -> None:
+        self._ended += moved
+        if trace is not None:
+            trace.moved()
+
+
+def samples_of(outcome: Outcome, flats: Sequence[FlatBatch], batch: int) -> FlatBatch:
+    """This rank's samples that are trained in a batch of the window, whichever rank trains them."""
+    if outcome.piece.steps is None:
+        return flats[batch] if batch < len(flats) and flats[batch].num_samples else _nothing(outcome)
+    begins = np.cumsum([0, *(flat.num_samples for flat in flats)])
+    chosen = [np.flatnonzero(outcome.piece.steps[begins[i] : begins[i + 1]] == batch) for i in range(len(flats))]
+    some = [i for i, samples in enumerate(chosen) if samples.size]
+    return pick([flats[i] for i in some], [chosen[i] for i in some]) if some else _nothing(outcome)
+
+
+def _nothing(outcome: Outcome) -> FlatBatch:
+    assert outcome.template is not None
+    return outcome.template

@@ -1,0 +1,224 @@
+"""One pass over the batches of a stream on one rank, and how a rank leaves it without holding the others up.
+
+Samples move by collectives, which meet in the order in which each rank starts them. So every round that all ranks have
+agreed to move must have its move started by every rank, once, in the order of the rounds. A loop does so while it goes
+on; for a rank that has left its loop, `Pass.leave` does it, and drops what arrives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from trainer_client.balancing.agreement import ProgramOrderError, Verdict
+from trainer_client.balancing.tickets import Ticket
+from trainer_client.batches import FlatBatch
+from trainer_client.redistribution import Pending
+
+logger = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 1.0
+"""How long a rank that leaves waits for the others to come to its last rounds, before a thread does it for it.
+
+Within it the last moves come before whatever the program does next, on all ranks alike, which NCCL wants."""
+
+Move = Callable[[Sequence[FlatBatch], Ticket, torch.device | str | None, int], Pending]
+"""Starts to move the samples of one batch of a round that all ranks have agreed on."""
+
+
+class Pass:
+    """One `iter(loader)`, or one loop of the user's own.
+
+    Attributes:
+        number: Counts the passes of the stream, on all ranks alike; None before the stream is open.
+        taken: Batches that the loop has got.
+        over: The loop has seen its end, which came on all ranks in the same round.
+    """
+
+    def __init__(self, name: str, move: Move, tell: Callable[[Pass, bool], None], patience: float) -> None:
+        """Begins a pass.
+
+        Args:
+            name: Of the stream.
+            move: Starts a move.
+            tell: Tells the other ranks that this one has left, and whether it was out of turn.
+            patience: Seconds that a round may take at most.
+        """
+        self.number: int | None = None
+        self.taken = 0
+        self.over = False
+        self._name = name
+        self._move = move
+        self._tell = tell
+        self._patience = patience
+        self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
+        self._moves: deque[Pending] = deque()  # started, and not waited for
+        self._device: torch.device | str | None = None
+        self._left = False
+        self._drained = threading.Event()
+        self._failure: BaseException | None = None
+        self._owner, self._process = threading.get_ident(), os.getpid()
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left."""
+        return self._left
+
+    def submitted(self, ticket: Ticket, device: torch.device | str | None) -> None:
+        """Notes a round whose moves are to come."""
+        self._tickets.append(ticket)
+        if device is not None:
+            self._device = device
+
+    def in_turn(self, ticket: Ticket, batch: int) -> bool:
+        """Whether a batch of a round is the next to move."""
+        return bool(self._tickets) and self._tickets[0] is ticket and ticket.started == batch
+
+    def start(self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None) -> Pending:
+        """Starts the move that is next."""
+        self._device = device if device is not None else flats[0].device if flats else self._device
+        while self._moves and self._moves[0].landed:
+            self._moves.popleft()
+        pending = self._start(flats, ticket, device)
+        self._moves.append(pending)
+        return pending
+
+    def leave(self, *, out_of_turn: bool = False) -> None:
+        """Leaves the loop: the pass ends on all ranks, and what they agreed on before is done with.
+
+        Returns within about `LEAVE_SECONDS`; what is left to do then is done in the background. Called again, it does
+        nothing. A generator that nothing refers to any more calls it from wherever it is collected: it takes no locks.
+        """
+        if self._left or os.getpid() != self._process:
+            return
+        self._left = True
+        if self.number is not None and not self.over:
+            self._tell(self, out_of_turn)
+        while self._moves and self._moves[0].landed:
+            self._moves.popleft()
+        while self._tickets and _is_void(self._tickets[0]):
+            self._tickets.popleft()
+        if not (self._tickets or self._moves):
+            self._drained.set()
+            return
+        try:
+            since = _queued_by_now(self._device)
+            threading.Thread(
+                target=self._drain, args=(since,), name=f"evenkeel-leave-{self._name}", daemon=True
+            ).start()
+        except RuntimeError:  # the interpreter is ending, and with it the job
+            self._drained.set()
+            return
+        if threading.get_ident() == self._owner:
+            self._drained.wait(LEAVE_SECONDS)
+
+    def settle(self, seconds: float) -> bool:
+        """Waits until nothing of a pass that was left is in flight on this rank.
+
+        Raises:
+            BaseException: What ended the last moves, such as the error of a process group.
+        """
+        drained = self._drained.wait(seconds)
+        if self._failure is not None:
+            raise self._failure
+        return drained
+
+    # ------------------------------------------------------------------ what the loop has left
+
+    def _start(self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None) -> Pending:
+        batch = ticket.started
+        ticket.started += 1
+        if ticket.started == len(ticket.future.result().reports):
+            self._tickets.popleft()
+            ticket.flats = ()
+        return self._move(flats, ticket, device, batch)
+
+    def _drain(self, since: tuple[torch.device, torch.cuda.Event] | None) -> None:
+        try:
+            with _beside(since):
+                for pending in list(self._moves):
+                    pending.wait()
+                while self._tickets:
+                    ticket = self._tickets[0]
+                    outcome = ticket.future.result(self._patience)
+                    if outcome.ended:
+                        break
+                    if not outcome.verdict.moved:
+                        self._tickets.popleft()
+                        continue
+                    self._start(ticket.flats, ticket, self._device).wait()
+        except BaseException as error:
+            logger.debug("%s: the last moves of a loop that was left: %s", self._name, error)
+            self._failure = error
+        finally:
+            self._tickets.clear()
+            self._moves.clear()
+            self._drained.set()
+
+
+def used_after(name: str) -> ProgramOrderError:
+    """The error of a loop that goes on although another one has begun on its stream."""
+    return ProgramOrderError(
+        f"a newer loop over {name!r} has begun, which ended this one; give loaders that are in use at the same time "
+        "different names (BalancedLoader(name=…)), and go on with one iterator of a loader at a time"
+    )
+
+
+def tell_end(name: str, verdict: Verdict, taken: int, *, rank: int, again: bool) -> None:
+    """Says that a loop has ended because another rank has left its own.
+
+    Time limits end evaluations so every time: a warning on one rank, once, is enough for those who wonder.
+
+    Args:
+        name: Of the loader.
+        verdict: By which the pass has ended.
+        taken: Batches that this rank's loop has got.
+        rank: This rank.
+        again: It has said so before.
+    """
+    first = next((other for other in range(rank) if other not in verdict.ranks), rank)
+    logger.log(
+        logging.INFO if again or rank != first else logging.WARNING,
+        "%s: rank %d has left its loop after %d batches, which ends the loops of all ranks, this one after %d; batches "
+        "loaded ahead are dropped", name, verdict.ranks[0], verdict.taken, taken,
+    )  # fmt: skip
+
+
+def _is_void(ticket: Ticket) -> bool:
+    """Whether nothing of a round is left to do: it has ended, or every sample stays at home."""
+    if not ticket.future.done() or ticket.future.exception() is not None:
+        return False
+    outcome = ticket.future.result()
+    return outcome.ended or not outcome.verdict.moved
+
+
+def _queued_by_now(device: torch.device | str | None) -> tuple[torch.device, torch.cuda.Event] | None:
+    """The point that a device's current stream has come to; None on the host."""
+    if device is None or torch.device(device).type != "cuda":
+        return None
+    current = torch.cuda.current_stream(torch.device(device))
+    return current.device, current.record_event()
+
+
+@contextmanager
+def _beside(since: tuple[torch.device, torch.cuda.Event] | None) -> Iterator[None]:
+    """Work on a stream of its own: after what was queued then.
+
+    What the program has queued since may wait for this work.
+    """
+    if since is None:
+        yield
+        return
+    device, event = since
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()  # only then may the batches' memory be used again
