@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import signal
 import sys
@@ -44,6 +45,8 @@ async def _serve(settings: Settings, zygote: Zygote) -> int:
     write_port(settings.metrics_port_file, server.metrics_port)
     write_port(settings.port_file, server.port)
     await stopping
+    # The process ends within the grace whatever hangs: this timer needs neither the event loop nor Python.
+    faulthandler.dump_traceback_later(settings.grace_seconds, exit=True)
     await server.stop()
     return 0
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.refusals import Code, Refusal, RefusedError
+from services.balancer.refusals import Code, Refusal, RefusedError, shorten
+from services.security.addresses import network_of
 from services.security.identity import Identity
 from services.security.rates import Bucket, Buckets
 from services.security.tokens import AuthenticationError, TokenStore
@@ -21,6 +23,7 @@ from services.security.tokens import AuthenticationError, TokenStore
 log = structlog.get_logger(__name__)
 
 _MALFORMED: Any = object()
+_RECHECKS_AT_ONCE = 64
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
 _SERVICE = f"/{pb.DESCRIPTOR.services_by_name['BalancerService'].full_name}/"
 
@@ -34,14 +37,14 @@ class AccessOptions:
         call_burst: The same at once: all ranks of a node may reconnect in one moment.
         messages_per_second: Messages of one stream, on average; more are read late, not refused.
         message_burst: The same at once.
-        recheck_seconds: How often the token of an open stream is checked again.
+        recheck_seconds: How often the tokens of open streams and calls are checked again.
     """
 
     calls_per_second: float = 500.0
     call_burst: float = 10_000.0
     messages_per_second: float = 500.0
     message_burst: float = 1000.0
-    recheck_seconds: float = 2.0
+    recheck_seconds: float = 1.0
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -68,6 +71,11 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._refused = refused
         self._clock = clock
         self._calls = Buckets(rate=options.calls_per_second, burst=options.call_burst)
+        self._probes = Buckets(
+            rate=options.calls_per_second, burst=options.call_burst
+        )  # those of others must get through
+        self._guards: set[Guard] = set()
+        self._follower: asyncio.Task[None] | None = None
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
@@ -75,57 +83,68 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """Wraps the handler of a call."""
         method: str = handler_call_details.method
         handler = await continuation(handler_call_details)
-        if handler is None or method.startswith(_OPEN_TO_ALL):
+        if handler is None:
             return handler
         authorization = _authorization(handler_call_details.invocation_metadata)
+        is_open = method.startswith(_OPEN_TO_ALL)
         try:
-            identity = self._authenticate(authorization)
+            identity = None if is_open else self._authenticate(authorization)
         except AuthenticationError as error:
             return self._refusing(handler, grpc.StatusCode.UNAUTHENTICATED, str(error))
-        if not method.startswith(_SERVICE):
+        if not is_open and not method.startswith(_SERVICE):
             return handler
+
+        calls = self._probes if is_open else self._calls
+
+        def guard(context: grpc.aio.ServicerContext) -> Guard:
+            caller = Caller(network_of(context.peer()) if identity is None else f"token {identity.name}", identity)
+            return Guard(self, caller, authorization, context)
+
         if handler.request_streaming:
 
             async def stream(requests: Any, context: grpc.aio.ServicerContext) -> None:
-                await self._admit(context)
-                await handler.stream_stream(requests, _Guard(self, authorization, context))
+                await self._admit(context, calls)
+                with self._following(guard(context)) as guarded:
+                    await handler.stream_stream(requests, guarded)
 
             return _with(handler, stream, handler.request_deserializer)
 
         async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await self._admit(context)
+            await self._admit(context, calls)
             if request is _MALFORMED:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this call's type")
-            if isinstance(request, pb.BalanceRoundRequest) and not _allows(identity, request.join.job):
-                self.refuse("job", context.peer(), identity)
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, not_for(identity, request.join.job))
-            response = await handler.unary_unary(request, context)
-            if isinstance(response, pb.GetSessionStatsResponse):
-                visible = [session for session in response.sessions if _allows(identity, session.job)]
-                return pb.GetSessionStatsResponse(sessions=visible)
-            return response
+            with self._following(guard(context)) as guarded:
+                return await (handler.unary_stream or handler.unary_unary)(request, guarded)
 
         return _with(handler, unary, _tolerant(handler.request_deserializer))
 
-    def authorize(self, authorization: str | None, job: str | None, peer: str) -> None:
-        """Checks a token again, and that it is for a job.
+    def start(self) -> None:
+        """Follows the tokens until `stop`; must be called with the event loop running."""
+        if self._tokens is not None:
+            self._follower = asyncio.create_task(self._follow(self._tokens), name="tokens")
 
-        Raises:
-            RefusedError: If it is not, or no longer.
-        """
+    def stop(self) -> None:
+        """Ends that."""
+        if self._follower is not None:
+            self._follower.cancel()
+
+    def check(self, authorization: str | None, job: str | None, peer: str) -> Refusal | None:
+        """Why a token does not hold any more, or not for a job; None if it does."""
         try:
             identity = self._authenticate(authorization)
         except AuthenticationError as error:
             self.refuse("token", peer, None)
-            raise RefusedError(_unauthenticated("token", str(error), "send a token that holds")) from None
+            return _unauthenticated("token", str(error), "send a token that holds")
         if job is not None and not _allows(identity, job):
             self.refuse("job", peer, identity)
-            raise RefusedError(_unauthenticated("job", job, not_for(identity, job)))
+            return _unauthenticated("job", shorten(job), not_for(identity, job))
+        return None
 
     def refuse(self, reason: str, peer: str, identity: Identity | None) -> None:
-        """Counts a refusal, and logs it as often as the address's rate allows."""
+        """Counts a refusal and logs it."""
         self._refused(reason)
-        log.warning("call refused", reason=reason, peer=peer, holder=None if identity is None else identity.name)
+        holder = None if identity is None else identity.name
+        log.warning("call refused", reason=reason, peer=peer, holder=holder, caller=network_of(peer))
 
     def bucket(self) -> Bucket:
         """A bucket for the messages of a new stream."""
@@ -141,11 +160,31 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """Seconds."""
         return self._clock()
 
+    @contextlib.contextmanager
+    def _following(self, guard: Guard) -> Iterator[Guard]:
+        self._guards.add(guard)
+        try:
+            yield guard
+        finally:
+            self._guards.discard(guard)
+
+    async def _follow(self, tokens: TokenStore) -> None:
+        """Reads the file where the loop does not wait for it, and ends what goes on under tokens that hold no more."""
+        tokens.read_elsewhere = True
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._options.recheck_seconds)
+            await loop.run_in_executor(None, tokens.refresh)
+            for number, guard in enumerate(list(self._guards)):
+                if number % _RECHECKS_AT_ONCE == _RECHECKS_AT_ONCE - 1:
+                    await asyncio.sleep(0)
+                guard.recheck()
+
     def _authenticate(self, authorization: str | None) -> Identity | None:
         return None if self._tokens is None else self._tokens.authenticate(authorization, "balancer")
 
-    async def _admit(self, context: grpc.aio.ServicerContext) -> None:
-        if not self._calls.try_take(_address(context.peer()), self._clock()):
+    async def _admit(self, context: grpc.aio.ServicerContext, calls: Buckets) -> None:
+        if not calls.try_take(network_of(context.peer()), self._clock()):
             self._refused("rate")
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -154,47 +193,106 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def _refusing(self, handler: Any, code: grpc.StatusCode, message: str) -> Any:
         async def refuse(_request: Any, context: grpc.aio.ServicerContext) -> None:
-            await self._admit(context)  # guessing is bounded by the rate, and so is what it can make us log
+            await self._admit(
+                context, self._calls
+            )  # guessing is bounded by the rate, and so is what it can make us log
             self.refuse("token", context.peer(), None)
             await context.abort(code, message)
 
         return _with(handler, refuse, None)  # who may not call is not read either
 
 
-class _Guard:
-    """A stream's context that reads at the stream's rate, and only what its token is for."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls.
 
-    def __init__(self, access: AccessInterceptor, authorization: str | None, context: grpc.aio.ServicerContext) -> None:
+    Attributes:
+        name: The token's name, or the network of the address where there are no tokens: who shares what there is.
+        identity: Of the token; None: there are no tokens.
+    """
+
+    name: str
+    identity: Identity | None = None
+
+    def allows(self, job: str) -> bool:
+        """Whether the caller may join and read this job."""
+        return _allows(self.identity, job)
+
+
+class Guard:
+    """A call's context that knows the caller, and reads at the stream's rate.
+
+    Attributes:
+        caller: Who calls.
+        job: The job that it joined; None before.
+    """
+
+    def __init__(
+        self, access: AccessInterceptor, caller: Caller, authorization: str | None, context: grpc.aio.ServicerContext
+    ) -> None:
+        self.caller = caller
+        self.job: str | None = None
         self._access = access
         self._authorization = authorization
         self._context = context
         self._bucket = access.bucket()
-        self._checked_at = access.now()
+        self._withdraw: Callable[[Refusal], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
-    async def read(self) -> Any:
-        """The next message, when it may be read."""
+    async def read(self) -> bytes | None:
+        """The next message, when it may be read; None when the client has ended its requests."""
         delay = self._bucket.take(self._access.now())
         if delay > 0:
             await asyncio.sleep(delay)
         message = await self._context.read()
-        if message is grpc.aio.EOF:
-            return message
-        job = message.join.job if message.WhichOneof("request") == "join" else None
-        now = self._access.now()
-        if job is not None or now - self._checked_at >= self._access.options.recheck_seconds:
-            self._checked_at = now
-            self._access.authorize(self._authorization, job, self._context.peer())
-        return message
+        return None if message is grpc.aio.EOF else message
+
+    def charge(self, messages: float) -> None:
+        """Counts what was read as further messages."""
+        if messages > 0:
+            self._bucket.take(self._access.now(), messages)
+
+    def authorize(self, job: str) -> None:
+        """Checks that the caller may join a job.
+
+        Raises:
+            RefusedError: If not.
+        """
+        refusal = self._access.check(self._authorization, job, self._context.peer())
+        if refusal is not None:
+            raise RefusedError(refusal)
+        self.job = job
+
+    def refuse(self, reason: str) -> None:
+        """Counts a refusal and logs it."""
+        self._access.refuse(reason, self._context.peer(), self.caller.identity)
+
+    def when_withdrawn(self, withdraw: Callable[[Refusal], None]) -> None:
+        """Notes what to do when the caller's token holds no more."""
+        self._withdraw = withdraw
+
+    def recheck(self) -> None:
+        """Ends the call if its token holds no more."""
+        if self._withdraw is not None:
+            refusal = self._access.check(self._authorization, self.job, self._context.peer())
+            if refusal is not None:
+                self._withdraw(refusal)
+                self._withdraw = None
+
+
+async def denied(context: Guard, job: str) -> None:
+    """Ends a call for a job that is not the caller's."""
+    context.refuse("job")
+    await context.abort(grpc.StatusCode.PERMISSION_DENIED, not_for(context.caller.identity, job))
 
 
 def not_for(identity: Identity | None, job: str) -> str:
     """What to tell the holder of a token for other jobs."""
     assert identity is not None
     jobs = ", ".join(identity.jobs) or "no job"
-    return f"token {identity.name!r} is for {jobs}, not for job {job!r}: use a token of that job"
+    return f"token {identity.name!r} is for {jobs}, not for job {shorten(job)!r}: use a token of that job"
 
 
 def _allows(identity: Identity | None, job: str) -> bool:
@@ -212,13 +310,10 @@ def _authorization(metadata: Any) -> str | None:
     return None
 
 
-def _address(peer: str) -> str:
-    """The peer without its port: `ipv4:192.0.2.1`."""
-    return peer.rpartition(":")[0]
-
-
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     """As `deserialize`, but bytes that are no message are the caller's error, not one of the server's."""
+    if deserialize is None:
+        return None
 
     def read(data: bytes) -> Any:
         try:

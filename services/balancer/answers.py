@@ -58,11 +58,11 @@ def statistics_message(session: Session, now: float, joined_ranks: int) -> pb.Se
         seconds_since_last_message=max(0.0, now - session.last_message_at),
         mean_round_wait_seconds=statistics.mean_wait,
     )
-    plan = statistics.last_plan
-    if plan is not None:
-        message.last_balance.CopyFrom(balance_message(plan.summary))
-        message.last_loads_before = plan.loads_before.astype("<f8").tobytes()
-        message.last_loads_after = plan.loads_after.astype("<f8").tobytes()
+    if statistics.last_balance is not None:
+        summary, before, after = statistics.last_balance
+        message.last_balance.CopyFrom(balance_message(summary))
+        message.last_loads_before = before.astype("<f8").tobytes()
+        message.last_loads_after = after.astype("<f8").tobytes()
     return message
 
 

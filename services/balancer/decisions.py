@@ -80,7 +80,7 @@ class WindowParts:
         return own + sum(cut.nbytes for cut in self.cuts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Plan:
     """Where the samples of a round go.
 
@@ -159,3 +159,8 @@ def balanced(plan: Plan) -> Decision:
 def identity(reason: Reason, detail: str, missing_ranks: tuple[int, ...] = ()) -> Decision:
     """The decision that every sample stays at home."""
     return Decision(outcome=Outcome.IDENTITY, reason=reason, detail=detail, missing_ranks=missing_ranks)
+
+
+def drained() -> Decision:
+    """The decision of a balancer that is shutting down."""
+    return identity(Reason.DRAINING, "the balancer is shutting down")

@@ -11,7 +11,7 @@ from services.balancer.refusals import Refusal
 from services.balancer.submissions import PlanOptions, SessionKey, Submission
 
 Asker = Hashable
-"""Where an answer goes: one stream or one call. Equal tokens are the same place."""
+"""Where answers go: one stream, which may speak for several ranks, or one call. Equal tokens are the same place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class Decided:
         decision: its outcome.
         waited: seconds from its first submission to its decision.
         timeline: for its trace; None if no rank has one.
+        caller: whose session it is.
     """
 
     session: SessionId
@@ -100,6 +101,7 @@ class Decided:
     decision: Decision
     waited: float
     timeline: Timeline | None = None
+    caller: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import structlog
 
@@ -57,7 +56,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """A rank that has joined, on one stream or call."""
+    """The ranks that have joined on one stream or call."""
 
     joining: Joining
     session: SessionId
@@ -89,9 +88,7 @@ class Hub:
         self._tasks: dict[tuple[SessionId, int], Task] = {}
         self._traced = traced
         self._loop = asyncio.get_running_loop()
-        self._wakes: list[tuple[float, int, SessionId]] = []
-        self._order = itertools.count()
-        self._timer: asyncio.TimerHandle | None = None
+        self._wakes: dict[SessionId, asyncio.TimerHandle] = {}
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_SECONDS, self._keep_house)
 
     @property
@@ -100,20 +97,21 @@ class Hub:
         return self._loop.time()
 
     def join(self, joining: Joining, mailbox: Mailbox) -> Member | Refusal:
-        """Admits a rank to its session."""
+        """Admits the ranks of a stream or call to their session."""
         known = self.registry.sessions.get(joining.key)
         outcome, effects = self.registry.join(self.now, joining, mailbox)
         self._perform(effects)
-        where = log.bind(job=joining.key.job, session=str(joining.key), run=joining.run_id, rank=joining.rank)
         if isinstance(outcome, Refusal):
-            where.warning("join refused", reason=outcome.message)
+            log.warning("join refused", **_about(joining), reason=outcome.message)
             return outcome
         if outcome is not known:
-            where.info("session opened", restart=joining.restart_count, world_size=joining.terms.world_size)
-        return Member(joining, outcome.id, mailbox)
+            terms = joining.terms
+            log.info("session opened", **_about(joining), restart=joining.restart_count, world_size=terms.world_size)
+        # What all ranks say alike is kept once.
+        return Member(replace(joining, terms=outcome.terms), outcome.id, mailbox)
 
-    def submit(self, member: Member, round_number: int, submission: Submission) -> None:
-        """Takes a rank's part in a round; the answer goes to the member's mailbox."""
+    def submit(self, member: Member, round_number: int, submission: Submission, rank: int | None = None) -> None:
+        """Takes a rank's part in a round, by default the member's first; the answer goes to the member's mailbox."""
         session = self.registry.find(member.session)
         if session is None:  # it expired in silence, or another incarnation has taken over
             outcome, effects = self.registry.join(self.now, member.joining, member.mailbox)
@@ -122,13 +120,12 @@ class Hub:
                 member.mailbox.close(outcome)
                 return
             session = outcome
-        effects = session.submit(self.now, member.joining.rank, round_number, submission, member.mailbox)
-        self._perform(effects, session)
+        rank = member.joining.rank if rank is None else rank
+        self._perform(session.submit(self.now, rank, round_number, submission, member.mailbox), session)
 
-    def leave(self, member: Member, *, finished: bool = False, call: bool = False) -> None:
-        """Forgets a stream or, with `call`, a call; `finished`: its rank said that it will not come back."""
-        rank = member.joining.rank if finished else None
-        self.registry.leave(self.now, member.session, member.mailbox, rank, call=call)
+    def leave(self, member: Member, *, finished: tuple[int, ...] = (), call: bool = False) -> None:
+        """Forgets a stream or, with `call`, a call; `finished`: its ranks, if they will not come back."""
+        self.registry.leave(self.now, member.session, member.mailbox, finished, call=call)
 
     def drain(self) -> None:
         """Answers everybody who waits, and refuses who joins from now on."""
@@ -137,8 +134,9 @@ class Hub:
     def close(self) -> None:
         """Stops the timers."""
         self._housekeeping.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._wakes.values():
+            timer.cancel()
+        self._wakes.clear()
 
     # ------------------------------------------------------------------ inside
 
@@ -211,25 +209,28 @@ class Hub:
         )
 
     def _wake(self, at: float, session: SessionId) -> None:
-        heapq.heappush(self._wakes, (at, next(self._order), session))
-        if self._timer is None or at < self._timer.when():
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = self._loop.call_at(at, self._tick)
+        """One timer a session, for its earliest deadline: when it rings, the next is asked for."""
+        timer = self._wakes.get(session)
+        if timer is not None:
+            if timer.when() <= at:
+                return
+            timer.cancel()
+        self._wakes[session] = self._loop.call_at(at, self._tick, session)
 
-    def _tick(self) -> None:
-        self._timer = None
-        now = self.now
-        due: dict[SessionId, None] = {}
-        while self._wakes and self._wakes[0][0] <= now:
-            due[heapq.heappop(self._wakes)[2]] = None
-        for session_id in due:
-            session = self.registry.find(session_id)
-            if session is not None:
-                self._perform(session.tick(now), session)
-        if self._wakes:
-            self._timer = self._loop.call_at(self._wakes[0][0], self._tick)
+    def _tick(self, session_id: SessionId) -> None:
+        del self._wakes[session_id]
+        session = self.registry.find(session_id)
+        if session is not None:
+            self._perform(session.tick(self.now), session)
+            at = session.next_wake()
+            if at < math.inf:
+                self._wake(at, session_id)
 
     def _keep_house(self) -> None:
         self.registry.expire(self.now)
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_SECONDS, self._keep_house)
+
+
+def _about(joining: Joining) -> dict[str, Any]:
+    return {"job": joining.key.job, "session": str(joining.key), "run": joining.run_id, "rank": joining.rank,
+            "caller": joining.caller}  # fmt: skip

@@ -16,9 +16,9 @@ class Limits:
         max_rounds_ahead: undecided rounds that one rank may have submitted to.
         max_round_jump: distance of a round from the highest decided one beyond which its number is taken for an error.
         max_text: characters of a name.
-        remembered_rounds: decisions that a session can give again.
-        remembered_bytes: what their plans may take together; the oldest are forgotten earlier beyond it.
-        max_open_bytes: what the submissions to a session's undecided rounds may take together.
+        max_memory: what sessions and streams may take together. No caller may hold more than is left free, no job more
+            than is left to its caller.
+        remembered_rounds: decisions that a session can give again; fewer when memory is short.
         round_timeout: deadline of a round whose ranks name none.
         max_round_timeout: longest deadline that a rank may ask for.
         partition_timeout: longest time a partition may take before it is given up.
@@ -35,11 +35,15 @@ class Limits:
     max_rounds_ahead: int = 64
     max_round_jump: int = 1_000_000
     max_text: int = 256
+    max_memory: int = 2 << 30
     remembered_rounds: int = 64
-    remembered_bytes: int = 256 << 20
-    max_open_bytes: int = 1 << 30
     round_timeout: float = 1.0
     max_round_timeout: float = 60.0
     partition_timeout: float = 2.0
     session_expiry: float = 120.0
     abandoned_expiry: float = 10.0
+
+    @property
+    def max_open_rounds(self) -> int:
+        """Undecided rounds of a session: ranks may be as far apart as one of them may be ahead."""
+        return 2 * self.max_rounds_ahead

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.answers import answer_message, error_message
@@ -24,6 +25,8 @@ class StreamMailbox:
         self._ending = False
         self._closed = False
         self._grouped = False
+        self._closing: Callable[[], asyncio.TimerHandle] | None = None
+        self._linger: asyncio.TimerHandle | None = None
 
     def group(self) -> None:
         """From now on answers leave together, as the clients of several ranks expect."""
@@ -46,9 +49,24 @@ class StreamMailbox:
 
     def close(self, refusal: Refusal) -> None:
         """Queues a last message."""
+        if self._closed:
+            return
         self.send(pb.BalanceResponse(error=error_message(refusal)))
         self._closed = True
         self._wake()
+        if self._closing is not None:
+            self._linger = self._closing()
+
+    def when_closed(self, start_timer: Callable[[], asyncio.TimerHandle]) -> None:
+        """Notes what to start when it is closed, and to stop when the stream has ended."""
+        self._closing = start_timer
+
+    def end(self) -> None:
+        """The stream has ended: nothing is sent any more."""
+        self._closed, self._closing = True, None
+        self._outgoing.clear()
+        if self._linger is not None:
+            self._linger.cancel()
 
     def finish(self) -> None:
         """Ends the stream once every answer that is owed has been sent."""
@@ -93,23 +111,6 @@ class StreamMailbox:
 
     def _encode(self, answer: Answer) -> bytes:
         return answer_bytes(self._instance, answer.round, answer.rank, answer.result)
-
-
-class Seat:
-    """One rank's place on a stream that may speak for several."""
-
-    __slots__ = ("_mailbox",)
-
-    def __init__(self, mailbox: StreamMailbox) -> None:
-        self._mailbox = mailbox
-
-    def deliver(self, answer: Answer) -> None:
-        """Queues the answer to a round."""
-        self._mailbox.deliver(answer)
-
-    def close(self, refusal: Refusal) -> None:
-        """Ends the stream."""
-        self._mailbox.close(refusal)
 
 
 class CallMailbox:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from services.balancer.answers import reason_name
 from services.balancer.decisions import Reason
 from services.balancer.effects import Decided
+from services.balancer.shares import Shares
 from services.operations.http import OperationsServer
 from services.operations.process import EventLoopLag, add_process_metrics
 
@@ -24,17 +25,18 @@ class Metrics:
         registry: where the metrics live; one of its own for each balancer.
     """
 
-    def __init__(self, *, version: str = "", max_jobs: int = 100) -> None:
+    def __init__(self, *, version: str = "", max_jobs: int = 200) -> None:
         """Registers the metrics.
 
         Args:
             version: of the software.
-            max_jobs: jobs that get a label of their own; later ones share the label `other`.
+            max_jobs: jobs that get a label of their own. A caller gets as many as are left for others; its later jobs
+                share the label `other`.
         """
         self.registry = CollectorRegistry()
         add_process_metrics(self.registry, service="balancer", version=version)
         self.lag = EventLoopLag(self.registry, service="balancer")
-        self._max_jobs = max_jobs
+        self._labels = Shares(max_jobs)
         self._jobs: set[str] = set()
         self._rounds = Counter(
             "evenkeel_balancer_rounds_total",
@@ -123,7 +125,7 @@ class Metrics:
 
     def decided(self, event: Decided) -> None:
         """A round was decided."""
-        job = self._label(event.session.key.job)
+        job = self._label(event.session.key.job, event.caller)
         decision = event.decision
         self._rounds.labels(job, decision.outcome.name.lower(), reason_name(decision.reason)).inc()
         self._wait.labels(job).observe(event.waited)
@@ -161,9 +163,24 @@ class Metrics:
         server = OperationsServer(self.registry, host, port, ready=ready)
         return server.port, server.close
 
-    def _label(self, job: str) -> str:
+    def observe_shares(self, what: str, unit: str, shares: Shares) -> None:
+        """Adds gauges of what callers share.
+
+        Args:
+            what: `memory`, `sessions`, …
+            unit: of it, for the names: `_bytes` or none.
+            shares: The good.
+        """
+        prefix = f"evenkeel_balancer_{what}"
+        self.observe(f"{prefix}_used{unit}", f"What callers hold: {what}.", lambda: shares.used)
+        self.observe(f"{prefix}_limit{unit}", f"What there is: {what}.", lambda: shares.total)
+        self.observe(
+            f"{prefix}_largest_caller{unit}", f"What the greediest caller holds: {what}.", lambda: shares.largest
+        )
+
+    def _label(self, job: str, caller: str) -> str:
         if job not in self._jobs:
-            if len(self._jobs) >= self._max_jobs:
+            if not self._labels.take((caller, "")):
                 return _OTHER
             self._jobs.add(job)
         return job

@@ -58,3 +58,23 @@ def shorten(value: object, limit: int = 120) -> str:
     """`value` as text of at most `limit` characters."""
     text = str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def out_of_memory(what: str) -> Refusal:
+    """There is no room for something more of this caller."""
+    return Refusal(
+        code=Code.LIMIT_EXCEEDED,
+        field="max_memory",
+        value=f"in use, or as much of it as one caller may hold, with no room for {what}",
+        remedy="wait for answers before submitting more, submit fewer samples, or raise the server's max_memory",
+    )
+
+
+def conflict(rank: int, round_number: int) -> Refusal:
+    """A rank says something else about a round than before."""
+    return Refusal(
+        code=Code.CONFLICTING_SUBMIT,
+        field="round",
+        value=f"{round_number}, for which rank {rank} submitted other samples before",
+        remedy="resubmit a round unchanged, or go on with the next",
+    )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from services.balancer.effects import Asker, Close, Effect, SessionId
 from services.balancer.limits import Limits
-from services.balancer.refusals import Code, Refusal
+from services.balancer.refusals import Code, Refusal, out_of_memory
 from services.balancer.session import Session
+from services.balancer.shares import Account, Shares
 from services.balancer.submissions import Joining, SessionKey
 
 
@@ -18,16 +21,21 @@ class Registry:
         limits: what the balancer allows.
         sessions: the one incarnation that holds each name.
         draining: whether the balancer is shutting down.
+        slots: how many sessions there may be.
+        memory: what sessions and streams may take together.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.sessions: dict[SessionKey, Session] = {}
         self.draining = False
-        self._members: dict[SessionId, set[Asker]] = {}
+        self.slots = Shares(limits.max_sessions)
+        self.memory = Shares(limits.max_memory)
+        self._members: dict[SessionId, dict[Asker, int]] = {}
+        self._expired_at = -math.inf
 
     def join(self, now: float, joining: Joining, asker: Asker) -> tuple[Session | Refusal, list[Effect]]:
-        """Admits a rank to its session, which may be new, or may take the place of another incarnation.
+        """Admits the ranks of a stream to their session, which may be new, or take the place of another incarnation.
 
         An incarnation takes over from one of the same run id and a lower restart count, and from any that has been
         silent, or without a stream, past its expiry. Any other is refused by name.
@@ -43,20 +51,24 @@ class Registry:
                 return refusal, []
             effects += self._end(session, _superseded(session.id, wanted))
             session = None
+        is_new = session is None
         if session is None:
-            self.expire(now)
-            if len(self.sessions) >= self.limits.max_sessions:
-                return _too_many_sessions(self.limits.max_sessions), effects
-            session = Session(now, wanted, joining.terms, self.limits)
-            self.sessions[joining.key] = session
-        refused = session.join(now, joining.rank, joining.node, joining.terms)
+            opened = self._open(now, wanted, joining)
+            if isinstance(opened, Refusal):
+                return opened, effects
+            session = opened
+        ranks = joining.all_ranks
+        others = tuple(rank for rank in ranks if rank != joining.rank)
+        refused = session.join(now, joining.rank, joining.node, joining.terms, others)
         if refused is not None:
+            if is_new:
+                self._forget(session)
             return refused, effects
-        self._members.setdefault(session.id, set()).add(asker)
+        self._members.setdefault(session.id, {})[asker] = len(ranks)
         return session, effects
 
     def leave(
-        self, now: float, session_id: SessionId, asker: Asker, finished_rank: int | None = None, *, call: bool = False
+        self, now: float, session_id: SessionId, asker: Asker, finished: tuple[int, ...] = (), *, call: bool = False
     ) -> None:
         """Forgets a stream or call that has ended.
 
@@ -64,28 +76,27 @@ class Registry:
             now: the time.
             session_id: the incarnation that it had joined.
             asker: the stream or call.
-            finished_rank: its rank, if that has ended its requests in order. When all ranks have, the name is free.
+            finished: its ranks, if it has ended its requests in order. When all ranks have, the name is free.
             call: it was a call, of which a rank makes one a round: nothing follows from its end.
         """
         members = self._members.get(session_id)
         if members is not None:
-            members.discard(asker)
+            members.pop(asker, None)
             if not members:
                 del self._members[session_id]
         session = self.find(session_id)
         if session is not None:
             session.leave(asker)
-            if finished_rank is not None:
-                session.finish(finished_rank)
+            session.finished.update(finished)
             if session_id not in self._members:
                 if session.is_finished:
-                    del self.sessions[session_id.key]
+                    self._forget(session)
                 elif not call:
                     session.abandoned_at = now
 
     def num_members(self, session_id: SessionId) -> int:
-        """Streams and calls that have joined this incarnation and have not ended."""
-        return len(self._members.get(session_id, ()))
+        """Ranks whose streams and calls have joined this incarnation and have not ended."""
+        return sum(self._members.get(session_id, {}).values())
 
     def find(self, session_id: SessionId) -> Session | None:
         """The session, if this incarnation of it still holds its name."""
@@ -94,10 +105,9 @@ class Registry:
 
     def expire(self, now: float) -> None:
         """Forgets the sessions that have fallen silent; a stream that is still open brings its own back by speaking."""
-        for key in [
-            key for key, session in self.sessions.items() if session.is_silent(now) and not session.open_rounds
-        ]:
-            del self.sessions[key]
+        self._expired_at = now
+        for session in [one for one in self.sessions.values() if one.is_silent(now) and not one.open_rounds]:
+            self._forget(session)
 
     def drain(self, now: float) -> list[Effect]:
         """Answers everybody who waits, and refuses who joins from now on."""
@@ -108,6 +118,26 @@ class Registry:
         return iter(self.sessions.values())
 
     # ------------------------------------------------------------------ inside
+
+    def _open(self, now: float, wanted: SessionId, joining: Joining) -> Session | Refusal:
+        holder = (joining.caller, joining.key.job)
+        if not self.slots.take(holder):
+            if now - self._expired_at >= _EXPIRE_SECONDS:
+                self.expire(now)
+            if not self.slots.take(holder):
+                return _too_many_sessions(self.limits.max_sessions, self.slots.held(joining.caller))
+        memory = Account(self.memory, holder)
+        if not memory.take(SESSION_BYTES + joining.terms.nbytes):
+            self.slots.give(holder)
+            return replace(out_of_memory("another session"), fatal=True)
+        session = Session(now, wanted, joining.terms, self.limits, memory=memory, caller=joining.caller)
+        self.sessions[joining.key] = session
+        return session
+
+    def _forget(self, session: Session) -> None:
+        del self.sessions[session.id.key]
+        self.slots.give((session.caller, session.id.key.job))
+        session.close()
 
     def _may_supersede(self, now: float, session: Session, joining: Joining) -> Refusal | None:
         if now >= session.free_at():
@@ -125,7 +155,7 @@ class Registry:
         return None
 
     def _name_taken(self, now: float, session: Session, joining: Joining) -> Refusal:
-        streams = self.num_members(session.id)
+        streams = len(self._members.get(session.id, ()))
         if streams:
             heard = f"last heard {now - session.last_message_at:.3g} s ago on one of {streams} streams"
             remedy = (
@@ -146,8 +176,8 @@ class Registry:
 
     def _end(self, session: Session, refusal: Refusal) -> list[Effect]:
         effects = session.end(refusal)
-        del self.sessions[session.id.key]
-        effects += [Close(asker, refusal) for asker in sorted(self._members.pop(session.id, ()), key=repr)]
+        self._forget(session)
+        effects += [Close(asker, refusal) for asker in self._members.pop(session.id, ())]
         return effects
 
 
@@ -176,11 +206,15 @@ def _superseded(old: SessionId, new: SessionId) -> Refusal:
     )
 
 
-def _too_many_sessions(limit: int) -> Refusal:
+_EXPIRE_SECONDS = 0.5
+SESSION_BYTES = 20_000
+
+
+def _too_many_sessions(limit: int, held: int) -> Refusal:
     return Refusal(
         code=Code.LIMIT_EXCEEDED,
         field="max_sessions",
-        value=f"{limit}, all in use",
-        remedy="use another balancer, or raise the server's max_sessions",
+        value=f"{limit}, of which this caller has {held}, as many as are left to it",
+        remedy="end sessions, use another balancer, or raise the server's max_sessions",
         fatal=True,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from services.balancer.decisions import Decision
 from services.balancer.effects import Asker
+from services.balancer.shares import Account
 from services.balancer.submissions import Submission
 
 
@@ -18,7 +19,8 @@ class OpenRound:
         opened_at: time of the first submission.
         deadline: when it is decided without the ranks that are missing.
         submissions: by rank.
-        waiters: who is to be told, with the rank it asked for; a rank that reconnected can have several.
+        waiters: who is to be told, with the ranks it asked for; a rank that reconnected can have several.
+        num_waiting: answers that are owed to them.
         partition_started_at: when its plan was asked for; None while ranks are missing.
         running_since: when a worker began with its plan; None while it waits for one.
         nbytes: memory of the submissions.
@@ -28,7 +30,8 @@ class OpenRound:
     opened_at: float
     deadline: float
     submissions: dict[int, Submission] = field(default_factory=dict)
-    waiters: dict[Asker, int] = field(default_factory=dict)
+    waiters: dict[Asker, dict[int, None]] = field(default_factory=dict)
+    num_waiting: int = 0
     partition_started_at: float | None = None
     nbytes: int = 0
     traces: dict[int, tuple[float, str]] = field(default_factory=dict)
@@ -43,7 +46,12 @@ class OpenRound:
             self.submissions[rank] = submission
             self.nbytes += submission.nbytes
         self.deadline = min(self.deadline, self.opened_at + submission.timeout)
-        self.waiters[asker] = rank
+        ranks = self.waiters.get(asker)
+        if ranks is None:
+            ranks = self.waiters[asker] = {}
+        if rank not in ranks:
+            ranks[rank] = None
+            self.num_waiting += 1
         return True
 
     def is_complete(self, world_size: int) -> bool:
@@ -62,13 +70,17 @@ class OpenRound:
 
     def forget(self, asker: Asker) -> None:
         """Stops telling `asker`; what it submitted stays."""
-        self.waiters.pop(asker, None)
+        self.num_waiting -= len(self.waiters.pop(asker, ()))
+
+    def owed(self) -> list[tuple[Asker, int]]:
+        """Everybody who is to be told, with the rank that it asked for."""
+        return [(asker, rank) for asker, ranks in self.waiters.items() for rank in ranks]
 
     def snapshot(self) -> Hashable:
         """The state as one comparable value."""
         said = frozenset((rank, submission.fingerprint) for rank, submission in self.submissions.items())
         times = (self.opened_at, self.deadline, self.partition_started_at, self.running_since)
-        return (*times, said, frozenset(self.waiters.items()))
+        return (*times, said, frozenset(self.owed()))
 
     def copy(self) -> OpenRound:
         """An independent copy; submissions are immutable and shared."""
@@ -76,7 +88,8 @@ class OpenRound:
             self.opened_at,
             self.deadline,
             dict(self.submissions),
-            dict(self.waiters),
+            {asker: dict(ranks) for asker, ranks in self.waiters.items()},
+            self.num_waiting,
             self.partition_started_at,
             self.nbytes,
             dict(self.traces),
@@ -96,9 +109,17 @@ class DecidedRound:
     decision: Decision
     fingerprints: dict[int, int] = field(default_factory=dict)
 
-    def agrees(self, rank: int, submission: Submission) -> bool:
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes without its plan, about."""
+        return 1000 + 40 * len(self.decision.missing_ranks) + _FINGERPRINT_BYTES * len(self.fingerprints)
+
+    def agrees(self, rank: int, submission: Submission, memory: Account) -> bool:
         """Whether the rank says what it said before, or speaks for the first time."""
-        return self.fingerprints.setdefault(rank, submission.fingerprint) == submission.fingerprint
+        earlier = self.fingerprints.get(rank)
+        if earlier is None and memory.take(_FINGERPRINT_BYTES):  # without room for it, its repeat is taken on trust
+            self.fingerprints[rank] = submission.fingerprint
+        return earlier in (None, submission.fingerprint)
 
     def snapshot(self) -> Hashable:
         """The state as one comparable value; equal plans count as equal."""
@@ -109,6 +130,9 @@ class DecidedRound:
     def copy(self) -> DecidedRound:
         """An independent copy."""
         return DecidedRound(self.decision, dict(self.fingerprints))
+
+
+_FINGERPRINT_BYTES = 100
 
 
 def describe_ranks(ranks: Iterable[int], limit: int = 8) -> str:

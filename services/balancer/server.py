@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from evenkeel.partitioning import strategies
 from evenkeel.protocol import balancer_pb2 as pb
+from services.balancer import health
 from services.balancer.access import AccessInterceptor
+from services.balancer.health import Health
 from services.balancer.hub import Hub
 from services.balancer.metrics import Metrics
 from services.balancer.registry import DRAINING
 from services.balancer.servicer import BalancerServicer, EdgeOptions, add_to_server
 from services.balancer.settings import PREFIX, Settings
+from services.balancer.streams import StreamOptions
 from services.balancer.tracing import open_tracer
 from services.balancer.workers.nursery import Zygote
 from services.balancer.workers.pool import WorkerPool
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
 log = structlog.get_logger(__name__)
+
+_MAX_WATCHES = 256
+_SPARE_CALLS = 1024  # of those that are being refused
+_IDLE_CONNECTION_MS = 60_000
+_TRACES_SECONDS = 2.5
+STREAM_WINDOW_BYTES = 1 << 16
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BalancerService"].full_name
 
@@ -93,16 +100,19 @@ class BalancerServer:
         traced = None if self._tracer is None else self._tracer.decided
         self.hub = Hub(settings.limits(), self._pool, self.metrics, traced=traced)
         edge = EdgeOptions(
-            instance=self.instance,
             version=_version(),
             strategies=known,
             default_strategy=settings.strategy,
             max_message_bytes=settings.max_message_bytes,
-            max_streams=settings.max_streams,
-            join_timeout=settings.join_timeout_seconds,
+            streams=StreamOptions(
+                instance=self.instance,
+                max_streams=settings.max_streams,
+                join_timeout=settings.join_timeout_seconds,
+            ),
+            max_calls=settings.max_calls,
         )
         self.servicer = BalancerServicer(self.hub, edge)
-        self._health = health_aio.HealthServicer()
+        self._health = Health(("", SERVICE), max_watches=_MAX_WATCHES)
         self._server: grpc.aio.Server | None = None
         self._stop_metrics: Callable[[], None] | None = None
 
@@ -124,9 +134,8 @@ class BalancerServer:
                 self.port = self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: choose another host or port ({error})") from error
-        for service in ("", SERVICE):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
+        self._access.start()
         if settings.metrics_port is not None:
             self.metrics_port, self._stop_metrics = self.metrics.serve(
                 settings.metrics_host, settings.metrics_port, ready=lambda: not self.hub.registry.draining
@@ -137,26 +146,37 @@ class BalancerServer:
         self.metrics.observe(
             "evenkeel_balancer_queued_partitions", "Plans that wait for a worker.", lambda: self._pool.queued
         )
-        self.metrics.observe("evenkeel_balancer_streams", "Open streams.", lambda: self.servicer.streams)
+        self.metrics.observe("evenkeel_balancer_streams", "Open streams.", lambda: len(self.servicer.streams))
+        registry, servicer = self.hub.registry, self.servicer
+        for what, unit, shares in (
+            ("memory", "_bytes", registry.memory),
+            ("session_slots", "", registry.slots),
+            ("stream_slots", "", servicer.streams.slots),
+            ("call_slots", "", servicer.calls),
+        ):
+            self.metrics.observe_shares(what, unit, shares)
         log.info("serving", host=settings.host, port=self.port, metrics_port=self.metrics_port, instance=self.instance)
 
     async def stop(self) -> None:
         """Drains: NOT_SERVING, everybody who waits is answered, streams end, then the port closes."""
         assert self._server is not None
-        log.info("draining", streams=self.servicer.streams)
-        await self._health.enter_graceful_shutdown()
+        grace, streams = self._settings.grace_seconds, self.servicer.streams
+        log.info("draining", streams=len(streams))
+        self._health.drain()
         self.hub.drain()
-        if self.servicer.streams:
-            await asyncio.sleep(min(self._settings.drain_seconds, self._settings.grace_seconds / 2))
-        self.servicer.close_streams(DRAINING)
-        await self._server.stop(self._settings.grace_seconds / 2)
+        if len(streams):
+            await asyncio.sleep(min(self._settings.drain_seconds, grace / 2))
+        streams.close(DRAINING)
+        # Whatever a peer does or leaves undone, each step ends: what is left then ends with the process.
+        await _within(grace * 3 / 8, self._server.stop(grace / 4), "calls")
+        self._access.stop()
         self.metrics.lag.stop()
         self.hub.close()
         self._pool.close()
         if self._stop_metrics is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._stop_metrics)
+            await _within(grace / 8, asyncio.to_thread(self._stop_metrics), "metrics")
         if self._tracer is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._tracer.close)
+            await _within(_TRACES_SECONDS, asyncio.to_thread(self._tracer.close), "traces")
         self.stopped = True
         log.info("stopped")
 
@@ -169,11 +189,15 @@ class BalancerServer:
         server = grpc.aio.server(
             interceptors=(self._access,),
             # Health checks and unary calls must still get through when all streams are in use.
-            maximum_concurrent_rpcs=settings.max_streams + 256,
+            maximum_concurrent_rpcs=settings.max_streams + settings.max_calls + _MAX_WATCHES + _SPARE_CALLS,
             options=[
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 ("grpc.max_send_message_length", settings.max_message_bytes),
                 ("grpc.max_concurrent_streams", settings.max_streams),
+                ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
+                # What a client may send before it is read is the same for all.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
                 ("grpc.keepalive_time_ms", round(settings.keepalive_seconds * 1e3)),
                 ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_seconds * 1e3)),
                 ("grpc.keepalive_permit_without_calls", 1),
@@ -185,11 +209,19 @@ class BalancerServer:
             ],
         )
         add_to_server(self.servicer, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._health.add_to_server(server)
         if settings.reflection:
-            names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+            names = (SERVICE, health.SERVICE, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         return server
+
+
+async def _within(seconds: float, step: Coroutine[Any, Any, object], name: str) -> None:
+    """Takes a step of the end, but goes on without it after some time."""
+    task = asyncio.ensure_future(step)
+    done, _ = await asyncio.wait({task}, timeout=seconds)
+    if not done:
+        log.warning("did not end in time, going on without it", what=name, seconds=seconds)
 
 
 def _version() -> str:

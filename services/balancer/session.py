@@ -16,7 +16,8 @@ import math
 from collections.abc import Hashable
 from dataclasses import replace
 
-from services.balancer.decisions import Decision, Plan, PlanFailure, Reason, balanced, identity
+from services.balancer.decisions import Decision, Plan, PlanFailure, Reason, balanced, drained, identity
+from services.balancer.differences import difference
 from services.balancer.effects import (
     Answer,
     Asker,
@@ -29,8 +30,9 @@ from services.balancer.effects import (
     Wake,
 )
 from services.balancer.limits import Limits
-from services.balancer.refusals import Code, Refusal
+from services.balancer.refusals import Code, Refusal, conflict, out_of_memory
 from services.balancer.rounds import DecidedRound, OpenRound, describe_ranks
+from services.balancer.shares import Account
 from services.balancer.statistics import SessionStatistics
 from services.balancer.submissions import Submission, Terms
 
@@ -46,7 +48,8 @@ class Session:
         decided: rounds whose decision is remembered, by number.
         floor: the highest round whose decision was forgotten; -1 at first.
         highest: the highest round that was decided; -1 at first.
-        remembered_bytes: memory of the plans of the remembered decisions.
+        memory: what it holds of the balancer's memory.
+        caller: who opened it.
         last_message_at: when a rank last said anything.
         abandoned_at: when its last stream ended, not all of them in order; infinity while there are some.
         draining: whether new rounds are decided IDENTITY at once.
@@ -55,8 +58,10 @@ class Session:
     """
 
     __slots__ = (
+        "_ahead",
         "_limits",
         "abandoned_at",
+        "caller",
         "decided",
         "draining",
         "finished",
@@ -64,22 +69,33 @@ class Session:
         "highest",
         "id",
         "last_message_at",
+        "memory",
         "nodes",
         "open_rounds",
-        "remembered_bytes",
         "statistics",
         "terms",
     )
 
-    def __init__(self, now: float, session_id: SessionId, terms: Terms, limits: Limits) -> None:
+    def __init__(
+        self,
+        now: float,
+        session_id: SessionId,
+        terms: Terms,
+        limits: Limits,
+        *,
+        memory: Account | None = None,
+        caller: str = "",
+    ) -> None:
         self.id = session_id
+        self.caller = caller
+        self.memory = Account() if memory is None else memory
         self.terms = terms
         self.nodes: dict[int, str] = {}
         self.open_rounds: dict[int, OpenRound] = {}
         self.decided: dict[int, DecidedRound] = {}
         self.floor = -1
         self.highest = -1
-        self.remembered_bytes = 0
+        self._ahead: dict[int, int] = {}  # undecided rounds that each rank has submitted to
         self.last_message_at = now
         self.abandoned_at = math.inf
         self.draining = False
@@ -87,23 +103,27 @@ class Session:
         self.statistics = SessionStatistics()
         self._limits = limits
 
-    def join(self, now: float, rank: int, node: str, terms: Terms) -> Refusal | None:
-        """Admits a rank, again and again, as long as it says what the others said."""
+    def join(self, now: float, rank: int, node: str, terms: Terms, others: tuple[int, ...] = ()) -> Refusal | None:
+        """Admits a rank and others on its stream, again and again, as long as it says what those before said."""
         self.last_message_at = now
-        difference = _difference(self.terms, terms)
-        if difference is not None:
-            field, mine, theirs = difference
-            others = describe_ranks(sorted(self.nodes)) or "the first to join"
+        differs = difference(self.terms, terms)
+        if differs is not None:
+            field, mine, theirs = differs
+            before = describe_ranks(sorted(self.nodes)) or "the first to join"
             return Refusal(
                 code=Code.RANKS_DIFFER,
                 field=field,
-                value=f"{theirs} on rank {rank} but {mine} on rank(s) {others}",
+                value=f"{theirs} on rank {rank} but {mine} on rank(s) {before}",
                 remedy="start all ranks of the session with the same model, batches and options",
                 fatal=True,
             )
-        self.nodes[rank] = node
+        ranks = (rank, *others)
+        if not self.memory.take(_RANK_BYTES * sum(one not in self.nodes for one in ranks)):
+            return out_of_memory("another rank")
+        for one in ranks:
+            self.nodes[one] = node
+        self.finished.difference_update(ranks)
         self.abandoned_at = math.inf
-        self.finished.discard(rank)
         return None
 
     def submit(self, now: float, rank: int, round_number: int, submission: Submission, asker: Asker) -> list[Effect]:
@@ -111,8 +131,8 @@ class Session:
         self.last_message_at = now
         decided = self.decided.get(round_number)
         if decided is not None:
-            agrees = decided.agrees(rank, submission)
-            return [Answer(asker, round_number, rank, decided.decision if agrees else _conflict(rank, round_number))]
+            agrees = decided.agrees(rank, submission, self.memory)
+            return [Answer(asker, round_number, rank, decided.decision if agrees else conflict(rank, round_number))]
         current = self.open_rounds.get(round_number)
         refusal = self._refuse(rank, round_number, submission, current)
         if refusal is not None:
@@ -120,13 +140,15 @@ class Session:
         if current is None:
             current = OpenRound(opened_at=now, deadline=math.inf)
             self.open_rounds[round_number] = current
-        deadline = current.deadline
+        deadline, before = current.deadline, current.nbytes
         if not current.add(rank, submission, asker):
-            return [Answer(asker, round_number, rank, _conflict(rank, round_number))]
+            return [Answer(asker, round_number, rank, conflict(rank, round_number))]
+        if current.nbytes != before:
+            self._ahead[rank] = self._ahead.get(rank, 0) + 1
         if submission.traceparent:
             current.traces.setdefault(rank, (now, submission.traceparent))
         if self.draining:
-            return self._decide(now, round_number, _drained())
+            return self._decide(now, round_number, drained())
         effects: list[Effect] = []
         if current.partition_started_at is None and current.is_complete(self.terms.world_size):
             current.partition_started_at = now
@@ -177,10 +199,6 @@ class Session:
         for current in self.open_rounds.values():
             current.forget(asker)
 
-    def finish(self, rank: int) -> None:
-        """Notes that a rank has ended its requests in order."""
-        self.finished.add(rank)
-
     @property
     def is_finished(self) -> bool:
         """Whether all ranks have ended their requests in order."""
@@ -191,7 +209,7 @@ class Session:
         self.draining = True
         effects: list[Effect] = []
         for round_number in list(self.open_rounds):
-            effects += self._decide(now, round_number, _drained())
+            effects += self._decide(now, round_number, drained())
         return effects
 
     def end(self, refusal: Refusal) -> list[Effect]:
@@ -199,10 +217,16 @@ class Session:
         effects: list[Effect] = [
             Answer(asker, round_number, rank, refusal)
             for round_number, current in self.open_rounds.items()
-            for asker, rank in current.waiters.items()
+            for asker, rank in current.owed()
         ]
         self.open_rounds.clear()
+        self.close()
         return effects
+
+    def close(self) -> None:
+        """Gives back what it holds of the balancer's memory: nobody will ask it again."""
+        self.decided.clear()
+        self.memory.close()
 
     def next_wake(self) -> float:
         """When `tick` next has something to do; infinity when nothing waits."""
@@ -227,7 +251,7 @@ class Session:
         other.floor, other.highest, other.draining = self.floor, self.highest, self.draining
         other.abandoned_at = self.abandoned_at
         other.finished = set(self.finished)
-        other.remembered_bytes = self.remembered_bytes
+        other._ahead = dict(self._ahead)
         other.statistics = replace(self.statistics, identity=dict(self.statistics.identity))
         return other
 
@@ -264,12 +288,16 @@ class Session:
                 value=f"{round_number}, more than {self._limits.max_round_jump} beyond round {self.highest}",
                 remedy="number rounds consecutively",
             )
+        if current is not None and current.num_waiting >= 2 * self.terms.world_size + _SPARE_WAITERS:
+            return Refusal(
+                code=Code.LIMIT_EXCEEDED,
+                field="round",
+                value=f"{round_number}, for which {current.num_waiting} answers are owed already",
+                remedy="ask on one stream a rank, and again when that has ended",
+            )
         if current is not None and rank in current.submissions:
             return None
-        ahead, nbytes = 0, submission.nbytes
-        for other in self.open_rounds.values():
-            ahead += rank in other.submissions
-            nbytes += other.nbytes
+        ahead = self._ahead.get(rank, 0)
         if ahead >= self._limits.max_rounds_ahead:
             return Refusal(
                 code=Code.ROUND_OUT_OF_RANGE,
@@ -277,13 +305,18 @@ class Session:
                 value=f"{round_number} while {ahead} rounds of rank {rank} are undecided (max_rounds_ahead)",
                 remedy="wait for an answer before submitting further rounds",
             )
-        if nbytes > self._limits.max_open_bytes:
+        if current is None and len(self.open_rounds) >= self._limits.max_open_rounds:
             return Refusal(
-                code=Code.LIMIT_EXCEEDED,
-                field="max_open_bytes",
-                value=f"{self._limits.max_open_bytes}, all in use by {len(self.open_rounds)} undecided rounds",
-                remedy="wait for answers before submitting further rounds, or raise the server's max_open_bytes",
+                code=Code.ROUND_OUT_OF_RANGE,
+                field="round",
+                value=f"{round_number} while {len(self.open_rounds)} rounds of the session are undecided",
+                remedy="submit to the rounds that the other ranks are in (twice max_rounds_ahead may be undecided)",
             )
+        # While its plan is computed a round takes as much again.
+        while not self.memory.take(2 * submission.nbytes):
+            if len(self.decided) < _FEW_DECISIONS:
+                return out_of_memory(f"a submission of {submission.nbytes} bytes")
+            self._forget_oldest()
         return None
 
     def _inputs(self, current: OpenRound) -> PlanInput:
@@ -316,17 +349,17 @@ class Session:
     def _decide(self, now: float, round_number: int, decision: Decision) -> list[Effect]:
         current = self.open_rounds.pop(round_number)
         fingerprints = {rank: submission.fingerprint for rank, submission in current.submissions.items()}
-        self.decided[round_number] = DecidedRound(decision, fingerprints)
-        self.highest = max(self.highest, round_number)
-        if decision.plan is not None:
-            self.remembered_bytes += decision.plan.nbytes
-        while len(self.decided) > 1 and (
-            len(self.decided) > self._limits.remembered_rounds or self.remembered_bytes > self._limits.remembered_bytes
-        ):
-            self._forget_oldest()
+        for rank in fingerprints:
+            left = self._ahead[rank] - 1
+            if left:
+                self._ahead[rank] = left
+            else:
+                del self._ahead[rank]
+        self.memory.give(2 * current.nbytes)
+        self._remember(round_number, DecidedRound(decision, fingerprints))
         waited = now - current.opened_at
         self.statistics.count(round_number, decision, waited)
-        answers = [Answer(asker, round_number, rank, decision) for asker, rank in current.waiters.items()]
+        answers = [Answer(asker, round_number, rank, decision) for asker, rank in current.owed()]
         timeline = None
         if current.traces:
             timeline = Timeline(
@@ -335,47 +368,30 @@ class Session:
                 decided_at=now,
                 arrivals=current.traces,
             )
-        return [*answers, Decided(self.id, round_number, decision, waited, timeline)]
+        return [*answers, Decided(self.id, round_number, decision, waited, timeline, self.caller)]
+
+    def _remember(self, round_number: int, decided: DecidedRound) -> None:
+        self.highest = max(self.highest, round_number)
+        plan, nbytes = decided.decision.plan, decided.nbytes
+        plan_bytes = 0 if plan is None else plan.nbytes
+        while not self.memory.take(nbytes + plan_bytes):
+            if not self.decided:
+                self.memory.force(nbytes + plan_bytes)  # it was computed: what is there is counted
+                break
+            self._forget_oldest()
+        if plan is not None:
+            self.memory.entrust(plan, plan_bytes)
+        self.decided[round_number] = decided
+        while len(self.decided) > self._limits.remembered_rounds:
+            self._forget_oldest()
 
     def _forget_oldest(self) -> None:
         oldest = min(self.decided)
         # A round that was open for long may be decided after later ones were forgotten: the floor never sinks.
         self.floor = max(self.floor, oldest)
-        plan = self.decided.pop(oldest).decision.plan
-        if plan is not None:
-            self.remembered_bytes -= plan.nbytes
+        self.memory.give(self.decided.pop(oldest).nbytes)
 
 
-def _difference(ours: Terms, theirs: Terms) -> tuple[str, str, str] | None:
-    """The first thing that two ranks see differently: field, our value, their value."""
-    if ours == theirs:
-        return None
-    for name in ("world_size", "window"):
-        if getattr(ours, name) != getattr(theirs, name):
-            return name, str(getattr(ours, name)), str(getattr(theirs, name))
-    for name in ("strategy", "counts", "tolerance", "speeds", "memory_caps"):
-        mine, other = getattr(ours.options, name), getattr(theirs.options, name)
-        if mine != other:
-            if isinstance(mine, tuple) and len(mine) == len(other):
-                at = next(i for i in range(len(mine)) if mine[i] != other[i])
-                return f"options.{name}[{at}]", str(mine[at]), str(other[at])
-            return f"options.{name}", str(mine), str(other)
-    for at in range(max(len(ours.schema), len(theirs.schema))):
-        mine_line = ours.schema[at] if at < len(ours.schema) else "absent"
-        other_line = theirs.schema[at] if at < len(theirs.schema) else "absent"
-        if mine_line != other_line:
-            return f"schema.fields[{at}]", mine_line, other_line
-    return "schema.hash", ours.schema_hash.hex(), theirs.schema_hash.hex()
-
-
-def _drained() -> Decision:
-    return identity(Reason.DRAINING, "the balancer is shutting down")
-
-
-def _conflict(rank: int, round_number: int) -> Refusal:
-    return Refusal(
-        code=Code.CONFLICTING_SUBMIT,
-        field="round",
-        value=f"{round_number}, for which rank {rank} submitted other samples before",
-        remedy="resubmit a round unchanged, or go on with the next",
-    )
+_RANK_BYTES = 200
+_FEW_DECISIONS = 2
+_SPARE_WAITERS = 64

@@ -63,9 +63,11 @@ class Settings(ServiceSettings):
     """Time after a stop signal in which everything ends."""
 
     max_sessions: PositiveInt = Limits().max_sessions
-    """Sessions at a time."""
+    """Sessions at a time. No token (without tokens: no address) may hold more of them than are left free."""
     max_streams: PositiveInt = 8192
-    """Streams at a time, of all sessions."""
+    """Streams at a time, of all sessions, shared alike."""
+    max_calls: PositiveInt = 4096
+    """Rounds by unary calls at a time, shared alike."""
     max_ranks: PositiveInt = Limits().max_ranks
     """Ranks of one session."""
     max_samples_per_rank: PositiveInt = Limits().max_samples_per_rank
@@ -76,12 +78,11 @@ class Settings(ServiceSettings):
     """Undecided rounds that one rank may have submitted to."""
     remembered_rounds: PositiveInt = Limits().remembered_rounds
     """Decisions of a session that are given again to whoever asks."""
-    remembered_bytes: PositiveInt = Limits().remembered_bytes
-    """Memory of those decisions of one session; beyond it the oldest are forgotten earlier."""
-    max_open_bytes: PositiveInt = Limits().max_open_bytes
-    """Memory of the submissions to undecided rounds of one session."""
-    max_message_bytes: PositiveInt = 16 << 20
-    """Size of one message."""
+    max_memory: PositiveInt = Limits().max_memory
+    """Bytes that submissions, plans and streams of all jobs may take together, beside 0.3 GB for the process itself.
+    No token (without tokens: no address) may hold more than is left free, no job more than is left to its caller."""
+    max_message_bytes: PositiveInt = 4 << 20
+    """Size of one message, uncompressed. Reading 4 MiB keeps everybody else waiting for some 10 ms."""
     keepalive_seconds: PositiveFloat = 30.0
     """Time between the server's own pings to an idle client."""
     keepalive_timeout_seconds: PositiveFloat = 10.0
@@ -102,8 +103,7 @@ class Settings(ServiceSettings):
             max_fields=self.max_fields,
             max_rounds_ahead=self.max_rounds_ahead,
             remembered_rounds=self.remembered_rounds,
-            remembered_bytes=self.remembered_bytes,
-            max_open_bytes=self.max_open_bytes,
+            max_memory=self.max_memory,
             round_timeout=self.round_timeout_seconds,
             max_round_timeout=self.max_round_timeout_seconds,
             partition_timeout=self.partition_timeout_seconds,

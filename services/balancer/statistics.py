@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.balancer.decisions import Decision, Plan, Reason
+import numpy as np
+from numpy.typing import NDArray
+
+from services.balancer.decisions import Decision, Reason, Summary
 
 
 @dataclass(slots=True)
@@ -16,14 +19,14 @@ class SessionStatistics:
         balanced: rounds with a plan.
         identity: rounds without, by reason.
         waited: seconds from first submission to decision, summed over all rounds.
-        last_plan: of the last balanced round.
+        last_balance: how even the last balanced round is, with the loads of its ranks before and after.
     """
 
     last_round: int = 0
     balanced: int = 0
     identity: dict[Reason, int] = field(default_factory=dict)
     waited: float = 0.0
-    last_plan: Plan | None = None
+    last_balance: tuple[Summary, NDArray[np.float64], NDArray[np.float64]] | None = None
 
     def count(self, round_number: int, decision: Decision, waited: float) -> None:
         """Takes a decided round into account."""
@@ -31,7 +34,8 @@ class SessionStatistics:
         self.waited += waited
         if decision.plan is not None:
             self.balanced += 1
-            self.last_plan = decision.plan
+            plan = decision.plan
+            self.last_balance = plan.summary, plan.loads_before, plan.loads_after
         else:
             self.identity[decision.reason] = self.identity.get(decision.reason, 0) + 1
 

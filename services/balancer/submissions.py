@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+SUBMISSION_BYTES = 700
+"""What a submission takes beside its arrays, in an open round."""
+
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
@@ -59,10 +62,29 @@ class Terms:
     schema: tuple[str, ...] = ()
     num_jagged: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take, about."""
+        options = self.options
+        return 500 + sum(60 + len(line) for line in self.schema) + 40 * (len(options.speeds) + len(options.memory_caps))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """One rank's introduction."""
+    """The introduction of a rank, or of several on one stream.
+
+    Attributes:
+        key: the session.
+        run_id: of the launcher.
+        restart_count: of the launcher.
+        rank: who speaks.
+        node: its host.
+        terms: what all ranks must say alike.
+        opening: tells apart what a launcher starts again under the same run and count.
+        protocol_version: that both sides speak.
+        ranks: whom the stream speaks for, `rank` among them; empty: only it.
+        caller: who made the call: a token's name or an address.
+    """
 
     key: SessionKey
     run_id: str
@@ -72,6 +94,13 @@ class Joining:
     terms: Terms
     opening: int = 0
     protocol_version: int = 1
+    ranks: tuple[int, ...] = ()
+    caller: str = ""
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """Whom the stream speaks for."""
+        return self.ranks or (self.rank,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,9 +137,9 @@ class Submission:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its arrays."""
+        """Memory of its arrays, and of all that goes with them."""
         arrays = (self.costs, self.lengths, self.memory, self.sizes)
-        return sum(array.nbytes for array in arrays if array is not None)
+        return SUBMISSION_BYTES + sum(array.nbytes for array in arrays if array is not None)
 
     @property
     def sizes_by_batch(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from services.balancer.submissions import Joining, PlanOptions, SessionKey, Subm
 PROTOCOL_VERSIONS = (1,)
 
 _MAX_TRACEPARENT = 64
+_MOST_VERSIONS = 64
 _F8, _I8, _U4, _U8 = np.dtype("<f8"), np.dtype("<i8"), np.dtype("<u4"), np.dtype("<u8")
 _DOUBLE, _DOUBLE_BITS = struct.Struct("<d"), struct.Struct("<Q")
 _COUNTS = {pb.COUNTS_UNSPECIFIED: "equal", pb.COUNTS_EQUAL: "equal", pb.COUNTS_FREE: "free"}
@@ -28,7 +29,7 @@ def read_join(message: pb.Join, limits: Limits, strategies: tuple[str, ...], def
     Raises:
         RefusedError: if something about it is wrong; always fatal to the stream.
     """
-    spoken = [version for version in PROTOCOL_VERSIONS if version in message.protocol_versions]
+    spoken = [version for version in PROTOCOL_VERSIONS if version in message.protocol_versions[:_MOST_VERSIONS]]
     if not spoken:
         raise _refused(
             "protocol_versions",
@@ -75,6 +76,9 @@ def read_ranks(message: pb.Join) -> tuple[int, ...]:
     Raises:
         RefusedError: if they are no ranks, come twice, or lack the Join's own.
     """
+    if len(message.ranks) > message.world_size:
+        said = f"{len(message.ranks)} ranks of {message.world_size}"
+        raise _refused("ranks", said, "name every rank of the stream once")
     ranks = tuple(message.ranks) or (message.rank,)
     for at, rank in enumerate(ranks):
         if rank >= message.world_size:
@@ -122,8 +126,8 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits) -> Submiss
         _check_amounts(sizes, "sizes", share)
     lengths_bytes = message.lengths
     lengths = _array(lengths_bytes, _U4, n * terms.num_jagged, "lengths")
-    batch_sizes = tuple(message.batch_sizes)
-    if batch_sizes and (len(batch_sizes) > terms.window or sum(batch_sizes) != n):
+    batch_sizes = tuple(message.batch_sizes[: terms.window])
+    if batch_sizes and (len(message.batch_sizes) > terms.window or sum(batch_sizes) != n):
         raise _refused(
             "batch_sizes",
             shorten(list(batch_sizes[:16])),

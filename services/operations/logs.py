@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 import structlog
 
+from services.operations.lines import Sparing
 
-def configure_logs(level: str, style: str) -> None:
+
+def configure_logs(level: str, style: str, stream: TextIO | None = None) -> None:
     """Sends structlog, the standard library's loggers and Python's warnings to stderr.
 
     Args:
         level: debug, info, warning or error.
         style: console, json, or auto (console on a terminal).
+        stream: where to instead; `BackgroundWriter` lets nobody wait for it.
     """
-    console = style == "console" or (style == "auto" and sys.stderr.isatty())
+    stream = sys.stderr if stream is None else stream
+    console = style == "console" or (style == "auto" and stream.isatty())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        Sparing(),
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
     # Tracebacks without the values of local variables: those may be secrets.
     renderer: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)]
+        [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback)]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
@@ -32,10 +38,10 @@ def configure_logs(level: str, style: str) -> None:
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],

@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
+from services.operations.lines import BackgroundWriter
 from services.operations.logs import configure_logs
 from services.operations.settings import AnySettings
 
@@ -32,6 +33,7 @@ def run_service(
     Returns:
         The exit code: 0 after a clean stop, 2 for wrong settings, 1 when a port cannot be had.
     """
+    lines: BackgroundWriter | None = None
     try:
         settings = load(arguments)
         configure_logs(settings.log_level, settings.log_format)
@@ -41,13 +43,19 @@ def run_service(
                 variables=settings.service_links,
                 remedy="set enableServiceLinks: false in the pod",
             )
-        return asyncio.run(serve(settings))
+        running = serve(settings)
+        lines = BackgroundWriter(sys.stderr)  # its thread must not be there while `serve` forks
+        configure_logs(settings.log_level, settings.log_format, cast(TextIO, lines))
+        return asyncio.run(running)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
+    finally:
+        if lines is not None:
+            lines.close()
 
 
 def write_port(path: Path | None, port: int | None) -> None:

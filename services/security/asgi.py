@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from services.security.addresses import network_of
 from services.security.rates import Buckets
 from services.security.tokens import AuthenticationError, TokenStore
 
@@ -61,7 +62,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         client = scope.get("client")
-        address = client[0] if client else "unknown"
+        address = network_of(client[0]) if client else "unknown"
         if not self._buckets.try_take(address, self._clock()):
             detail = f"more than {self._rate:g} requests a second from one address; slow down"
             await _problem(send, scope, 429, "Too many requests", detail, (b"retry-after", b"1"))
@@ -74,7 +75,7 @@ class Access:
                 header = headers[0].decode("utf-8", "replace") if headers else None
                 identity = self._tokens.authenticate(header, self._service)
             except AuthenticationError as error:
-                log.warning("request refused", reason="token", peer=address)
+                log.warning("request refused", reason="token", peer=address, caller=address)
                 await _problem(send, scope, 401, "Unauthorized", str(error), (b"www-authenticate", b"Bearer"))
                 return
             scope = {**scope, "state": {**scope.get("state", {}), "identity": identity}}

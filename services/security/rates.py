@@ -27,10 +27,10 @@ class Bucket:
         """A bucket that nothing has been taken from."""
         return cls(rate, burst, burst, now)
 
-    def take(self, now: float) -> float:
-        """Takes a permit, if need be in advance; returns the seconds to wait before using it."""
+    def take(self, now: float, amount: float = 1.0) -> float:
+        """Takes permits, if need be in advance; returns the seconds to wait before using them."""
         self._fill(now)
-        self.level -= 1.0
+        self.level -= amount
         return 0.0 if self.level >= 0 else -self.level / self.rate
 
     def try_take(self, now: float) -> bool:

@@ -89,7 +89,7 @@ class Sessions:
         where = (number, rank, round_number)
         if where not in self._deliveries:
             current = self._sessions[number].open_rounds.get(round_number)
-            waits = current is not None and rank in current.submissions and rank in current.waiters.values()
+            waits = current is not None and rank in current.submissions and rank in current.waiters
             session = self._sessions[number].copy()
             self._deliveries[where] = None if waits else self._step(
                 f"submission of rank {rank} to round {round_number} arrives", number, session,
@@ -161,7 +161,7 @@ class Sessions:
     def _number(self, session: Session, at_round: int) -> int:
         since = at_round if self._keeps_all else 0  # rounds before make no difference: they do not influence others
         opened = tuple(
-            (n, tuple(sorted(c.submissions)), tuple(sorted(c.waiters.values())), c.partition_started_at is not None)
+            (n, tuple(sorted(c.submissions)), tuple(sorted(c.waiters)), c.partition_started_at is not None)
             for n, c in sorted(session.open_rounds.items())
             if n >= since
         )  # fmt: skip

@@ -31,17 +31,24 @@ async def test_rounds_are_counted_and_measured_over_http(start_server: StartServ
     assert values["evenkeel_balancer_streams",] == 1
 
 
-def test_jobs_beyond_the_limit_share_a_label() -> None:
-    metrics = Metrics(max_jobs=2)
-    for job in ("a", "b", "c", "d", "a"):
+def test_jobs_beyond_a_callers_share_of_the_labels_share_one() -> None:
+    metrics = Metrics(max_jobs=4)
+    for caller, job in (
+        ("greedy", "a"),
+        ("greedy", "b"),
+        ("greedy", "c"),
+        ("greedy", "d"),
+        ("modest", "e"),
+        ("greedy", "a"),
+    ):
         session = SessionId(SessionKey(job, "", ""), "run", 0)
-        metrics.decided(Decided(session, 0, identity(Reason.DEADLINE, ""), 0.25))
+        metrics.decided(Decided(session, 0, identity(Reason.DEADLINE, ""), 0.25, None, caller))
     counts = {
         job: metrics.registry.get_sample_value(
             "evenkeel_balancer_rounds_total", {"job": job, "outcome": "identity", "reason": "deadline"}
         )
-        for job in ("a", "b", "c", "other")
+        for job in ("a", "b", "c", "d", "e", "other")
     }
-    assert counts == {"a": 2, "b": 1, "c": None, "other": 2}
+    assert counts == {"a": 2, "b": 1, "c": None, "d": None, "e": 1, "other": 2}
     waited = metrics.registry.get_sample_value("evenkeel_balancer_round_wait_seconds_sum", {"job": "other"})
     assert waited == pytest.approx(0.5)

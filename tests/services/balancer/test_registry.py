@@ -137,7 +137,7 @@ def test_silent_sessions_are_forgotten() -> None:
 
 
 def test_sessions_are_limited_and_silent_ones_make_room() -> None:
-    registry = Registry(Limits(max_sessions=2, session_expiry=10.0))
+    registry = Registry(Limits(max_sessions=3, session_expiry=10.0))
     for name in ("x", "y"):
         admit(registry, 0.0, joining(0, key=SessionKey(name, "", "")), name)
     refused = refuse(registry, 5.0, joining(0, key=SessionKey("z", "", "")))
@@ -151,9 +151,9 @@ def test_the_name_is_free_when_all_ranks_have_left_in_order() -> None:
     registry = Registry(Limits())
     session = admit(registry, 0.0, joining(0, world_size=2), "a")
     admit(registry, 0.0, joining(1, world_size=2), "b")
-    registry.leave(0.5, session.id, "a", finished_rank=0)
+    registry.leave(0.5, session.id, "a", finished=(0,))
     assert refuse(registry, 1.0, joining(0, run_id="other")).code is Code.JOB_NAME_TAKEN
-    registry.leave(0.6, session.id, "b", finished_rank=1)
+    registry.leave(0.6, session.id, "b", finished=(1,))
     assert admit(registry, 1.0, joining(0, run_id="other"), "c").id.run_id == "other"
 
 
@@ -161,7 +161,7 @@ def test_the_name_is_free_when_all_ranks_have_left_in_order() -> None:
 def test_a_name_is_kept_while_a_rank_may_come_back(returns: bool) -> None:
     registry = Registry(Limits())
     session = admit(registry, 0.0, joining(0, world_size=1), "a")
-    registry.leave(0.0, session.id, "a", finished_rank=0 if returns else None)
+    registry.leave(0.0, session.id, "a", finished=(0,) if returns else ())
     if returns:
         session = admit(registry, 0.0, joining(0, world_size=1), "b")
         registry.leave(0.0, session.id, "b")

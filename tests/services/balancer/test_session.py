@@ -9,6 +9,7 @@ from services.balancer.limits import Limits
 from services.balancer.planning import make_plan
 from services.balancer.refusals import Code, Refusal
 from services.balancer.session import Session
+from services.balancer.shares import Account, Shares
 from tests.services.balancer.samples import KEY, options, submission, terms
 
 ID = SessionId(KEY, "run", 0)
@@ -104,12 +105,18 @@ def test_decisions_are_remembered_up_to_the_limit_and_never_made_twice() -> None
 
 
 def test_plans_are_forgotten_earlier_when_they_take_too_much_memory() -> None:
-    session = make_session(world_size=1, remembered_bytes=1)
-    for number in range(3):
+    memory = Shares(10_000)
+    session = Session(0.0, ID, terms(1), Limits(), memory=Account(memory, ("team", "job")))
+    session.join(0.0, 0, "", terms(1))
+    for number in range(20):
         start = only_partition(session.submit(number, 0, number, submission(1), number))
         session.partitioned(number, number, make_plan(start.inputs))
-    assert sorted(session.decided) == [2]
-    assert session.remembered_bytes > 0
+        del start
+    assert 1 <= len(session.decided) < 10
+    assert max(session.decided) == 19
+    assert 0 < memory.used <= 10_000
+    session.close()
+    assert memory.held("team") == memory.used == 0
 
 
 def test_a_rank_may_run_ahead_only_so_far() -> None:
@@ -125,12 +132,19 @@ def test_a_rank_may_run_ahead_only_so_far() -> None:
 
 
 def test_open_submissions_take_bounded_memory() -> None:
-    session = make_session(max_open_bytes=40)
+    memory = Shares(7000)
+    session = Session(0.0, ID, terms(3), Limits(), memory=Account(memory, ("team", "job")))
+    for rank in range(3):
+        session.join(0.0, rank, "", terms(3))
     assert answers(session.submit(0.0, 0, 0, submission(1, 2), "a")) == {}
     refused = answers(session.submit(0.0, 0, 1, submission(1, 2), "a"))["a"]
     assert isinstance(refused, Refusal)
     assert refused.code is Code.LIMIT_EXCEEDED
-    assert refused.field == "max_open_bytes"
+    assert refused.field == "max_memory"
+    session.drain(1.0)
+    assert answers(session.submit(2.0, 0, 1, submission(1, 2), "a"))["a"].reason is Reason.DRAINING, (
+        "there is room again"
+    )
 
 
 def test_a_wild_round_number_is_refused_once_the_session_has_decided_one() -> None:

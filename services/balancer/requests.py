@@ -1,0 +1,165 @@
+"""Requests of streams, read piece by piece: parsing takes a time that follows from what a message may hold.
+
+Protocol buffers are parsed as a whole, and make an object of every two bytes of a message that consists of empty ones.
+Small messages are parsed so. Of larger ones the parts are looked at first, and taken one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.message import DecodeError
+
+from evenkeel.protocol import balancer_pb2 as pb
+
+SMALL_BYTES = 1 << 16
+"""A message up to which is parsed as it is: in the worst case that takes some 3 ms."""
+
+_MAX_PARTS = 256  # of a submission: its fields, and the sizes of a window's batches one by one
+_SMALL_PART_BYTES = 1024
+_JOIN_PARTS = 512
+_JOIN_BYTES = 1 << 20
+
+_REQUESTS = pb.BalanceRequest.DESCRIPTOR.fields_by_name
+_JOIN, _SUBMIT, _SUBMITS = (_REQUESTS[name].number for name in ("join", "submit", "submits"))
+_MEMBER = pb.SubmitGroup.DESCRIPTOR.fields_by_name["submits"].number
+_SCHEMA = pb.Join.DESCRIPTOR.fields_by_name["schema"].number
+_ARRAYS = frozenset(
+    field.number for field in pb.Submit.DESCRIPTOR.fields if field.type == field.TYPE_BYTES
+)  # of any size: taken as they are
+_BYTES = 2  # the wire type of what tells its length
+
+
+class OversizedError(DecodeError):
+    """A message, or a part of it, that is larger than anything that makes sense there."""
+
+
+def read_request(data: bytes, *, max_fields: int) -> pb.Join | Iterator[pb.Submit] | None:
+    """A Join, the submissions of a message one after another, or None for an empty request.
+
+    Args:
+        data: a `pb.BalanceRequest`, serialised.
+        max_fields: fields that a schema may have.
+
+    Raises:
+        DecodeError: if it is none; also while the submissions are taken.
+        OversizedError: if a part of it is too large.
+    """
+    if len(data) <= SMALL_BYTES:
+        request = pb.BalanceRequest.FromString(data)
+        kind = request.WhichOneof("request")
+        if kind == "join":
+            return request.join
+        if kind == "submit":
+            return iter((request.submit,))
+        return iter(request.submits.submits) if kind == "submits" else None
+    parts = [part for part in walk(data, 0, len(data), most=8) if part[0] in (_JOIN, _SUBMIT, _SUBMITS)]
+    if len(parts) != 1 or parts[0][1] != _BYTES:
+        raise DecodeError("not one request")
+    number, _, begin, end = parts[0]
+    if number == _JOIN:
+        return read_join_message(data[begin:end], max_fields=max_fields)
+    if number == _SUBMIT:
+        return iter((read_submit_message(data[begin:end]),))
+    return _members(data, begin, end)
+
+
+def read_join_message(data: bytes, *, max_fields: int) -> pb.Join:
+    """A Join.
+
+    Raises:
+        DecodeError: if it is none.
+        OversizedError: if it holds more than a Join can need.
+    """
+    if len(data) > SMALL_BYTES:
+        if len(data) > _JOIN_BYTES:
+            raise OversizedError(f"a Join of {len(data)} bytes: at most {_JOIN_BYTES} can be needed")
+        for number, kind, begin, end in walk(data, 0, len(data), most=_JOIN_PARTS):
+            if number == _SCHEMA and kind == _BYTES:
+                for _ in walk(data, begin, end, most=max_fields + 64):
+                    pass
+    return pb.Join.FromString(data)
+
+
+def read_submit_message(data: bytes) -> pb.Submit:
+    """A Submit.
+
+    Raises:
+        DecodeError: if it is none.
+        OversizedError: if it holds more than its arrays.
+    """
+    if len(data) > SMALL_BYTES // 16:
+        for number, kind, begin, end in walk(data, 0, len(data), most=_MAX_PARTS):
+            if kind == _BYTES and end - begin > _SMALL_PART_BYTES and number not in _ARRAYS:
+                raise OversizedError(f"field {number} of a Submit takes {end - begin} bytes")
+    return pb.Submit.FromString(data)
+
+
+def read_round_message(data: bytes, *, max_fields: int) -> pb.BalanceRoundRequest:
+    """A BalanceRoundRequest.
+
+    Raises:
+        DecodeError: if it is none.
+        OversizedError: if its parts hold more than they can need.
+    """
+    if len(data) <= SMALL_BYTES:
+        return pb.BalanceRoundRequest.FromString(data)
+    request = pb.BalanceRoundRequest()
+    for number, kind, begin, end in walk(data, 0, len(data), most=8):
+        if number == 1 and kind == _BYTES:
+            request.join.MergeFrom(read_join_message(data[begin:end], max_fields=max_fields))
+        elif number == 2 and kind == _BYTES:
+            request.submit.MergeFrom(read_submit_message(data[begin:end]))
+    return request
+
+
+def walk(data: bytes, begin: int, end: int, *, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """The fields of a serialised message: number, wire type, and where its content begins and ends.
+
+    Raises:
+        DecodeError: if it is no message.
+        OversizedError: if it has more than `most` fields.
+    """
+    found = 0
+    while begin < end:
+        found += 1
+        if found > most:
+            raise OversizedError(f"a message with more than {most} fields")
+        tag, begin = _varint(data, begin, end)
+        kind = tag & 7
+        if kind == _BYTES:
+            size, begin = _varint(data, begin, end)
+            after = begin + size
+        elif kind == 0:
+            _, after = _varint(data, begin, end)
+        elif kind in (1, 5):
+            after = begin + (8 if kind == 1 else 4)
+        else:
+            raise DecodeError(f"wire type {kind}")
+        if after > end or tag < 8:
+            raise DecodeError("a field goes beyond its message")
+        yield tag >> 3, kind, begin, after
+        begin = after
+
+
+def _members(data: bytes, begin: int, end: int) -> Iterator[pb.Submit]:
+    others = 0
+    for number, kind, first, last in walk(data, begin, end, most=end):
+        if number == _MEMBER and kind == _BYTES:
+            yield read_submit_message(data[first:last])
+            continue
+        others += 1
+        if others > _MAX_PARTS:
+            raise OversizedError(f"a SubmitGroup with more than {_MAX_PARTS} fields beside its submissions")
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    value, shift = 0, 0
+    while at < end and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+    raise DecodeError("a number goes beyond its message")
