@@ -22,6 +22,11 @@ def _given(problem: Problem, units: float) -> float:
     return float(np.ldexp(units, -problem.memory_exponent))
 
 
+def _doubt(problem: Problem) -> int:
+    """Units by which an assignment may seem to exceed the caps though it does not."""
+    return problem.memory_error * (problem.terms.costs.size + problem.num_ranks)
+
+
 def check_possible(problem: Problem) -> None:
     """Refuse what plainly cannot fit.
 
@@ -31,8 +36,9 @@ def check_possible(problem: Problem) -> None:
     terms = problem.terms
     if terms.memory.size == 0:
         return
+    doubt = _doubt(problem)
     short = sum(terms.memory.tolist()) - sum(terms.caps.tolist())
-    if short > 0:
+    if short > doubt:
         needed, held = _given(problem, terms.memory.sum()), _given(problem, terms.caps.sum())
         raise ImpossiblePartitionError(
             f"memory adds up to {needed:g}, memory_caps to {held:g}: {_given(problem, short):g} short; "
@@ -40,7 +46,7 @@ def check_possible(problem: Problem) -> None:
             _given(problem, short),
         )
     largest, cap = int(terms.memory.argmax()), int(terms.caps.max())
-    if terms.memory[largest] > cap:
+    if terms.memory[largest] > cap + 2 * problem.memory_error:
         lacking = _given(problem, int(terms.memory[largest]) - cap)
         raise ImpossiblePartitionError(
             f"memory[{largest}] is {_given(problem, terms.memory[largest]):g}, the largest of memory_caps "
@@ -55,7 +61,7 @@ def check_possible(problem: Problem) -> None:
         bound_on_largest(terms.memory, order, np.ones(terms.caps.size), terms.fewest, terms.most),
         crowding_bound(terms.memory, order, fewest, problem.num_ranks),
     )
-    if crowded > cap * (1.0 + ROUNDING):
+    if crowded > cap * (1.0 + ROUNDING) + doubt:
         lacking = _given(problem, crowded - cap)
         raise ImpossiblePartitionError(
             f"whatever goes where, some rank must hold {_given(problem, crowded):g} of memory, and memory_caps are "
@@ -129,7 +135,7 @@ def _search_through(problem: Problem, best: NDArray[np.int32]) -> NDArray[np.int
         destinations[heaviest_first] = ranks
         return destinations
     lacking = _given(problem, least)
-    if proven:
+    if proven and least > _doubt(problem):
         raise ImpossiblePartitionError(
             f"no assignment is within memory_caps: the best of all exceeds them by {lacking:g}; raise memory_caps"
             " or let counts be 'free'",

@@ -28,6 +28,7 @@ class Problem:
         costs: (n,) costs as they were given, int64 or float64.
         cost_exponent: power of two of a cost's unit.
         memory_exponent: power of two of the unit of memory and caps.
+        memory_error: units by which each sample's memory may be too high and each cap too low; 0 where all are whole.
         order: (n,) int32, sorts the costs ascending.
         interchangeable: whether all ranks have the same speed and memory cap.
         free: whether ranks may hold any number of samples.
@@ -45,6 +46,7 @@ class Problem:
     costs: NDArray[np.int64] | NDArray[np.float64]
     cost_exponent: int
     memory_exponent: int
+    memory_error: int
     order: NDArray[np.int32]
     interchangeable: bool
     free: bool
@@ -144,16 +146,18 @@ def _cost_units(costs: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
 
 def _memory_units(
     memory: NDArray[np.float64], caps: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
+    """Memory and caps in whole units, the exponent of their unit, and how many units each may be off by, 0 or 1."""
     exponent = exponent_for(float(memory.max(initial=0.0)), memory.size)
-    fine = scaled(memory, exponent)
-    units = np.rint(fine).astype(np.int64)
-    allowance = 0.0 if bool((memory == np.floor(memory)).all()) else ROUNDING
-    # Each unit may be half too many: what fits must never be refused for that; `check_held` looks at what was given.
-    slack = 0 if bool((units == fine).all()) else (memory.size + 1) // 2
-    everything = float(units.sum()) * (1.0 + 2.0**-50) + 1.0  # not less than the sum, which doubles may round down
-    enough = np.minimum(scaled(caps, exponent) * (1.0 + allowance) + slack, everything)
-    return units, np.floor(enough).astype(np.int64), exponent
+    exact, room = scaled(memory, exponent), scaled(caps, exponent)
+    units = np.ceil(exact).astype(np.int64)
+    whole = bool((memory == np.floor(memory)).all())
+    room = room if whole else room * (1.0 + ROUNDING)
+    total = int(units.sum())  # which a cap need not exceed; as a float64 it might be less
+    limits = np.full(caps.size, total)
+    below = room < float(total)
+    limits[below] = np.floor(room[below]).astype(np.int64)
+    return units, limits, exponent, 0 if whole and bool((exact == units).all()) else 1
 
 
 def _ranks_of(field: str, values: ArrayLike, length: int, what: str, limit: int | None) -> NDArray[np.int32]:
@@ -249,9 +253,9 @@ def make_problem(
     all_sizes = all_costs.astype(np.float64) if sizes is None else _numbers("sizes", sizes, n, "sample")
     all_speeds = np.ones(num_ranks) if speeds is None else _speeds(speeds, num_ranks)
     if memory is None or memory_caps is None:
-        all_memory, caps, memory_exponent = np.empty(0, np.int64), np.empty(0, np.int64), 0
+        all_memory, caps, memory_exponent, memory_error = np.empty(0, np.int64), np.empty(0, np.int64), 0, 0
     else:
-        all_memory, caps, memory_exponent = _memory_units(
+        all_memory, caps, memory_exponent, memory_error = _memory_units(
             _numbers("memory", memory, n, "sample"),
             _numbers("memory_caps", memory_caps, num_ranks, "rank", infinite=True),
         )
@@ -296,6 +300,7 @@ def make_problem(
         costs=all_costs,
         cost_exponent=cost_exponent,
         memory_exponent=memory_exponent,
+        memory_error=memory_error,
         order=order,
         interchangeable=interchangeable,
         free=counts == "free",

@@ -16,7 +16,8 @@ def exponent_for(largest: float, count: int) -> int:
 def scaled(values: NDArray[np.float64], exponent: int) -> NDArray[np.float64]:
     """The values times two to the `exponent`; exact, but for what falls below the smallest double."""
     half = exponent // 2  # two steps, since the whole power may itself be beyond doubles
-    return values * 2.0**half * 2.0 ** (exponent - half)
+    with np.errstate(over="ignore"):  # caps may be far beyond all samples
+        return values * 2.0**half * 2.0 ** (exponent - half)
 
 
 def whole_units(values: NDArray[np.float64], exponent: int) -> NDArray[np.int64]:
