@@ -160,6 +160,8 @@ class BatchStream:
             SchemaMismatchError: If the ranks' batches differ in their fields.
         """
         flats = tuple(flatten(batch, spec) for batch in batches)
+        for flat in flats:
+            flat.watch()
         self._open(flats[0] if flats else None, device)
         trace = self._begin_trace()
         options = self._options
@@ -219,7 +221,10 @@ class BatchStream:
             current.leave(out_of_turn=True)
             assert self._groups is not None
             raise out_of_turn(self._groups.rank)
-        return current.start([flat] if isinstance(flat, FlatBatch) else flat, ticket, device)
+        flats = [flat] if isinstance(flat, FlatBatch) else flat
+        for one in flats:
+            one.check_unchanged()
+        return current.start(flats, ticket, device)
 
     def outcome(self, ticket: Ticket) -> Outcome:
         """What all ranks agreed on; waits for it.

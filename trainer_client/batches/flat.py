@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from trainer_client.batches.derived import derived_nodes, settle
 from trainer_client.batches.nodes import Node
+from trainer_client.batches.overwritten import Watch
 from trainer_client.batches.schema import Schema
 from trainer_client.batches.spec import BatchError, Padded
 
@@ -92,7 +93,16 @@ class FlatBatch:
         totals: (num_jagged,) int64, values of each jagged column over all samples, on the host.
     """
 
-    __slots__ = ("_lengths", "_lengths_coming", "_lengths_tensor", "num_samples", "structure", "tensors", "totals")
+    __slots__ = (
+        "_lengths",
+        "_lengths_coming",
+        "_lengths_tensor",
+        "_watch",
+        "num_samples",
+        "structure",
+        "tensors",
+        "totals",
+    )
 
     def __init__(
         self,
@@ -113,6 +123,7 @@ class FlatBatch:
         self._lengths = lengths
         self._lengths_tensor = lengths_tensor
         self._lengths_coming: torch.Tensor | None = None  # see `read_back`
+        self._watch: Watch | None = None
 
     def __repr__(self) -> str:
         fields = "; ".join(self.schema.lines)
@@ -265,6 +276,19 @@ class FlatBatch:
             totals=np.zeros(self.num_jagged, dtype=np.int64),
             lengths=np.zeros((0, self.num_jagged), dtype=np.int64),
         )
+
+    def watch(self) -> None:
+        """Takes note of what the tensors are like, for `check_unchanged`."""
+        self._watch = Watch(self.tensors)
+
+    def check_unchanged(self) -> None:
+        """Refuses a batch that was written to since `watch`, as far as a look at each tensor can tell.
+
+        Raises:
+            BatchError: If a tensor is another one than it was.
+        """
+        if self._watch is not None:
+            self._watch.check(self.tensors, [leaf.path for leaf in self.structure.leaves])
 
     def unflatten(self) -> Any:
         """The batch again: the same containers and types around these tensors."""

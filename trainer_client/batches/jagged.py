@@ -110,19 +110,31 @@ class KeyedNode:
         """See `Node`."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+        values, weights = parts.tensor(self.values), None if self.weights is None else parts.tensor(self.weights)
+        lengths = parts.lengths(self.columns, self.lengths_dtype)
         totals = parts.totals(self.columns)
         begins = [0]
         for total in totals:
             begins.append(begins[-1] + total)
         return KeyedJaggedTensor(
             list(self.keys),
-            parts.tensor(self.values),
-            weights=None if self.weights is None else parts.tensor(self.weights),
-            lengths=parts.lengths(self.columns, self.lengths_dtype),
+            values,
+            weights=weights,
+            lengths=lengths,
             stride=parts.num_samples,
             length_per_key=totals,  # else TorchRec would ask the device for them
             offset_per_key=begins,
+            jt_dict=None if parts.num_samples else self._split_nothing(values, weights, lengths),
         )
+
+    def _split_nothing(
+        self, values: torch.Tensor, weights: torch.Tensor | None, lengths: torch.Tensor
+    ) -> dict[str, Any]:
+        """What `to_dict` gives without samples, for which TorchRec 1.8 raises an IndexError."""
+        from torchrec.sparse.jagged_tensor import JaggedTensor
+
+        start = lengths.new_zeros(1)
+        return {key: JaggedTensor(values, weights=weights, lengths=lengths, offsets=start) for key in self.keys}
 
     def take(self, value: Any, taken: Taken) -> bool:
         """See `Node`."""

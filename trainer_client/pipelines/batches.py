@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, TypeVar
@@ -36,9 +38,27 @@ class BalancedBatch(Generic[B]):
         """The factor for a loss that is a mean over this rank's samples."""
         return self.loss_scale * self.report.own_samples
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> BalancedBatch[B]:
-        """The batch on `device`; nothing is copied if it is there."""
-        moved = _each(self.batch, "to", device, non_blocking=non_blocking)
+    def to(
+        self,
+        device: torch.device | str,
+        non_blocking: bool = False,
+        *,
+        data_copy_stream: torch.Stream | None = None,
+        **options: Any,
+    ) -> BalancedBatch[B]:
+        """The batch on `device`; nothing is copied if it is there.
+
+        Args:
+            device: Where the batch shall be.
+            non_blocking: Whether the host goes on while a device copies.
+            data_copy_stream: What TorchRec's pipelines give with `enable_inplace_copy_batch`: the stream that copies.
+            options: What else a pipeline gives, such as `dense_only`; for a `to` of the batch's own class.
+        """
+        copying: Any = nullcontext()
+        if data_copy_stream is not None:
+            copying = torch.get_device_module(torch.device(device)).stream(data_copy_stream)
+        with copying:
+            moved = _each(self.batch, "to", device, non_blocking=non_blocking, **options)
         return BalancedBatch(batch=moved, loss_scale=self.loss_scale, report=self.report)
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -80,5 +100,8 @@ def balanced_batches(loader: BalancedLoader[B]) -> Iterator[BalancedBatch[B]]:
 
     All ranks' iterators end after the same number of batches, so the pipelines of all ranks stop together.
     """
+    # by now TorchRec is imported, if a pipeline of it takes the batches
+    if (streamable := sys.modules.get("torchrec.streamable")) is not None:
+        streamable.Pipelineable.register(BalancedBatch)  # what its pipelines ask a batch to be
     for batch in loader:
         yield BalancedBatch(batch=batch, loss_scale=loader.loss_scale, report=loader.report)

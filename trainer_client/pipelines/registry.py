@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_client.pipelines.batches import BalancedBatch
-
 PipelineFactory = Callable[..., Any]
 ENTRY_POINTS = "evenkeel.pipelines"
 
@@ -72,9 +70,7 @@ def make_pipeline(
         return _registered[name](model, optimizer, device, **options)
     if name in _TORCHREC:
         from torchrec.distributed import train_pipeline
-        from torchrec.streamable import Pipelineable
 
-        Pipelineable.register(BalancedBatch)  # what the pipelines ask a batch to be
         return getattr(train_pipeline, _TORCHREC[name])(model, optimizer, device, **options)
     if name in _installed():
         return _installed()[name].load()(model, optimizer, device, **options)

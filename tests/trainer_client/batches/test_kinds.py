@@ -386,6 +386,23 @@ class Sub(torch.Tensor):
     pass
 
 
+def test_torchrec_s_modules_take_a_batch_without_samples() -> None:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    full = KeyedJaggedTensor(["a", "b"], torch.arange(4), torch.ones(4), lengths=torch.tensor([1, 0, 2, 1]))
+    empty = picked({"k": full})["k"].to("cpu")
+    assert {key: part.lengths().tolist() for key, part in empty.to_dict().items()} == {"a": [], "b": []}
+    assert empty.to_dict()["b"].offsets().tolist() == [0]
+    assert empty.to_dict()["b"].weights().tolist() == []
+    sizes: dict[str, Any] = {"name": "t", "embedding_dim": 4, "num_embeddings": 9, "feature_names": ["a", "b"]}
+    bags = EmbeddingBagCollection(tables=[EmbeddingBagConfig(**sizes)])
+    rows = EmbeddingCollection(tables=[EmbeddingConfig(**sizes)])
+    assert bags(empty).values().shape == (0, 8)
+    assert rows(empty)["b"].values().shape == (0, 4)
+    sum(part.values().sum() for part in rows(empty).values()).backward()
+
+
 def test_what_is_none_in_some_batches_keeps_its_declarations() -> None:
     spec = BatchSpec(rows_per_sample={"v.n": 2, "w": "j"}, padded={"p": "j"}, objects=["o"], batch_size=["s"])
     full = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer, BatchSpec, MaxLength, Padded
 from trainer_client.balancing import SchemaMismatchError
+from trainer_client.batches import BatchError
 
 WORLD, STEPS = 2, 4
 LENGTHS = {0: [1, 9, 8, 7], 1: [1, 1, 2]}  # rank 0 has what is heavy
@@ -80,3 +83,37 @@ def test_undeclared_padding_is_refused_with_its_remedy() -> None:
         assert "if 'tokens' is padded to the longest sample of its batch, declare it in BatchSpec.padded" in str(error)
         with pytest.raises(SchemaMismatchError, match=r"rank 0 has tokens: int64\[9\].*rank 1 has tokens: int64\[2\]"):
             raise error
+
+
+def _reused(kind: str) -> Iterator[dict[str, Any]]:
+    """One buffer for all batches, written through torch or through NumPy."""
+    array = np.zeros(4, dtype=np.int64)
+    tensor = torch.from_numpy(array) if kind == "numpy" else torch.zeros(4, dtype=torch.int64)
+    for step in range(6):
+        if kind == "numpy":
+            array[:] = np.arange(4) + 10 * step
+        else:
+            tensor.copy_(torch.arange(4) + 10 * step)
+        yield {"x": tensor if kind == "torch" else array}
+
+
+def _train_reused(_: int, kind: str, copy: bool) -> list[list[int]]:
+    with Balancer.off() as balancer:
+        spec = BatchSpec(copy=copy)
+        loader = BalancedLoader(_reused(kind), balancer, cost=lambda batch: np.ones(len(batch["x"])), spec=spec)
+        return [batch["x"].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_memory_that_a_loader_uses_again_is_copied_or_refused(kind: str) -> None:
+    expected = [[10 * step + index for index in range(4)] for step in range(6)]
+    assert _train_reused(0, kind, True) == expected
+    with pytest.raises(BatchError, match=r"'x' of a batch was written to before its samples moved.*copy=True"):
+        _train_reused(0, kind, False)
+
+
+def test_batches_that_a_loader_gives_again_are_no_reuse() -> None:
+    batch = {"x": torch.arange(3), "same": torch.ones(3), "view": torch.arange(6.0).view(3, 2)[:, 1]}
+    with Balancer.off() as balancer:
+        loader = BalancedLoader([batch] * 5, balancer, cost=lambda batch: batch["x"])
+        assert [found["x"].tolist() for found in loader] == [[0, 1, 2]] * 5
