@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.casting import batch_votes
 from trainer_client.balancing.embedded import stay_home
@@ -10,6 +12,8 @@ from trainer_client.balancing.reporting import report_round
 from trainer_client.balancing.tickets import Outcome, Ticket
 from trainer_client.balancing.votes import Vote
 from trainer_client.batches import FlatBatch
+
+logger = logging.getLogger(__name__)
 
 
 def decide_alone(ticket: Ticket, options: BalanceOptions, template: FlatBatch) -> Outcome:
@@ -21,7 +25,18 @@ def decide_alone(ticket: Ticket, options: BalanceOptions, template: FlatBatch) -
         batches=batch_votes(data, [0] * options.window),
     )  # fmt: skip
     ended = ticket.exhausted and not len(costs)
-    verdict = Verdict(mode=Mode.END if ended else Mode.IDENTITY, reason=Reason.NONE)
+    reason = Reason.NONE
+    if data.memory is not None and options.memory_caps is not None:
+        most = max(
+            (float(data.memory[data.in_batch(batch)].sum()) for batch in range(len(data.batch_sizes))), default=0.0
+        )
+        if most > options.memory_caps[0]:
+            reason = Reason.PARTITION_FAILED
+            logger.warning(
+                "round %d stays as loaded: its batch takes %g of memory, the cap of the only rank is %g",
+                ticket.round, most, options.memory_caps[0],
+            )  # fmt: skip
+    verdict = Verdict(mode=Mode.END if ended else Mode.IDENTITY, reason=reason)
     piece = stay_home(0, data, options.window)
     reports = report_round(
         ticket, [vote], verdict, piece=piece, rank=0, options=options, plan=None, balances=(), wait_seconds=0.0

@@ -7,11 +7,12 @@ from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 
 from tests.balancer_process import BalancerProcess, running_balancer
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
 from tests.trainer_client.ranks import run_ranks
-from trainer_client import BalanceOptions
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,18 @@ def test_a_service_that_is_never_there_costs_one_wait() -> None:
     assert results[0][0]["reason"] == "no_decision"
     assert {record["reason"] for record in results[0][1:]} == {"breaker_open"}
     assert sum(record["wait"] for record in results[0]) < 3.0  # eight waits would be 4 s
+
+
+def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    batches = [{"id": torch.arange(count)} for count in (3, 9, 2)]
+    with Balancer.embedded(options=BalanceOptions(memory_caps=[4.0])) as balancer:
+        loader = BalancedLoader(
+            batches, balancer, cost=lambda batch: batch["id"], memory=lambda batch: torch.ones(len(batch["id"]))
+        )
+        reasons = [(loader.report.mode.value, loader.report.reason.value, len(batch["id"])) for batch in loader]
+    assert reasons == [("identity", "none", 3), ("identity", "partition_failed", 9), ("identity", "none", 2)]
+    (record,) = [record for record in caplog.records if "stays as loaded" in record.message]
+    assert "takes 9 of memory, the cap of the only rank is 4" in record.message
 
 
 def test_one_rank_alone_needs_no_process_group() -> None:
