@@ -11,6 +11,8 @@ from trainer_client.checkpoint.rows import Rows
 
 _LAYOUT = "evenkeel_opt_values"
 _SCALARS = "evenkeel_scalars"
+_FRESH = "evenkeel_fresh"
+_OPTIMIZER = "evenkeel_optimizer"
 _OF_A_DUMP = ("values", "scores", "opt_values", "frequencies")
 
 
@@ -27,7 +29,7 @@ def for_dump(record: TableRecord) -> TableRecord:
     extra = dict(record.extra)
     if state:
         layout = {name: list(record.arrays[name].shape) for name in state}
-        extra |= {_LAYOUT: layout, _SCALARS: record.scalars}
+        extra |= {_LAYOUT: layout, _SCALARS: record.scalars, _FRESH: record.fresh, _OPTIMIZER: record.optimizer}
         width = sum(math.prod(shape) for shape in layout.values())
         arrays["opt_values"] = ArraySpec(dtype="float32", shape=(width,))
     return dataclasses.replace(record, arrays=arrays, extra=extra)
@@ -37,11 +39,19 @@ def for_dcp(record: TableRecord) -> TableRecord:
     """The record with the optimizer state apart again, if a dump says how it was put together."""
     extra = dict(record.extra)
     layout, scalars = extra.pop(_LAYOUT, None), extra.pop(_SCALARS, None)
+    fresh, optimizer = extra.pop(_FRESH, {}), extra.pop(_OPTIMIZER, "")
     if layout is None or "opt_values" not in record.arrays:
         return record
     arrays = {name: spec for name, spec in record.arrays.items() if name != "opt_values"}
     arrays |= {name: ArraySpec(dtype="float32", shape=tuple(shape)) for name, shape in layout.items()}
-    return dataclasses.replace(record, arrays=arrays, extra=extra, scalars=scalars or record.scalars)
+    return dataclasses.replace(
+        record,
+        arrays=arrays,
+        extra=extra,
+        scalars=scalars or record.scalars,
+        fresh=fresh or record.fresh,
+        optimizer=optimizer or record.optimizer,
+    )
 
 
 def reshape(rows: Rows, target: TableRecord) -> Rows:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,33 +11,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_client.checkpoint import dcp, files
+from trainer_client.checkpoint.arrays import for_dcp, reshape
 from trainer_client.checkpoint.convert import Checkpoint, open_checkpoint
 from trainer_client.checkpoint.errors import CheckpointError, RoutingMismatchError
+from trainer_client.checkpoint.optimizers import (
+    Layout,
+    Optimizers,
+    check_state,
+    fresh_rows,
+    owner_of,
+    prepare_state,
+    read_state,
+)
 from trainer_client.checkpoint.record import ArraySpec, TableRecord
 from trainer_client.checkpoint.rows import Rows, repeated_key
 from trainer_client.embeddings import RoutedEmbeddingCollection, RoutedTable
 from trainer_client.routing import owners
 
-_STATE = "optimizer."
 
-
-def _row_state(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Optimizer state with a row for each row of the weight, and the state that is one number."""
-    state = dict(optimizer.state.get(weight, {})) if optimizer is not None else {}
-    rows = {
-        _STATE + name: value
-        for name, value in state.items()
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == weight.shape[0]
-    }
-    scalars = {
-        name: float(value)
-        for name, value in state.items()
-        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1 and not value.dim())
-    }
-    return rows, scalars
-
-
-def _record(table: RoutedTable, arrays: dict[str, Tensor], scalars: dict[str, float], num_ranks: int) -> TableRecord:
+def _record(
+    table: RoutedTable, arrays: dict[str, Tensor], scalars: dict[str, float], num_ranks: int, optimizer: str
+) -> TableRecord:
     return TableRecord(
         name=table.name,
         routing=table.mode,
@@ -48,6 +43,7 @@ def _record(table: RoutedTable, arrays: dict[str, Tensor], scalars: dict[str, fl
             for name, array in arrays.items()
         },
         scalars=scalars,
+        optimizer=optimizer,
     )
 
 
@@ -62,12 +58,18 @@ def _check_held(table: RoutedTable, owned: Any) -> None:
 class _Held:
     """A rank's rows of one table, read in chunks."""
 
-    def __init__(self, table: RoutedTable, owned: Any, optimizer: torch.optim.Optimizer | None, num_ranks: int) -> None:
+    def __init__(self, table: RoutedTable, owned: Any, optimizers: Optimizers, num_ranks: int) -> None:
         _check_held(table, owned)
         self.keys: Tensor = owned.held_keys()
-        state, scalars = _row_state(optimizer, owned.weight)
+        optimizer = owner_of(optimizers, owned.weight, table.name)
+        state: dict[str, Tensor] = {}
+        scalars: dict[str, float] = {}
+        if optimizer is not None:
+            layout = Layout.of(optimizer, owned.weight, table.name)
+            state, scalars = read_state(layout, optimizer.state.get(owned.weight, {}))
+        self.fresh = fresh_rows(state, self.keys.numel())
         self.arrays = {"values": owned.weight.detach(), **state}
-        self.record = _record(table, self.arrays, scalars, num_ranks)
+        self.record = _record(table, self.arrays, scalars, num_ranks, type(optimizer).__name__ if optimizer else "")
 
     def rows(self, chunk: int) -> Rows:
         start = chunk * self.record.chunk_rows
@@ -100,7 +102,7 @@ def save(
     collection: RoutedEmbeddingCollection,
     path: Path | str,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     overwrite: bool = False,
 ) -> None:
     """Saves a collection's rows with ``torch.distributed.checkpoint``; all of its ranks call it together.
@@ -111,15 +113,24 @@ def save(
     Args:
         collection: The tables.
         path: A directory that all ranks share.
-        optimizer: Whose state of the tables is saved too.
+        optimizer: Whose state of the tables is saved too; several if the tables are divided among them.
         overwrite: Whether an existing checkpoint may be replaced.
 
     Raises:
-        CheckpointError: on all ranks, if the directory exists and may not be replaced.
+        CheckpointError: on all ranks, if the directory exists and may not be replaced, the optimizer does not hold a
+            table, or it keeps something that belongs neither to a row nor to the whole table as one number.
     """
     path = Path(path)
-    held = {t.name: _Held(t, collection.tables[t.name], optimizer, collection.num_ranks) for t in collection.configs}
-    mine = {n: (h.keys.numel(), h.digests(), h.record.arrays, h.record.scalars) for n, h in held.items()}
+    problem: Exception | None = None
+    held: dict[str, _Held] = {}
+    try:
+        held = {
+            t.name: _Held(t, collection.tables[t.name], optimizer, collection.num_ranks) for t in collection.configs
+        }
+    except ValueError as error:
+        problem = error
+    _raise_any(problem, collection)
+    mine = {n: (h.keys.numel(), h.digests(), h.record.arrays, h.record.scalars, h.fresh) for n, h in held.items()}
     told = _gather(mine, collection)
     records = []
     for name, one in held.items():
@@ -133,9 +144,10 @@ def save(
                 rows=tuple(entry[0] for entry in filled),
                 digests=tuple(entry[1] for entry in filled),
                 scalars=first[3],
+                fresh=next((entry[4] for entry in filled if entry[4]), {}),
             )
         )
-    problem: Exception | None = None
+    problem = None
     if collection.rank == 0:
         try:
             files.begin(path, overwrite=overwrite)
@@ -167,10 +179,10 @@ def load_table(
     *,
     rank: int,
     num_ranks: int,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     convert: bool = True,
 ) -> int:
-    """Loads the rows that a rank owns into its part of a table.
+    """Loads the rows that a rank owns into its part of a table, in place of those that it has.
 
     Args:
         checkpoint: An open checkpoint.
@@ -188,39 +200,86 @@ def load_table(
         CheckpointError: if the table is missing, of another shape, or has a key twice.
         RoutingMismatchError: if the routing differs and ``convert`` is off.
     """
-    record = checkpoint.records.get(table.name)
-    if record is None:
+    return _check_fit(
+        checkpoint, table, owned, rank=rank, num_ranks=num_ranks, optimizer=optimizer, convert=convert
+    ).load()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """A table of a checkpoint that fits a rank's part, before anything is changed."""
+
+    checkpoint: Checkpoint
+    saved: TableRecord
+    now: TableRecord
+    owned: Any
+    rank: int
+    optimizer: torch.optim.Optimizer | None
+    layout: Layout | None
+
+    def load(self) -> int:
+        """Loads the rows; returns how many."""
+        record, weight, name = self.now, self.owned.weight, self.now.name
+        same = record.routes_like(self.saved)
+        if hasattr(self.owned, "reset_parameters"):
+            self.owned.reset_parameters()
+        state: dict[str, Tensor] = {}
+        if self.optimizer is not None and self.layout is not None:
+            state = prepare_state(self.optimizer, self.layout, weight, record)
+        filled = torch.zeros(weight.shape[0], dtype=torch.bool, device=weight.device)
+        loaded = 0
+        for source in [self.rank] if same else range(self.saved.num_ranks):
+            for read in self.checkpoint.rows(name, source):
+                rows = reshape(read, record)
+                mine = owners(rows.keys, record.routing, num_ranks=record.num_ranks, block_size=record.block)
+                part = rows if same else rows.take(mine == self.rank)
+                if part.keys.numel() == 0:
+                    continue
+                at = self.owned.place(part.keys.to(weight.device))
+                _check_new(at, filled, part, name)
+                for array, target in {"values": weight.data, **state}.items():
+                    target[at] = part.arrays[array].to(target.device, target.dtype)
+                loaded += part.keys.numel()
+        return loaded
+
+
+def _check_fit(
+    checkpoint: Checkpoint,
+    table: RoutedTable,
+    owned: Any,
+    *,
+    rank: int,
+    num_ranks: int,
+    optimizer: Optimizers,
+    convert: bool,
+) -> _Load:
+    saved = checkpoint.records.get(table.name)
+    if saved is None:
         raise CheckpointError(f"{checkpoint.path}: no table {table.name}; it holds {', '.join(checkpoint.records)}")
-    if record.arrays["values"].shape != (table.embedding_dim,):
+    if saved.arrays["values"].shape != (table.embedding_dim,):
         raise CheckpointError(
-            f"{checkpoint.path}: table {table.name} has rows of shape {record.arrays['values'].shape}, not "
+            f"{checkpoint.path}: table {table.name} has rows of shape {saved.arrays['values'].shape}, not "
             f"({table.embedding_dim},)"
         )
     now = dataclasses.replace(
-        record, routing=table.mode, num_ranks=num_ranks, num_embeddings=table.num_embeddings, rows=()
+        for_dcp(saved), routing=table.mode, num_ranks=num_ranks, num_embeddings=table.num_embeddings, rows=()
     )
-    same = now.routes_like(record)
-    if not same and not convert:
+    if not now.routes_like(saved) and not convert:
         raise RoutingMismatchError(
-            f"{checkpoint.path}: table {table.name} was saved under {record.describe()} and is loaded under "
+            f"{checkpoint.path}: table {table.name} was saved under {saved.describe()} and is loaded under "
             f"{now.describe()}; allow conversion, or convert it first with `evenkeel checkpoint convert`"
         )
     _check_held(table, owned)
-    state = _prepare_state(optimizer, owned.weight, record)
-    filled = torch.zeros(owned.weight.shape[0], dtype=torch.bool, device=owned.weight.device)
-    loaded = 0
-    for source in [rank] if same else range(record.num_ranks):
-        for rows in checkpoint.rows(table.name, source):
-            mine = owners(rows.keys, now.routing, num_ranks=num_ranks, block_size=now.block) == rank
-            part = rows if same else rows.take(mine)
-            if part.keys.numel() == 0:
-                continue
-            at = owned.place(part.keys.to(owned.weight.device))
-            _check_new(at, filled, part, table.name)
-            for name, target in {"values": owned.weight.data, **state}.items():
-                target[at] = part.arrays[name].to(target.device, target.dtype)
-            loaded += part.keys.numel()
-    return loaded
+    if not hasattr(owned, "reset_parameters") and table.mode.dist_type != "continuous" and owned.held_keys().numel():
+        raise CheckpointError(
+            f"table {table.name}: it holds keys already, and its storage {type(owned).__name__} has no "
+            "reset_parameters() that would make it forget them; load into a newly made collection"
+        )
+    owner = owner_of(optimizer, owned.weight, table.name)
+    layout = Layout.of(owner, owned.weight, table.name, now) if owner is not None else None
+    if layout is not None:
+        check_state(layout, now, checkpoint.path)
+    return _Load(checkpoint=checkpoint, saved=saved, now=now, owned=owned, rank=rank, optimizer=owner, layout=layout)
 
 
 def _check_new(at: Tensor, filled: Tensor, part: Rows, table: str) -> None:
@@ -233,53 +292,42 @@ def _check_new(at: Tensor, filled: Tensor, part: Rows, table: str) -> None:
         raise repeated_key(part.where, table, int(part.keys[twice.cpu()][0]))
 
 
-def _prepare_state(optimizer: torch.optim.Optimizer | None, weight: Tensor, record: TableRecord) -> dict[str, Tensor]:
-    if optimizer is None:
-        return {}
-    names = [name for name in record.arrays if name.startswith(_STATE)]
-    state = {
-        name: torch.zeros(weight.shape[0], *record.arrays[name].shape, dtype=weight.dtype, device=weight.device)
-        for name in names
-    }
-    if names or record.scalars:
-        optimizer.state[weight] = {name.removeprefix(_STATE): tensor for name, tensor in state.items()} | {
-            name: torch.tensor(value, dtype=torch.float32) for name, value in record.scalars.items()
-        }
-    return state
-
-
 def load(
     collection: RoutedEmbeddingCollection,
     path: Path | str,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     convert: bool = True,
 ) -> dict[str, int]:
-    """Loads a collection's rows; all of its ranks call it together.
+    """Loads a collection's rows in place of those that it has; all of its ranks call it together.
 
     Under the routing that they were saved with each rank reads its own files. Under another each rank reads all rows in
     chunks and keeps those that it owns now, so a rank's memory is its tables, a byte a row and a few chunks.
 
+    Keys that come later find what they would have found without an interruption. A state of the optimizer that is
+    restored as a whole is restored before this, not after it: its rows are in the order of the run that saved it.
+
     Args:
-        collection: The tables, newly made.
+        collection: The tables, new or used.
         path: A checkpoint of either format.
-        optimizer: Gets the saved state of the tables.
+        optimizer: Gets the saved state of the tables in place of what it has; several if they are divided among them.
         convert: Whether tables may have been saved under another routing; if not, they are refused.
 
     Returns:
         Rows of each table over all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if the checkpoint is damaged or does not fit any of them; the collection must not
-            be used then.
+        CheckpointError: on all ranks, if the checkpoint does not fit any of them or lacks the optimizer's state, before
+            anything is changed, or if it turns out to be damaged; the collection must not be used then.
         RoutingMismatchError: if the routing differs and ``convert`` is off.
     """
     problem: Exception | None = None
+    fitting: list[_Load] = []
     loaded: dict[str, int] = {}
     try:
         checkpoint = open_checkpoint(os.fspath(path))
-        for table in collection.configs:
-            loaded[table.name] = load_table(
+        fitting = [
+            _check_fit(
                 checkpoint,
                 table,
                 collection.tables[table.name],
@@ -288,6 +336,13 @@ def load(
                 optimizer=optimizer,
                 convert=convert,
             )
+            for table in collection.configs
+        ]
+    except (ValueError, OSError) as error:
+        problem = error
+    _raise_any(problem, collection)
+    try:
+        loaded = {one.now.name: one.load() for one in fitting}
     except (ValueError, OSError) as error:
         problem = error
     _raise_any(problem, collection)

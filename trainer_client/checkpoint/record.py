@@ -10,7 +10,9 @@ from trainer_client.checkpoint.errors import CheckpointError
 from trainer_client.routing import Routing, block_size
 from trainer_client.routing.modes import HASH_IDENTITY
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READS = (1, 2)
+"""Versions that this release reads; version 1 has no ``optimizer`` and no ``fresh``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class TableRecord:
         rows: Rows on each rank.
         arrays: Values and optimizer state, by name; ``values`` is always there.
         scalars: State that is one number for the whole table, such as the optimizer's step.
+        optimizer: Class of the optimizer whose state is there; empty if it was saved without.
+        fresh: By array of optimizer state, the numbers of a row that no key had taken yet; empty if there was none.
         digests: By rank, CRC-32 of each chunk's keys and arrays; empty for formats that have none.
         chunk_rows: Rows of a chunk.
         hash_identity: Which hash ``hash_roundrobin`` means.
@@ -52,6 +56,8 @@ class TableRecord:
     rows: tuple[int, ...]
     arrays: dict[str, ArraySpec]
     scalars: dict[str, float] = field(default_factory=dict)
+    optimizer: str = ""
+    fresh: dict[str, list[float]] = field(default_factory=dict)
     digests: tuple[tuple[int, ...], ...] = ()
     chunk_rows: int = 65_536
     hash_identity: str = HASH_IDENTITY
@@ -108,8 +114,8 @@ def from_json(text: str, *, where: str) -> list[TableRecord]:
     try:
         document = json.loads(text)
         version = document["format_version"]
-        if version != FORMAT_VERSION:
-            raise CheckpointError(f"{where}: format version {version}; this release reads {FORMAT_VERSION}")
+        if version not in READS:
+            raise CheckpointError(f"{where}: format version {version}; this release reads {READS[0]} to {READS[-1]}")
         records = []
         for plain in document["tables"]:
             plain["routing"] = Routing(**plain["routing"])
