@@ -17,6 +17,7 @@ from evenkeel.addresses import Endpoint, endpoints
 from evenkeel.cli.calls import Calls, connected, explain, home_of, read_address
 from evenkeel.cli.findings import Finding, Status
 from evenkeel.credentials import Credentials, read_credentials
+from evenkeel.handshakes import shake_hands
 from evenkeel.protocol import balancer_pb2 as pb
 
 PROTOCOL_VERSION = 1
@@ -109,31 +110,18 @@ def _reach(place: Endpoint, _credentials: Credentials, timeout: float) -> Findin
 
 
 def _handshake(place: Endpoint, credentials: Credentials, timeout: float) -> Finding:
-    if not credentials.secure:
-        return Finding("TLS", Status.SKIP, "plaintext", "set EVENKEEL_TLS_CA where others share the network")
     try:
-        context = ssl.create_default_context(cafile=None if credentials.ca is None else str(credentials.ca))
-        if credentials.certificate is not None and credentials.key is not None:
-            context.load_cert_chain(credentials.certificate, credentials.key)
-        context.set_alpn_protocols(["h2"])
-        with (
-            socket.create_connection((place.host, place.port), timeout) as raw,
-            context.wrap_socket(raw, server_hostname=place.server_name) as secure,
-        ):
-            certificate = secure.getpeercert() or {}
-            cipher = secure.version()
-    except ssl.SSLCertVerificationError as error:
-        return Finding("TLS", Status.FAIL, f"the certificate does not hold: {error.verify_message}",
-                       "EVENKEEL_TLS_CA must name its authority, and the address a name in it")  # fmt: skip
-    except (ssl.SSLError, ConnectionError, TimeoutError) as error:
-        return Finding("TLS", Status.FAIL, f"no TLS there: {error}",
-                       "the balancer serves plaintext, or refuses this client's certificate")  # fmt: skip
-    except (OSError, ValueError) as error:
-        return Finding("TLS", Status.FAIL, str(error), "check the files of EVENKEEL_TLS_…")
-    left = (ssl.cert_time_to_seconds(str(certificate["notAfter"])) - time.time()) / _DAY
+        found = shake_hands(place, credentials, timeout)
+    except OSError as error:
+        return Finding("TLS", Status.FAIL, str(error), "try again: it answered a moment ago")
+    if found.problem:
+        return Finding("TLS", Status.FAIL, found.problem, found.remedy)
+    if not found.version:
+        return Finding("TLS", Status.SKIP, "plaintext", "set EVENKEEL_TLS_CA where others share the network")
+    left = (ssl.cert_time_to_seconds(str(found.certificate["notAfter"])) - time.time()) / _DAY
     if left < 14:
-        return Finding("TLS", Status.WARN, f"{cipher}; the certificate expires in {left:.1f} days", "renew it")
-    return Finding("TLS", Status.OK, f"{cipher}; the certificate holds for {left:.0f} days")
+        return Finding("TLS", Status.WARN, f"{found.version}; the certificate expires in {left:.1f} days", "renew it")
+    return Finding("TLS", Status.OK, f"{found.version}; the certificate holds for {left:.0f} days")
 
 
 def _versions(calls: Calls, credentials: Credentials) -> tuple[list[Finding], int | None]:

@@ -60,9 +60,13 @@ class Balancer:
         self._process_group = process_group
         self._peers = peers
         self._balance = balance
-        self._credentials = credentials
-        if credentials is not None and address is not None:
+        if address is not None:
+            if credentials is None:
+                from evenkeel.credentials import Credentials
+
+                credentials = Credentials.from_env()
             credentials.check(address)
+        self._credentials = credentials
         self._streams: dict[str, BatchStream] = {}
         _open_balancers.add(self)
 
@@ -94,7 +98,9 @@ class Balancer:
                 then always do the same; default: those of the other dimensions of the mesh that `process_group` was
                 cut from. With process groups, pass theirs.
             credentials: TLS and token files of this rank's host (`evenkeel.credentials.Credentials`); unlike
-                the other arguments they are not taken from rank 0. Default: plaintext, no token.
+                the other arguments they are not taken from rank 0. Default: those of this rank's environment
+                (`EVENKEEL_TLS`, `EVENKEEL_TLS_CA`, `EVENKEEL_TLS_CERTIFICATE`, `EVENKEEL_TLS_KEY`,
+                `EVENKEEL_TOKEN_FILE`); `Credentials()` is plaintext without a token, whatever the environment says.
 
         Raises:
             ValueError: If the address, the job or the group is malformed, a file of the credentials cannot be used, or
@@ -168,11 +174,6 @@ class Balancer:
         where = os.environ.get("EVENKEEL_BALANCER", "").strip() or "embedded"
         name = job or os.environ.get("EVENKEEL_JOB") or "job"
         address = None if where in ("embedded", "off") else check_address(where)
-        credentials = None
-        if address is not None:
-            from evenkeel.credentials import Credentials
-
-            credentials = Credentials.from_env()
         return cls(
             address=address,
             job=name,
@@ -181,7 +182,6 @@ class Balancer:
             process_group=process_group,
             peers=peers,
             balance=where != "off",
-            credentials=credentials,
         )
 
     def stream(self, loader: str = "train") -> BatchStream:

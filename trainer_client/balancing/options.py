@@ -41,6 +41,9 @@ class BalanceOptions:
         node_leader: Whether the ranks of a node speak to the service through one of them, the node's leader, over one
             stream, which saves the service most of its work when there are hundreds. `auto`: from 32 ranks on, on the
             nodes where the ranks can reach their leader; `True`: on every node with several ranks, or it is an error.
+        require_service: Whether a job whose ranks do not all come to the service at the start ends there: at once when
+            the cause does not pass by itself (authentication, certificates, options, versions), else after 30 s. Later
+            outages are bridged as ever.
         group_timeout: How long a collective of Evenkeel's own process groups may take before the job fails.
     """
 
@@ -55,6 +58,7 @@ class BalanceOptions:
     speeds: Sequence[float] | None = None
     memory_caps: Sequence[float] | None = None
     node_leader: NodeLeader = "auto"
+    require_service: bool = False
     group_timeout: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
@@ -64,6 +68,8 @@ class BalanceOptions:
                 raise ValueError(f"{field} is {value!r}; use one of {', '.join(get_args(choices))}")
         if self.node_leader not in ("auto", True, False):
             raise ValueError(f"node_leader is {self.node_leader!r}; use 'auto', True or False")
+        if not isinstance(self.require_service, bool):
+            raise ValueError(f"require_service is {self.require_service!r}; use True or False")
         if not self.strategy:
             raise ValueError("strategy is empty; name one, for example 'minimal_move'")
         if not (is_number(self.tolerance) and TOLERANCE.holds(self.tolerance)):

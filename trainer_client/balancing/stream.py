@@ -14,6 +14,7 @@ from trainer_client.balancing.agreement import Mode, Reason, Verdict, out_of_tur
 from trainer_client.balancing.alone import decide_alone
 from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.casting import Leaving
+from trainer_client.balancing.causes import require_service
 from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.identity import SessionName, name_session
@@ -381,6 +382,8 @@ class BatchStream:
             credentials=self._config.credentials,
         )  # fmt: skip
         self._connection.start()
+        if self._options.require_service:
+            require_service(leaders, self._connection)
 
     # ------------------------------------------------------------------ a round
 

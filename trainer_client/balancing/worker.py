@@ -28,6 +28,7 @@ from trainer_client.balancing.agreement import (
 )
 from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.casting import Leaving, vote_on, vote_to_leave
+from trainer_client.balancing.causes import Causes
 from trainer_client.balancing.embedded import balance_embedded, stay_home
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.options import BalanceOptions
@@ -81,6 +82,7 @@ class RoundWorker:
         self._agreed = threading.Condition()
         self._failure: BaseException | None = None
         self._warned_costs = False
+        self._causes = Causes(name, self._groups, connection, options.fallback)
         self._ready_ranks = 0  # at the latest agreement
         self._rounds = 0
         self._items: SimpleQueue[Ticket | Leaving | None] = SimpleQueue()
@@ -238,9 +240,11 @@ class RoundWorker:
         return self._connection is not None and self._connection.ready
 
     def _gather(self, vote: Vote) -> list[Vote]:
-        votes = self._groups.gather_votes(vote)
+        votes = self._groups.gather_votes(replace(vote, has_cause=self._causes.is_new))
         self._rounds += 1
         check_order(votes)
+        if any(vote.has_cause for vote in votes):
+            self._causes.tell()
         return votes
 
     def _decide(self, votes: list[Vote], *, waited: bool) -> Verdict:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from evenkeel.credentials import Credentials
 from evenkeel.protocol import balancer_pb2 as pb
+from trainer_client.service.causes import Cause
 from trainer_client.service.messages import ServiceDecision, read_decision, submit_request
 from trainer_client.service.node import NodeFollower, NodeLeader, NodeSeat
 from trainer_client.service.uplink import Listener, Uplink
@@ -78,6 +79,7 @@ class Connection:
         self._answers: dict[int, pb.Answer] = {}
         self._closed = False
         self._last_trouble = ""
+        self._cause: Cause | None = None
 
         def uplink(listener: Listener) -> Uplink:
             if seat is not None:
@@ -104,6 +106,11 @@ class Connection:
     def trouble(self) -> str:
         """The last thing that went wrong, for people."""
         return self._last_trouble
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why waiting for the stream does not help; None if it is joined, or may yet be."""
+        return None if self.ready else self._cause
 
     def submit(
         self,
@@ -213,8 +220,10 @@ class Connection:
     def lost(self, trouble: str) -> None:
         """The stream has ended; `ready` tells, `noted` has told why."""
 
-    def noted(self, trouble: str) -> None:
-        """Remembers the last thing that went wrong."""
+    def noted(self, trouble: str, cause: Cause | None = None) -> None:
+        """Remembers the last thing that went wrong, and what does not pass by itself."""
         if trouble and trouble != self._last_trouble and not self._closed:
             logger.debug("balancer at %s: %s", self._address, trouble)
         self._last_trouble = trouble
+        if cause is not None:
+            self._cause = cause

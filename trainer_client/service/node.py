@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from evenkeel.protocol import balancer_pb2 as pb
 from trainer_client.service.backoff import Backoff
+from trainer_client.service.causes import Cause
 from trainer_client.service.frames import FrameLink, Kind, LoopThread, connect
 from trainer_client.service.uplink import Listener, Uplink
 
@@ -54,8 +55,8 @@ class Inbox(Protocol):
     def answered(self, answers: Sequence[pb.Answer]) -> None:
         """Answers to its rounds have come."""
 
-    def noted(self, trouble: str) -> None:
-        """Something went wrong."""
+    def noted(self, trouble: str, cause: Cause | None = None) -> None:
+        """Something went wrong; by a cause that does not pass by itself, if one is given."""
 
 
 class NodeLeader:
@@ -126,9 +127,9 @@ class NodeLeader:
         """Tells the followers."""
         self._thread.call(self._tell, Kind.LOST, trouble.encode())
 
-    def noted(self, trouble: str) -> None:
+    def noted(self, trouble: str, cause: Cause | None = None) -> None:
         """Tells the leader's own rank."""
-        self._inbox.noted(trouble)
+        self._inbox.noted(trouble, cause)
 
     # ------------------------------------------------------------------ in the thread
 

@@ -15,6 +15,7 @@ from evenkeel.credentials import Credentials
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from trainer_client.service.backoff import Backoff
+from trainer_client.service.causes import Cause, of_call, of_refusal
 from trainer_client.service.messages import VersionError, check_version
 
 CLOSE_SECONDS = 2.0
@@ -43,8 +44,8 @@ class Listener(Protocol):
     def lost(self, trouble: str) -> None:
         """The stream has ended; another is opened after a while."""
 
-    def noted(self, trouble: str) -> None:
-        """Something went wrong."""
+    def noted(self, trouble: str, cause: Cause | None = None) -> None:
+        """Something went wrong; by a cause that does not pass by itself, if one is given."""
 
 
 class Uplink:
@@ -75,6 +76,7 @@ class Uplink:
         self._closed = False
         self._encouraged = False  # another rank has got through
         self._refused = False  # the service has said no
+        self._probed = ""  # the trouble whose cause has been looked for
         self._max_message_bytes = 0  # what the service takes; unknown before it has said so
 
     @property
@@ -202,16 +204,18 @@ class Uplink:
                 elif kind == "error":
                     self._refused = response.error.code != pb.ERROR_CODE_DRAINING
                     trouble = response.error.message
-                    self._listener.noted(trouble)
+                    self._listener.noted(trouble, of_refusal(response.error))
         except VersionError as error:
             self._refused = True
             trouble = str(error)
-            self._listener.noted(trouble)
+            self._listener.noted(trouble, Cause(kind="protocol versions", text=trouble))
             call.cancel()
         except grpc.RpcError as error:
             if call is not self._given_up:
                 trouble = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
                 self._listener.noted(trouble)
+                if not joined and isinstance(error, grpc.Call):
+                    self._look_for_cause(error, trouble)
         finally:
             if patience is not None:
                 patience.cancel()
@@ -223,6 +227,16 @@ class Uplink:
             channel.close()
             self._listener.lost(trouble)
         return joined
+
+    def _look_for_cause(self, error: grpc.Call, trouble: str) -> None:
+        """Once for each trouble: a connection that is not there takes as long to try by hand."""
+        if trouble == self._probed or self._closed:
+            return
+        self._probed = trouble
+        cause = of_call(error, self._address, self._credentials)
+        if cause is not None:
+            self._refused = True  # trying often is of no use
+            self._listener.noted(str(cause), cause)
 
     def _enter(self, outbox: SimpleQueue[pb.BalanceRequest | None], call: grpc.Call) -> None:
         with self._changed:

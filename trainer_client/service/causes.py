@@ -1,0 +1,74 @@
+"""What keeps a rank from the balancer for as long as nobody mends it, told apart from outages that pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from evenkeel.addresses import endpoints
+from evenkeel.credentials import Credentials
+from evenkeel.handshakes import shake_hands
+from evenkeel.protocol import balancer_pb2 as pb
+
+_PROBE_SECONDS = 2.0
+_KINDS = {
+    pb.ERROR_CODE_UNAUTHENTICATED: "authentication",
+    pb.ERROR_CODE_VERSION: "protocol versions",
+    pb.ERROR_CODE_INVALID_ARGUMENT: "options",
+    pb.ERROR_CODE_RANKS_DIFFER: "ranks that differ",
+}
+_STATUSES = {
+    grpc.StatusCode.UNAUTHENTICATED: "authentication",
+    grpc.StatusCode.PERMISSION_DENIED: "authentication",
+    grpc.StatusCode.UNIMPLEMENTED: "address",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why waiting does not help.
+
+    Attributes:
+        kind: In a word or two: authentication, certificates, strategy, options, protocol versions, address.
+        text: What is wrong and what to do.
+    """
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def of_refusal(error: pb.Error) -> Cause | None:
+    """The lasting cause that the service's refusal of a stream names; None if it may pass."""
+    kind = _KINDS.get(error.code)
+    if kind is None:
+        return None
+    return Cause(kind="strategy" if error.field == "options.strategy" else kind, text=error.message)
+
+
+def of_call(error: grpc.Call, address: str, credentials: Credentials) -> Cause | None:
+    """The lasting cause of a stream's end; None if it may pass. Tries the connection by hand where gRPC does not tell.
+
+    Args:
+        error: How the call ended.
+        address: Of the balancer or balancers.
+        credentials: What the call was made with.
+    """
+    code, details = error.code(), error.details() or ""
+    kind = _STATUSES.get(code)
+    if kind is not None:
+        remedy = "" if kind == "authentication" else "; give the address of a balancer, host:port"
+        return Cause(kind=kind, text=f"{details or code.name}{remedy}")
+    if code is not grpc.StatusCode.UNAVAILABLE:
+        return None
+    try:
+        for place in endpoints(address):
+            found = shake_hands(place, credentials, _PROBE_SECONDS)
+            if found.problem:
+                return Cause(kind="certificates", text=f"{place}: {found.problem}; {found.remedy}")
+    except OSError:
+        pass  # nobody there: an outage
+    return None
