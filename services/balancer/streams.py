@@ -17,7 +17,7 @@ from services.balancer.answers import error_message
 from services.balancer.effects import Answer
 from services.balancer.hub import Hub, Member
 from services.balancer.mailboxes import StreamMailbox
-from services.balancer.refusals import Code, Refusal, RefusedError, out_of_memory
+from services.balancer.refusals import Code, Refusal, RefusedError, out_of_memory, shorten
 from services.balancer.requests import OversizedError, read_request
 from services.balancer.shares import Account, Holder, Shares
 from services.balancer.submissions import Joining
@@ -197,7 +197,12 @@ class Streams:
                 raise RefusedError(_not_joined("no Join" if message is None else "a submission"))
             context.authorize(message.job)
             ranks = read_ranks(message) if message.ranks else ()
-            joining = replace(self._read_join(message), ranks=ranks, caller=caller)
+            try:
+                joining = replace(self._read_join(message), ranks=ranks, caller=caller)
+            except RefusedError as error:  # a version or an option that this balancer lacks: the job goes on without it
+                job = shorten(message.job)
+                log.warning("join refused", job=job, rank=message.rank, caller=caller, reason=error.refusal.message)
+                raise
             if not memory.take(_RANK_BYTES * len(joining.all_ranks)):
                 raise RefusedError(replace(out_of_memory("the ranks of a stream"), fatal=True))
             member = self._hub.join(joining, mailbox)

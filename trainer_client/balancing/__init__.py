@@ -2,6 +2,7 @@
 
 from trainer_client.balancing.agreement import Mode, ProgramOrderError, Reason, SchemaMismatchError
 from trainer_client.balancing.balancer import Balancer
+from trainer_client.balancing.causes import ServiceRequiredError
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.peers import PeersDifferError
@@ -21,5 +22,6 @@ __all__ = [
     "Reason",
     "RoundReport",
     "SchemaMismatchError",
+    "ServiceRequiredError",
     "Ticket",
 ]

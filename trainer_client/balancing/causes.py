@@ -62,7 +62,7 @@ class Causes:
                                  self._name, text, self._going_on)  # fmt: skip
 
 
-def require_service(groups: Groups, connection: Connection, seconds: float = START_SECONDS) -> None:
+def require_service(groups: Groups, connection: Connection) -> None:
     """Waits until the streams of all ranks are joined. Collective among the ranks that speak to the service.
 
     Raises:
@@ -81,11 +81,11 @@ def require_service(groups: Groups, connection: Connection, seconds: float = STA
             raise ServiceRequiredError(
                 f"require_service is set, and the balancer does not serve {'; '.join(_by_cause(causes))}"
             )
-        if states[0][3] > seconds:
+        if states[0][3] > START_SECONDS:
             trouble = states[missing[0]][2] or "no answer"
             raise ServiceRequiredError(
-                f"require_service is set, and {_ranks(missing)} did not come to the balancer within {seconds:g} s: "
-                f"{trouble}; start it, or leave require_service out to go on without it"
+                f"require_service is set, and {_ranks(missing)} did not come to the balancer within {START_SECONDS:g} "
+                f"s: {trouble}; start it, or leave require_service out to go on without it"
             )
         time.sleep(_LOOK_SECONDS)
 

@@ -82,7 +82,7 @@ def test_each_obstacle_is_told_apart(secured: BalancerProcess, files: Files, tmp
         (("--balancer", "nowhere"), "settings", "give host:port"),
         (("--balancer", "no.such.host.invalid:1"), "address", "has no address"),
         (("--balancer", f"127.0.0.1:{port}"), "address", "refused"),
-        (("--balancer", address), "health", "UNAVAILABLE"),
+        (("--balancer", address), "TLS", "the balancer speaks TLS, and this client plaintext"),
         (("--balancer", address, "--tls-ca", str(stranger.ca)), "TLS", "does not hold"),
         (("--balancer", address, "--tls-ca", str(files.ca)), "token", "no token"),
         (("--balancer", address, "--tls-ca", str(files.ca), "--token-file", str(wrong)), "token", "unknown token"),
