@@ -50,14 +50,14 @@ _STARTUP_SECONDS = 300.0
 
 
 @contextmanager
-def balancer_process(arguments: list[str]) -> Iterator[tuple[int, int]]:
-    """A real balancer; yields its port and process id."""
+def balancer_process(arguments: list[str], module: str = "services.balancer") -> Iterator[tuple[int, int]]:
+    """A real balancer, or a module that takes the same flags; yields its port and process id."""
     with tempfile.TemporaryDirectory() as folder:
         port_file = Path(folder) / "port"
         command = [
             sys.executable,
             "-m",
-            "services.balancer",
+            module,
             "--port",
             "0",
             "--port-file",

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2  # of fcntl.h; the module names them only from Python 3.13 on
 _LEAST = 1 << 20
 _ALIGNMENT = 64
-_DTYPES = frozenset({"|b1", "<i4", "<i8", "<u4", "<f8"})
+_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<u4", "<f8")}
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Column(NamedTuple):
@@ -27,7 +28,7 @@ class Column(NamedTuple):
         parts: its pieces, in order.
     """
 
-    dtype: DTypeLike
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
     parts: Sequence[NDArray[Any]]
 
@@ -76,23 +77,22 @@ class Arena:
 
     def write(self, header: dict[str, Any], columns: Sequence[Column]) -> int:
         """Writes a message over the last; returns its length in bytes."""
-        table = [[np.dtype(column.dtype).str, *column.shape] for column in columns]
-        head = json.dumps([header, table]).encode()
-        begin = _aligned(8 + len(head))
+        table = [(dtype.str, *shape) for dtype, shape, _ in columns]
+        head = _dumps([header, table]).encode()
+        end = _aligned(8 + len(head))
         places = []
-        for column in columns:
-            places.append(begin)
-            begin = _aligned(begin + _count(column.shape) * np.dtype(column.dtype).itemsize)
-        memory = self._mapped(begin, grow=True)
-        memory[:8] = len(head).to_bytes(8, "little")
-        memory[8 : 8 + len(head)] = head
-        for column, place in zip(columns, places, strict=True):
-            target = np.ndarray(column.shape, column.dtype, memory, place)
-            if len(column.parts) == 1:
-                target[...] = column.parts[0]
+        for dtype, shape, _ in columns:
+            places.append(end)
+            end = _aligned(end + _product(shape) * dtype.itemsize)
+        memory = self._mapped(end, grow=True)
+        memory[: 8 + len(head)] = len(head).to_bytes(8, "little") + head
+        for (dtype, shape, parts), place in zip(columns, places, strict=True):
+            target = np.ndarray(shape, dtype, memory, place)
+            if len(parts) == 1:
+                target[...] = parts[0]
             elif target.size:
-                np.concatenate(column.parts, out=target)
-        return begin
+                np.concatenate(parts, out=target)
+        return end
 
     def read(self, nbytes: int) -> tuple[dict[str, Any], list[NDArray[Any]]]:
         """Reads a message; its arrays are the shared memory itself, good until the next message.
@@ -107,12 +107,11 @@ class Arena:
                 raise MessageError(f"a header of {length} bytes in a message of {nbytes}")
             header, table = json.loads(memory[8 : 8 + length])
             arrays, begin = [], _aligned(8 + length)
-            for dtype, *shape in table:
-                if dtype not in _DTYPES or not all(isinstance(size, int) and size >= 0 for size in shape):
-                    raise MessageError(f"an array of {dtype} and shape {shape}")
-                end = begin + _count(shape) * np.dtype(dtype).itemsize
-                if end > nbytes:
-                    raise MessageError(f"an array that ends at {end} in a message of {nbytes}")
+            for name, *shape in table:
+                dtype = _DTYPES[name]
+                end = begin + _product(shape) * dtype.itemsize
+                if end > nbytes or not all(type(size) is int and size >= 0 for size in shape):
+                    raise MessageError(f"an array of shape {shape} at {begin} in a message of {nbytes}")
                 arrays.append(np.ndarray(shape, dtype, memory, begin))
                 begin = _aligned(end)
         except MessageError:
@@ -138,8 +137,8 @@ def _aligned(place: int) -> int:
     return -(-place // _ALIGNMENT) * _ALIGNMENT
 
 
-def _count(shape: Sequence[int]) -> int:
-    count = 1
+def _product(shape: Sequence[int]) -> int:
+    product = 1
     for size in shape:
-        count *= size
-    return count
+        product *= size
+    return product

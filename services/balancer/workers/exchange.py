@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from services.balancer.planning import Round, pieces_of
 from services.balancer.submissions import PlanOptions
 from services.balancer.workers.arena import Arena, Column, MessageError
 
+_NAMES = tuple(field.name for field in fields(Summary))
+_values = attrgetter(*_NAMES)
 _SLICES = ("destinations", "home_begin", "source_begin", "sources", "source_counts", "source_totals")
 
 
@@ -29,10 +32,8 @@ def round_columns(inputs: PlanInput) -> tuple[dict[str, Any], list[Column]]:
         "tolerance": options.tolerance,
         "arrays": list(pieces),
     }
-    columns = [Column(*each) for each in pieces.values()]
-    for values in (options.speeds, options.memory_caps):
-        columns.append(Column.of(np.array(values, np.float64)))
-    return header, columns
+    limits = (np.array(values, np.float64) for values in (options.speeds, options.memory_caps))
+    return header, [*(Column(*each) for each in pieces.values()), *map(Column.of, limits)]
 
 
 def read_round(header: dict[str, Any], arrays: list[NDArray[Any]]) -> Round:
@@ -52,11 +53,11 @@ def write_result(arena: Arena, result: Plan | PlanFailure) -> int:
     """Writes the outcome of a partition; returns its length in bytes."""
     if isinstance(result, PlanFailure):
         return arena.write({"reason": int(result.reason), "detail": result.detail}, [])
-    header: dict[str, Any] = {"digest": result.digest.hex(), "summary": asdict(result.summary)}
+    header: dict[str, Any] = {"digest": result.digest.hex(), "summary": _values(result.summary)}
     arrays = [*_slices_arrays(result.slices), result.loads_before, result.loads_after]
     window = result.window
     if window is not None:
-        header["summaries"] = [asdict(summary) for summary in window.summaries]
+        header["summaries"] = [_values(summary) for summary in window.summaries]
         arrays += [window.steps, window.home_begin, window.loads_before, window.loads_after]
         for cut in window.cuts:
             arrays += _slices_arrays(cut)
@@ -87,7 +88,7 @@ def read_result(arena: Arena, nbytes: int) -> Plan | PlanFailure:
         if "summaries" in header:
             steps, home_begin = take("<i4", 1), take("<i8", 1)
             batches_before, batches_after = take("<f8", 2), take("<f8", 2)
-            summaries = tuple(Summary(**each) for each in header["summaries"])
+            summaries = tuple(_summary(each) for each in header["summaries"])
             window = WindowParts(
                 steps=steps,
                 home_begin=home_begin,
@@ -101,7 +102,7 @@ def read_result(arena: Arena, nbytes: int) -> Plan | PlanFailure:
             digest=bytes.fromhex(header["digest"]),
             loads_before=before,
             loads_after=after,
-            summary=Summary(**header["summary"]),
+            summary=_summary(header["summary"]),
             window=window,
         )
     except MessageError:
@@ -110,8 +111,14 @@ def read_result(arena: Arena, nbytes: int) -> Plan | PlanFailure:
         raise MessageError(f"{type(error).__name__}: {error}") from error
 
 
+def _summary(values: list[Any]) -> Summary:
+    if not all(type(value) in (int, float) for value in values):
+        raise MessageError(f"a summary of {values}")
+    return Summary(**dict(zip(_NAMES, values, strict=True)))
+
+
 def _slices_arrays(slices: Slices) -> Iterator[NDArray[Any]]:
-    return (getattr(slices, name) for name in _SLICES)
+    return map(slices.__getattribute__, _SLICES)
 
 
 def _read_slices(take: Callable[[str, int], NDArray[Any]]) -> Slices:

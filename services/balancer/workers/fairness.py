@@ -14,12 +14,12 @@ _MAX_LANES = 2048  # beyond which idle jobs are forgotten with what they have ha
 
 
 class _Lane(Generic[Item]):
-    __slots__ = ("costs", "finish", "items", "running", "stamp")
+    __slots__ = ("costs", "items", "running", "stamp", "time")
 
     def __init__(self) -> None:
         self.items: deque[Item] = deque()
         self.costs: dict[Item, float] = {}
-        self.finish = 0.0  # virtual time up to which the job has had its share
+        self.time = 0.0  # virtual, up to which the job has had its share
         self.running = 0
         self.stamp = 0  # of its entry in the heap that counts
 
@@ -62,6 +62,7 @@ class FairQueue(Generic[Item]):
         lane.costs[item] = cost
         self._waiting += 1
         if len(lane.items) == 1:
+            lane.time = max(lane.time, self._clock)
             self._offer(job, lane)
         if self._waiting <= self._size:
             return None
@@ -92,9 +93,8 @@ class FairQueue(Generic[Item]):
             if lane is None or lane.stamp != stamp or not lane.items:
                 continue
             item = lane.items.popleft()
-            start = max(self._clock, lane.finish)
-            self._clock = start
-            lane.finish = start + lane.costs.pop(item)
+            self._clock = max(self._clock, lane.time)
+            lane.time += lane.costs.pop(item)
             lane.running += 1
             self._waiting -= 1
             self._offer(job, lane)
@@ -104,6 +104,8 @@ class FairQueue(Generic[Item]):
     def done(self, job: Hashable) -> None:
         """A task of the job that was handed out has ended."""
         lane = self._lanes[job]
+        if lane.running >= self._limit(job):  # it has waited for itself, not for others
+            lane.time = max(lane.time, self._clock)
         lane.running -= 1
         self._offer(job, lane)
         self._drop_if_idle(job, lane)
@@ -111,9 +113,9 @@ class FairQueue(Generic[Item]):
     def _offer(self, job: Hashable, lane: _Lane[Item]) -> None:
         lane.stamp = next(self._stamps)
         if lane.items and lane.running < self._limit(job):
-            first = max(self._clock, lane.finish) + lane.costs[lane.items[0]]
-            heapq.heappush(self._heap, (first, lane.stamp, job))
+            ends = lane.time + lane.costs[lane.items[0]]
+            heapq.heappush(self._heap, (ends, lane.stamp, job))
 
     def _drop_if_idle(self, job: Hashable, lane: _Lane[Item]) -> None:
-        if not lane.items and not lane.running and lane.finish <= self._clock:
+        if not lane.items and not lane.running and lane.time <= self._clock:
             del self._lanes[job]

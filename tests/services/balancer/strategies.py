@@ -55,7 +55,7 @@ def gorge(problem: Problem) -> NDArray[np.int32]:
     """Takes memory as long as there is some."""
     kept = []
     while True:
-        kept.append(np.ones(1 << 22))
+        kept.append(np.ones(1 << 20))
 
 
 INSTALLED = {

@@ -1,0 +1,261 @@
+"""Real workers, forked from a real zygote: what happens to rounds when they crash, hang, or are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from services.balancer.decisions import Plan, PlanFailure, Reason
+from services.balancer.effects import PlanInput
+from services.balancer.submissions import PlanOptions, SessionKey
+from services.balancer.workers.pool import WorkerPool
+from services.balancer.workers.tasks import PoolOptions, Task
+from tests.services.balancer.samples import submission
+from tests.services.balancer.strategies import start_zygote
+
+Result = Plan | PlanFailure | None
+SECONDS = 20.0
+
+
+class Told:
+    """What a pool tells."""
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+        self.refused: list[Reason] = []
+        self.cheaper = 0
+
+    def worker_lost(self, cause: str) -> None:
+        self.lost.append(cause)
+
+    def waited(self, seconds: float) -> None:
+        assert seconds >= 0
+
+    def refused_partition(self, reason: Reason) -> None:
+        self.refused.append(reason)
+
+    def made_cheaper(self) -> None:
+        self.cheaper += 1
+
+
+class Pool:
+    """A pool, with rounds as coroutines."""
+
+    def __init__(self, **options: Any) -> None:
+        self.told = Told()
+        self.pool = WorkerPool(PoolOptions(**options), self.told, start_zygote())
+
+    def task(
+        self, strategy: str = "lpt", *, job: str = "job", seconds: float = 10.0, costs: list[float] | None = None
+    ) -> tuple[Task, asyncio.Future[Result]]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+        submissions = (submission(*(costs or [5, 3, 2])), submission(1, 1))
+        inputs = PlanInput(submissions=submissions, options=PlanOptions(strategy=strategy), nodes=("", ""))
+        task = Task(
+            session=SessionKey(job, "", ""), inputs=inputs, deadline=loop.time() + seconds,
+            started=lambda: None, done=future.set_result,
+        )  # fmt: skip
+        return task, future
+
+    def submit(self, strategy: str = "lpt", **more: Any) -> asyncio.Future[Result]:
+        task, future = self.task(strategy, **more)
+        failure = self.pool.submit(task)
+        if failure is not None:
+            future.set_result(failure)
+        return future
+
+    async def plan(self, strategy: str = "lpt", **more: Any) -> Result:
+        return await asyncio.wait_for(self.submit(strategy, **more), SECONDS)
+
+    async def running(self, count: int = 1) -> None:
+        await self.until(lambda: self.pool.running >= count)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
+
+Start = Callable[..., Awaitable[Pool]]
+
+
+@pytest_asyncio.fixture
+async def start() -> AsyncIterator[Start]:
+    pools = []
+
+    async def make(**options: Any) -> Pool:
+        made = Pool(**options)
+        pools.append(made)
+        await made.pool.start()
+        await made.until(lambda: len(made.pool.pids) == made.pool._slots)
+        return made
+
+    yield make
+    for each in pools:
+        pids = each.pool.pids
+        each.pool.close()
+        await each.until(lambda pids=pids: not any(map(is_alive, pids)))  # type: ignore[misc]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def reason(result: Result) -> Reason:
+    assert isinstance(result, PlanFailure)
+    return result.reason
+
+
+async def test_plans_come_back(start: Start) -> None:
+    pool = await start()
+    plan = await pool.plan("minimal_move")
+    assert isinstance(plan, Plan)
+    assert sorted(plan.loads_after.tolist()) == [6.0, 6.0]
+    assert not plan.detail
+    plans = await asyncio.gather(*(pool.plan(job=f"job{i % 5}") for i in range(40)))
+    assert all(isinstance(each, Plan) for each in plans)
+    assert pool.told.lost == []
+
+
+async def test_a_segmentation_fault_costs_its_round_and_nobody_elses(start: Start) -> None:
+    pool = await start()
+    result = await pool.plan("segfault", job="bad")
+    assert reason(result) is Reason.WORKER_DIED
+    assert "SIGSEGV" in result.detail  # type: ignore[union-attr]
+    began = time.monotonic()
+    assert isinstance(await pool.plan(job="good"), Plan)
+    await pool.until(lambda: len(pool.pool.pids) == 2)
+    assert time.monotonic() - began < 1.0, "a new worker within a second"
+    again = await pool.plan("segfault", job="bad")
+    assert reason(again) is Reason.QUARANTINED
+    assert "no plans for another" in again.detail  # type: ignore[union-attr]
+    assert pool.told.lost == ["died"]
+    await asyncio.sleep(0.6)
+    assert isinstance(await pool.plan(job="bad"), Plan), "it is tried again"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGABRT])
+async def test_a_worker_that_is_killed_mid_partition_costs_its_round(start: Start, number: int) -> None:
+    pool = await start()
+    before = set(pool.pool.pids)
+    future = pool.submit("hang", job="bad")
+    await pool.running()
+    for pid in before:
+        os.kill(pid, number)
+    if number in (signal.SIGTERM, signal.SIGINT):
+        assert isinstance(await pool.plan(job="good"), Plan)
+        assert set(pool.pool.pids) == before, "signals for the service are not for its workers"
+        assert reason(await future) is Reason.WORKER_STUCK
+        return
+    assert reason(await asyncio.wait_for(future, SECONDS)) is Reason.WORKER_DIED
+    assert isinstance(await pool.plan(job="good"), Plan)
+    assert not before & set(pool.pool.pids)
+
+
+async def test_a_stopped_worker_is_killed_at_its_budget(start: Start) -> None:
+    pool = await start(budget=0.3)
+    stopped = pool.pool.pids
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    results = await asyncio.gather(pool.plan(job="any"), pool.plan(job="other"))
+    assert {reason(result) for result in results} == {Reason.WORKER_STUCK}
+    assert isinstance(await pool.plan(job="third"), Plan)
+    await pool.until(lambda: not any(map(is_alive, stopped)))
+    assert set(pool.told.lost) == {"stuck"}
+
+
+async def test_memory_that_a_partition_may_not_take_fails_its_round(start: Start) -> None:
+    pool = await start(memory_bytes=96 << 20, budget=SECONDS)
+    result = await pool.plan("gorge")
+    assert reason(result) is Reason.PARTITION_FAILED
+    assert "worker_memory_bytes" in result.detail  # type: ignore[union-attr]
+    assert isinstance(await pool.plan(), Plan)
+
+
+async def test_jobs_that_hang_hold_nobody_up(start: Start) -> None:
+    pool = await start(workers=1, budget=1.5)
+    hanging = [pool.submit("spin", job=f"bad{i % 2}") for i in range(6)]
+    await pool.running(2)
+    waits = []
+    for _ in range(10):
+        began = time.monotonic()
+        assert isinstance(await pool.plan(job="good"), Plan)
+        waits.append(time.monotonic() - began)
+    assert max(waits) < 1.0, "long before the others are killed"
+    reasons = {reason(result) for result in await asyncio.gather(*hanging)}
+    assert reasons <= {Reason.WORKER_STUCK, Reason.QUARANTINED}
+    assert len(pool.told.lost) <= 4, "a session that hangs is not tried again and again"
+
+
+async def test_a_task_that_is_cancelled_gives_its_worker_back(start: Start) -> None:
+    pool = await start(budget=60.0)
+    running, done = pool.task("hang", job="bad", seconds=60)
+    waiting, _ = pool.task("hang", job="bad", seconds=60)
+    assert pool.pool.submit(running) is None
+    assert pool.pool.submit(waiting) is None
+    await pool.running()
+    pool.pool.cancel(waiting)
+    assert pool.pool.queued == 0
+    pool.pool.cancel(running)
+    assert pool.pool.running == 0
+    assert isinstance(await pool.plan(job="good"), Plan)
+    assert not done.done()
+    assert pool.told.lost == ["unwanted"]
+
+
+async def test_what_nobody_waits_for_is_not_computed(start: Start) -> None:
+    pool = await start()
+    task, future = pool.task("segfault")
+    task.is_wanted = lambda: False
+    assert pool.pool.submit(task) is None
+    assert await future is None
+    assert pool.told.lost == []
+
+
+async def test_a_round_that_cannot_end_in_time_is_refused_or_gets_the_cheapest_search(start: Start) -> None:
+    pool = await start()
+    assert reason(await pool.plan(seconds=0.0)) is Reason.TOO_COSTLY
+    assert pool.told.refused == [Reason.TOO_COSTLY]
+    pool.pool._estimator.overrun(SessionKey("job", "", ""), pool.task()[0].size, 100.0, is_cheap=False)
+    plan = await pool.plan("minimal_move")
+    assert isinstance(plan, Plan)
+    assert plan.detail.startswith("planned by lpt instead of minimal_move, which would take about")
+    assert pool.told.cheaper == 1
+
+
+async def test_large_rounds_go_there_and_back(start: Start) -> None:
+    pool = await start()
+    costs = np.random.default_rng(3).integers(1, 1000, 300_000).tolist()
+    plan, small = await asyncio.gather(pool.plan(job="large", costs=costs), pool.plan(job="small"))
+    assert isinstance(plan, Plan)
+    assert isinstance(small, Plan)
+    assert len(plan.slices.destinations) == 300_002
+    assert sum(plan.loads_after) == sum(costs) + 2
+
+
+async def test_workers_come_back_after_their_zygote_has_died(start: Start) -> None:
+    pool = await start()
+    before = pool.pool.pids
+    zygote = int(Path(f"/proc/{before[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    hanging = pool.submit("hang", job="bad")
+    await pool.running()
+    os.kill(zygote, signal.SIGKILL)
+    assert reason(await asyncio.wait_for(hanging, SECONDS)) is Reason.WORKER_DIED
+    await pool.until(lambda: not any(map(is_alive, before)))
+    waiting = pool.submit(job="good", seconds=60)
+    assert isinstance(await asyncio.wait_for(waiting, 60), Plan), "from a Python of its own"
