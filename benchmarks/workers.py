@@ -2,8 +2,8 @@
 
     python -m benchmarks.workers --json benchmarks/results/workers.json
 
-One is the balancer as it is. The other computes its plans in threads of its own process, as nothing does any more since a
-crash would end the service. A round is timed from the first rank's submission to the last rank's decision.
+One is the balancer as it is. The other computes its plans in threads of its own process, where a crash would end the
+service. A round is timed from the first rank's submission to the last rank's decision.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def measure_recovery(deaths: int) -> dict[str, Any]:
     with balancer_process([], MODULES["processes"]) as (_, pid):
         for _ in range(deaths):
             (zygote,) = [child for child in children_of(pid) if pid_of_parent(child) == pid]
-            victim, *others = workers = children_of(zygote)
+            workers = children_of(zygote)
+            victim = workers[0]
             began = time.perf_counter()
             os.kill(victim, signal.SIGKILL)
             while len(set(children_of(zygote)) - {victim}) < len(workers):

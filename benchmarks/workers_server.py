@@ -1,7 +1,4 @@
-"""A balancer whose plans are computed by threads of its own process: what worker processes are measured beside.
-
-python -m benchmarks.workers_server --port 0 --port-file FILE
-"""
+"""A balancer that computes its plans in threads of its own process: what worker processes are measured beside."""
 
 from __future__ import annotations
 

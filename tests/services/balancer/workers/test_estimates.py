@@ -13,7 +13,8 @@ def test_estimates_grow_with_everything_that_takes_time() -> None:
         assert estimate(SMALL) < estimate(Size(8, 8192, 8192, 1, "minimal_move"))
         assert estimate(SMALL) < estimate(Size(8, 1024, 1024, 64, "minimal_move"))
         assert estimate(SMALL) < estimate(HUGE)
-    assert full_seconds(HUGE) > 5 > 1 > cheap_seconds(HUGE)
+    assert full_seconds(HUGE) > 5
+    assert cheap_seconds(HUGE) < 1
 
 
 def test_a_round_gets_its_own_search_the_cheapest_or_none() -> None:
