@@ -56,7 +56,9 @@ class Turns:
 
     async def begin(self, holder: Holder) -> float:
         """Waits for a turn; returns when it began, for `end`."""
-        if self._left <= 0 or (self._callers and not self._is_first(holder[0])):
+        woken = False
+        while self._left <= 0 or (not woken and self._callers and not self._is_first(holder[0])):
+            woken = True
             future: asyncio.Future[None] = self._loop.create_future()
             jobs = self._callers.setdefault(holder[0], OrderedDict())
             jobs.setdefault(holder[1], deque()).append(future)

@@ -165,6 +165,29 @@ def test_rotation_without_restart(secured: Secured, victim: RunningJob) -> None:
             stub.GetServerInfo(info, timeout=30)
 
 
+def test_idle_streams_and_calls_of_a_withdrawn_token_end(secured: Secured, victim: RunningJob) -> None:
+    fleeting = "a-fleeting-token-0123456789abcdef0123456789"
+    write_tokens(secured.token_file, fleeting=fleeting)
+    with secured.connect(fleeting) as opened:
+        stub, hold = pb_grpc.BalancerServiceStub(opened), threading.Event()
+        eventually(lambda: stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=30))
+
+        def requests() -> Iterator[pb.BalanceRequest]:
+            yield pb.BalanceRequest(join=join("other-idle", 0, 2))
+            hold.wait(60)  # nothing more is said
+
+        answers = stub.Balance(requests(), timeout=60)
+        assert next(answers).WhichOneof("response") == "joined"
+        waiting = stub.BalanceRound.future(
+            pb.BalanceRoundRequest(join=join("other-idle-call", 0, 2), submit=submit(0)), timeout=60
+        )
+        write_tokens(secured.token_file)
+        (last,) = list(answers)
+        hold.set()
+        assert last.error.code == pb.ERROR_CODE_UNAUTHENTICATED
+        assert waiting.result(30).answer.error.code == pb.ERROR_CODE_UNAUTHENTICATED
+
+
 def test_slow_loris(secured: Secured, victim: RunningJob) -> None:
     """Connections that never finish a handshake, or trickle, are closed; they must not stop others from connecting."""
     with contextlib.ExitStack() as stack:

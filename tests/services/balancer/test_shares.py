@@ -1,0 +1,70 @@
+import asyncio
+
+from services.balancer.shares import Account, Shares
+from services.balancer.turns import Turns
+
+
+def test_a_caller_gets_half_and_whoever_comes_later_as_much_as_is_left_to_it() -> None:
+    shares = Shares(1000)
+    taken = [sum(shares.take((caller, ""), 1) for _ in range(1000)) for caller in ("first", "second", "third")]
+    assert taken == [500, 250, 125]
+    assert shares.used == 875
+    assert shares.largest == 500
+
+
+def test_a_job_gets_no_more_than_is_left_to_its_caller() -> None:
+    shares = Shares(900)
+    greedy = sum(shares.take(("team", "greedy"), 1) for _ in range(900))
+    assert greedy == 300
+    assert sum(shares.take(("team", "modest"), 1) for _ in range(900)) > 50
+
+
+def test_there_is_always_room_for_a_newcomer() -> None:
+    shares = Shares(10_000)
+    for caller in range(10):
+        while shares.take((f"caller{caller}", ""), 1):
+            pass
+    assert shares.take(("newcomer", ""), 1)
+
+
+def test_what_was_taken_comes_back_also_from_what_outlives_its_account() -> None:
+    class Thing:
+        pass
+
+    shares = Shares(100)
+    account, thing = Account(shares, ("team", "job")), Thing()
+    assert account.take(30)
+    account.entrust(thing, 20)
+    account.close()
+    account.close()
+    assert shares.held("team") == 20
+    del thing
+    assert shares.held("team") == 0
+    assert shares.used == 0
+
+
+async def test_who_has_used_the_loop_least_comes_first() -> None:
+    clock = 0.0
+    turns = Turns(slice_seconds=1.0, memory_seconds=1e9, clock=lambda: clock)
+    order: list[str] = []
+
+    async def work(caller: str, job: str, seconds: float) -> None:
+        nonlocal clock
+        began = await turns.begin((caller, job))
+        order.append(job)
+        clock += seconds
+        turns.end((caller, job), began)
+
+    names = [("greedy", "a"), ("greedy", "a"), ("greedy", "a"), ("greedy", "b"), ("modest", "modest")]
+    await asyncio.gather(*(work(caller, job, 2.0) for caller, job in names))  # each uses up its slice
+    assert order == ["a", "modest", "a", "b", "a"], "the least used caller first; the jobs of a caller take turns"
+    assert turns.waiting == 0
+
+
+async def test_while_there_is_time_nobody_waits() -> None:
+    turns = Turns()
+    for _ in range(3):
+        began = await asyncio.wait_for(turns.begin(("team", "job")), 1)
+        assert not turns.is_over(began)
+        turns.end(("team", "job"), began)
+    assert turns.waiting == 0
