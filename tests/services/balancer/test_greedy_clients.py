@@ -87,8 +87,8 @@ async def test_calls_beyond_what_there_is_room_for_are_refused_by_name(
             try:
                 answer = await call(channel, "greedy", "greedy", timeout_ms=1500, world_size=2, timeout=30)
             except grpc.aio.AioRpcError as error:
-                assert "calls of this caller are under way" in (error.details() or "")
-                return error.code().name
+                clear = "calls of this caller are under way" in (error.details() or "")
+                return error.code().name if clear else str(error)
             return "answered" if answer.HasField("decision") else answer.error.field
 
         waiting = asyncio.gather(*(wait_for_nobody(number) for number in range(300)))
