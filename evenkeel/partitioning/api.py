@@ -1,13 +1,15 @@
 """The public function over arrays."""
 
+import operator
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.filling import fill
 from evenkeel.partitioning.fitting import check_held, check_possible
-from evenkeel.partitioning.problem import make_problem
+from evenkeel.partitioning.problem import Problem, make_problem
 from evenkeel.partitioning.registry import strategy_named
 from evenkeel.partitioning.result import Partition
 
@@ -47,6 +49,10 @@ def _measure(
     return loads, home_loads, _imbalance(loads, speeds), _imbalance(home_loads, speeds), samples, size, between
 
 
+def _at_home(problem: Problem) -> NDArray[np.int32]:
+    return problem.terms.homes.copy()
+
+
 def partition(
     costs: ArrayLike,
     homes: ArrayLike,
@@ -60,6 +66,8 @@ def partition(
     memory: ArrayLike | None = None,
     memory_caps: ArrayLike | None = None,
     nodes: ArrayLike | None = None,
+    min_samples: int = 0,
+    stay: bool = False,
 ) -> Partition:
     """Assign each sample to a rank so that no rank has much more to do than the others.
 
@@ -79,6 +87,9 @@ def partition(
         memory: (n,) what each sample takes of the memory of the rank that trains it.
         memory_caps: (num_ranks,) what each rank holds of it; infinity for no cap.
         nodes: (num_ranks,) host of each rank, any numbers; samples move inside a node before across.
+        min_samples: with free counts, samples that each rank gets at least, while there are enough for all and the
+            memory caps have room; equal counts give every rank floor of n/num_ranks anyway.
+        stay: every sample stays at home but those that `min_samples` needs elsewhere; nothing is balanced.
 
     Returns:
         The assignment with its loads, the lower bound beside it, and what moves.
@@ -88,7 +99,9 @@ def partition(
         PartitionNotFoundError: if none was found.
         ValueError: if an argument is wrong; the message names it and its remedy.
     """
-    chosen = strategy_named(strategy)
+    if operator.index(min_samples) < 0:
+        raise ValueError(f"min_samples is {min_samples}; pass a number of samples, 0 or more")
+    chosen = _at_home if stay else strategy_named(strategy)
     problem = make_problem(
         costs,
         homes,
@@ -104,6 +117,8 @@ def partition(
     check_possible(problem)
     terms = problem.terms
     destinations = chosen(problem) if problem.num_ranks > 1 and terms.costs.size else terms.homes.copy()
+    if min_samples:
+        destinations = fill(problem, destinations, min_samples)
     if memory is not None and memory_caps is not None:
         check_held(memory, memory_caps, destinations)
     loads, home_loads, imbalance, home_imbalance, samples, size, between = _measure(

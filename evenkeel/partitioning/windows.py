@@ -72,7 +72,9 @@ def partition_window(
     memory: ArrayLike | None = None,
     memory_caps: ArrayLike | None = None,
     nodes: ArrayLike | None = None,
+    min_samples: int = 0,
     meet: bool = True,
+    stay: bool = False,
 ) -> WindowPartition:
     """Assign each sample of a window to one of its batches and a rank.
 
@@ -85,9 +87,10 @@ def partition_window(
         steps: (n,) batch of the window, 0 to `num_steps` - 1, in which each sample was loaded.
         num_ranks: Number of ranks.
         num_steps: Number of batches K.
-        strategy, sizes, counts, tolerance, speeds, memory, memory_caps, nodes: As for `partition`; the caps hold in
-            each batch.
+        strategy, sizes, counts, tolerance, speeds, memory, memory_caps, nodes, min_samples: As for `partition`; the
+            caps hold in each batch.
         meet: Whether samples may change their batch; without, a window costs no more than its batches.
+        stay: As for `partition`; samples do not change their batch then.
 
     Raises:
         PartitionError: If no assignment within the memory caps was found.
@@ -117,6 +120,8 @@ def partition_window(
                     memory=cut(memory, members),
                     memory_caps=memory_caps,
                     nodes=nodes,
+                    min_samples=min_samples,
+                    stay=stay,
                 )
             except PartitionError as error:
                 return error
@@ -130,7 +135,7 @@ def partition_window(
 
     weights = np.ones(max(num_ranks, 1)) if speeds is None else np.asarray(speeds, np.float64)
     best = attempt(loaded, tolerance)  # checks all arguments; only the caps may have failed it
-    if not meet:
+    if stay or not meet:
         return _found(best)
     bounds = step_bounds(all_costs, loaded, num_steps, weights, equal=counts == "equal")
     if num_steps < 2 or num_ranks < 2 or not (bounds.bound > GIANT * bounds.mean).any():

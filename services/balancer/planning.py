@@ -117,6 +117,7 @@ def plan_round(inputs: Round, *, meet: bool = True) -> Plan | PlanFailure:
         "memory": inputs.memory,
         "memory_caps": np.array(options.memory_caps) if options.memory_caps else None,
         "nodes": inputs.nodes,
+        "min_samples": options.min_samples,
     }
     try:
         if inputs.window == 1:
@@ -188,6 +189,7 @@ class _Options(TypedDict):
     memory: NDArray[np.float64] | None
     memory_caps: NDArray[np.float64] | None
     nodes: NDArray[np.int32] | None
+    min_samples: int
 
 
 def _summary(result: Partition, sizes: NDArray[np.int64], started: float) -> Summary:

@@ -33,6 +33,7 @@ class PlanOptions:
         tolerance: of the load above the lower bound, relative.
         speeds: relative speed of each rank; empty: all equal.
         memory_caps: what each rank can hold; empty: no caps.
+        min_samples: of each rank at least, while the batch has as many for all.
     """
 
     strategy: str = "minimal_move"
@@ -40,6 +41,7 @@ class PlanOptions:
     tolerance: float = 1e-3
     speeds: tuple[float, ...] = ()
     memory_caps: tuple[float, ...] = ()
+    min_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,6 +202,7 @@ def _read_options(
         tolerance=options.tolerance or PlanOptions().tolerance,
         speeds=speeds,
         memory_caps=caps,
+        min_samples=options.min_samples,
     )
 
 

@@ -7,7 +7,7 @@ votes, so no two ranks can differ. Why that is enough is argued in docs/agreemen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from trainer_client.balancing.options import Fallback
@@ -20,6 +20,8 @@ class Mode(StrEnum):
     SERVICE = "service"  # move by the service's plan
     EMBEDDED = "embedded"  # gather the costs, partition on every rank alike, move
     IDENTITY = "identity"  # every sample stays at home
+    SPREAD = "spread"  # every sample stays at home but those that ranks with too few need (min_samples)
+    DROP = "drop"  # nobody trains the samples (drop_last)
     END = "end"  # the pass is over on all ranks: none has data left, or one has left its loop
 
 
@@ -28,6 +30,7 @@ class Reason(StrEnum):
 
     NONE = "none"
     LEFT = "left"  # some rank has left its loop
+    TOO_FEW_SAMPLES = "too_few_samples"  # for all ranks; the loader has drop_last
     NO_SERVICE = "no_service"  # the balancer is embedded or off
     BREAKER_OPEN = "breaker_open"
     NO_DECISION = "no_decision"  # some rank has none
@@ -58,6 +61,8 @@ class Verdict:
         served: The service decided the round for all ranks alike.
         moved: Whether any sample moves; under `Mode.EMBEDDED` True until the plan is known.
         taken: With `Reason.LEFT`, how many batches the first of the ranks had got when it left.
+        batches: The batches of the window that are trained; None: all.
+        last: The pass ends with this round.
     """
 
     mode: Mode
@@ -66,6 +71,13 @@ class Verdict:
     served: bool = False
     moved: bool = False
     taken: int = 0
+    batches: tuple[int, ...] | None = None
+    last: bool = False
+
+    @property
+    def ends(self) -> bool:
+        """Whether the pass is over after this round."""
+        return self.last or self.mode is Mode.END
 
 
 def out_of_turn(rank: int) -> ProgramOrderError:
@@ -110,7 +122,15 @@ def teacher(votes: Sequence[Vote]) -> int | None:
     return holding[0]
 
 
-def decide(votes: Sequence[Vote], *, waited: bool, has_service: bool, balance: bool, fallback: Fallback) -> Verdict:
+def decide(
+    votes: Sequence[Vote],
+    *,
+    waited: bool,
+    has_service: bool,
+    balance: bool,
+    fallback: Fallback,
+    min_samples: int = 0,
+) -> Verdict:
     """From the votes of all ranks to the round's outcome.
 
     Args:
@@ -119,7 +139,51 @@ def decide(votes: Sequence[Vote], *, waited: bool, has_service: bool, balance: b
         has_service: A service is configured; otherwise the fallback is the normal way.
         balance: False when the balancer is off: every sample stays at home.
         fallback: What a round does that the service did not decide.
+        min_samples: Of each rank at least, while a batch has as many for all.
     """
+    verdict = _choose(votes, waited=waited, has_service=has_service, balance=balance, fallback=fallback)
+    if verdict.mode is Mode.END or not (min_samples or any(vote.drop_last for vote in votes)):
+        return verdict
+    return spread(_drop(verdict, votes, max(1, min_samples) * len(votes)), votes, min_samples)
+
+
+def spread(verdict: Verdict, votes: Sequence[Vote], min_samples: int) -> Verdict:
+    """The verdict, or the one under which no rank has too few samples where every sample would stay at home."""
+    if verdict.mode is not Mode.IDENTITY or not min_samples:
+        return verdict
+    for batch in range(_num_batches(votes)) if verdict.batches is None else verdict.batches:
+        samples = [vote.of_batch(batch).samples for vote in votes]
+        if min(samples) < min(min_samples, sum(samples) // len(votes)):
+            return replace(verdict, mode=Mode.SPREAD, moved=True)
+    return verdict
+
+
+def _drop(verdict: Verdict, votes: Sequence[Vote], least: int) -> Verdict:
+    """The verdict without batches that have too few samples; where some rank's data has ended, the pass ends there."""
+    if not any(vote.drop_last for vote in votes):
+        return verdict
+    count = _num_batches(votes)
+    enough: list[int] = []
+    last = False
+    for batch in range(count):
+        if sum(vote.of_batch(batch).samples for vote in votes) >= least:
+            enough.append(batch)
+        elif any(vote.exhausted or vote.num_batches <= batch for vote in votes):
+            last = True
+            break
+    if len(enough) == count:
+        return verdict
+    if enough:
+        return replace(verdict, batches=tuple(enough), last=last)
+    mode = Mode.END if last else Mode.DROP
+    return Verdict(mode=mode, reason=Reason.TOO_FEW_SAMPLES, served=verdict.served, batches=(), last=last)
+
+
+def _num_batches(votes: Sequence[Vote]) -> int:
+    return max(1, *(vote.num_batches for vote in votes))
+
+
+def _choose(votes: Sequence[Vote], *, waited: bool, has_service: bool, balance: bool, fallback: Fallback) -> Verdict:
     left = _ranks(votes, lambda vote: vote.left)
     if left:  # says nothing about the service, which may have waited for these ranks
         return Verdict(mode=Mode.END, reason=Reason.LEFT, ranks=left, taken=votes[left[0]].taken)

@@ -15,7 +15,7 @@ from trainer_client.balancing.membership import Ranks, read_membership
 from trainer_client.balancing.opening import NoDataError, StreamConfig
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.tickets import Cost, Ticket
+from trainer_client.balancing.tickets import Cost, Ticket, nothing_to_do
 from trainer_client.batches import BatchSpec, flatten
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
@@ -226,7 +226,7 @@ class Balancer:
         try:
             return stream.submit_exhausted()[1]
         except NoDataError:
-            return stream.no_data()
+            return nothing_to_do()
 
     def redistribute(
         self,
@@ -259,9 +259,7 @@ class Balancer:
             stream.end(outcome.verdict, ticket)
             return None
         flats = ticket.flats if batch is None else (flatten(batch, spec, lengths=ticket.data.lengths),)
-        moved = stream.start(flats, ticket, device).wait().unflatten()
-        stream.took()
-        return moved
+        return stream.start(flats, ticket, device).wait().unflatten()
 
     def leave(self, *, loader: str = "train") -> None:
         """Leaves a loop of submissions before its end, or ends one that may be followed by another.

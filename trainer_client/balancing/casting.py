@@ -1,4 +1,4 @@
-"""From what a rank holds to its vote."""
+"""From what a rank holds to what it says: its submission to the service, and its vote."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer_client.balancing.embedded import RoundData, sent_in
+from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.tickets import Ticket
 from trainer_client.balancing.votes import BatchVote, Held, Vote, transfer_checksum
-from trainer_client.batches import Schema
+from trainer_client.batches import FlatBatch, Schema
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
-    from trainer_client.service import ServiceDecision
+    from trainer_client.service import Connection, ServiceDecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,41 @@ class Leaving:
     pass_number: int
     taken: int
     out_of_turn: bool
+
+
+def send(connection: Connection, ticket: Ticket, options: BalanceOptions) -> None:
+    """Submits a round to the service."""
+    data = ticket.data
+    connection.submit(
+        ticket.round,
+        costs=data.costs,
+        lengths=data.lengths,
+        sizes=data.sizes,
+        memory=data.memory,
+        batch_sizes=data.batch_sizes if options.window > 1 else (),
+        exhausted=ticket.exhausted,
+        timeout_ms=_timeout_ms(options),
+        traceparent="" if ticket.trace is None else ticket.trace.traceparent,
+    )
+
+
+def send_nothing(connection: Connection, round_number: int, template: FlatBatch, options: BalanceOptions) -> None:
+    """Submits a round without samples, so that the others do not wait for this rank at the service."""
+    nothing = template.empty()
+    connection.submit(
+        round_number,
+        costs=np.zeros(0, np.int64),
+        lengths=nothing.lengths,
+        sizes=nothing.sizes,
+        memory=None if options.memory_caps is None else np.zeros(0),
+        exhausted=True,
+        timeout_ms=_timeout_ms(options),
+    )
+
+
+def _timeout_ms(options: BalanceOptions) -> int:
+    # The service gives up first, so that its answer still arrives in time.
+    return max(1, int(750 * options.timeout.total_seconds()))
 
 
 def vote_on(ticket: Ticket, decision: ServiceDecision | None, *, window: int, ready: bool, schema: Schema) -> Vote:
@@ -64,6 +100,7 @@ def vote_on(ticket: Ticket, decision: ServiceDecision | None, *, window: int, re
         checksum=checksum,
         samples=len(costs),
         exhausted=ticket.exhausted,
+        drop_last=ticket.drop_last,
         asked=ticket.asked,
         ready=ready,
         costs_valid=not ticket.problem,

@@ -74,7 +74,13 @@ class EmbeddedPlan:
 
 
 def balance_embedded(
-    data: RoundData, votes: list[Vote], groups: Groups, options: BalanceOptions, nodes: NDArray[np.int32] | None
+    data: RoundData,
+    votes: list[Vote],
+    groups: Groups,
+    options: BalanceOptions,
+    nodes: NDArray[np.int32] | None,
+    *,
+    stay: bool = False,
 ) -> EmbeddedPlan | PartitionError:
     """Gathers all ranks' data and partitions. Collective; the result is the same on every rank, failure included.
 
@@ -84,6 +90,7 @@ def balance_embedded(
         groups: The stream's groups; one collective on `control`.
         options: Rank 0's options.
         nodes: (world size,) host of each rank.
+        stay: Nothing is balanced; only `min_samples` makes samples move, and without regard to memory.
 
     Returns:
         The plan, or the error when no assignment within the memory caps was found.
@@ -119,7 +126,11 @@ def balance_embedded(
         "memory": memory,
         "memory_caps": None if options.memory_caps is None else np.asarray(options.memory_caps, dtype=np.float64),
         "nodes": nodes,
+        "min_samples": options.min_samples,
+        "stay": stay,
     }
+    if stay:
+        how |= {"counts": "free", "memory": None, "memory_caps": None}
     all_costs = costs.view(np.float64) if as_float else costs
     try:
         if has_steps:
@@ -153,6 +164,8 @@ class _Options(TypedDict):
     memory: NDArray[np.float64] | None
     memory_caps: NDArray[np.float64] | None
     nodes: NDArray[np.int32] | None
+    min_samples: int
+    stay: bool
 
 
 def stay_home(rank: int, data: RoundData, num_batches: int = 1) -> WindowSlice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -46,6 +46,7 @@ class BalancedLoader(Generic[B]):
         spec: BatchSpec | None = None,
         device: torch.device | str | None = None,
         name: str = "train",
+        drop_last: bool = False,
     ) -> None:
         """Wraps `loader`.
 
@@ -58,6 +59,9 @@ class BalancedLoader(Generic[B]):
             spec: Which fields are flattened, shared, or hold the batch size.
             device: Where the batches shall be; default: where the loader puts them.
             name: The stream's name; loaders that are used at the same time need different ones.
+            drop_last: Drop global batches with fewer samples than ranks (times `BalanceOptions.min_samples`), on all
+                ranks: where some rank's data has ended the loops of all end there, and what other ranks have left is
+                dropped too. `counters.dropped_samples` counts what was loaded. It holds if any rank's loader has it.
         """
         self.loader = loader
         self._balancer = balancer
@@ -66,6 +70,7 @@ class BalancedLoader(Generic[B]):
         self._spec = spec
         self._device = device
         self._name = name
+        self._drop_last = drop_last
         self._report: RoundReport | None = None
         self._used: BatchStream | None = None  # by the latest loop
 
@@ -79,13 +84,12 @@ class BalancedLoader(Generic[B]):
     @property
     def loss_scale(self) -> float:
         """World size over the samples of the global batch: the factor for a loss that is a sum over samples."""
-        report = self.report
-        return len(report.home_loads) / report.samples if report.samples else 0.0
+        return self.report.loss_scale
 
     @property
     def mean_loss_scale(self) -> float:
-        """The factor for a loss that is a mean over this rank's samples: world size × own samples / all samples."""
-        return self.loss_scale * self.report.own_samples
+        """The factor for a loss that is a mean over this rank's samples; see `RoundReport.mean_loss_scale`."""
+        return self.report.mean_loss_scale
 
     @property
     def counters(self) -> Counters:
@@ -140,14 +144,14 @@ class BalancedLoader(Generic[B]):
                             has_data |= any(len(one.data) for one in (ticket, *submitted))
                             submitted.clear()
                             continue
-                        window = _Window(ticket.flats, ticket, len(outcome.reports))
+                        window = _Window(ticket.flats, ticket, deque(outcome.batches))
+                        left = window.left
+                        continue
                     assert window is not None
                     upcoming = self._start_next(stream, window)
                     left = window.left
                 if moving is not None:
-                    balanced = self._finish(stream, moving)
-                    current.taken += 1
-                    yield balanced
+                    yield self._finish(stream, moving)
                 elif upcoming is None:
                     if end is not None and has_data:
                         stream.tell_end(end, current.taken)
@@ -160,14 +164,14 @@ class BalancedLoader(Generic[B]):
 
     def _submit(self, stream: BatchStream, batches: list[Any]) -> Ticket:
         if not batches:
-            return stream.submit_exhausted(self._device)[1]
+            return stream.submit_exhausted(self._device, drop_last=self._drop_last)[1]
         return stream.submit_window(
-            batches, cost=self._cost, memory=self._memory, spec=self._spec, device=self._device
-        )[1]
+            batches, cost=self._cost, memory=self._memory, spec=self._spec, device=self._device,
+            drop_last=self._drop_last,
+        )[1]  # fmt: skip
 
     def _start_next(self, stream: BatchStream, window: _Window) -> tuple[Pending, RoundReport]:
-        batch = window.num_batches - window.left
-        window.left -= 1
+        batch = window.batches.popleft()
         pending = stream.start(window.flats, window.ticket, self._device, batch=batch)
         return pending, stream.outcome(window.ticket).reports[batch]
 
@@ -182,12 +186,13 @@ class BalancedLoader(Generic[B]):
 
 @dataclass(slots=True)
 class _Window:
-    """A window that is being trained: `left` of its `num_batches` have not been started yet."""
+    """A window that is being trained, with those of its batches that have not been started yet."""
 
     flats: tuple[FlatBatch, ...]
     ticket: Ticket
-    num_batches: int
-    left: int = field(init=False)
+    batches: deque[int]
 
-    def __post_init__(self) -> None:
-        self.left = self.num_batches
+    @property
+    def left(self) -> int:
+        """Batches to come."""
+        return len(self.batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,12 +13,14 @@ from numpy.typing import NDArray
 from evenkeel import __version__, partitioning
 from trainer_client import redistribution
 from trainer_client.balancing.agreement import ProgramOrderError
+from trainer_client.balancing.causes import require_service
 from trainer_client.balancing.groups import Groups, node_name
-from trainer_client.balancing.identity import SessionName
+from trainer_client.balancing.identity import SessionName, name_session
 from trainer_client.balancing.membership import Ranks
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.schemas import raise_mismatch
 from trainer_client.batches import FlatBatch
+from trainer_client.tracing import StreamTracer, tracer_of
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
     from trainer_client.service import Connection, Credentials
@@ -48,6 +51,27 @@ class StreamConfig:
     process_group: Ranks | None
     peers: Ranks | None = None
     credentials: Credentials | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What all ranks have settled.
+
+    Attributes:
+        template: An empty batch.
+        options: Rank 0's.
+        balance: Whether samples are balanced.
+        connection: To the service; None without one, and on ranks whose peers speak to it.
+        nodes: (world size,) host of each rank; None when there is only one.
+        tracer: Of the stream's rounds; None when tracing is off.
+    """
+
+    template: FlatBatch
+    options: BalanceOptions
+    balance: bool
+    connection: Connection | None
+    nodes: NDArray[np.int32] | None
+    tracer: StreamTracer | None
 
 
 class NoDataError(Exception):
@@ -94,24 +118,27 @@ def agree_on_template(flat: FlatBatch | None, groups: Groups, name: str) -> Flat
         SchemaMismatchError: On all ranks, if their batches differ in their fields.
         NoDataError: On all ranks, if none has a batch.
     """
-    said = groups.gather_objects((name, None if flat is None else flat.schema.lines))
-    for rank, (other, _) in enumerate(said):
+    told = (None, 0) if flat is None else (flat.schema.lines, flat.num_samples)
+    said = groups.gather_objects((name, *told))
+    for rank, (other, _, _) in enumerate(said):
         if other != said[0][0]:
             raise ProgramOrderError(
                 f"rank {rank} begins the loader {other!r} while rank 0 begins {said[0][0]!r}; begin loaders for the "
                 "first time in the same order on all ranks"
             )
-    schemas = [lines for _, lines in said]
-    known = {lines for lines in schemas if lines is not None}
+    schemas = [lines for _, lines, _ in said]
+    # Ranks whose batch is empty have no say, as it may have been padded to nothing, unless all are.
+    holding = [lines if samples else None for _, lines, samples in said]
+    known = [lines for lines in holding if lines is not None] or [lines for lines in schemas if lines is not None]
     if not known:
         raise NoDataError
-    if len(known) > 1:
-        raise_mismatch(schemas)
-    template = None if flat is None else flat.empty()
-    if any(lines is None for lines in schemas):
-        return next(other for other in groups.gather_objects(template) if other is not None)
-    assert template is not None
-    return template
+    if any(lines not in (None, known[0]) for lines in holding):
+        raise_mismatch(holding)
+    own = None if flat is None or flat.schema.lines != known[0] else flat.empty()
+    if all(lines == known[0] for lines in schemas):
+        assert own is not None
+        return own
+    return next(other for other in groups.gather_objects(own) if other is not None)
 
 
 def node_numbers(groups: Groups) -> NDArray[np.int32] | None:
@@ -165,6 +192,7 @@ def connect(
         tolerance=options.tolerance,
         speeds=options.speeds,
         memory_caps=options.memory_caps,
+        min_samples=options.min_samples,
         schema_hash=template.schema.hash,
         schema_fields=wire_fields(template),
         client_version=__version__,
@@ -176,4 +204,56 @@ def connect(
         join_timeout=max(1.0, options.timeout.total_seconds()),
         credentials=credentials,
         seat=take_seat(groups, options),
+    )
+
+
+def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: torch.device | str | None) -> Opened:
+    """Meets all ranks once: options, session, schema; a rank without any batch gets an empty one. Collective.
+
+    Args:
+        config: This rank's.
+        groups: The ranks.
+        flat: This rank's first batch; None if it has none.
+        device: Where batches will be trained.
+    """
+    template = agree_on_template(flat, groups, config.loader)
+    named = None
+    if groups.rank == 0:
+        config.options.check_world(groups.world_size)
+        named = name_session(config.job, config.group, config.loader)
+    address, balance, options, session = groups.broadcast((config.address, config.balance, config.options, named))
+    assert session is not None
+    tracer = tracer_of(
+        job=session.job,
+        group=session.group,
+        loader=session.loader,
+        run=f"{session.run_id}:{session.restart_count}",
+        rank=groups.rank,
+    )
+    connections: list[Connection] = []
+
+    def reach(where: str) -> None:
+        connection = connect(
+            where, session, groups=groups.leaders, options=options, template=template, credentials=config.credentials
+        )
+        connection.start()
+        connections.append(connection)
+        try:
+            if options.require_service:
+                require_service(groups.leaders, connection)
+        except BaseException:
+            connection.close()
+            raise
+
+    if balance and groups.world_size > 1:
+        if address is not None:
+            groups.led(partial(reach, address))
+        warm_up(groups, device)
+    return Opened(
+        template=template,
+        options=options,
+        balance=balance,
+        connection=connections[0] if connections else None,
+        nodes=node_numbers(groups),
+        tracer=tracer,
     )

@@ -25,6 +25,10 @@ class BalanceOptions:
     Attributes:
         strategy: Partitioning strategy by name (`minimal_move`, `karmarkar_karp`, `lpt`).
         counts: `equal`: every rank trains floor or ceil of the mean number of samples; `free`: any number.
+        min_samples: Samples that each rank trains at least, while the global batch has as many for all ranks: 1 keeps
+            ranks from empty batches, which some models cannot compute. It holds in every mode, also where nothing is
+            balanced; memory caps come first. The loader's `drop_last` drops global batches that have fewer. 0: a rank
+            may get an empty batch.
         tolerance: Share of the lower bound, 0 to 1, by which a load may exceed it when a search stops.
         timeout: How long a round may wait for the service. The first miss opens the breaker, so a service that is gone
             costs this once, hidden behind the batches in flight.
@@ -49,6 +53,7 @@ class BalanceOptions:
 
     strategy: str = "minimal_move"
     counts: Counts = "equal"
+    min_samples: int = 0
     tolerance: float = 1e-3
     timeout: timedelta = timedelta(seconds=2)
     fallback: Fallback = "embedded"
@@ -74,6 +79,8 @@ class BalanceOptions:
             raise ValueError("strategy is empty; name one, for example 'minimal_move'")
         if not (is_number(self.tolerance) and TOLERANCE.holds(self.tolerance)):
             raise ValueError(f"tolerance is {self.tolerance!r}; use a share of the lower bound, {TOLERANCE}")
+        if not is_whole(self.min_samples) or not 0 <= self.min_samples < 2**31:
+            raise ValueError(f"min_samples is {self.min_samples!r}; use a whole number of samples, 0 or more")
         if not is_whole(self.depth) or self.depth < 1:
             raise ValueError(f"depth is {self.depth!r}; use a whole number of at least 1 batch in flight")
         if not is_whole(self.window) or not 1 <= self.window <= MAX_WINDOW:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trainer_client.balancing.agreement import ProgramOrderError, Verdict
+from trainer_client.balancing.agreement import ProgramOrderError
 from trainer_client.balancing.tickets import Ticket
 from trainer_client.batches import FlatBatch
 from trainer_client.redistribution import Pending
@@ -37,7 +37,6 @@ class Pass:
 
     Attributes:
         number: Counts the passes of the stream, on all ranks alike; None before the stream is open.
-        taken: Batches that the loop has got.
         over: The loop has seen its end, which came on all ranks in the same round.
     """
 
@@ -51,14 +50,14 @@ class Pass:
             patience: Seconds that a round may take at most.
         """
         self.number: int | None = None
-        self.taken = 0
         self.over = False
         self._name = name
         self._move = move
         self._tell = tell
         self._patience = patience
         self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
-        self._moves: deque[Pending] = deque()  # started, and not waited for
+        self._moves: deque[Pending] = deque()  # started, and not waited for when it was last looked
+        self._taken = 0
         self._device: torch.device | str | None = None
         self._left = False
         self._drained = threading.Event()
@@ -70,6 +69,14 @@ class Pass:
         """Whether this rank has left."""
         return self._left
 
+    @property
+    def taken(self) -> int:
+        """Batches that the loop has got."""
+        while self._moves and self._moves[0].landed:
+            self._moves.popleft()
+            self._taken += 1
+        return self._taken
+
     def submitted(self, ticket: Ticket, device: torch.device | str | None) -> None:
         """Notes a round whose moves are to come."""
         self._tickets.append(ticket)
@@ -78,13 +85,15 @@ class Pass:
 
     def in_turn(self, ticket: Ticket, batch: int) -> bool:
         """Whether a batch of a round is the next to move."""
-        return bool(self._tickets) and self._tickets[0] is ticket and ticket.started == batch
+        while self._tickets and self._tickets[0] is not ticket and _is_empty(self._tickets[0]):
+            self._tickets.popleft()
+        batches = ticket.future.result().batches
+        return bool(self._tickets) and self._tickets[0] is ticket and batches[ticket.started] == batch
 
     def start(self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None) -> Pending:
         """Starts the move that is next."""
         self._device = device if device is not None else flats[0].device if flats else self._device
-        while self._moves and self._moves[0].landed:
-            self._moves.popleft()
+        _ = self.taken  # lets go of batches that the loop has got
         pending = self._start(flats, ticket, device)
         self._moves.append(pending)
         return pending
@@ -100,8 +109,7 @@ class Pass:
         self._left = True
         if self.number is not None and not self.over:
             self._tell(self, out_of_turn)
-        while self._moves and self._moves[0].landed:
-            self._moves.popleft()
+        _ = self.taken
         while self._tickets and _is_void(self._tickets[0]):
             self._tickets.popleft()
         if not (self._tickets or self._moves):
@@ -132,9 +140,10 @@ class Pass:
     # ------------------------------------------------------------------ what the loop has left
 
     def _start(self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None) -> Pending:
-        batch = ticket.started
+        batches = ticket.future.result().batches
+        batch = batches[ticket.started]
         ticket.started += 1
-        if ticket.started == len(ticket.future.result().reports):
+        if ticket.started == len(batches):
             self._tickets.popleft()
             ticket.flats = ()
         return self._move(flats, ticket, device, batch)
@@ -170,24 +179,10 @@ def used_after(name: str) -> ProgramOrderError:
     )
 
 
-def tell_end(name: str, verdict: Verdict, taken: int, *, rank: int, again: bool) -> None:
-    """Says that a loop has ended because another rank has left its own.
-
-    Time limits end evaluations so every time: a warning on one rank, once, is enough for those who wonder.
-
-    Args:
-        name: Of the loader.
-        verdict: By which the pass has ended.
-        taken: Batches that this rank's loop has got.
-        rank: This rank.
-        again: It has said so before.
-    """
-    first = next((other for other in range(rank) if other not in verdict.ranks), rank)
-    logger.log(
-        logging.INFO if again or rank != first else logging.WARNING,
-        "%s: rank %d has left its loop after %d batches, which ends the loops of all ranks, this one after %d; batches "
-        "loaded ahead are dropped", name, verdict.ranks[0], verdict.taken, taken,
-    )  # fmt: skip
+def _is_empty(ticket: Ticket) -> bool:
+    """Whether all of a round was dropped."""
+    done = ticket.future.done() and ticket.future.exception() is None
+    return done and not ticket.future.result().ended and not ticket.future.result().batches
 
 
 def _is_void(ticket: Ticket) -> bool:

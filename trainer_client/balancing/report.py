@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer_client.balancing.agreement import Mode, Reason
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _warn_of_mean() -> None:
+    """Once a process: a loop asks at every step."""
+    logger.warning(
+        "this rank has no sample in a batch, and a mean over none is NaN whatever it is multiplied by: take a sum "
+        "times loss_scale, or keep ranks from empty batches by BalanceOptions(min_samples=1) and drop_last=True"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +69,21 @@ class RoundReport:
     partition_seconds: float = 0.0
 
     @property
+    def loss_scale(self) -> float:
+        """World size over the samples of the global batch: the factor for a loss that is a sum over samples."""
+        return len(self.home_loads) / self.samples if self.samples else 0.0
+
+    @property
+    def mean_loss_scale(self) -> float:
+        """The factor for a loss that is a mean over this rank's samples: world size × own samples / all samples.
+
+        It is 0 where the rank has no sample; but a mean over none is NaN, and stays it times 0, which a warning says.
+        """
+        if not self.own_samples:
+            _warn_of_mean()
+        return self.loss_scale * self.own_samples
+
+    @property
     def moved_share(self) -> float:
         """Share of all bytes that changed rank."""
         return self.moved_size / self.size if self.size else 0.0
@@ -69,12 +97,14 @@ class Counters:
         rounds: Number of rounds by (mode, reason).
         breaker_changes: How often the breaker opened or closed.
         wait_seconds: Sum of the waits of the worker for the service.
+        dropped_samples: Samples that this rank loaded and nobody trained because of `drop_last`.
         exposed_seconds: Sum of the time that the training thread waited for an agreement.
         redistribution_seconds: Sum of the time that the training thread spent in starting and finishing moves.
     """
 
     rounds: Counter[tuple[Mode, Reason]] = field(default_factory=Counter)
     breaker_changes: int = 0
+    dropped_samples: int = 0
     wait_seconds: float = 0.0
     exposed_seconds: float = 0.0
     redistribution_seconds: float = 0.0

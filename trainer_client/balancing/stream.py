@@ -10,26 +10,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trainer_client.balancing.agreement import Mode, Reason, Verdict, out_of_turn
+from trainer_client.balancing.agreement import Reason, Verdict, out_of_turn
 from trainer_client.balancing.alone import decide_alone
 from trainer_client.balancing.breaker import Breaker
-from trainer_client.balancing.casting import Leaving
-from trainer_client.balancing.causes import require_service
+from trainer_client.balancing.casting import Leaving, send
 from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.groups import Groups
-from trainer_client.balancing.identity import SessionName, name_session
 from trainer_client.balancing.moving import Mover
-from trainer_client.balancing.opening import StreamConfig, agree_on_template, connect, node_numbers, warm_up
+from trainer_client.balancing.opening import StreamConfig, meet
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.passes import Pass, tell_end, used_after
+from trainer_client.balancing.passes import Pass, used_after
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.schemas import check_fields
+from trainer_client.balancing.telling import tell_end
 from trainer_client.balancing.tickets import Cost, Outcome, Ticket, read_round
 from trainer_client.balancing.worker import RoundWorker
-from trainer_client.batches import BatchSpec, FlatBatch, Schema, flatten
+from trainer_client.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.redistribution import Pending
-from trainer_client.tracing import RoundTrace, StreamTracer, tracer_of
+from trainer_client.tracing import RoundTrace, StreamTracer
 
 if TYPE_CHECKING:
     from trainer_client.service import Connection
@@ -70,7 +69,7 @@ class BatchStream:
     @property
     def breaker(self) -> Breaker:
         """The state after the latest agreement."""
-        return Breaker() if self._worker is None else self._worker.breaker
+        return Breaker() if self._worker is None else self._worker.turns.breaker
 
     def begin(self) -> Pass:
         """Begins a pass, after leaving the one before if that has not ended; `submit` does so where there is none.
@@ -132,8 +131,7 @@ class BatchStream:
             The flattened batch and the round's ticket.
 
         Raises:
-            ValueError: If the batch or its costs cannot be read; the message names the field.
-            SchemaMismatchError: If the ranks' batches differ in their fields.
+            ValueError, SchemaMismatchError: As `submit_window`.
         """
         flats, ticket = self.submit_window([batch], cost=cost, memory=memory, spec=spec, device=device)
         return flats[0], ticket
@@ -146,18 +144,20 @@ class BatchStream:
         memory: Cost | None = None,
         spec: BatchSpec | None = None,
         device: torch.device | str | None = None,
+        drop_last: bool = False,
     ) -> tuple[tuple[FlatBatch, ...], Ticket]:
         """Announces the batches of one window, which are balanced together; otherwise as `submit`.
 
         Args:
             batches: One to `BalanceOptions.window` batches of the host, in the order in which they are to be trained.
             cost, memory, spec, device: As for `submit`.
+            drop_last: Drop a global batch with too few samples for all ranks; see `BalancedLoader`.
 
         Returns:
             The flattened batches and the round's ticket.
 
         Raises:
-            ValueError: If there are more batches than the window has, or for what `submit` raises it.
+            ValueError: If the batches or their costs cannot be read, which the message names, or are too many.
             SchemaMismatchError: If the ranks' batches differ in their fields.
         """
         flats = tuple(flatten(batch, spec) for batch in batches)
@@ -177,9 +177,13 @@ class BatchStream:
             batches, flats, cost=cost, memory=memory, capped=options.memory_caps is not None, shares=shares
         )
         self._cost_dtype = data.costs.dtype
-        return flats, self._enqueue(flats, data, problem, exhausted=False, trace=trace, device=device)
+        return flats, self._enqueue(
+            flats, data, problem, exhausted=False, drop_last=drop_last, trace=trace, device=device
+        )
 
-    def submit_exhausted(self, device: torch.device | str | None = None) -> tuple[FlatBatch, Ticket]:
+    def submit_exhausted(
+        self, device: torch.device | str | None = None, *, drop_last: bool = False
+    ) -> tuple[FlatBatch, Ticket]:
         """Takes part in a round after this rank's data has ended, with no sample.
 
         Raises:
@@ -192,7 +196,7 @@ class BatchStream:
         held = np.zeros(0, dtype=np.float64) if self._options.memory_caps is not None else None
         costs = np.zeros(0, dtype=self._cost_dtype)
         data = RoundData(costs=costs, lengths=flat.lengths, sizes=flat.sizes, memory=held)
-        return flat, self._enqueue((flat,), data, "", exhausted=True, trace=trace, device=device)
+        return flat, self._enqueue((flat,), data, "", exhausted=True, drop_last=drop_last, trace=trace, device=device)
 
     def start(
         self,
@@ -202,7 +206,7 @@ class BatchStream:
         *,
         batch: int = 0,
     ) -> Pending:
-        """Waits for the agreement on a round (normally long there) and starts to move its samples.
+        """Waits for the agreement on a round and starts to move its samples.
 
         Args:
             flat: The flattened batch, or all flattened batches of the window.
@@ -251,11 +255,6 @@ class BatchStream:
                 ticket.trace.part("exposed wait", since)
             self.counters.exposed_seconds += time.perf_counter() - started
 
-    def took(self) -> None:
-        """Counts a batch that a loop of the user's own has got."""
-        if self._pass is not None:
-            self._pass.taken += 1
-
     def end(self, verdict: Verdict, ticket: Ticket) -> None:
         """Notes that a loop of the user's own has seen its end, with the round of a ticket."""
         current = self._pass
@@ -264,20 +263,8 @@ class BatchStream:
             if not ticket.exhausted:
                 self.tell_end(verdict, current.taken)
 
-    def no_data(self) -> Ticket:
-        """The ticket of a loop that is over before it has begun, as no rank has had any batch."""
-        nothing = RoundData(
-            costs=np.zeros(0, np.int64), lengths=np.zeros((0, 0), np.int64), sizes=np.zeros(0, np.int64), memory=None
-        )
-        ticket = Ticket(
-            round=0, pass_number=-1, data=nothing, flats=(), schema=Schema(fields=()), exhausted=True, problem="",
-            asked=False, deadline=0.0,
-        )  # fmt: skip
-        ticket.future.set_result(Outcome.of_end(Verdict(mode=Mode.END, reason=Reason.NONE)))
-        return ticket
-
     def tell_end(self, verdict: Verdict, taken: int) -> None:
-        """Says that this rank's loop has ended because another rank has left its own; see `tell_end`."""
+        """Says that this rank's loop, which got so many batches, has ended because another rank has left its own."""
         if verdict.reason is Reason.LEFT and self._groups is not None:
             tell_end(self._config.loader, verdict, taken, rank=self._groups.rank, again=self._told_end)
             self._told_end = True
@@ -306,11 +293,9 @@ class BatchStream:
             logger.debug("%s: the last loop: %s", self._config.loader, error)
             return False
 
-    def _move(
-        self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None, batch: int
-    ) -> Pending:
+    def _move(self, *what: Any) -> Pending:
         assert self._mover is not None
-        return self._mover.move(flats, ticket, device, batch)
+        return self._mover.move(*what)
 
     def _enter(self, one: Pass) -> None:
         """Numbers a pass, on all ranks alike."""
@@ -319,7 +304,7 @@ class BatchStream:
             one.number = self._last_pass + 1
         else:
             assert self._worker is not None
-            one.number, self._next_round = self._worker.enter(self._last_pass)
+            one.number, self._next_round = self._worker.turns.enter(self._last_pass)
         self._last_pass = one.number
 
     def _tell_left(self, one: Pass, out_of_turn: bool) -> None:
@@ -336,54 +321,28 @@ class BatchStream:
             current = self.begin()
         if self._worker is not None:
             return
-        config = self._config
         if self._groups is None:
-            self._groups = Groups.create(config.process_group, config.options.group_timeout, config.peers)
-        groups = self._groups
-        self._template = template = agree_on_template(flat, groups, config.loader)
-        named = None
-        if groups.rank == 0:
-            config.options.check_world(groups.world_size)
-            named = name_session(config.job, config.group, config.loader)
-        address, balance, self._options, session = groups.broadcast(
-            (config.address, config.balance, config.options, named)
-        )
-        assert session is not None
-        if balance and groups.world_size > 1:
-            if address is not None:
-                groups.led(lambda: self._connect(address, session, groups.leaders, template))
-            warm_up(groups, device)
+            self._groups = Groups.create(
+                self._config.process_group, self._config.options.group_timeout, self._config.peers
+            )
+        opened = meet(self._config, self._groups, flat, device)
+        self._template, self._options, self._connection = opened.template, opened.options, opened.connection
+        self._tracer = opened.tracer
         self._worker = RoundWorker(
-            name=config.loader,
-            groups=groups,
-            options=self._options,
-            connection=self._connection,
-            balance=balance,
-            nodes=node_numbers(groups),
-            template=self._template,
+            name=self._config.loader,
+            groups=self._groups,
+            options=opened.options,
+            connection=opened.connection,
+            balance=opened.balance,
+            nodes=opened.nodes,
+            template=opened.template,
             counters=self.counters,
         )
-        self._mover = Mover(groups, self._options.method, self.counters)
+        self._mover = Mover(self._groups, opened.options.method, self.counters)
         self._enter(current)
-        self._tracer = tracer_of(
-            job=session.job,
-            group=session.group,
-            loader=session.loader,
-            run=f"{session.run_id}:{session.restart_count}",
-            rank=groups.rank,
-        )
 
     def _begin_trace(self) -> RoundTrace | None:
         return None if self._tracer is None else self._tracer.begin(self._next_round)
-
-    def _connect(self, address: str, session: SessionName, leaders: Groups, template: FlatBatch) -> None:
-        self._connection = connect(
-            address, session, groups=leaders, options=self._options, template=template,
-            credentials=self._config.credentials,
-        )  # fmt: skip
-        self._connection.start()
-        if self._options.require_service:
-            require_service(leaders, self._connection)
 
     # ------------------------------------------------------------------ a round
 
@@ -394,6 +353,7 @@ class BatchStream:
         problem: str,
         *,
         exhausted: bool,
+        drop_last: bool,
         trace: RoundTrace | None,
         device: torch.device | str | None,
     ) -> Ticket:
@@ -413,6 +373,7 @@ class BatchStream:
             flats=flats,
             schema=next((flat for flat in flats if flat.num_samples), flats[0]).schema,
             exhausted=exhausted,
+            drop_last=drop_last,
             problem=problem,
             asked=asked,
             deadline=time.monotonic() + timeout,
@@ -423,18 +384,7 @@ class BatchStream:
         )
         if asked:
             assert self._connection is not None
-            self._connection.submit(
-                number,
-                costs=data.costs,
-                lengths=data.lengths,
-                sizes=data.sizes,
-                memory=data.memory,
-                batch_sizes=data.batch_sizes if self._options.window > 1 else (),
-                exhausted=exhausted,
-                # The service gives up first, so that its answer still arrives in time.
-                timeout_ms=max(1, int(750 * timeout)),
-                traceparent="" if trace is None else trace.traceparent,
-            )
+            send(self._connection, ticket, self._options)
         if trace is not None:
             trace.submitted()
         if self._groups.world_size == 1:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.ranges import share_of_total
 from evenkeel.partitioning.windows import WindowSlice
-from trainer_client.balancing.agreement import Mode, Verdict
+from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.report import RoundReport
@@ -46,6 +46,11 @@ class Outcome:
         return cls(verdict=verdict, piece=WindowSlice(steps=None, slices=()), reports=(), template=None)
 
     @property
+    def batches(self) -> Sequence[int]:
+        """The batches of the window that are trained, in order."""
+        return range(len(self.reports)) if self.verdict.batches is None else self.verdict.batches
+
+    @property
     def ended(self) -> bool:
         """Whether the pass is over on all ranks."""
         return self.verdict.mode is Mode.END
@@ -67,6 +72,7 @@ class Ticket:
         flats: Its batches, flattened, until all of them have begun to move.
         schema: What they look like.
         exhausted: This rank's data has ended.
+        drop_last: Whether a global batch with too few samples for all ranks is dropped.
         problem: Why the costs cannot be used; empty if they can.
         asked: The service was asked.
         twin: What the ranks that train the same batches must have submitted too; None without such ranks.
@@ -82,6 +88,7 @@ class Ticket:
     flats: tuple[FlatBatch, ...]
     schema: Schema
     exhausted: bool
+    drop_last: bool
     problem: str
     asked: bool
     deadline: float
@@ -89,6 +96,19 @@ class Ticket:
     started: int = 0
     future: Future[Outcome] = field(default_factory=Future)
     trace: RoundTrace | None = None
+
+
+def nothing_to_do() -> Ticket:
+    """The ticket of a loop that is over before it has begun, as no rank has had any batch."""
+    nothing = RoundData(
+        costs=np.zeros(0, np.int64), lengths=np.zeros((0, 0), np.int64), sizes=np.zeros(0, np.int64), memory=None
+    )
+    ticket = Ticket(
+        round=0, pass_number=-1, data=nothing, flats=(), schema=Schema(fields=()), exhausted=True, drop_last=False,
+        problem="", asked=False, deadline=0.0,
+    )  # fmt: skip
+    ticket.future.set_result(Outcome.of_end(Verdict(mode=Mode.END, reason=Reason.NONE)))
+    return ticket
 
 
 def read_costs(

@@ -50,6 +50,7 @@ class Vote:
         pass_number: Which pass over the stream's batches the round is of; the same on all ranks too.
         left: This rank has left its loop; it takes part in no further round of the pass.
         out_of_turn: It left because its loop took batches in another order than it submitted them.
+        drop_last: This rank's loader drops global batches that have too few samples for all ranks.
         taken: With `left`, how many batches its loop had got.
         held: What this rank holds of the service's decision.
         instance: The balancer's instance that decided.
@@ -76,6 +77,7 @@ class Vote:
     pass_number: int = 0
     left: bool = False
     out_of_turn: bool = False
+    drop_last: bool = False
     taken: int = 0
     held: Held = Held.NOTHING
     instance: int = 0
@@ -106,7 +108,8 @@ class Vote:
     def pack(self) -> bytes:
         """The struct on the wire, little-endian."""
         flags = self.exhausted | self.asked << 1 | self.ready << 2 | self.costs_valid << 3 | self.costs_float << 4
-        flags |= self.left << 5 | self.out_of_turn << 6 | self.peers_differ << 8 | self.has_cause << 9
+        flags |= self.left << 5 | self.out_of_turn << 6 | self.drop_last << 7
+        flags |= self.peers_differ << 8 | self.has_cause << 9
         fixed = _LAYOUT.pack(
             self.round, self.pass_number, self.taken, self.held, flags, self.instance, self.digest, self.moved,
             self.checksum, self.samples, self.schema, self.load, self.heaviest, self.num_batches,
@@ -122,7 +125,8 @@ class Vote:
         ) = _LAYOUT.unpack(data[:VOTE_BYTES])  # fmt: skip
         return cls(
             round=number, pass_number=pass_number, taken=taken, left=bool(flags & 32), out_of_turn=bool(flags & 64),
-            held=Held(held), instance=instance, digest=digest, moved=moved, checksum=checksum, samples=samples,
+            drop_last=bool(flags & 128), held=Held(held), instance=instance, digest=digest, moved=moved,
+            checksum=checksum, samples=samples,
             exhausted=bool(flags & 1), asked=bool(flags & 2), ready=bool(flags & 4), costs_valid=bool(flags & 8),
             costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
             num_batches=num_batches,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
+from evenkeel.partitioning.windows import WindowSlice
 from trainer_client.balancing.agreement import (
     Mode,
     Reason,
@@ -24,19 +24,22 @@ from trainer_client.balancing.agreement import (
     check_order,
     decide,
     schemas_differ,
+    spread,
     teacher,
 )
 from trainer_client.balancing.breaker import Breaker
-from trainer_client.balancing.casting import Leaving, vote_on, vote_to_leave
+from trainer_client.balancing.casting import Leaving, send_nothing, vote_on, vote_to_leave
 from trainer_client.balancing.causes import Causes
-from trainer_client.balancing.embedded import balance_embedded, stay_home
+from trainer_client.balancing.embedded import EmbeddedPlan, balance_embedded, stay_home
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.peers import PeersDifferError, Twin
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.reporting import report_round
 from trainer_client.balancing.schemas import raise_mismatch
+from trainer_client.balancing.telling import tell_breaker, tell_dropped
 from trainer_client.balancing.tickets import Outcome, Ticket
+from trainer_client.balancing.turns import Turns
 from trainer_client.balancing.votes import Vote
 from trainer_client.batches import FlatBatch
 
@@ -73,14 +76,7 @@ class RoundWorker:
         self._connection = connection
         self._balance = balance
         self._nodes = nodes
-        self._breaker = Breaker()
-        self._pass = 0  # the one that the ranks agree in
-        self._round = 0  # to be agreed on next
-        self._last_end = Verdict(mode=Mode.END, reason=Reason.NONE)
-        # of rounds up to `depth` ahead
-        self._asks: dict[int, bool] = dict.fromkeys(range(options.depth), True)
-        self._agreed = threading.Condition()
-        self._failure: BaseException | None = None
+        self.turns = Turns(name, depth=options.depth, patience=options.patience)
         self._warned_costs = False
         self._causes = Causes(name, self._groups, connection, options.fallback)
         self._ready_ranks = 0  # at the latest agreement
@@ -89,51 +85,11 @@ class RoundWorker:
         self._thread: threading.Thread | None = None
         self.counters = counters
 
-    @property
-    def breaker(self) -> Breaker:
-        """The state after the latest agreement."""
-        return self._breaker
-
-    def enter(self, after: int) -> tuple[int, int]:
-        """The pass that follows one that this rank has left or seen the end of, and its first round.
-
-        Waits until that one has ended on all ranks.
-
-        Args:
-            after: Number of the pass before; -1 at first.
-
-        Raises:
-            BaseException: What ended the worker, if it has failed.
-            TimeoutError: If the other ranks do not end theirs.
-        """
-        with self._agreed:
-            self._wait(lambda: self._pass > after, f"end of pass {after} on all ranks")
-            return self._pass, self._round
-
     def asks(self, round_number: int, pass_number: int) -> bool:
-        """Whether a round asks the service: the breaker's state `depth` rounds earlier, the same on all ranks.
-
-        Waits until that earlier round has been agreed on; bounded by the timeouts of its own wait and collectives.
-
-        Raises:
-            BaseException: What ended the worker, if it has failed.
-            TimeoutError: If the other ranks do not get there.
-        """
+        """Whether a round asks the service; see `Turns.asks`."""
         if self._connection is None or not self._balance or self._groups.world_size == 1:
             return False
-        with self._agreed:
-            self._wait(
-                lambda: round_number in self._asks or self._pass > pass_number,
-                f"agreement on round {round_number - self._options.depth}",
-            )
-            return self._pass == pass_number and self._asks[round_number]
-
-    def _wait(self, come: Callable[[], bool], what: str) -> None:
-        known = self._agreed.wait_for(lambda: come() or self._failure is not None, self._options.patience)
-        if self._failure is not None:
-            raise self._failure
-        if not known:
-            raise TimeoutError(f"{self._name}: no {what}")
+        return self.turns.asks(round_number, pass_number)
 
     def put(self, item: Ticket | Leaving) -> None:
         """Queues the next round, or that there is none on this rank."""
@@ -153,22 +109,20 @@ class RoundWorker:
             self._thread.join(seconds)
             if self._thread.is_alive():
                 return None
-        return None if self._failure is not None else self._rounds
+        return None if self.turns.failure is not None else self._rounds
 
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
-            if self._failure is not None:
+            if self.turns.failure is not None:
                 if isinstance(item, Ticket):
-                    item.future.set_exception(self._failure)
+                    item.future.set_exception(self.turns.failure)
                 continue
             try:
                 outcome = self._process(item)
             except BaseException as error:
-                with self._agreed:
-                    self._failure = error
-                    self._agreed.notify_all()
+                self.turns.fail(error)
                 if isinstance(item, Ticket):
                     item.future.set_exception(error)
                 if self._connection is not None:
@@ -179,23 +133,23 @@ class RoundWorker:
 
     def _process(self, item: Ticket | Leaving) -> Outcome:
         """What becomes of an item: agreed on with other ranks, or by the leader of this rank's peers for them."""
-        if item.pass_number < self._pass:
+        if item.pass_number < self.turns.pass_number:
             return self._over(item)
-        assert item.pass_number == self._pass
+        assert item.pass_number == self.turns.pass_number
         if self._peers is None:
             return self._agree(item) if isinstance(item, Ticket) else self._leave(item)
         twin, differ = self._twin(item).meet(self._peers)
-        before, template = self._breaker.closed, self._template
+        before, template = self.turns.breaker.closed, self._template
 
         def work() -> tuple[Outcome, Breaker, FlatBatch | None]:
             if twin.left:
-                leaving = Leaving(pass_number=self._pass, taken=twin.taken, out_of_turn=twin.out_of_turn)
+                leaving = Leaving(pass_number=self.turns.pass_number, taken=twin.taken, out_of_turn=twin.out_of_turn)
                 outcome = self._leave(leaving, submitted=isinstance(item, Ticket))
             else:
                 assert isinstance(item, Ticket)
                 outcome = self._agree(item, differ)
             learned = self._template if twin.samples == 0 and self._template is not template else None
-            return replace(outcome, template=None), self._breaker, learned
+            return replace(outcome, template=None), self.turns.breaker, learned
 
         outcome, breaker, learned = self._peers.led(work)
         if learned is not None:
@@ -203,7 +157,7 @@ class RoundWorker:
         elif isinstance(item, Ticket):
             self._know(item)
         if not self._peers.leads:
-            self._move_on(outcome.verdict, breaker)
+            self.turns.move_on(outcome.verdict, breaker)
             if not twin.left:
                 self.counters.rounds[outcome.verdict.mode, outcome.verdict.reason] += 1
             self.counters.breaker_changes += before != breaker.closed
@@ -214,23 +168,14 @@ class RoundWorker:
         if isinstance(item, Ticket):
             assert item.twin is not None
             return item.twin
-        return Twin.of_leaving(self._round, taken=item.taken, out_of_turn=item.out_of_turn)
+        return Twin.of_leaving(self.turns.round, taken=item.taken, out_of_turn=item.out_of_turn)
 
     def _leave(self, leaving: Leaving, *, submitted: bool = False) -> Outcome:
         """Says that this rank has left, which ends the pass on all ranks."""
-        if self._connection is not None and self._asks.get(self._round) and not submitted:
+        if self._connection is not None and self.turns.asks_now() and not submitted:
             # The others need not wait for this rank at the service; they learn that it has left when they agree.
-            nothing = self._template.empty()
-            self._connection.submit(
-                self._round,
-                costs=np.zeros(0, np.int64),
-                lengths=nothing.lengths,
-                sizes=nothing.sizes,
-                memory=None if self._options.memory_caps is None else np.zeros(0),
-                exhausted=True,
-                timeout_ms=max(1, int(750 * self._options.timeout.total_seconds())),
-            )
-        votes = self._gather(vote_to_leave(leaving, self._round, window=self._options.window, ready=self._ready))
+            send_nothing(self._connection, self.turns.round, self._template, self._options)
+        votes = self._gather(vote_to_leave(leaving, self.turns.round, window=self._options.window, ready=self._ready))
         verdict = self._decide(votes, waited=False)
         self._advance(votes, verdict, waited=False)
         return Outcome.of_end(verdict)
@@ -254,6 +199,7 @@ class RoundWorker:
             has_service=self._connection is not None,
             balance=self._balance and self._groups.world_size > 1,
             fallback=self._options.fallback,
+            min_samples=self._options.min_samples,
         )
 
     def _over(self, item: Ticket | Leaving) -> Outcome:
@@ -263,7 +209,16 @@ class RoundWorker:
                 self._connection.settle(item.round)
             if item.trace is not None:
                 item.trace.end()
-        return Outcome.of_end(self._last_end)
+            if self.turns.last_end.reason is Reason.TOO_FEW_SAMPLES:
+                self.counters.dropped_samples += len(item.data)
+        return Outcome.of_end(self.turns.last_end)
+
+    def _count_dropped(self, number: int, verdict: Verdict, piece: WindowSlice) -> None:
+        if verdict.batches is None:
+            return
+        dropped = [len(one.destinations) for batch, one in enumerate(piece.slices) if batch not in verdict.batches]
+        self.counters.dropped_samples += sum(dropped)
+        tell_dropped(self._name, number, verdict, rank=self._groups.rank, num_ranks=self._groups.world_size)
 
     def _know(self, ticket: Ticket) -> None:
         """Notes what batches look like that this rank has samples of."""
@@ -283,7 +238,7 @@ class RoundWorker:
             ticket.data = replace(ticket.data, lengths=self._template.lengths, sizes=self._template.sizes)
 
     def _agree(self, ticket: Ticket, differ: str = "") -> Outcome:
-        waited = ticket.asked and self._breaker.closed
+        waited = ticket.asked and self.turns.breaker.closed
         trace = ticket.trace
         began = time.time_ns() if trace is not None else 0
         started = time.monotonic()
@@ -297,7 +252,7 @@ class RoundWorker:
         own = vote_on(ticket, decision, window=self._options.window, ready=self._ready, schema=schema)
         votes = self._gather(replace(own, peers_differ=bool(differ)))
         verdict = self._decide(votes, waited=waited)
-        if verdict.mode is not Mode.END:
+        if verdict.reason is not Reason.LEFT:
             if any(vote.peers_differ for vote in votes):
                 raise PeersDifferError(next(filter(None, self._groups.gather_objects(differ))))
             if schemas_differ(votes) is not None:
@@ -311,17 +266,13 @@ class RoundWorker:
             assert decision is not None
             assert decision.piece is not None
             piece = decision.piece
-        elif verdict.mode is Mode.EMBEDDED:
-            result = balance_embedded(ticket.data, votes, self._groups, self._options, self._nodes)
-            if isinstance(result, PartitionError):
-                logger.warning("round %d of %s stays unbalanced: %s", ticket.round, self._name, result)
-                verdict = Verdict(mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, served=verdict.served)
-            else:
-                piece, plan = result.piece, result
-                verdict = replace(verdict, moved=result.moved_samples > 0)  # the same plan on all ranks
+        elif verdict.mode in (Mode.EMBEDDED, Mode.SPREAD):
+            verdict, plan = self._partition(ticket, votes, verdict)
+            piece = None if plan is None else plan.piece
         if piece is None:
             piece = stay_home(self._groups.rank, ticket.data, self._options.window)
         self.counters.rounds[verdict.mode, verdict.reason] += 1
+        self._count_dropped(ticket.round, verdict, piece)
         self.counters.wait_seconds += wait_seconds
         reports = report_round(
             ticket,
@@ -345,13 +296,28 @@ class RoundWorker:
                 trace.end()
         return Outcome(verdict=verdict, piece=piece, reports=reports, template=self._template)
 
+    def _partition(self, ticket: Ticket, votes: list[Vote], verdict: Verdict) -> tuple[Verdict, EmbeddedPlan | None]:
+        """The plan that all ranks make alike, and what they do if there is none."""
+        if verdict.mode is Mode.EMBEDDED:
+            result = balance_embedded(ticket.data, votes, self._groups, self._options, self._nodes)
+            if isinstance(result, PartitionError):
+                logger.warning("round %d of %s stays unbalanced: %s", ticket.round, self._name, result)
+                failed = replace(verdict, mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, ranks=(), moved=False)
+                verdict = spread(failed, votes, self._options.min_samples)
+        if verdict.mode is Mode.SPREAD:
+            result = balance_embedded(ticket.data, votes, self._groups, self._options, self._nodes, stay=True)
+        if verdict.mode is Mode.IDENTITY:
+            return verdict, None
+        assert not isinstance(result, PartitionError)
+        return replace(verdict, moved=result.moved_samples > 0), result  # the same plan on all ranks
+
     def _advance(
         self, votes: list[Vote], verdict: Verdict, *, waited: bool, missed: bool = False, problem: str = ""
     ) -> None:
         """Moves on by a round or to the next pass, and the breaker with it, whose changes are said once."""
-        before, number = self._breaker, self._round
+        before, number = self.turns.breaker, self.turns.round
         all_ready = all(vote.ready for vote in votes)
-        self._move_on(verdict, before.after(number, waited=waited, served=verdict.served, all_ready=all_ready))
+        self.turns.move_on(verdict, before.after(number, waited=waited, served=verdict.served, all_ready=all_ready))
         if self._connection is not None:
             self._connection.settle(number)
             if missed:
@@ -360,43 +326,13 @@ class RoundWorker:
             if ready > self._ready_ranks:
                 self._connection.encourage()
             self._ready_ranks = ready
-        if before.closed != self._breaker.closed:
+        if before.closed != self.turns.breaker.closed:
             self.counters.breaker_changes += 1
-            self._announce(number, verdict, missed)
+            tell_breaker(
+                self._name, number, verdict, self.turns.breaker, self._options, rank=self._groups.rank, missed=missed,
+                trouble=self._connection.trouble if self._connection is not None else "",
+            )  # fmt: skip
         if verdict.reason is Reason.INVALID_COSTS and not self._warned_costs:
             self._warned_costs = True
             if problem:
                 logger.warning("round %d of %s stays unbalanced: %s", number, self._name, problem)
-
-    def _move_on(self, verdict: Verdict, breaker: Breaker) -> None:
-        number, depth = self._round, self._options.depth
-        with self._agreed:
-            self._breaker = breaker
-            self._asks.pop(number, None)
-            if verdict.mode is Mode.END:
-                # A rank may have submitted so many rounds more, whose numbers are not used again.
-                self._pass += 1
-                self._round += depth
-                self._asks = dict.fromkeys(range(self._round, self._round + depth), breaker.closed)
-                self._last_end = verdict
-            else:
-                self._round += 1
-                self._asks[number + depth] = breaker.closed
-            self._agreed.notify_all()
-
-    def _announce(self, round_number: int, verdict: Verdict, missed: bool) -> None:
-        # Rank 0 warns for all; the first rank that missed the answer also knows why.
-        first_missing = missed and verdict.ranks[:1] == (self._groups.rank,)
-        level = logging.WARNING if self._groups.rank == 0 or first_missing else logging.INFO
-        if self._breaker.closed:
-            logger.log(level, "%s: the balancer is back; asking it again from round %d on",
-                       self._name, round_number + self._options.depth)  # fmt: skip
-            return
-        assert self._connection is not None
-        about = f" (ranks {', '.join(map(str, verdict.ranks[:8]))})" if verdict.ranks else ""
-        trouble = f": {self._connection.trouble}" if missed and self._connection.trouble else ""
-        logger.log(
-            level, "%s: no common decision of the balancer for round %d, %s%s%s; going on %s until it is back",
-            self._name, round_number, verdict.reason.value, about, trouble,
-            "balancing on the ranks" if self._options.fallback == "embedded" else "without balancing",
-        )  # fmt: skip

@@ -36,7 +36,7 @@ class BalancedBatch(Generic[B]):
     @property
     def mean_loss_scale(self) -> float:
         """The factor for a loss that is a mean over this rank's samples."""
-        return self.loss_scale * self.report.own_samples
+        return self.report.mean_loss_scale
 
     def to(
         self,

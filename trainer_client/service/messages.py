@@ -83,6 +83,7 @@ def join_request(
     tolerance: float,
     speeds: Sequence[float] | None,
     memory_caps: Sequence[float] | None,
+    min_samples: int = 0,
     schema_hash: bytes,
     schema_fields: Iterable[tuple[str, str, str, tuple[int, ...]]],
     client_version: str,
@@ -112,6 +113,7 @@ def join_request(
             tolerance=tolerance,
             speeds=_f64(speeds),
             memory_caps=_f64(memory_caps),
+            min_samples=min_samples,
         ),
         schema=pb.Schema(
             hash=schema_hash,

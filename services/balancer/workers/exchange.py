@@ -30,6 +30,7 @@ def round_columns(inputs: PlanInput) -> tuple[dict[str, Any], list[Column]]:
         "strategy": options.strategy,
         "counts": options.counts,
         "tolerance": options.tolerance,
+        "min_samples": options.min_samples,
         "arrays": list(pieces),
     }
     limits = (np.array(values, np.float64) for values in (options.speeds, options.memory_caps))
@@ -45,6 +46,7 @@ def read_round(header: dict[str, Any], arrays: list[NDArray[Any]]) -> Round:
         tolerance=header["tolerance"],
         speeds=tuple(speeds.tolist()),
         memory_caps=tuple(caps.tolist()),
+        min_samples=header["min_samples"],
     )
     return Round(options=options, window=header["window"], **dict(zip(header["arrays"], own, strict=True)))
 

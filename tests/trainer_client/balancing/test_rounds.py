@@ -1,0 +1,211 @@
+"""Rounds that are not like the others: rows of other shapes, ranks without samples, too few samples for all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from tests.balancer_process import BalancerProcess, running_balancer
+from tests.trainer_client.ranks import run_ranks
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[BalancerProcess]:
+    with running_balancer() as process:
+        yield process
+
+
+def balancer_of(address: str | None, job: str, **options: Any) -> Balancer:
+    patient = BalanceOptions(**{"timeout": timedelta(seconds=20), **options})
+    if address in (None, "off"):
+        return Balancer.embedded(options=patient) if address is None else Balancer.off(options=patient)
+    return Balancer.connect(address, job=job, options=patient)
+
+
+def padded(rank: int, step: int, size: int) -> dict[str, torch.Tensor]:
+    """Rows as long as the step says; an empty batch has rows of length 0, as padding to the longest gives it."""
+    width = 3 + 2 * step if size else 0
+    ids = torch.arange(size) + 100 * step + 1000 * rank
+    return {"id": ids, "rows": ids[:, None].expand(size, width).contiguous()}
+
+
+SIZES = ((4, 4, 0, 5, 5), (4, 3, 6), (0, 2))
+
+
+def shapes(rank: int, address: str | None) -> list[tuple[list[int], tuple[int, ...]]]:
+    batches = [padded(rank, step, size) for step, size in enumerate(SIZES[rank])]
+    with balancer_of(address, "shapes") as balancer:
+        loader = BalancedLoader(batches, balancer, cost=lambda batch: batch["id"] % 7 + 1)
+        steps = []
+        for _ in range(2):
+            for batch in loader:
+                assert batch["rows"].tolist() == [[i] * batch["rows"].shape[1] for i in batch["id"].tolist()]
+                steps.append((batch["id"].tolist(), tuple(batch["rows"].shape)))
+    return steps
+
+
+@pytest.mark.parametrize("how", ["embedded", "service", "off"])
+def test_ranks_without_samples_follow_rounds_whose_rows_have_other_shapes(how: str, service: BalancerProcess) -> None:
+    address = {"service": service.address, "off": "off"}.get(how)
+    results = run_ranks(3, shapes, address)
+    assert {len(steps) for steps in results} == {10}
+    for index, step in enumerate(zip(*results, strict=True)):
+        number = index % 5
+        wanted = [
+            i for rank in range(3) if number < len(SIZES[rank])
+            for i in padded(rank, number, SIZES[rank][number])["id"].tolist()
+        ]  # fmt: skip
+        assert sorted(i for ids, _ in step for i in ids) == sorted(wanted)
+        assert [shape for _, shape in step] == [(len(ids), 3 + 2 * number) for ids, _ in step]
+
+
+def other_shapes_in_a_window(rank: int) -> None:
+    batches = [padded(rank, step, 4) for step in range(4)]
+    with balancer_of(None, "window", window=2) as balancer:
+        list(BalancedLoader(batches, balancer, cost=lambda batch: batch["id"]))
+
+
+def test_batches_of_one_window_must_have_rows_of_one_shape() -> None:
+    for error in run_ranks(2, other_shapes_in_a_window, check=False):
+        assert isinstance(error, ValueError)
+        assert "batches of one window differ" in str(error)
+        assert "int64[3]" in str(error)
+        assert "use window=1, or pad them alike" in str(error)
+
+
+def other_fields_under_one_name(rank: int, address: str) -> None:
+    from trainer_client.batches import BatchSpec
+
+    with balancer_of(address, "names") as balancer:
+        for _ in BalancedLoader([padded(rank, 0, 4)], balancer, cost=lambda batch: batch["id"]):
+            pass
+        jagged = {"count": torch.tensor([1, 2]), "values": torch.arange(3)}
+        spec = BatchSpec(rows_per_sample={"values": "count"})
+        for _ in BalancedLoader([jagged], balancer, cost=lambda batch: batch["count"], spec=spec):
+            pass
+
+
+def test_other_fields_under_one_name_are_refused_with_a_hint_at_names(service: BalancerProcess) -> None:
+    for error in run_ranks(2, other_fields_under_one_name, service.address, check=False):
+        assert isinstance(error, ValueError)
+        assert "'train' began with batches of other fields" in str(error)
+        assert "different names (BalancedLoader(name=…))" in str(error)
+
+
+LOADED = ((5, 3, 2, 0, 1, 4), (5, 1, 1, 2, 0), (6, 2, 0, 0, 1))
+"""Samples of each rank's batches; globally 16, 6, 3, 2, 2 and 4 for 3 ranks."""
+
+
+def few(
+    rank: int, address: str | None, min_samples: int, drop_last: bool, more: dict[str, Any]
+) -> tuple[list[list[int]], int, set[str]]:
+    batches = [
+        {"id": torch.arange(size) + 100 * step + 1000 * rank, "cost": torch.arange(size) ** 6 + 1}
+        for step, size in enumerate(LOADED[rank])
+    ]
+    job = f"few-{min_samples}-{drop_last}-{sorted(more)}"
+    with balancer_of(address, job, min_samples=min_samples, counts="free", **more) as balancer:
+        loader = BalancedLoader(batches, balancer, cost=lambda batch: batch["cost"], drop_last=drop_last)
+        got = [batch["id"].tolist() for batch in loader]
+        again = [batch["id"].tolist() for batch in loader]
+        assert got == again  # the next loop begins where the data does
+    return got, loader.counters.dropped_samples // 2, {mode.value for mode, _ in loader.counters.rounds}
+
+
+def total(step: int) -> list[int]:
+    return sorted(
+        1000 * rank + 100 * step + i
+        for rank, sizes in enumerate(LOADED) if step < len(sizes)
+        for i in range(sizes[step])
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["embedded", "service", "off", "identity", "window"])
+def test_every_rank_gets_samples_while_there_are_as_many(how: str, service: BalancerProcess) -> None:
+    more: dict[str, Any] = {}
+    address = {"service": service.address, "off": "off", "identity": "127.0.0.1:9"}.get(how)
+    if how == "identity":
+        more = {"fallback": "identity", "timeout": timedelta(seconds=0.3)}
+    elif how == "window":
+        more = {"window": 2}
+    for least in (1, 2):
+        results = run_ranks(3, few, address, least, False, more)
+        for step in range(6):
+            ids = [got[step] for got, _, _ in results]
+            if how != "window":
+                assert sorted(i for each in ids for i in each) == total(step)
+            count = sum(map(len, ids))
+            assert min(map(len, ids)) >= min(least, count // 3), (step, ids)
+        assert [dropped for _, dropped, _ in results] == [0, 0, 0]
+        if how in ("off", "identity"):
+            assert results[0][2] == {"identity", "spread", "end"}
+    if how in ("off", "identity"):
+        alone = run_ranks(3, few, address, 0, False, more)
+        assert any(not ids for got, _, _ in alone for ids in got[:3])  # it is the option that does it
+
+
+@pytest.mark.parametrize("how", ["embedded", "service", "off", "window"])
+def test_drop_last_drops_batches_with_fewer_samples_than_ranks(how: str, service: BalancerProcess) -> None:
+    address = {"service": service.address, "off": "off"}.get(how)
+    more = {"window": 4} if how == "window" else {}
+    results = run_ranks(3, few, address, 1, True, more)
+    kept = [0, 1, 2]  # the fourth and fifth are too small; the sixth has enough, but two ranks' data has ended by then
+    if how == "window":
+        trained = sorted(i for got, _, _ in results for ids in got for i in ids)
+        assert {len(got) for got, _, _ in results} == {4}
+        assert len(trained) == 25 + 4
+    else:
+        for got, _, _ in results:
+            assert len(got) == 4
+        for step, number in enumerate([*kept, 5]):
+            assert sorted(i for got, _, _ in results for i in got[step]) == total(number)
+    assert all(ids for got, _, _ in results for ids in got)
+    assert sum(dropped for _, dropped, _ in results) == 4
+
+
+def ends(rank: int) -> tuple[list[int], int]:
+    """Rank 0 has more batches than the others, which are too small for two ranks by themselves."""
+    batches = [{"id": torch.arange(2 if step < 2 else 1)} for step in range(8 if rank == 0 else 2)]
+    with balancer_of(None, "ends") as balancer:
+        loader = BalancedLoader(batches, balancer, cost=lambda batch: batch["id"] + 1, drop_last=True)
+        return [len(batch["id"]) for batch in loader], loader.counters.dropped_samples
+
+
+def test_drop_last_ends_the_loops_of_all_ranks_where_one_rank_s_data_has_ended() -> None:
+    assert run_ranks(2, ends) == [([2, 2], 2), ([2, 2], 0)]
+
+
+def weights(rank: int) -> tuple[list[float], list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer_client").addHandler(handler)
+    with balancer_of("off", "weights") as balancer:
+        loader = BalancedLoader([{"id": torch.arange(4 - 2 * rank)}] * 2, balancer, cost=lambda batch: batch["id"])
+        empty = BalancedLoader([{"id": torch.arange(4)}] * (2 - 2 * rank), balancer, cost=lambda batch: batch["id"])
+        return [each.mean_loss_scale for each in (loader, empty) for _ in each], said
+
+
+def test_a_mean_over_no_samples_is_warned_of_once() -> None:
+    (first, said), (second, warned) = run_ranks(2, weights)
+    assert first == [2 * 4 / 6] * 2 + [2.0] * 2
+    assert second == [2 * 2 / 6] * 2 + [0.0] * 2
+    assert not said
+    assert len(warned) == 1
+    assert "a mean over none is NaN" in warned[0]
+
+
+def one_rank(rank: int) -> list[int]:
+    batches = [{"id": torch.arange(size)} for size in (4, 2, 4, 1)]
+    with balancer_of(None, "one", min_samples=3) as balancer:
+        return [len(batch["id"]) for batch in BalancedLoader(batches, balancer, cost=lambda b: b["id"], drop_last=True)]
+
+
+def test_drop_last_on_one_rank() -> None:
+    assert one_rank(0) == [4, 4]
