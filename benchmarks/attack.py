@@ -253,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pace", type=float, default=20.0, help="rounds of the job a second")
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the processes end too
     out = Console(width=200, highlight=False)
     plain = [one.__name__ for one in (*attack_calls.attacks(), *attack_wires.attacks())]
     secure = [one.__name__ for one in attack_wires.attacks_on_tls()]
@@ -268,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     exits = measure_exit(held, out=out)
     table = Table("attack", "missed", "p99 over calm", "longest turn, ms", "memory, MB", title="64 ranks beside")
     for result in [*results, *tls]:
-        ratio = result.p99_ms / result.calm_p99_ms
+        ratio = result.p99_ms / result.calm_p99_ms if result.calm_p99_ms else float("nan")
         table.add_row(result.attack, str(result.missed), f"{ratio:.2f}", f"{result.longest_turn_ms:.1f}",
                       f"{result.memory_mb:.0f}")  # fmt: skip
     out.print(table)

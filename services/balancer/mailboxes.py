@@ -11,12 +11,18 @@ from services.balancer.answers import answer_message, error_message
 from services.balancer.effects import Answer
 from services.balancer.encoding import answer_bytes, group_bytes, response_bytes
 from services.balancer.refusals import Refusal
+from services.balancer.shares import Holder
 
 
 class StreamMailbox:
-    """The outgoing side of one stream; answers are encoded when they are written: the first leave before the last."""
+    """The outgoing side of one stream; answers are encoded when they are written: the first leave before the last.
+
+    Attributes:
+        holder: whose it is.
+    """
 
     def __init__(self, instance: int) -> None:
+        self.holder: Holder = ("", "")
         self._instance = instance
         self._outgoing: deque[pb.BalanceResponse | Answer] = deque()
         self._changed: asyncio.Future[None] | None = None  # while `next` waits
@@ -78,13 +84,17 @@ class StreamMailbox:
         """Messages that the client has not taken yet."""
         return len(self._outgoing)
 
-    async def next(self) -> bytes | None:
-        """The next message to write, serialised; None at the end of the stream."""
+    async def wait(self) -> bool:
+        """Returns when there is something to write, or with False at the end of the stream."""
         while not self._outgoing:
             if self._closed or (self._ending and not self._awaited):
-                return None
+                return False
             self._changed = asyncio.get_running_loop().create_future()
             await self._changed
+        return True
+
+    def take(self, is_over: Callable[[], bool] = lambda: False) -> bytes:
+        """The next message to write, serialised; answers go into it until `is_over`."""
         self._taken.set()
         first = self._outgoing.popleft()
         if not isinstance(first, Answer):
@@ -93,7 +103,7 @@ class StreamMailbox:
             return response_bytes(self._encode(first))
         answers = [self._encode(first)]
         size = len(answers[0])
-        while self._outgoing and isinstance(self._outgoing[0], Answer) and size < _GROUP_BYTES:
+        while self._outgoing and isinstance(self._outgoing[0], Answer) and size < _GROUP_BYTES and not is_over():
             answers.append(self._encode(self._outgoing.popleft()))  # type: ignore[arg-type]
             size += len(answers[-1])
         return group_bytes(answers)

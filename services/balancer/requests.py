@@ -71,7 +71,7 @@ def read_join_message(data: bytes, *, max_fields: int) -> pb.Join:
         DecodeError: if it is none.
         OversizedError: if it holds more than a Join can need.
     """
-    if len(data) > SMALL_BYTES:
+    if len(data) > 3 * SMALL_BYTES:
         if len(data) > _JOIN_BYTES:
             raise OversizedError(f"a Join of {len(data)} bytes: at most {_JOIN_BYTES} can be needed")
         for number, kind, begin, end in walk(data, 0, len(data), most=_JOIN_PARTS):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import grpc
 import structlog
@@ -133,13 +134,20 @@ class Streams:
         task = asyncio.current_task()
         assert task is not None
         mailbox = StreamMailbox(self._options.instance)
+        mailbox.holder = (context.caller.name, "")
         # A client that does not take its last message is not waited for.
         mailbox.when_closed(lambda: task.get_loop().call_later(_REFUSAL_SECONDS, task.cancel))
         context.when_withdrawn(mailbox.close)
         self._open.add(mailbox)
         reader = asyncio.create_task(self._read(context, mailbox, memory))
         try:
-            while (message := await mailbox.next()) is not None:
+            while await mailbox.wait():
+                holder = mailbox.holder
+                began = await self._turns.begin(holder)
+                try:
+                    message = mailbox.take(partial(self._turns.is_over, began))
+                finally:
+                    self._turns.end(holder, began)
                 if len(message) <= STREAM_BYTES:
                     await context.write(message)
                 elif memory.take(len(message)):
@@ -190,12 +198,12 @@ class Streams:
         if data is None:
             raise RefusedError(_not_joined("nothing"))
         caller = context.caller.name
-        began = await self._turns.begin((caller, ""))
-        try:
+        async with self._turns.taken((caller, "")):
             message = read_request(data, max_fields=self._hub.registry.limits.max_fields)
             if not isinstance(message, pb.Join):
                 raise RefusedError(_not_joined("no Join" if message is None else "a submission"))
             context.authorize(message.job)
+        async with self._turns.taken((caller, "")):
             ranks = read_ranks(message) if message.ranks else ()
             try:
                 joining = replace(self._read_join(message), ranks=ranks, caller=caller)
@@ -205,16 +213,15 @@ class Streams:
                 raise
             if not memory.take(_RANK_BYTES * len(joining.all_ranks)):
                 raise RefusedError(replace(out_of_memory("the ranks of a stream"), fatal=True))
+        async with self._turns.taken((caller, joining.key.job)):
             member = self._hub.join(joining, mailbox)
             if isinstance(member, Refusal):
                 raise RefusedError(member)
-        finally:
-            self._turns.end((caller, ""), began)
         if message.ranks:
             mailbox.group()
         mailbox.send(pb.BalanceResponse(joined=self._joined(joining.protocol_version)))
-        holder = (caller, joining.key.job)
-        return _Stream(context, mailbox, memory, holder, member, frozenset(joining.all_ranks))
+        mailbox.holder = (caller, joining.key.job)
+        return _Stream(context, mailbox, memory, mailbox.holder, member, frozenset(joining.all_ranks))
 
     async def _next_request(self, context: Guard, mailbox: StreamMailbox) -> bytes | None:
         while mailbox.backlog >= self._options.max_backlog:

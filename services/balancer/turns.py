@@ -7,11 +7,12 @@ used the loop least of late comes first, and under one caller its jobs take turn
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from services.balancer.shares import Holder
 
@@ -67,6 +68,15 @@ class Turns:
             await future
         self._renew()
         return self._clock()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, holder: Holder) -> AsyncIterator[None]:
+        """Takes a turn for a block, which must not wait for anything."""
+        began = await self.begin(holder)
+        try:
+            yield
+        finally:
+            self.end(holder, began)
 
     def end(self, holder: Holder, began: float | None) -> None:
         """Ends a turn; without one, none."""

@@ -163,24 +163,25 @@ def _read_terms(message: pb.Join, limits: Limits, strategies: tuple[str, ...], d
         )
     if len(schema.hash) > 64:
         raise _refused("schema.hash", f"{len(schema.hash)} bytes", "use at most 64")
+    lines, num_jagged = [], 0
     for at, field in enumerate(schema.fields):
-        if len(field.path) > limits.max_text or len(field.dtype) > limits.max_text or len(field.shape) > 16:
+        path, dtype, kind, shape = field.path, field.dtype, field.kind, field.shape
+        if len(path) > limits.max_text or len(dtype) > limits.max_text or len(shape) > 16:
             raise _refused(
                 f"schema.fields[{at}]",
-                f"a path of {len(field.path)}, a dtype of {len(field.dtype)} characters, {len(field.shape)} dimensions",
+                f"a path of {len(path)}, a dtype of {len(dtype)} characters, {len(shape)} dimensions",
                 f"use at most {limits.max_text} characters and 16 dimensions",
                 code=Code.LIMIT_EXCEEDED,
             )
+        lines.append(f"{path} {dtype} {_KINDS.get(kind) or kind} {list(shape) if shape else '[]'}")
+        num_jagged += kind == pb.Field.KIND_JAGGED
     return Terms(
         world_size=message.world_size,
         window=max(1, message.window),
         options=_read_options(message.options, message.world_size, strategies, default_strategy),
         schema_hash=schema.hash,
-        schema=tuple(
-            f"{field.path} {field.dtype} {_KINDS.get(field.kind, str(field.kind))} {list(field.shape)}"
-            for field in schema.fields
-        ),
-        num_jagged=sum(field.kind == pb.Field.KIND_JAGGED for field in schema.fields),
+        schema=tuple(lines),
+        num_jagged=num_jagged,
     )
 
 

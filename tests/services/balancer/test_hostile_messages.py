@@ -199,7 +199,7 @@ def test_ranks_of_a_stream_join_together_and_compare_their_terms_once() -> None:
         (b"\x12\x84\x80\x08" + b"\x42\x80\x80\x08" + b"\x01" * 131_072, "field 8 of a Submit"),
         (b"\x1a\x80\x80\x08" + b"\xf8\x07\x00" * 43_690 + b"\xf8\x00", "beside its submissions"),
         (b"\x0a\x80\x80\x80\x01" + b"\x0a\x00" * (1 << 20), "a Join of 2097152 bytes"),
-        (b"\x0a\x80\x80\x08" + b"\x0a\x00" * 65_536, "more than 512 fields"),
+        (b"\x0a\x80\x80\x10" + b"\x0a\x00" * 131_072, "more than 512 fields"),
     ],
 )
 def test_messages_that_consist_of_tiny_parts_are_not_parsed(data: bytes, reason: str) -> None:
