@@ -36,6 +36,7 @@ async def attack(name: str, port: int, metrics_port: int, seconds: float, folder
             await asyncio.wait_for(wires[name](target), seconds + _PATIENCE_SECONDS)
         except TimeoutError:
             outcomes["unfinished"] = 1
+        outcomes |= target.outcomes
         await target.close()
     return outcomes
 

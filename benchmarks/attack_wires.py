@@ -25,11 +25,13 @@ class Target:
         metrics_port: of its metrics; 0: none.
         seconds: how long to go on.
         folder: of the certificates, for a port with TLS.
+        outcomes: what it counted.
     """
 
     def __init__(self, port: int, metrics_port: int, seconds: float, folder: Path | None) -> None:
         self.port, self.metrics_port, self.seconds, self.folder = port, metrics_port, seconds, folder
         self.until = asyncio.get_running_loop().time() + seconds
+        self.outcomes: dict[str, int] = {}
         self._writers: list[asyncio.StreamWriter] = []
 
     @property
@@ -142,7 +144,8 @@ async def half_messages(target: Target) -> None:
         size = (4 << 20) - 64
         for number in range(16):
             announced = b"\0" + struct.pack(">I", size) + bytes(size - 100)
-            await wire.push(2 * number + 1, announced, 1.0)
+            left = await wire.push(2 * number + 1, announced, 1.0)
+            target.outcomes["pushed_mb"] = target.outcomes.get("pushed_mb", 0) + (len(announced) - left >> 20)
             if not target.goes_on:
                 break
     await asyncio.sleep(1.0)
