@@ -66,8 +66,10 @@ IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
 TABLES: dict[str, RoutingLike] = {"continuous": "continuous", "roundrobin": "roundrobin", "hash": hash_roundrobin(5)}
 OTHER: dict[str, RoutingLike] = {"continuous": hash_roundrobin(3), "roundrobin": "continuous", "hash": "roundrobin"}
 WAYS = ("load", "other routing", "convert", "dump", "state dict", "other implementation")
+NEW_ORDER = ("other routing", "convert", "dump")
+"""Ways on which rows come to other ranks, or to other places of theirs."""
 MIXES_ROWS = {"Muon"}
-"""Optimizers whose step on a row depends on the other rows of its rank: on other ranks they step differently."""
+"""Optimizers whose step on a row depends on the other rows of its rank; only what was loaded is compared there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,7 @@ def compare(
             else:
                 run.load(_brought(path, folder / "brought", way, routing))
             difference = furthest(run.by_key(saved_keys), at_save)
-            if not (ranks == 2 and name in MIXES_ROWS):
+            if not (way in NEW_ORDER and name in MIXES_ROWS):
                 run.train(range(BEFORE, BEFORE + AFTER))
                 # A block has all its rows from the start, so a row that no key had taken has aged there.
                 keys = saved_keys if (table == "continuous") != (run.table.mode.dist_type == "continuous") else all_keys

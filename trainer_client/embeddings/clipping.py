@@ -39,8 +39,14 @@ def clip_grad_norm_(
         The norm before, the same on all ranks.
 
     Raises:
+        ValueError: if a part of the model is under ``FullyShardedDataParallel``, whose shards only it can add up.
         RuntimeError: on all ranks, if the norm is not finite and ``error_if_nonfinite`` is set.
     """
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "the model is under FullyShardedDataParallel, which has a clip_grad_norm_ of its own for what it shards; "
+            "clip the tables by value, or move to fully_shard"
+        )
     collections = [module for module in model.modules() if isinstance(module, RoutedEmbeddingCollection)]
     sharded = {parameter for collection in collections for parameter in collection.parameters()}
     others = [p for p in model.parameters() if p.grad is not None and p not in sharded]

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_client.embeddings.whole import TABLES, Whole, check_rows, make_batch
@@ -87,6 +90,12 @@ def wrap(model: Nested, name: str) -> nn.Module:
         for part in (model.tower.heads["user"], model.tower, model):
             fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))  # type: ignore[arg-type]
         return model
+    if name == "fsdp1":
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    if name == "replicate":
+        return replicate(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",)))
+    if name == "compiled":
+        return torch.compile(DistributedDataParallel(model), backend="eager")
     if name == "unused":  # each layer is reduced by itself: on even ranks the last one before rows travel back
         return DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=1e-6)  # type: ignore[arg-type]
     return DistributedDataParallel(model, gradient_as_bucket_view=name == "ddp", static_graph=name == "static")
@@ -106,13 +115,17 @@ def train_wrapped(name: str, rank: int, num_ranks: int) -> None:
         loss.backward()
         expected = torch.stack([reference.tower(batch, other) for other, batch in enumerate(batches)]).sum() / total
         expected.backward()
-        if step == 2:
+        if step == 2 and name == "fsdp1":
+            with pytest.raises(ValueError, match="FullyShardedDataParallel, which has a clip_grad_norm_ of its own"):
+                clip_grad_norm_(wrapped, 0.1)
+        elif step == 2:
             norm = clip_grad_norm_(wrapped, 0.1, math.inf if name == "static" else 2.0)
             theirs_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, math.inf if name == "static" else 2.0)
             torch.testing.assert_close(norm, theirs_norm, rtol=1e-4, atol=1e-6)
         ours.step()
         theirs.step()
-        check_dense(model, reference)
+        with FullyShardedDataParallel.summon_full_params(wrapped) if name == "fsdp1" else nullcontext():
+            check_dense(model, reference)
         check_rows(model.sparse, reference.stem, rank, num_ranks, tolerance=1e-4)
         check_rows(model.last, reference.last, rank, num_ranks, tolerance=1e-4)
 
@@ -123,6 +136,33 @@ def check_dense(model: Nested, reference: Reference) -> None:
         torch.testing.assert_close(full, other, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize(("num_ranks", "wraps"), [(2, ["ddp", "unused", "static", "fsdp2"]), (4, ["ddp", "fsdp2"])])
+WRAPPERS = ["ddp", "unused", "static", "compiled", "fsdp2", "fsdp1", "replicate"]
+
+
+@pytest.mark.parametrize(("num_ranks", "wraps"), [(2, WRAPPERS), (4, ["ddp", "fsdp2"])])
 def test_wrapped_models_train_as_one_process_does(num_ranks: int, wraps: list[str]) -> None:
     run_ranks(num_ranks, train_beside_reference, wraps)
+
+
+def overflow_on_one_rank(rank: int) -> float:
+    table = RoutedTable(name="t", embedding_dim=2, features=("f",), num_embeddings=8)
+    model = nn.ModuleDict({"sparse": RoutedEmbeddingCollection([table]), "dense": nn.Linear(2, 1)})
+    DistributedDataParallel(model)  # the dense part starts alike
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(device="cpu", init_scale=1024.0)
+    batch = KeyBatch(features=["f"], values=torch.tensor([0, 1]), lengths=torch.tensor([2]), batch_sizes=[1])
+    before = [parameter.detach().clone() for parameter in model["dense"].parameters()]
+    rows = model["sparse"](batch)["f"]
+    # The gradient of key 1, which is rank 1's, is no finite number once it is scaled.
+    loss = (rows * torch.tensor([[1.0], [1e36]])).sum() + model["dense"](torch.ones(2)).sum()
+    scaler.scale(loss).backward()
+    finite = all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+    assert finite == (rank == 0)
+    scaler.step(sgd)
+    scaler.update()
+    assert all(torch.equal(p, b) for p, b in zip(model["dense"].parameters(), before, strict=True))
+    return float(scaler.get_scale())
+
+
+def test_with_a_sharded_scaler_all_ranks_skip_a_step() -> None:
+    assert run_ranks(2, overflow_on_one_rank) == [512.0, 512.0]
