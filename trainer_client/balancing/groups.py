@@ -53,6 +53,11 @@ class Groups:
         return None if self.pair is None else self.pair.data
 
     @property
+    def needs_gpu(self) -> bool:
+        """Whether the ranks can exchange tensors of GPUs only, as NCCL alone can."""
+        return self.membership is not None and self.membership.backend == "nccl"
+
+    @property
     def leads(self) -> bool:
         """Whether this rank takes part in agreements: it has no peers, or decides for them."""
         return self.peers is None or self.peers.leads
@@ -77,7 +82,9 @@ class Groups:
         """
         membership = read_membership(process_group, peers)
         if membership is None or len(membership.ranks) == 1:
-            return cls(rank=0, world_size=1)  # peers need not ask each other where nothing is decided
+            return cls(
+                rank=0, world_size=1, membership=membership
+            )  # peers need not ask each other where nothing is decided
         pair = take(membership, timeout)
         return cls(
             rank=membership.ranks.index(membership.own),

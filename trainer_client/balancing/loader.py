@@ -12,6 +12,7 @@ import torch
 
 from trainer_client.balancing.agreement import Verdict
 from trainer_client.balancing.balancer import Balancer
+from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.report import Counters, RoundReport
 from trainer_client.balancing.stream import BatchStream
@@ -51,13 +52,15 @@ class BalancedLoader(Generic[B]):
         """Wraps `loader`.
 
         Args:
-            loader: Any iterable of batches on the host, such as a `DataLoader`; batches are any nesting of dicts,
-                lists, tuples and dataclasses of tensors and TorchRec jagged tensors.
+            loader: Any iterable of batches, such as a `DataLoader`, on the host, or on this rank's GPU, where one more
+                of them is held; batches are any nesting of dicts, lists, tuples and dataclasses of tensors and TorchRec
+                jagged tensors.
             balancer: The balancer of this rank.
-            cost: From a batch to one number per sample: its predicted work.
+            cost: From a batch to one number per sample: its predicted work; of a batch on a GPU also a tensor there.
             memory: From a batch to one number per sample: what the memory caps count; default: its bytes.
             spec: Which fields are flattened, shared, or hold the batch size.
-            device: Where the batches shall be; default: where the loader puts them.
+            device: Where the batches shall be; default: where the loader puts them, or this rank's current GPU if the
+                process group moves tensors of GPUs only (NCCL alone).
             name: The stream's name; loaders that are used at the same time need different ones.
             drop_last: Drop global batches with fewer samples than ranks (times `BalanceOptions.min_samples`), on all
                 ranks: where some rank's data has ended the loops of all end there, and what other ranks have left is
@@ -111,7 +114,7 @@ class BalancedLoader(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         # The loader forks its workers here, before the stream's first threads start.
-        source = iter(self.loader)
+        source = Incoming(iter(self.loader), cost=self._cost, memory=self._memory, spec=self._spec)
         self._used = stream = self._balancer.stream(self._name)
         current = stream.begin()
         submitted: deque[Ticket] = deque()
@@ -132,7 +135,9 @@ class BalancedLoader(Generic[B]):
                     has_data = batch is not _NO_MORE
                     collected.append(batch)  # also nothing: a rank that has ended submits when the others do
                     if len(collected) == stream.options.window:
-                        submitted.append(self._submit(stream, [one for one in collected if one is not _NO_MORE]))
+                        submitted.append(
+                            self._submit(stream, source, [one for one in collected if one is not _NO_MORE])
+                        )
                         collected = []
                 upcoming: tuple[Pending, RoundReport] | None = None
                 while upcoming is None and (left or submitted):
@@ -162,11 +167,11 @@ class BalancedLoader(Generic[B]):
         finally:
             current.leave()
 
-    def _submit(self, stream: BatchStream, batches: list[Any]) -> Ticket:
+    def _submit(self, stream: BatchStream, source: Incoming, batches: list[Any]) -> Ticket:
         if not batches:
             return stream.submit_exhausted(self._device, drop_last=self._drop_last)[1]
         return stream.submit_window(
-            batches, cost=self._cost, memory=self._memory, spec=self._spec, device=self._device,
+            batches, cost=source.cost, memory=source.memory, spec=self._spec, device=self._device,
             drop_last=self._drop_last,
         )[1]  # fmt: skip
 

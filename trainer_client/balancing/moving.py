@@ -21,8 +21,17 @@ from trainer_client.tracing import RoundTrace
 class Mover:
     """Starts the moves of a stream; collective wherever samples move."""
 
-    def __init__(self, groups: Groups, method: Method, counters: Counters) -> None:
+    def __init__(self, groups: Groups, method: Method, counters: Counters, *, to_gpu: bool = False) -> None:
+        """Has started none yet.
+
+        Args:
+            groups: The ranks.
+            method: How samples move.
+            counters: What is counted.
+            to_gpu: Batches go to this rank's GPU where no device is named; the same on all ranks.
+        """
         self._groups = groups
+        self._to_gpu = to_gpu
         self._method = method
         self._counters = counters
         self._started = 0
@@ -41,9 +50,11 @@ class Mover:
         Args:
             flats: All batches of the round on this rank.
             ticket: The round, agreed on.
-            device: Where the result shall be; None: where the batch is.
+            device: Where the result shall be; None: where the batch is, or this rank's GPU.
             batch: Which batch of the window.
         """
+        if device is None and self._to_gpu:
+            device = _gpu_of(flats)
         outcome = ticket.future.result()
         moved = outcome.verdict.moved
         if ticket.trace is not None:
@@ -65,6 +76,13 @@ class Mover:
         self._ended += moved
         if trace is not None:
             trace.moved()
+
+
+def _gpu_of(flats: Sequence[FlatBatch]) -> torch.device:
+    found = next((flat.device for flat in flats if flat.num_samples), None)
+    if found is not None and found.type == "cuda":
+        return found
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def samples_of(outcome: Outcome, flats: Sequence[FlatBatch], batch: int) -> FlatBatch:

@@ -64,6 +64,7 @@ class Opened:
         connection: To the service; None without one, and on ranks whose peers speak to it.
         nodes: (world size,) host of each rank; None when there is only one.
         tracer: Of the stream's rounds; None when tracing is off.
+        to_gpu: Batches go to the ranks' GPUs where no device is named.
     """
 
     template: FlatBatch
@@ -72,6 +73,7 @@ class Opened:
     connection: Connection | None
     nodes: NDArray[np.int32] | None
     tracer: StreamTracer | None
+    to_gpu: bool
 
 
 class NoDataError(Exception):
@@ -90,6 +92,20 @@ def warm_up(groups: Groups, device: torch.device | str | None) -> None:
             partitioning.warm_up()
             redistribution.warm_up(device)
         groups.gather_objects(None)
+
+
+def goes_to_gpu(flat: FlatBatch | None, groups: Groups) -> bool:
+    """Whether batches go to the ranks' GPUs where no device is named. Collective; the same on all ranks.
+
+    They do if some rank's batches are on one, as a rank without any must take its share where the others do, and if the
+    ranks can exchange tensors of GPUs only, as after `init_process_group("nccl")`.
+
+    Args:
+        flat: This rank's first batch; None if it has none.
+        groups: The ranks.
+    """
+    on_gpu = flat is not None and flat.device is not None and flat.device.type == "cuda"
+    return any(groups.gather_objects(on_gpu or groups.needs_gpu))
 
 
 def wire_fields(template: FlatBatch) -> list[tuple[str, str, str, tuple[int, ...]]]:
@@ -217,6 +233,7 @@ def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: t
         device: Where batches will be trained.
     """
     template = agree_on_template(flat, groups, config.loader)
+    to_gpu = goes_to_gpu(flat, groups)
     named = None
     if groups.rank == 0:
         config.options.check_world(groups.world_size)
@@ -248,7 +265,7 @@ def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: t
     if balance and groups.world_size > 1:
         if address is not None:
             groups.led(partial(reach, address))
-        warm_up(groups, device)
+        warm_up(groups, "cuda" if device is None and to_gpu else device)
     return Opened(
         template=template,
         options=options,
@@ -256,4 +273,5 @@ def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: t
         connection=connections[0] if connections else None,
         nodes=node_numbers(groups),
         tracer=tracer,
+        to_gpu=to_gpu,
     )

@@ -338,7 +338,7 @@ class BatchStream:
             template=opened.template,
             counters=self.counters,
         )
-        self._mover = Mover(self._groups, opened.options.method, self.counters)
+        self._mover = Mover(self._groups, opened.options.method, self.counters, to_gpu=opened.to_gpu)
         self._enter(current)
 
     def _begin_trace(self) -> RoundTrace | None:

@@ -1,5 +1,6 @@
 """Batches of any nesting, taken apart into tensors whose rows belong to samples, and put together again."""
 
+from trainer_client.batches.arriving import Arriving, is_on_device
 from trainer_client.batches.flat import FlatBatch
 from trainer_client.batches.flatten import flatten
 from trainer_client.batches.paths import lookup, read_lengths
@@ -7,6 +8,7 @@ from trainer_client.batches.schema import FieldSchema, Schema
 from trainer_client.batches.spec import BatchError, BatchSpec, MaxLength, Padded
 
 __all__ = [
+    "Arriving",
     "BatchError",
     "BatchSpec",
     "FieldSchema",
@@ -15,6 +17,7 @@ __all__ = [
     "Padded",
     "Schema",
     "flatten",
+    "is_on_device",
     "lookup",
     "read_lengths",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,7 @@ class FlatBatch:
     """
 
     __slots__ = (
+        "_counts",
         "_lengths",
         "_lengths_coming",
         "_lengths_tensor",
@@ -124,6 +125,7 @@ class FlatBatch:
         self._lengths_tensor = lengths_tensor
         self._lengths_coming: torch.Tensor | None = None  # see `read_back`
         self._watch: Watch | None = None
+        self._counts: Mapping[str, NDArray[np.int64]] = {}  # see `know`
 
     def __repr__(self) -> str:
         fields = "; ".join(self.schema.lines)
@@ -218,6 +220,8 @@ class FlatBatch:
         """
         if path in self.structure.columns:
             return self.lengths[:, self.structure.columns.index(path)]
+        if path in self._counts:
+            return self._counts[path]
         for leaf, tensor in zip(self.structure.leaves, self.tensors, strict=True):
             if leaf.path == path and leaf.rows == 1 and not leaf.shape and not leaf.dtype.is_floating_point:
                 if tensor.device.type != "cpu":
@@ -225,6 +229,10 @@ class FlatBatch:
                 return tensor.numpy().astype(np.int64)
         known = ", ".join(self.structure.columns) or "none"
         raise BatchError(f"{path!r} is no jagged field nor an integer per sample; jagged fields: {known}")
+
+    def know(self, counts: Mapping[str, NDArray[np.int64]]) -> None:
+        """Takes the host's copies of integer tensors (n,) that are on a device, by path, for `lengths_of`."""
+        self._counts = counts
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> FlatBatch:
         """The batch on `device`; the host's lengths stay at hand."""

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from trainer_client.batches.flat import FlatBatch, Leaf, Structure
 from trainer_client.batches.padding import without_padding
-from trainer_client.batches.recall import Recipe, recall, remember
+from trainer_client.batches.recall import Match, Recipe, recall, remember
 from trainer_client.batches.schema import FieldSchema, Schema
 from trainer_client.batches.spec import BatchError, BatchSpec, Declarations
 from trainer_client.batches.walk import Walk
 
 _MAX_LENGTH = 2**31 - 1
-_PLAIN = BatchSpec()
+PLAIN = BatchSpec()
 
 
 def flatten(
@@ -35,7 +35,8 @@ def flatten(
     first dimension of a tensor is the sample unless `spec` says otherwise. Everything else must be declared.
 
     Args:
-        batch: The batch; its tensors are used as they are, nothing is copied but padded tensors and Python objects.
+        batch: The batch; its tensors are used as they are, nothing is copied but padded tensors and Python objects. A
+            `FlatBatch` stays as it is.
         spec: Declarations per path.
         lengths: (n, num_jagged) lengths of all jagged columns, where the caller has them on the host, for a batch
             whose lengths are on a device.
@@ -44,9 +45,35 @@ def flatten(
     Raises:
         BatchError: If a value is not understood, batch sizes disagree, or lengths are only on a device.
     """
-    spec = spec if spec is not None else _PLAIN
+    if isinstance(batch, FlatBatch):
+        return batch
+    spec = spec if spec is not None else PLAIN
     recalled = recall(batch, spec) if lengths is None else None
-    structure, tensors, table = recalled or _take_apart(batch, spec, lengths, allow_sync)
+    if recalled is not None:
+        return assemble(*recalled, copy=spec.copy)
+    found = take_apart(batch, spec)
+    columns, table = found.structure.columns, None
+    if lengths is not None:
+        table = _checked(lengths, found.num_samples, columns)
+    else:
+        table = np.empty((found.num_samples, len(columns)), dtype=np.int64)
+        for tensor, (column,) in found.lengths:
+            table[:, column] = host_lengths(tensor, columns[column], allow_sync)
+    return assemble(found.structure, found.tensors, table, copy=spec.copy)
+
+
+def assemble(structure: Structure, tensors: list[torch.Tensor], table: NDArray[np.int64], *, copy: bool) -> FlatBatch:
+    """The flattened batch, its lengths known and checked.
+
+    Args:
+        structure: What the batch is like.
+        tensors: One per leaf, those that are padded with their padding.
+        table: (n, num_jagged) lengths.
+        copy: Whether to copy the tensors.
+
+    Raises:
+        BatchError: If the lengths cannot be right.
+    """
     _check_range(table, structure.columns)
     for index in structure.padded:
         leaf = structure.leaves[index]
@@ -64,15 +91,17 @@ def flatten(
                 f"{leaf.path!r} holds {tensor.shape[0]} values, but its lengths add up to {expected}; "
                 "drop the values that belong to no sample"
             )
-    if spec.copy:
+    if copy:
         tensors = [tensor.clone() for tensor in tensors]
     return FlatBatch(structure=structure, tensors=tensors, num_samples=len(table), totals=totals, lengths=table)
 
 
-def _take_apart(
-    batch: Any, spec: BatchSpec, lengths: NDArray[np.int64] | None, allow_sync: bool
-) -> tuple[Structure, list[torch.Tensor], NDArray[np.int64]]:
-    """Structure, tensors and lengths of a batch, by its declarations; the next one like it is recalled."""
+def take_apart(batch: Any, spec: BatchSpec) -> Match:
+    """A batch by its declarations, wherever it is; the next one like it is recalled.
+
+    Raises:
+        BatchError: If a value is not understood, or batch sizes disagree.
+    """
     declarations = Declarations(spec)
     walk = Walk(declarations)
     root = walk.node(batch, "")
@@ -80,18 +109,28 @@ def _take_apart(
     declarations.check_used()
     num_samples = walk.check_sizes()
     columns = tuple(sorted(walk.columns))
-    table = _checked(lengths, num_samples, columns) if lengths is not None else None
-    if table is None:
-        table = np.empty((num_samples, len(columns)), dtype=np.int64)
-        for index, path in enumerate(columns):
-            table[:, index] = walk.host_lengths(path, allow_sync)
     order = {path: index for index, path in enumerate(columns)}
     leaves = tuple(draft.leaf(order) for draft in walk.drafts)
     schema = _schema(leaves, columns, tuple(walk.shared))
     structure = Structure(root=root, leaves=leaves, columns=columns, schema=schema, reads_lengths=walk.reads_lengths)
     if not walk.holds_values:
         remember(batch, Recipe(spec=spec, structure=structure, lengths=walk.sources(order)))
-    return structure, [draft.tensor for draft in walk.drafts], table
+    lengths = [(walk.columns[path], [index]) for index, path in enumerate(columns)]
+    return Match(
+        structure=structure, tensors=[draft.tensor for draft in walk.drafts], lengths=lengths, num_samples=num_samples
+    )
+
+
+def host_lengths(tensor: torch.Tensor, path: str, allow_sync: bool) -> NDArray[np.int64]:
+    """(n,) lengths of a column."""
+    if tensor.device.type != "cpu" and not allow_sync:
+        raise BatchError(
+            f"the lengths of {path!r} are only on {tensor.device}, and reading them would make the host wait; give the "
+            "batch to a BalancedLoader, which reads them ahead of time, submit the host's batch and redistribute its "
+            "copy on the device, or flatten it yourself with lengths, or with allow_sync=True to wait"
+        )
+    values: NDArray[np.int64] = tensor.detach().cpu().numpy()
+    return values
 
 
 def _checked(lengths: NDArray[np.int64], num_samples: int, columns: tuple[str, ...]) -> NDArray[np.int64]:

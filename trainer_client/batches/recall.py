@@ -51,6 +51,34 @@ def recall(batch: Any, spec: BatchSpec) -> tuple[Structure, list[torch.Tensor], 
 
     The lengths are not compared with anything yet but the number of samples.
     """
+    found = match(batch, spec)
+    if found is None or any(tensor.device.type != "cpu" for tensor, _ in found.lengths):
+        return None
+    table = np.empty((found.num_samples, len(found.structure.columns)), dtype=np.int64)
+    for tensor, columns in found.lengths:
+        table[:, columns] = tensor.numpy().reshape(len(columns), found.num_samples).T
+    return found.structure, found.tensors, table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A batch that is like one before, taken apart.
+
+    Attributes:
+        structure: That of both.
+        tensors: One per leaf.
+        lengths: Tensors of lengths, (columns × n,) each, and in which columns of the table they belong.
+        num_samples: Number of samples n.
+    """
+
+    structure: Structure
+    tensors: list[torch.Tensor]
+    lengths: list[tuple[torch.Tensor, list[int]]]
+    num_samples: int
+
+
+def match(batch: Any, spec: BatchSpec) -> Match | None:
+    """A batch like one before, wherever it is; None if it is not like it."""
     recipe = _recipes.get((id(spec), type(batch)))
     taken = Taken()
     if recipe is None or not recipe.structure.root.take(batch, taken):
@@ -65,12 +93,9 @@ def recall(batch: Any, spec: BatchSpec) -> tuple[Structure, list[torch.Tensor], 
         return None
     if any(tensors[index].shape[0] != num_samples for index in recipe.structure.padded):
         return None
-    table = np.empty((num_samples, len(recipe.structure.columns)), dtype=np.int64)
-    for tensor, columns in lengths:
-        if tensor.device.type != "cpu" or tensor.shape != (len(columns) * num_samples,):
-            return None
-        table[:, columns] = tensor.numpy().reshape(len(columns), num_samples).T
-    return recipe.structure, tensors, table
+    if any(tensor.shape != (len(columns) * num_samples,) for tensor, columns in lengths):
+        return None
+    return Match(structure=recipe.structure, tensors=tensors, lengths=lengths, num_samples=num_samples)
 
 
 def _alike(leaf: Leaf, tensor: torch.Tensor) -> bool:

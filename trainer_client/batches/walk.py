@@ -297,17 +297,6 @@ class Walk:
             seen.add(path)
         return first
 
-    def host_lengths(self, path: str, allow_sync: bool) -> NDArray[np.int64]:
-        """(n,) lengths of a column."""
-        tensor = self.columns[path]
-        if tensor.device.type != "cpu" and not allow_sync:
-            raise BatchError(
-                f"the lengths of {path!r} are only on {tensor.device}, and reading them would make the host wait; "
-                "flatten the host's batch and move it with .to(device), pass lengths, or set allow_sync=True"
-            )
-        values: NDArray[np.int64] = tensor.detach().cpu().numpy()
-        return values
-
 
 def join(path: str, part: object) -> str:
     """The path of a part of what is at `path`."""

@@ -280,7 +280,7 @@ class DcpCheckpoint:
         size = self._metadata.state_dict_metadata.get(RECORD)
         if not isinstance(size, TensorStorageMetadata):
             raise CheckpointError(f"{path / '.metadata'}: no routing record; this is no checkpoint of routed tables")
-        text = torch.empty(size.size, dtype=torch.uint8)
+        text = torch.empty(size.size, dtype=torch.uint8, device="cpu")
         self._fill({RECORD: text})
         where = str(self.path / self._file(RECORD))
         self.records = {record.name: record for record in from_json(_decode(text, where), where=where)}

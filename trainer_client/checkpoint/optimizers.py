@@ -181,7 +181,7 @@ def prepare_state(optimizer: Optimizer, layout: Layout, weight: nn.Parameter, re
     for name, row in layout.rows.items():
         fresh = record.fresh.get(PREFIX + name)
         if fresh is not None:
-            row = torch.tensor(fresh, dtype=torch.float64).to(row.device, row.dtype).view(row.shape)  # noqa: PLW2901
+            row = torch.tensor(fresh, dtype=torch.float64, device="cpu").to(row.device, row.dtype).view(row.shape)  # noqa: PLW2901
         arrays[PREFIX + name] = state[name] = _spread(row, weight)
     for name, example in layout.numbers.items():
         value = record.scalars[name]

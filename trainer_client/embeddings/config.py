@@ -105,7 +105,7 @@ class KeyBatch:
         missing = [name for name in names if name not in self.features]
         if missing:
             raise ValueError(f"the batch has no feature {missing[0]!r}; it has {', '.join(self.features)}")
-        rows = torch.tensor([0, *self.batch_sizes]).cumsum(0).tolist()
+        rows = torch.tensor([0, *self.batch_sizes], device="cpu").cumsum(0).tolist()
         ends = [0, *self.lengths.cumsum(0).cpu().tolist()]
         picked = [list(self.features).index(name) for name in names]
         spans = [(ends[rows[i]], ends[rows[i + 1]]) for i in picked]

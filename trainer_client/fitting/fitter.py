@@ -114,7 +114,9 @@ class CostFitter:
         """Notes what the batch that is about to be trained holds; nothing is read from its device yet."""
         sums = self._terms(batch).sum(0)
         if sums.is_cuda:
-            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+            sums = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True).copy_(
+                sums, non_blocking=True
+            )
         self._observed.append((self._step, sums))
 
     def end_step(self, finished: Iterable[StepTimes]) -> None:

@@ -99,7 +99,7 @@ class ProductWork:
         """See `Work`."""
         value = _named(arguments, self.rows)
         forward = 2.0 * self.weights * value.shape[:-1].numel()
-        return torch.tensor([forward, (MATMUL_WITH_BACKWARD - 1) * forward], dtype=torch.float64)
+        return torch.tensor([forward, (MATMUL_WITH_BACKWARD - 1) * forward], dtype=torch.float64, device="cpu")
 
 
 def _named(arguments: Mapping[str, Any], name: str) -> torch.Tensor:

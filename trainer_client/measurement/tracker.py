@@ -213,4 +213,4 @@ def _to_host(value: torch.Tensor) -> torch.Tensor:
     """A copy that is on the host once the device has got there."""
     if not value.is_cuda:
         return value
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)

@@ -65,7 +65,7 @@ def gather_rates(
         width = row_bytes // 4
         rows = table_bytes // row_bytes
         if from_host and device.type == "cuda":
-            pinned = torch.zeros((rows, width), dtype=torch.float32, pin_memory=True)
+            pinned = torch.zeros((rows, width), dtype=torch.float32, device="cpu", pin_memory=True)
             source = torch.as_tensor(_HostRows(pinned), device=device)
         else:
             source = torch.zeros((rows, width), dtype=torch.float32, device=device)
@@ -87,7 +87,7 @@ def gather_rates(
 
 def copy_rate(device: torch.device, size: int, repeats: int) -> float:
     """Bytes per second of a copy from host memory."""
-    host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     there = torch.empty(size, dtype=torch.uint8, device=device)
     return size / median_seconds(lambda: there.copy_(host, non_blocking=True), device, repeats)
 
@@ -106,7 +106,7 @@ def launch_seconds(device: torch.device) -> float:
 def power_law_keys(rows: int, count: int, seed: int, device: torch.device) -> torch.Tensor:
     """Keys from the integer parts of a power law on [1, rows], permuted over the rows."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64, device=generator.device)
     last = float(rows + 1) ** (1 - EXPONENT)
     keys = ((last - 1) * uniform + 1) ** (1 / (1 - EXPONENT))
     ranks = keys.to(torch.int64).clamp_(1, rows) - 1

@@ -269,6 +269,6 @@ def _spans(
 
 def warm_up() -> None:
     """Compiles the kernels, or reads them from numba's cache, for int64 keys with lengths of either width."""
-    key, block = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    key, block = torch.ones(1, dtype=torch.int64, device="cpu"), torch.ones(1, dtype=torch.int64, device="cpu")
     for dtype in (torch.int64, torch.int32):
-        block_bucketize(torch.ones(1, dtype=dtype), key, block, 2, [0], [0])
+        block_bucketize(torch.ones(1, dtype=dtype, device="cpu"), key, block, 2, [0], [0])

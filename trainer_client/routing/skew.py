@@ -53,8 +53,8 @@ def lower_bound(counts: Tensor, num_ranks: int) -> float:
         num_ranks: Ranks.
     """
     ordered = counts.sort(descending=True).values.to(torch.float64)
-    padded = torch.cat([torch.zeros(1, dtype=torch.float64), ordered.cumsum(0)])
-    j = torch.arange((ordered.numel() - 1) // num_ranks + 1)
+    padded = torch.cat([torch.zeros(1, dtype=torch.float64, device=ordered.device), ordered.cumsum(0)])
+    j = torch.arange((ordered.numel() - 1) // num_ranks + 1, device=ordered.device)
     last = j * num_ranks + 1  # the keys in question, of which the j + 1 lightest may share a rank
     pigeonhole = padded[last] - padded[last - j - 1]
     return max(float(ordered.sum()) / num_ranks, float(pigeonhole.max()))
@@ -86,8 +86,8 @@ def report(
     blocks = list(block_sizes) if block_sizes is not None else [0] * len(names)
     if len(modes) != len(names) or len(blocks) != len(names):
         raise ValueError(f"{len(modes)} modes and {len(blocks)} block sizes for {len(names)} features; give one each")
-    load = torch.zeros(num_ranks, dtype=torch.int64)
-    counts, hottest = [torch.zeros(0, dtype=torch.int64)], []
+    load = torch.zeros(num_ranks, dtype=torch.int64, device="cpu")
+    counts, hottest = [torch.zeros(0, dtype=torch.int64, device="cpu")], []
     values = as_int64(kjt.values()).cpu()
     at = 0
     for name, mode, block, length in zip(names, modes, blocks, kjt.length_per_key(), strict=True):

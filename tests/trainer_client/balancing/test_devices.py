@@ -1,0 +1,122 @@
+"""Batches that are on a device already, and programs that have chosen a default device of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torchrec import JaggedTensor, KeyedJaggedTensor
+
+from tests.balancer_process import running_balancer
+from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
+from tests.trainer_client.ranks import run_ranks
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.balancing import incoming
+from trainer_client.balancing.groups import Groups
+from trainer_client.balancing.incoming import Incoming
+from trainer_client.balancing.membership import Membership
+from trainer_client.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device
+from trainer_client.costs import TokenCost
+
+
+def some_batch() -> dict[str, Any]:
+    lengths = torch.tensor([2, 0, 3, 1, 1, 1], dtype=torch.int32)
+    return {
+        "keyed": KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(8), lengths=lengths),
+        "jagged": JaggedTensor(values=torch.rand(4), lengths=torch.tensor([4, 0, 0])),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(1), torch.ones(5)], layout=torch.jagged),
+        "count": torch.tensor([1, 0, 2]),
+        "flat": torch.arange(3) * 10,
+        "label": torch.rand(3),
+    }
+
+
+def test_numbers_of_a_batch_arrive_as_they_are_read_on_the_host() -> None:
+    spec = BatchSpec(rows_per_sample={"flat": "count"})
+    for _ in range(2):  # by its declarations, and recalled
+        batch = some_batch()
+        flat, (cost,) = Arriving(batch, spec, [torch.tensor([0.5, 1, 2], dtype=torch.bfloat16)]).get()
+        expected = flatten(batch, spec)
+        assert flat.schema == expected.schema
+        assert flat.lengths.tolist() == expected.lengths.tolist()
+        assert flat.lengths_of("count").tolist() == [1, 0, 2]
+        assert cost.tolist() == [0.5, 1, 2]
+        assert flatten(flat, spec) is flat
+    wrong = {**some_batch(), "count": torch.tensor([1, 0, 1])}
+    with pytest.raises(BatchError, match="'flat' holds 3 values, but its lengths add up to 2"):
+        Arriving(wrong, spec).get()
+    assert not is_on_device(batch, spec)
+    assert is_on_device({"x": torch.empty(3, device="meta")}, None)
+
+
+def test_a_batch_on_a_device_is_fetched_one_ahead_and_comes_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incoming, "is_on_device", lambda *_: True)
+    fetched: list[int] = []
+
+    def source() -> Iterator[dict[str, torch.Tensor]]:
+        for step in range(4):
+            fetched.append(step)
+            yield make_batch(0, step, 3)
+
+    def on_the_host(batch: Any) -> Any:
+        if isinstance(batch, dict):
+            raise BatchError("'count' is on cuda:0")
+        return batch.lengths_of("count")
+
+    came = Incoming(source(), cost=cost_of, memory=on_the_host, spec=SPEC)
+    for step in range(4):
+        flat = next(came)
+        assert fetched == list(range(min(step + 2, 4)))
+        batch = make_batch(0, step, 3)
+        assert came.cost(flat).tolist() == cost_of(batch).tolist()
+        assert came.memory is not None
+        assert came.memory(flat).tolist() == batch["count"].tolist()
+    assert next(came, None) is None
+
+    def on_the_host_only(batch: Any) -> Any:
+        if isinstance(batch, dict):
+            raise BatchError("'count' is on cuda:0")
+        return batch["count"]
+
+    came = Incoming(source(), cost=on_the_host_only, memory=None, spec=SPEC)
+    with pytest.raises(BatchError, match="'count' is on cuda:0; compute it with torch on the device"):
+        came.cost(next(came))
+
+
+def train(rank: int, address: str | None, arriving: bool, default: str | None) -> Any:
+    if default is not None:
+        torch.set_default_device(default)
+    if arriving:
+        incoming.is_on_device = lambda *_: True  # type: ignore[assignment]
+    with torch.device("cpu"):
+        batches = [make_batch(rank, step, 4 + rank) for step in range(4 + rank)]
+    options = BalanceOptions(window=2)
+    balancer = (
+        Balancer.embedded(options=options)
+        if address is None
+        else Balancer.connect(address, job=f"devices-{default}", options=options)
+    )
+    cost = TokenCost(tokens="count")
+    with balancer:
+        return [batch["id"].tolist() for batch in BalancedLoader(batches, balancer, cost=cost, spec=SPEC)]
+
+
+def test_batches_that_arrive_are_balanced_as_those_of_the_host() -> None:
+    assert run_ranks(2, train, None, True, None) == run_ranks(2, train, None, False, None)
+
+
+def test_a_default_device_of_the_program_changes_nothing() -> None:
+    """Whatever the library makes without saying where would be on a device that has no memory."""
+    with running_balancer() as balancer:
+        found = run_ranks(2, train, balancer.address, False, "meta")
+    assert found == run_ranks(2, train, None, False, None)
+
+
+def test_ranks_that_exchange_on_gpus_only_need_one() -> None:
+    needs = {}
+    for backend in ("nccl", "gloo", "cpu:gloo,cuda:nccl", "undefined"):
+        membership = Membership(ranks=(0, 1), peers=(0,), backend=backend, own=0)
+        needs[backend] = Groups(rank=0, world_size=2, membership=membership).needs_gpu
+    assert [backend for backend, needed in needs.items() if needed] == ["nccl"]
