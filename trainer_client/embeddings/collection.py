@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_client.embeddings.communicators import exchange_group
 from trainer_client.embeddings.config import KeyBatch, RoutedTable
@@ -34,6 +35,17 @@ def default_table(table: RoutedTable, rank: int, num_ranks: int, device: torch.d
     return KeyTable(table, rank=rank, num_ranks=num_ranks, device=device)
 
 
+def _as_group(ranks: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if not isinstance(ranks, DeviceMesh):
+        return ranks
+    if ranks.ndim != 1:
+        raise ValueError(
+            f"process_group is a mesh of {ranks.ndim} dimensions; pass the one whose ranks share the tables, such as "
+            "mesh['dp']"
+        )
+    return ranks.get_group()
+
+
 def _seat(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank among those that share the tables, and their number."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
@@ -48,7 +60,8 @@ class RoutedEmbeddingCollection(RankLocal):
 
     Args:
         tables: The tables. Those of equal dimension share one exchange.
-        process_group: Ranks that share the tables; the default group if there is one, else this process alone.
+        process_group: Ranks that share the tables, as a group or a mesh of one dimension such as ``mesh["dp"]``; the
+            default group if there is one, else this process alone.
         device: Where the tables live.
         deduplicate: Send each distinct key of a table once per rank and batch. Pays where keys repeat, as in histories;
             costs a sort of the batch's keys.
@@ -57,14 +70,15 @@ class RoutedEmbeddingCollection(RankLocal):
         make_table: Builds a rank's part of a table (table, rank, ranks, device), for other storage than this module's.
 
     Raises:
-        ValueError: if two tables share a name or a feature, or the factor is not positive.
+        ValueError: if two tables share a name or a feature, the factor is not positive, or a mesh has several
+            dimensions.
     """
 
     def __init__(
         self,
         tables: Sequence[RoutedTable],
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str = "cpu",
         deduplicate: bool = False,
         gradient_divide_factor: float | None = None,
@@ -79,10 +93,10 @@ class RoutedEmbeddingCollection(RankLocal):
             if twice is not None:
                 raise ValueError(f"{kind} {twice!r} is named twice; names must be unique")
         self.configs = tuple(tables)
-        self.group = process_group
-        self.rank, self.num_ranks = _seat(process_group)
+        self.group = _as_group(process_group)
+        self.rank, self.num_ranks = _seat(self.group)
         if self.num_ranks > 1:
-            exchange_group(process_group)  # made while all ranks are here
+            exchange_group(self.group)  # made while all ranks are here
         self.deduplicate = deduplicate
         self.gradient_divide_factor = self.num_ranks if gradient_divide_factor is None else gradient_divide_factor
         if not self.gradient_divide_factor > 0:
@@ -115,6 +129,10 @@ class RoutedEmbeddingCollection(RankLocal):
         """
         keys = KeyBatch.of(batch)
         keys = replace(keys, values=as_int64(keys.values))  # what travels is the same on all ranks
+        if keys.weights is not None and keys.weights.numel() != keys.values.numel():
+            raise ValueError(
+                f"weights has {keys.weights.numel()} elements for {keys.values.numel()} keys; give one each"
+            )
         results: dict[str, Tensor] = {}
         for tables in self._groups:
             part = keys.select([feature for table in tables for feature in table.features])

@@ -8,21 +8,14 @@ import json
 import os
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from tests.trainer_client.embeddings.whole import TABLES, Whole, check_rows, loss_of, make_batch
+from tests.trainer_client.embeddings.wrapped import WRAPPERS, to_device, train_wrapped
 from trainer_client.embeddings import KeyBatch, RoutedEmbeddingCollection, RoutedTable
-
-
-def to_device(batch: KeyBatch, device: torch.device) -> KeyBatch:
-    assert batch.weights is not None
-    return replace(
-        batch, values=batch.values.to(device), lengths=batch.lengths.to(device), weights=batch.weights.to(device)
-    )
 
 
 def compare(rank: int, num_ranks: int, device: torch.device, deduplicate: bool) -> None:
@@ -85,12 +78,14 @@ def main() -> None:
     figures = measure_deduplication(device)
     for deduplicate in (False, True):
         compare(dist.get_rank(), dist.get_world_size(), device, deduplicate)
+    for name in WRAPPERS:
+        train_wrapped(name, dist.get_rank(), dist.get_world_size(), device, 2e-3)
     if dist.get_rank() == 0:
         print(figures)
         if target is not None:
             about = {"device": torch.cuda.get_device_name(), "ranks": dist.get_world_size(), "torch": torch.__version__}
             target.write_text(json.dumps(about | figures, indent=1) + "\n")
-        print("the collection over NCCL equals one process holding the whole tables")
+        print("the collection over NCCL equals one process holding the whole tables, also under", ", ".join(WRAPPERS))
     dist.destroy_process_group()
 
 

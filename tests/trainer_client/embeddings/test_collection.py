@@ -85,6 +85,16 @@ def test_refusals_name_table_and_value() -> None:
         RoutedEmbeddingCollection([table])(
             KeyBatch(features=["user"], values=torch.tensor([10]), lengths=torch.tensor([1]), batch_sizes=[1])
         )
+    with pytest.raises(ValueError, match="weights has 3 elements, but there are 1 keys"):
+        RoutedEmbeddingCollection([table])(
+            KeyBatch(
+                features=["user"],
+                values=torch.tensor([1]),
+                lengths=torch.tensor([1]),
+                batch_sizes=[1],
+                weights=torch.ones(3),
+            )
+        )
     with pytest.raises(ValueError, match="no feature 'user'"):
         RoutedEmbeddingCollection([table])(
             KeyBatch(features=["x"], values=torch.tensor([1]), lengths=torch.tensor([1]), batch_sizes=[1])
@@ -94,7 +104,11 @@ def test_refusals_name_table_and_value() -> None:
         RoutedEmbeddingCollection([small])(
             KeyBatch(features=["f"], values=torch.arange(3), lengths=torch.tensor([3]), batch_sizes=[1])
         )
-    for change, message in (({"embedding_dim": 0}, "embedding_dim is 0"), ({"pooling": "max"}, "'max'")):
+    for change, message in (
+        ({"embedding_dim": 0}, "embedding_dim is 0"),
+        ({"pooling": "max"}, "'max'"),
+        ({"capacity": 0}, "capacity is 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             RoutedTable(**({"name": "t", "embedding_dim": 1, "features": (), "num_embeddings": 1} | change))  # type: ignore[arg-type]
 

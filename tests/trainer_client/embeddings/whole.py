@@ -72,11 +72,11 @@ def check_rows(
     held_anywhere = torch.zeros(1, dtype=torch.int64)
     for table in whole.tables:
         owned: Any = collection.tables[table.name]
-        held = owned.held_keys()
+        held = owned.held_keys().cpu()
         block = table.rows_per_rank(num_ranks)
         assert bool((owners(held, table.mode, num_ranks=num_ranks, block_size=block) == rank).all())
         index = torch.searchsorted(whole.keys[table.name], held)
         expected = whole.weights[table.name][index]
-        torch.testing.assert_close(owned.weight[: held.numel()], expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(owned.weight[: held.numel()].cpu(), expected, rtol=tolerance, atol=tolerance)
         held_anywhere += held.numel()
     assert int(held_anywhere) > 0
