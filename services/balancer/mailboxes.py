@@ -19,10 +19,12 @@ class StreamMailbox:
 
     Attributes:
         holder: whose it is.
+        heard_at: when the stream began or last brought a whole message, by the loop's clock.
     """
 
     def __init__(self, instance: int) -> None:
         self.holder: Holder = ("", "")
+        self.heard_at = asyncio.get_running_loop().time()
         self._instance = instance
         self._outgoing: deque[pb.BalanceResponse | Answer] = deque()
         self._changed: asyncio.Future[None] | None = None  # while `next` waits
@@ -78,6 +80,11 @@ class StreamMailbox:
         """Ends the stream once every answer that is owed has been sent."""
         self._ending = True
         self._wake()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it ends with an error."""
+        return self._closed
 
     @property
     def backlog(self) -> int:

@@ -79,6 +79,11 @@ class Metrics:
             ("job",),
             registry=self.registry,
         )
+        self._ended = Counter(
+            "evenkeel_balancer_quiet_streams_ended_total",
+            "Streams ended because they were quiet while the process took more memory than it may.",
+            registry=self.registry,
+        )
         self._refused = Counter(
             "evenkeel_balancer_refused_calls_total",
             "Calls and streams refused, by reason: token, job or rate.",
@@ -114,6 +119,10 @@ class Metrics:
             "Rounds that got the cheapest search, since their own would not have ended in time.",
             registry=self.registry,
         )
+
+    def streams_ended(self, count: int) -> None:
+        """Quiet streams were ended because the process took too much memory."""
+        self._ended.inc(count)
 
     def refused(self, reason: str) -> None:
         """A call was refused: `token`, `job` or `rate`."""

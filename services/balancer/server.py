@@ -19,6 +19,7 @@ from services.balancer.access import AccessInterceptor
 from services.balancer.health import Health
 from services.balancer.hub import Hub
 from services.balancer.metrics import Metrics
+from services.balancer.pressure import Pressure
 from services.balancer.registry import DRAINING
 from services.balancer.servicer import BalancerServicer, EdgeOptions, add_to_server
 from services.balancer.settings import PREFIX, Settings
@@ -114,6 +115,7 @@ class BalancerServer:
         self.servicer = BalancerServicer(self.hub, edge)
         self._health = Health(("", SERVICE), max_watches=_MAX_WATCHES)
         self._server: grpc.aio.Server | None = None
+        self._pressure: Pressure | None = None
         self._stop_metrics: Callable[[], None] | None = None
 
     async def start(self) -> None:
@@ -136,6 +138,7 @@ class BalancerServer:
             raise OSError(f"cannot listen on {address}: choose another host or port ({error})") from error
         await self._server.start()
         self._access.start()
+        self._pressure = Pressure(self.servicer.streams, settings.max_memory, ended=self.metrics.streams_ended)
         if settings.metrics_port is not None:
             self.metrics_port, self._stop_metrics = self.metrics.serve(
                 settings.metrics_host, settings.metrics_port, ready=lambda: not self.hub.registry.draining
@@ -170,6 +173,8 @@ class BalancerServer:
         # Whatever a peer does or leaves undone, each step ends: what is left then ends with the process.
         await _within(grace * 3 / 8, self._server.stop(grace / 4), "calls")
         self._access.stop()
+        if self._pressure is not None:
+            self._pressure.stop()
         self.metrics.lag.stop()
         self.hub.close()
         self._pool.close()

@@ -106,6 +106,15 @@ class Streams:
         for mailbox in self._open:
             mailbox.close(refusal)
 
+    def quiet(self, seconds: float) -> tuple[str, list[StreamMailbox]]:
+        """The caller with most streams that brought no message for so long, and those streams."""
+        before = self._hub.now - seconds
+        callers: dict[str, list[StreamMailbox]] = {}
+        for mailbox in self._open:
+            if mailbox.heard_at < before and not mailbox.is_closed:
+                callers.setdefault(mailbox.holder[0], []).append(mailbox)
+        return max(callers.items(), key=lambda one: len(one[1]), default=("", []))
+
     async def serve(self, context: Guard) -> None:
         """The stream of one rank, or of all ranks of a node."""
         holder = (context.caller.name, "")
@@ -226,7 +235,9 @@ class Streams:
     async def _next_request(self, context: Guard, mailbox: StreamMailbox) -> bytes | None:
         while mailbox.backlog >= self._options.max_backlog:
             await mailbox.taken()
-        return await context.read()
+        data = await context.read()
+        mailbox.heard_at = self._hub.now
+        return data
 
     async def _take(self, stream: _Stream, data: bytes) -> None:
         """Takes the submissions of a message, as many at a time as the loop has time for."""

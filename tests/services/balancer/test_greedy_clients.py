@@ -171,3 +171,49 @@ async def test_half_open_connections_and_untaken_answers_do_not_keep_it_from_sto
     await stopped_within(server, 20)
     for wire in [*wires, deaf]:
         wire.writer.transport.abort()
+
+
+async def test_messages_that_never_end_take_bounded_memory(start_server: StartServer, token_file: Path) -> None:
+    server = await start_server(max_memory=24 << 20, token_file=token_file)
+    path, size = "/evenkeel.balancer.v1.BalancerService/Balance", (4 << 20) - 64
+    wires = []
+    for _ in range(4):
+        wire = Wire(*await asyncio.open_connection("127.0.0.1", server.port))
+        wire.begin()
+        reading = asyncio.create_task(wire.read_windows())
+        for stream in range(1, 9, 2):
+            join = pb.BalanceRequest(join=join_message(0, world_size=1, job=f"greedy-{stream}")).SerializeToString()
+            wire.call(stream, path, join, **dict(authorized("greedy")))
+        wires.append((wire, reading))
+    while len(server.servicer.streams) < 16:
+        await asyncio.sleep(0.01)
+    modest = asyncio.create_task(_go_on(server.port))
+    announced = b"\0" + size.to_bytes(4, "big") + bytes(size - 1000)  # the rest never comes
+    await asyncio.gather(*(wire.push(stream, announced, 20) for wire, _ in wires for stream in range(1, 9, 2)))
+
+    async def until_ended() -> None:
+        while any(mailbox.holder[0] == "token greedy" for mailbox in server.servicer.streams.mailboxes):
+            await asyncio.sleep(0.05)
+
+    await asyncio.wait_for(until_ended(), 60)
+    modest.cancel()
+    (outcome,) = await asyncio.gather(modest, return_exceptions=True)
+    assert isinstance(outcome, asyncio.CancelledError), outcome
+    for wire, reading in wires:
+        reading.cancel()
+        wire.writer.transport.abort()
+
+
+async def _go_on(port: int) -> None:
+    """A job that goes through rounds until it is cancelled."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = pb_grpc.BalancerServiceStub(channel)  # type: ignore[no-untyped-call]
+        stream = stub.Balance(metadata=authorized("modest"))
+        await stream.write(pb.BalanceRequest(join=join_message(0, world_size=1, job="modest")))
+        assert (await stream.read()).HasField("joined")
+        number = 0
+        while True:
+            await stream.write(pb.BalanceRequest(submit=submit_message(number, [1.0])))
+            assert (await stream.read()).answer.decision.outcome == pb.Decision.OUTCOME_BALANCED
+            number += 1
+            await asyncio.sleep(0.05)
