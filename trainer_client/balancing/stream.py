@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from trainer_client.balancing.agreement import Reason, Verdict, out_of_turn
 from trainer_client.balancing.alone import decide_alone
 from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.casting import Leaving, send
+from trainer_client.balancing.dropped import Key, await_predecessors, drop, note_closed, note_open
 from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.moving import Mover
@@ -60,6 +62,16 @@ class BatchStream:
         self._mover: Mover | None = None
         self._told_end = False
         self.counters = Counters()
+
+    def __del__(self) -> None:
+        groups: Groups | None = getattr(self, "_groups", None)
+        if groups is not None and groups.world_size > 1:  # one rank alone has nothing to leave
+            drop(self, self._opened_by)
+
+    @property
+    def key(self) -> Key:
+        """Job, group and loader."""
+        return self._config.job, self._config.group, self._config.loader
 
     @property
     def options(self) -> BalanceOptions:
@@ -280,6 +292,7 @@ class BatchStream:
         if self._groups is not None and rounds is not None and settled and moves is not None:
             self._groups.leave(rounds, moves)
         self._groups, self._worker, self._connection, self._mover = None, None, None, None
+        note_closed(self)
         self._next_round, self._last_pass = 0, -1
 
     def _settle_last(self, seconds: float) -> bool:
@@ -322,9 +335,12 @@ class BatchStream:
         if self._worker is not None:
             return
         if self._groups is None:
+            await_predecessors(self, CLOSE_SECONDS)
+            self._opened_by = os.getpid()
             self._groups = Groups.create(
                 self._config.process_group, self._config.options.group_timeout, self._config.peers
             )
+            note_open(self)
         opened = meet(self._config, self._groups, flat, device)
         self._template, self._options, self._connection = opened.template, opened.options, opened.connection
         self._tracer = opened.tracer

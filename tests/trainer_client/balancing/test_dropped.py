@@ -1,0 +1,57 @@
+"""Balancers that were dropped without being closed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from tests.balancer_process import running_balancer
+from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
+from tests.trainer_client.ranks import run_ranks
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
+
+
+def one_after_the_other(rank: int, address: str | None, leave: bool) -> Any:
+    """The modes of five loops and the communicators that they used; then what is left of them all."""
+    modes, pairs = [], []
+    for _ in range(5):
+        balancer = (
+            Balancer.embedded()
+            if address is None
+            else Balancer.connect(address, job=f"dropped-{leave}", options=BalanceOptions(timeout=timedelta(seconds=9)))
+        )
+        loader = BalancedLoader([make_batch(rank, step, 5) for step in range(6)], balancer, cost=cost_of, spec=SPEC)
+        seen = []
+        for step, _ in enumerate(loader):
+            seen.append(loader.report.mode.value)
+            if leave and step == 2 + rank:
+                break
+        modes.append(seen)
+        pairs.append(balancer.stream()._groups.pair.serial)  # type: ignore[union-attr]
+        del balancer, loader  # and nothing else
+    gc.collect()
+    until = time.monotonic() + 20
+    while (left := [one.name for one in threading.enumerate() if one.name.startswith("evenkeel")]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.05)
+    return modes, pairs, left
+
+
+def test_a_dropped_balancer_leaves_nothing_behind_and_its_successor_takes_its_place() -> None:
+    for modes, pairs, left in run_ranks(2, one_after_the_other, None, False):
+        assert modes == [["embedded"] * 6] * 5
+        assert pairs == [1] * 5
+        assert left == []
+
+
+def test_a_successor_is_served_under_the_same_name() -> None:
+    with running_balancer() as service:
+        for leave in (False, True):
+            for modes, pairs, left in run_ranks(2, one_after_the_other, service.address, leave):
+                assert {mode for loop in modes for mode in loop} == {"service"}
+                assert pairs == [1] * 5
+                assert left == []
