@@ -130,9 +130,7 @@ class RoutedEmbeddingCollection(RankLocal):
         keys = KeyBatch.of(batch)
         keys = replace(keys, values=as_int64(keys.values))  # what travels is the same on all ranks
         if keys.weights is not None and keys.weights.numel() != keys.values.numel():
-            raise ValueError(
-                f"weights has {keys.weights.numel()} elements for {keys.values.numel()} keys; give one each"
-            )
+            raise ValueError(f"weights has {keys.weights.numel()} elements, but there are {keys.values.numel()} keys")
         results: dict[str, Tensor] = {}
         for tables in self._groups:
             part = keys.select([feature for table in tables for feature in table.features])
