@@ -34,7 +34,9 @@ def decide_alone(ticket: Ticket, options: BalanceOptions, template: FlatBatch) -
     reports = report_round(
         ticket, [vote], verdict, piece=piece, rank=0, options=options, plan=None, balances=(), wait_seconds=0.0
     )
-    return Outcome(verdict=verdict, piece=piece, reports=reports, template=template)
+    # a batch without samples may have other fields than those before it
+    nothing = ticket.flats[0].empty() if ticket.flats and not len(costs) else template
+    return Outcome(verdict=verdict, piece=piece, reports=reports, template=nothing)
 
 
 def _caps_kept(ticket: Ticket, options: BalanceOptions) -> Reason:

@@ -183,7 +183,7 @@ class BalancedLoader(Generic[B]):
     def _finish(self, stream: BatchStream, moving: tuple[Pending, RoundReport]) -> B:
         pending, report = moving
         started = time.perf_counter()
-        batch: B = pending.wait().unflatten()
+        batch: B = pending.wait().unflatten(self._spec)
         stream.counters.redistribution_seconds += time.perf_counter() - started
         self._report = report
         return batch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_client.batches.nodes import Node, Parts, Taken
-from trainer_client.batches.spec import BatchError, Derive, MaxLength
+from trainer_client.batches.spec import BatchError, BatchSpec, Declarations, Derive, MaxLength
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,20 @@ def derived_nodes(node: Node) -> Iterator[DerivedNode]:
         yield from derived_nodes(members)
 
 
-def settle(root: Node, batch: Any, parts: Parts) -> Any:
+def settle(root: Node, batch: Any, parts: Parts, spec: BatchSpec | None = None) -> Any:
     """The batch with its derived values, which were None in it until now."""
-    return _place(root, batch, {node.path: _compute(node, batch, parts) for node in derived_nodes(root)})
+    own = None if spec is None else Declarations(spec)
+    return _place(root, batch, {node.path: _compute(node, batch, parts, own) for node in derived_nodes(root)})
 
 
-def _compute(node: DerivedNode, batch: Any, parts: Parts) -> Any:
-    if isinstance(node.function, MaxLength):
+def _compute(node: DerivedNode, batch: Any, parts: Parts, own: Declarations | None) -> Any:
+    function = node.function
+    if isinstance(function, MaxLength):
         return max(parts.lengths_on_host(node.column), default=0)
-    return node.function(batch)
+    if isinstance(function, _Missing) and own is not None:
+        declared = own.derive(node.path)
+        function = declared if callable(declared) else function
+    return function(batch)
 
 
 def _place(node: Any, value: Any, found: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from trainer_client.batches.derived import derived_nodes, settle
 from trainer_client.batches.nodes import Node
 from trainer_client.batches.overwritten import Watch
 from trainer_client.batches.schema import Schema
-from trainer_client.batches.spec import BatchError, Padded
+from trainer_client.batches.spec import BatchError, BatchSpec, Padded
 
 LENGTHS_DTYPE = torch.int32  # on the wire and on devices; flatten() refuses longer samples
 
@@ -298,11 +298,16 @@ class FlatBatch:
         if self._watch is not None:
             self._watch.check(self.tensors, [leaf.path for leaf in self.structure.leaves])
 
-    def unflatten(self) -> Any:
-        """The batch again: the same containers and types around these tensors."""
+    def unflatten(self, spec: BatchSpec | None = None) -> Any:
+        """The batch again: the same containers and types around these tensors.
+
+        Args:
+            spec: The declarations that the batch was flattened with, on a rank that has got its structure from another
+                one: functions in it need no pickling then.
+        """
         parts = _Parts(self)
         batch = self.structure.root.build(parts)
-        return settle(self.structure.root, batch, parts) if self.structure.is_derived else batch
+        return settle(self.structure.root, batch, parts, spec) if self.structure.is_derived else batch
 
     def make_room(self, num_samples: int, totals: NDArray[np.int64], device: torch.device) -> list[torch.Tensor]:
         """Uninitialised tensors for a batch of this structure with so many samples and values per jagged column."""

@@ -71,6 +71,21 @@ def test_padded_tensors_names_and_longest_lengths_are_those_of_the_batch_that_is
                 assert batch["mask"][row].tolist() == [True] * length + [False] * (longest - length)
 
 
+def _train_without_data(rank: int) -> list[tuple[int, list[int]]]:
+    spec = BatchSpec(derived={"total": lambda batch: int(batch["x"].sum())})  # cannot be pickled
+    batches = [] if rank else [{"x": torch.tensor([1, 2, 3, 4]), "total": 10}]
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader(batches, balancer, cost=lambda batch: batch["x"], spec=spec)
+        return [(batch["total"], batch["x"].tolist()) for batch in loader]
+
+
+def test_a_rank_that_never_had_a_batch_computes_what_follows_from_its_samples() -> None:
+    ranks = run_ranks(WORLD, _train_without_data)
+    assert sorted(sample for rank in ranks for _, own in rank for sample in own) == [1, 2, 3, 4]
+    assert ranks[1][0][1], "samples have moved"
+    assert all(total == sum(own) for rank in ranks for total, own in rank)
+
+
 def _train_undeclared(rank: int) -> None:
     with Balancer.embedded() as balancer:
         batches = [{"id": batch["id"], "tokens": batch["tokens"]} for batch in _padded_batches(rank)]
