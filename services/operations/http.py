@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 _TIMEOUT_SECONDS = 10.0
+_MAX_CONNECTIONS = 64
 
 
 class OperationsServer:
@@ -57,6 +61,33 @@ class OperationsServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._connected: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Gives a connection a thread; beyond so many the oldest is let go, so that a scrape always gets in."""
+        with self._lock:
+            self._connected[request] = None
+            oldest = next(iter(self._connected)) if len(self._connected) > _MAX_CONNECTIONS else None
+            if oldest is not None:
+                del self._connected[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection."""
+        with self._lock:
+            self._connected.pop(request, None)
+            super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections that break are not worth a line."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

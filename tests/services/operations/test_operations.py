@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -45,6 +47,21 @@ def get(server: OperationsServer, path: str) -> tuple[int, str]:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def test_scrapers_that_trickle_keep_nobody_out_and_take_few_threads(server: OperationsServer) -> None:
+    before = threading.active_count()
+    trickling = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(200)]
+    for number, raw in enumerate(trickling):
+        with contextlib.suppress(OSError):
+            raw.sendall(b"GET /metrics HTTP/1.1"[: 1 + number % 20])
+    assert get(server, "/healthz") == (200, "ok\n")
+    deadline = time.monotonic() + 30
+    while threading.active_count() - before > 65:
+        assert time.monotonic() < deadline, threading.active_count()
+        time.sleep(0.01)
+    for raw in trickling:
+        raw.close()
 
 
 def test_paths(server: OperationsServer, state: State) -> None:
