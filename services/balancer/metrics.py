@@ -108,11 +108,11 @@ class Metrics:
         )
         self._unplanned = Counter(
             "evenkeel_balancer_refused_partitions_total",
-            "Complete rounds that no worker began with, by reason: overloaded, too_costly, quarantined.",
+            "Complete rounds that no worker began with, by reason: overloaded, queued, too_costly, quarantined.",
             ("reason",),
             registry=self.registry,
         )
-        for reason in ("overloaded", "too_costly", "quarantined"):
+        for reason in ("overloaded", "queued", "too_costly", "quarantined"):
             self._unplanned.labels(reason)
         self._cheaper = Counter(
             "evenkeel_balancer_cheaper_partitions_total",

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,7 @@ class Zygote:
                 command = zygote.COMMAND.pack(b"F", number, memory_bytes)
                 socket.send_fds(self._control, [command], [theirs.fileno(), rounds.fd, plans.fd])
             undo.pop_all()
-        return Worker(number, ours, rounds, plans)
+        return Worker(number, ours, rounds, plans, born=time.monotonic())
 
     def kill(self, number: int) -> None:
         """Kills a worker, also one that is stopped."""
@@ -140,11 +141,13 @@ class Worker:
         end: where it is told of rounds, and tells of plans.
         rounds: where its rounds are written.
         plans: where it writes their plans.
+        born: when it was asked for, by the monotonic clock.
     """
 
-    __slots__ = ("end", "number", "plans", "rounds")
+    __slots__ = ("born", "end", "number", "plans", "rounds")
 
-    def __init__(self, number: int, end: socket.socket, rounds: Arena, plans: Arena) -> None:
+    def __init__(self, number: int, end: socket.socket, rounds: Arena, plans: Arena, *, born: float) -> None:
+        self.born = born
         self.number = number
         self.end = end
         self.rounds = rounds

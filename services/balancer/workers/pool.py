@@ -88,10 +88,10 @@ class WorkerPool:
     def submit(self, task: Task) -> PlanFailure | None:
         """Takes a task, or says why not; the outcome of one that was taken comes later."""
         now = self._now()
+        task.asked_at = now
         choice = self._choose(task, now)
         if isinstance(choice, PlanFailure):
             return choice
-        task.asked_at = now
         task.is_short = choice.seconds <= SHORT_SECONDS
         dropped = self._queue_of(task).push(task.session.job, task, choice.seconds)
         if dropped is not None:
@@ -166,12 +166,15 @@ class WorkerPool:
             deaths = self._quarantine.strikes(task.session)
             detail = f"rounds of this session ended {deaths} worker(s); it gets no plans for another {remaining:.2g} s"
             return self._refuse(Reason.QUARANTINED, detail)
-        available = self._available(task, now)
-        choice = self._estimator.choose(task.session, task.size, available * _SHARE_OF_TIME)
+        size, available = task.size, self._available(task, now)
+        choice = self._estimator.choose(task.session, size, available * _SHARE_OF_TIME)
         if choice is not None:
             return choice
+        before = self._available(task, task.asked_at)
+        if before > available and self._estimator.choose(task.session, size, before * _SHARE_OF_TIME) is not None:
+            detail = f"no worker was free for {now - task.asked_at:.2g} s; {available:.2g} s are too few for the search"
+            return self._refuse(Reason.QUEUED, detail)
         self._estimator.refused(task.session)
-        size = task.size
         detail = (
             f"{size.samples} samples of {size.ranks} ranks in {size.window} batch(es) take longer to plan than the "
             f"{available:.2g} s that there are; use a smaller window"

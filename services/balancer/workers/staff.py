@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from typing import Protocol
 
 import structlog
@@ -16,7 +17,8 @@ from services.balancer.workers.nursery import Ready, Worker, Zygote
 log = structlog.get_logger(__name__)
 
 _KEEP_BYTES = 64 << 20  # of shared memory above which a worker ends after its task
-_RESTART_SECONDS = (0.0, 0.05, 0.2, 0.5)  # after so many deaths in a row of workers that had nothing to do
+_RESTART_SECONDS = (0.0, 0.05, 0.2, 0.5)  # after so many deaths in a row of workers that had just been forked
+_INFANCY_SECONDS = 1.0
 _NICE = 10
 
 
@@ -56,7 +58,7 @@ class Staff:
         self._hired: dict[int, Worker] = {}
         self._pids: dict[int, int] = {}
         self._numbers = itertools.count()
-        self._idle_deaths = 0
+        self._early_deaths = 0
         self._closed = False
         self._started: asyncio.Future[None] | None = None
         self.is_ready = False
@@ -88,7 +90,6 @@ class Staff:
 
     def take_back(self, worker: Worker) -> None:
         """A worker that was hired has done its work."""
-        self._idle_deaths = 0
         if worker.nbytes > _KEEP_BYTES or len(self._idle) >= self._size:
             self.dismiss(worker)
             return
@@ -186,9 +187,9 @@ class Staff:
             idle.close()
             log.error("partition worker died that had nothing to do", worker=pid, how=how)
             self._employer.worker_lost_idle()
-            pause = _RESTART_SECONDS[min(self._idle_deaths, len(_RESTART_SECONDS) - 1)]
-            self._idle_deaths += 1
-            loop.call_later(pause, self._refill)
+            early = time.monotonic() - idle.born < _INFANCY_SECONDS
+            self._early_deaths = self._early_deaths + 1 if early else 0
+            loop.call_later(_RESTART_SECONDS[min(self._early_deaths, len(_RESTART_SECONDS) - 1)], self._refill)
 
     def _lost(self) -> None:
         """The zygote has ended, and its workers with it: another is started, from a Python of its own."""

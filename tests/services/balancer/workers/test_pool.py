@@ -238,6 +238,21 @@ async def test_a_round_that_cannot_end_in_time_is_refused_or_gets_the_cheapest_s
     assert pool.told.cheaper == 1
 
 
+async def test_a_round_that_waited_too_long_is_said_to_have_waited(start: Start) -> None:
+    pool = await start(budget=20.0)
+    size, session = pool.task()[0].size, SessionKey("job", "", "")
+    for is_cheap in (False, True):
+        pool.pool._estimator.learn(session, size, 5.0, is_cheap=is_cheap)
+    first, _ = pool.task("hang", seconds=60)
+    assert pool.pool.submit(first) is None
+    second = pool.submit(seconds=6.0)
+    await asyncio.sleep(1.0)
+    pool.pool.cancel(first)
+    late = await second
+    assert reason(late) is Reason.QUEUED
+    assert "no worker was free for" in late.detail  # type: ignore[union-attr]
+
+
 async def test_large_rounds_go_there_and_back(start: Start) -> None:
     pool = await start()
     costs = np.random.default_rng(3).integers(1, 1000, 300_000).tolist()
