@@ -43,36 +43,44 @@ class Size:
 
 
 def full_seconds(size: Size) -> float:
-    """The search that was asked for, on the machine that the model was fitted on.
-
-    Sorting and slicing go with the samples; exchanges are hard where a rank has few samples to exchange, and go with
-    the ranks then. A window is partitioned as loaded, and again after its heavy samples have met.
-    """
-    per_batch = size.samples / size.window
-    few = min(1.0, _FEW_SAMPLES * size.ranks / max(1.0, per_batch))
-    hard = _PER_RANK.get(size.strategy, _PER_RANK["minimal_move"]) * size.ranks * few
-    batch = _PER_BATCH + _PER_SAMPLE * per_batch + hard
-    return _slices_seconds(size) + batch * size.window * (_ATTEMPTS if size.window > 1 else 1)
+    """The search that was asked for, on the machine that the model was fitted on."""
+    return _sum(full_features(size), _FULL.get(size.strategy, _FULL["minimal_move"]))
 
 
 def cheap_seconds(size: Size) -> float:
     """The cheapest search, on the same machine."""
-    return _slices_seconds(size) + size.window * _PER_BATCH + _PER_SAMPLE * size.samples
+    return _sum(cheap_features(size), _CHEAP)
 
 
-def _slices_seconds(size: Size) -> float:
-    return _PER_ROUND + _PER_VALUE * size.values + _PER_RANK_OF_BATCH * size.ranks * size.window
+def full_features(size: Size) -> list[float]:
+    """What the time of the search that was asked for is a sum of.
+
+    Sorting and slicing go with the samples; exchanges are hard where a rank has few samples to exchange, and go with
+    the ranks then. A window is partitioned as loaded, and again after its heavy samples have met, which is harder.
+    """
+    per_batch = size.samples / size.window
+    few = min(1.0, _FEW_SAMPLES * size.ranks / max(1.0, per_batch))
+    return [*cheap_features(size), size.window * (4.0 if size.window > 1 else 1.0) * size.ranks * few]
 
 
-# Seconds, fitted to `benchmarks/results/estimates.json`.
-_PER_ROUND = 2e-4
-_PER_BATCH = 2e-4
-_PER_SAMPLE = 4e-7
-_PER_VALUE = 2e-8
-_PER_RANK_OF_BATCH = 1e-6
-_PER_RANK = {"minimal_move": 1.5e-4, "karmarkar_karp": 2e-5, "lpt": 2e-5}
-_FEW_SAMPLES = 4.0
-_ATTEMPTS = 2.0
+def cheap_features(size: Size) -> list[float]:
+    """What the time of the cheapest search is a sum of."""
+    attempts = size.window * (2.0 if size.window > 1 else 1.0)
+    return [1.0, attempts, attempts * size.samples / size.window, float(size.values), float(size.ranks * size.window)]
+
+
+def _sum(features: list[float], coefficients: tuple[float, ...]) -> float:
+    return sum(feature * coefficient for feature, coefficient in zip(features, coefficients, strict=True))
+
+
+_FEW_SAMPLES = 4.0  # of a rank in a batch, up to which exchanges are hard
+# Seconds, near what `python -m benchmarks.estimates --fit` gives, rather above than below it.
+_CHEAP = (7e-5, 9e-5, 1.8e-7, 8e-9, 6e-7)
+_FULL = {
+    "minimal_move": (*_CHEAP, 6e-5),
+    "karmarkar_karp": (*_CHEAP, 1e-5),
+    "lpt": (*_CHEAP, 1e-5),
+}
 
 
 @dataclass(slots=True)
