@@ -7,7 +7,6 @@ left it after the same number of rounds and moves, so that what one rank expects
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,8 +57,8 @@ class _Shelf:
     made: int = 0
 
 
+# Stays in a child of `fork`, which has none of the threads that the end of a communicator waits for.
 _shelves: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Membership, _Shelf]] = weakref.WeakKeyDictionary()
-os.register_at_fork(after_in_child=_shelves.clear)
 
 
 def take(membership: Membership, timeout: timedelta) -> Communicators:

@@ -4,7 +4,6 @@ Keys and rows travel in the forward and the backward pass, between whatever else
 come earlier on a rank that leaves parameters unused than on one that does not, and would meet them.
 """
 
-import os
 import weakref
 from datetime import timedelta
 
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-os.register_at_fork(after_in_child=_made.clear)
 
 
 def exchange_group(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:

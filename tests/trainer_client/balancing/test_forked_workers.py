@@ -1,10 +1,13 @@
 """DataLoaders that fork their workers, before and after gRPC threads have started."""
 
+import gc
+import multiprocessing
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from tests.balancer_process import running_balancer
@@ -47,3 +50,21 @@ def test_four_forked_workers_and_three_epochs() -> None:
         results = run_ranks(2, iterate, balancer.address)
     for epoch in range(3):
         assert sorted(results[0][epoch] + results[1][epoch]) == list(range(2 * SAMPLES))
+
+
+def _fork_after_a_stream_with_peers(rank: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batches = [{"id": torch.arange(3) + 10 * mesh["dp"].get_local_rank()}] * 2
+    with Balancer.embedded(process_group=mesh["dp"]) as balancer:
+        trained = [len(batch["id"]) for batch in BalancedLoader(batches, balancer, cost=lambda batch: batch["id"])]
+    child = multiprocessing.get_context("fork").Process(target=gc.collect)
+    child.start()
+    child.join(20)
+    child.kill()  # one that hangs would hold this process up
+    return trained, child.exitcode
+
+
+def test_a_child_leaves_alone_what_closed_streams_have_left() -> None:
+    for trained, exit_code in run_ranks(4, _fork_after_a_stream_with_peers):
+        assert len(trained) == 2
+        assert exit_code == 0
