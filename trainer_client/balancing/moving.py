@@ -87,6 +87,9 @@ def _gpu_of(flats: Sequence[FlatBatch]) -> torch.device:
 
 def samples_of(outcome: Outcome, flats: Sequence[FlatBatch], batch: int) -> FlatBatch:
     """This rank's samples that are trained in a batch of the window, whichever rank trains them."""
+    columns = outcome.piece.slices[batch].source_totals.shape[1]
+    if batch < len(flats) and not outcome.reports[batch].samples and flats[batch].num_jagged == columns:
+        return flats[batch]  # as it was loaded: no rank knows better
     if outcome.piece.steps is None:
         return flats[batch] if batch < len(flats) and flats[batch].num_samples else _nothing(outcome)
     begins = np.cumsum([0, *(flat.num_samples for flat in flats)])

@@ -234,7 +234,7 @@ class RoundWorker:
             if not len(ticket.data):
                 assert told is not None
                 self._template = told
-        if not len(ticket.data):
+        if not len(ticket.data) and any(vote.samples for vote in votes):
             ticket.data = replace(ticket.data, lengths=self._template.lengths, sizes=self._template.sizes)
 
     def _agree(self, ticket: Ticket, differ: str = "") -> Outcome:

@@ -111,3 +111,16 @@ def test_the_weights_of_all_ranks_add_up_to_a_mean_over_the_global_batch(balance
     for step in zip(*results, strict=True):
         averaged = sum(record["loss_scale"] * len(record["ids"]) for record in step) / len(step)
         assert averaged == pytest.approx(1.0)
+
+
+def _rounds_without_samples(rank: int) -> list[tuple[int, ...]]:
+    batches = [{"id": torch.arange(size), "row": torch.ones(size, width)} for size, width in ((2, 1), (0, 2), (1, 3))]
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader(batches[: 3 - rank], balancer, cost=lambda batch: batch["id"])
+        return [tuple(batch["row"].shape) for batch in loader]
+
+
+def test_where_no_rank_has_samples_batches_are_as_loaded() -> None:
+    one, other = run_ranks(2, _rounds_without_samples)
+    assert one[1] == other[1] == (0, 2)
+    assert [shape[1] for shape in one] == [shape[1] for shape in other] == [1, 2, 3]
