@@ -1,0 +1,237 @@
+"""Random programs of users on real ranks: nothing lost, nothing doubled, gradients right, errors clear, no hang.
+
+    python -m benchmarks.programs --count 2000 --ranks 2-4 --json benchmarks/results/programs.json
+    python -m benchmarks.programs --seed 17 --count 1 --show          # one program again, printed
+    python -m benchmarks.programs --backend nccl --ranks 2 --minutes 4
+
+A program has several balancers and loaders, loops that end early and on some ranks earlier, errors, nested and zipped
+loops, uneven and empty data, rows that change their shape, models with routed tables under DDP or FSDP2, and resumes.
+It runs on 2 to 4 ranks that stay up from one program to the next. Every sample is followed, and losses, gradients and
+tables are compared with a dense model in one process. A program is right, or it ends with one documented error that is
+the same on all ranks. What is neither is shortened, printed, and written into a folder; the exit status is 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.programs.crew import Crew, Outcome
+from benchmarks.programs.draw import Means, draw
+from benchmarks.programs.features import features
+from benchmarks.programs.judge import Verdict, judge
+from benchmarks.programs.language import Kind, Program, listing
+from benchmarks.programs.shrink import shrink
+from trainer_client import Balancer
+
+PACKAGES = ("torch", "torchrec", "numpy", "numba", "grpcio")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was run and what became of it."""
+
+    programs: int = 0
+    right: int = 0
+    refused: int = 0
+    samples: int = 0
+    compared: int = 0
+    features: Counter[str] = field(default_factory=Counter)
+    rounds: Counter[str] = field(default_factory=Counter)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, result: dict[str, Any]) -> Tally:
+        """That of an earlier run, from its result file."""
+        return cls(
+            programs=result["programs"], right=result["right"], refused=result["refused"], samples=result["samples"],
+            compared=result["training_steps_compared"], features=Counter(result["features"]),
+            rounds=Counter(result["rounds"]), findings=result["findings"], seconds=result["seconds"],
+        )  # fmt: skip
+
+    def add(self, program: Program, verdict: Verdict) -> None:
+        """Counts a program."""
+        self.programs += 1
+        self.right += not verdict.findings and not verdict.refused
+        self.refused += verdict.refused
+        self.samples += verdict.samples
+        self.compared += verdict.compared
+        self.rounds += verdict.rounds
+        self.features.update(features(program))
+
+
+class Search:
+    """Runs programs and shortens those that go wrong."""
+
+    def __init__(self, crew: Crew, tally: Tally, *, tries: int, folder: Path) -> None:
+        self.crew, self.tally, self.tries, self.folder = crew, tally, tries, folder
+        self._known: Counter[str] = Counter()
+
+    def take(self, program: Program) -> dict[str, Any] | None:
+        """Runs one program; returns what it found, if anything."""
+        outcome = self.crew.run(program)
+        verdict = judge(program, outcome)
+        self.tally.add(program, verdict)
+        if not verdict.findings:
+            return None
+        self._known[verdict.signature] += 1
+        first = self._known[verdict.signature] == 1
+        smallest = program
+        if first and self.tries:
+            smallest = shrink(program, lambda smaller: self._fails(smaller, verdict.signature), tries=self.tries)
+        found = {
+            "seed": program.seed,
+            "signature": verdict.signature,
+            "findings": verdict.findings[:4],
+            "listing": listing(smallest),
+        }
+        self.tally.findings.append(found)
+        self._write(program, outcome, verdict, found)
+        return found
+
+    def _fails(self, program: Program, signature: str) -> bool:
+        return judge(program, self.crew.run(program)).signature == signature
+
+    def _write(self, program: Program, outcome: Outcome, verdict: Verdict, found: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        traces = [answer["trace"] for answer in outcome.answers if answer is not None and "trace" in answer]
+        parts = [found["listing"], "", *verdict.findings, "", "as drawn:", listing(program), "", *traces, outcome.logs]
+        (self.folder / f"seed{program.seed}.txt").write_text("\n".join(parts) + "\n")
+
+
+def main() -> int:
+    options = parse_arguments()
+    means = find_means(options)
+    tally = Tally()
+    if options.go_on and options.json is not None and options.json.exists():
+        tally = Tally.of(json.loads(options.json.read_text()))
+    before, started = tally.seconds, time.monotonic()
+    with Crew(backend=options.backend, group_seconds=options.group_seconds) as crew:
+        search = Search(crew, tally, tries=options.tries, folder=options.findings)
+        with progress(options.count, tally.programs) as advance:
+            for seed in range(options.seed + tally.programs, options.seed + options.count):
+                if options.minutes and time.monotonic() - started > 60 * options.minutes:
+                    break
+                program = draw(seed, means)
+                if options.only and not set(options.only) <= features(program):
+                    continue
+                if options.show:
+                    print(listing(program), flush=True)
+                found = search.take(program)
+                if found is not None:
+                    print(f"\n{found['listing']}\n-> " + "\n-> ".join(found["findings"]) + "\n", flush=True)
+                tally.seconds = before + time.monotonic() - started
+                advance(len(tally.findings))
+                if options.json is not None and (tally.programs % 50 == 0 or found is not None):
+                    write(options.json, report(tally, options, means))
+    print(
+        f"{tally.programs} programs in {tally.seconds:.0f} s: {tally.right} right, {tally.refused} refused, "
+        f"{len(tally.findings)} wrong; {tally.samples} samples followed, {tally.compared} training steps compared"
+    )
+    if options.json is not None:
+        write(options.json, report(tally, options, means))
+    return int(bool(tally.findings))
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def find_means(options: argparse.Namespace) -> Means:
+    """What this machine lets programs use."""
+    least, _, most = options.ranks.partition("-")
+    kinds: list[Kind] = ["embedded", "off"]
+    if importlib.util.find_spec("grpc") is not None:
+        kinds.append("gone")
+        if all(
+            importlib.util.find_spec(name) is not None for name in ("structlog", "pydantic_settings", "grpc_health")
+        ):
+            kinds += ["service", "faulty"]
+    torchrec = importlib.util.find_spec("torchrec") is not None
+    meshes = "peers" in inspect.signature(Balancer.embedded).parameters
+    return Means(ranks=(int(least), int(most or least)), kinds=tuple(kinds), torchrec=torchrec, meshes=meshes)
+
+
+def report(tally: Tally, options: argparse.Namespace, means: Means) -> dict[str, Any]:
+    """The result file."""
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(_module(name))}
+    gpu = torch.cuda.get_device_name() if options.backend == "nccl" else ""
+    return {
+        "command": " ".join(["python -m benchmarks.programs", *(flag for flag in sys.argv[1:] if flag != "--go-on")]),
+        "machine": gpu or platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "backend": options.backend,
+        "versions": versions | {"python": platform.python_version()},
+        "kinds_of_balancers": means.kinds,
+        "seed": options.seed, "programs": tally.programs, "seconds": round(tally.seconds, 1),
+        "right": tally.right, "refused": tally.refused, "wrong": len(tally.findings),
+        "samples": tally.samples, "training_steps_compared": tally.compared,
+        "features": dict(tally.features.most_common()), "rounds": dict(tally.rounds.most_common()),
+        "findings": tally.findings,
+    }  # fmt: skip
+
+
+def _module(package: str) -> str:
+    return {"grpcio": "grpc"}.get(package, package)
+
+
+@contextmanager
+def progress(count: int, done: int) -> Iterator[Any]:
+    """A bar, where there is rich and a terminal."""
+    if importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
+
+        def tell(wrong: int) -> None:
+            nonlocal done
+            done += 1
+            if done % 50 == 0:
+                print(f"{done} of {count} programs, {wrong} wrong", file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("programs", total=count, completed=done)
+        yield lambda wrong: bar.update(task, advance=1, description=f"programs, {wrong} wrong")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.programs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=200, help="programs, of the seeds from --seed on")
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--ranks", default="2-4", help="processes, or a range of them")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--minutes", type=float, help="after which no further program begins")
+    parser.add_argument("--group-seconds", type=float, default=12.0, help="after which a collective fails")
+    parser.add_argument("--tries", type=int, default=60, help="runs to shorten a program that goes wrong")
+    parser.add_argument("--findings", type=Path, default=Path("out/programs"), help="where programs go that went wrong")
+    parser.add_argument("--only", nargs="+", metavar="FEATURE", help="programs with these features, as in the results")
+    parser.add_argument("--show", action="store_true", help="print every program")
+    parser.add_argument("--json", type=Path, help="where the result goes, also in between")
+    parser.add_argument("--go-on", action="store_true", help="go on after the programs in the result, up to --count")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""What the ranks of programs are forked with: everything imported, all kernels loaded."""
+
+import contextlib
+import gc
+
+import torch.distributed.fsdp  # noqa: F401
+
+import benchmarks.programs.rank  # noqa: F401
+from evenkeel import partitioning
+from trainer_client import redistribution, routing
+
+with contextlib.suppress(ModuleNotFoundError):
+    import torchrec  # noqa: F401
+with contextlib.suppress(ModuleNotFoundError):
+    import trainer_client.service  # noqa: F401
+
+partitioning.warm_up()
+redistribution.warm_up()
+routing.warm_up()
+gc.collect()
+gc.freeze()
