@@ -241,11 +241,9 @@ class Trainer:
 
 
 def _data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
-    """DDP over all ranks, but for sharded tables, which each rank trains alone."""
+    """DDP over all ranks; it leaves routed tables to their ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return model
-    sharded = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if ".sharded." in name]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)  # type: ignore[no-untyped-call]
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
