@@ -50,6 +50,7 @@ def tell_breaker(
     rank: int,
     missed: bool,
     trouble: str,
+    lasting: bool = False,
 ) -> None:
     """Says that the breaker has opened or closed: rank 0 for all; the first rank that missed the answer knows why.
 
@@ -62,6 +63,7 @@ def tell_breaker(
         rank: This rank.
         missed: Whether this rank missed the answer.
         trouble: What it knows of its connection.
+        lasting: It has a cause that does not pass, which was told as an error.
     """
     first_missing = missed and verdict.ranks[:1] == (rank,)
     level = logging.WARNING if rank == 0 or first_missing else logging.INFO
@@ -71,7 +73,8 @@ def tell_breaker(
         return
     about = f" (ranks {', '.join(map(str, verdict.ranks[:8]))})" if verdict.ranks else ""
     logger.log(
-        level, "%s: no common decision of the balancer for round %d, %s%s%s; going on %s until it is back",
+        level, "%s: no common decision of the balancer for round %d, %s%s%s; going on %s until %s",
         name, round_number, verdict.reason.value, about, f": {trouble}" if missed and trouble else "",
         "balancing on the ranks" if options.fallback == "embedded" else "without balancing",
+        "that is mended" if lasting else "it is back",
     )  # fmt: skip

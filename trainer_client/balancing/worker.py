@@ -331,6 +331,7 @@ class RoundWorker:
             tell_breaker(
                 self._name, number, verdict, self.turns.breaker, self._options, rank=self._groups.rank, missed=missed,
                 trouble=self._connection.trouble if self._connection is not None else "",
+                lasting=self._connection is not None and self._connection.cause is not None,
             )  # fmt: skip
         if verdict.reason is Reason.INVALID_COSTS and not self._warned_costs:
             self._warned_costs = True

@@ -31,6 +31,8 @@ def one_after_the_other(rank: int, address: str | None, leave: bool) -> Any:
                 break
         modes.append(seen)
         pairs.append(balancer.stream()._groups.pair.serial)  # type: ignore[union-attr]
+        # what a stream remembers of rounds does not grow with them
+        assert len(balancer.stream()._worker.turns._asks) <= balancer.stream().options.depth  # type: ignore[union-attr]
         del balancer, loader  # and nothing else
     gc.collect()
     until = time.monotonic() + 20
