@@ -72,6 +72,17 @@ class Mover:
         pending.then(partial(self._land, moved, ticket.trace))
         return pending
 
+    def goes_to(self, flats: Sequence[FlatBatch], device: torch.device | str | None) -> torch.device | None:
+        """Where the result of a move is; None where the batch is, if nobody knows yet where that is."""
+        if device is None and self._to_gpu:
+            return _gpu_of(flats)
+        if device is None:
+            return next((flat.device for flat in flats if flat.device is not None), None)
+        where = torch.device(device)
+        if where == torch.device("cuda"):
+            return torch.device("cuda", torch.cuda.current_device())
+        return where
+
     def _land(self, moved: bool, trace: RoundTrace | None) -> None:
         self._ended += moved
         if trace is not None:

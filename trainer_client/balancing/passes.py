@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from trainer_client.balancing.agreement import ProgramOrderError
+from trainer_client.balancing.moving import Mover
 from trainer_client.balancing.tickets import Ticket
 from trainer_client.batches import FlatBatch
 from trainer_client.redistribution import Pending
@@ -28,9 +29,6 @@ LEAVE_SECONDS = 1.0
 
 Within it the last moves come before whatever the program does next, on all ranks alike, which NCCL wants."""
 
-Move = Callable[[Sequence[FlatBatch], Ticket, torch.device | str | None, int], Pending]
-"""Starts to move the samples of one batch of a round that all ranks have agreed on."""
-
 
 class Pass:
     """One `iter(loader)`, or one loop of the user's own.
@@ -40,19 +38,21 @@ class Pass:
         over: The loop has seen its end, which came on all ranks in the same round.
     """
 
-    def __init__(self, name: str, move: Move, tell: Callable[[Pass, bool], None], patience: float) -> None:
+    def __init__(
+        self, name: str, mover: Callable[[], Mover], tell: Callable[[Pass, bool], None], patience: float
+    ) -> None:
         """Begins a pass.
 
         Args:
             name: Of the stream.
-            move: Starts a move.
+            mover: What starts moves, once the stream is open.
             tell: Tells the other ranks that this one has left, and whether it was out of turn.
             patience: Seconds that a round may take at most.
         """
         self.number: int | None = None
         self.over = False
         self._name = name
-        self._move = move
+        self._mover = mover
         self._tell = tell
         self._patience = patience
         self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
@@ -92,7 +92,7 @@ class Pass:
 
     def start(self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None) -> Pending:
         """Starts the move that is next."""
-        self._device = device if device is not None else flats[0].device if flats else self._device
+        self._device = self._mover().goes_to(flats, device)
         _ = self.taken  # lets go of batches that the loop has got
         pending = self._start(flats, ticket, device)
         self._moves.append(pending)
@@ -116,6 +116,8 @@ class Pass:
             self._drained.set()
             return
         try:
+            if self._device is None:
+                self._device = self._mover().goes_to(self._tickets[0].flats if self._tickets else (), None)
             since = _queued_by_now(self._device)
             threading.Thread(
                 target=self._drain, args=(since,), name=f"evenkeel-leave-{self._name}", daemon=True
@@ -146,7 +148,7 @@ class Pass:
         if ticket.started == len(batches):
             self._tickets.popleft()
             ticket.flats = ()
-        return self._move(flats, ticket, device, batch)
+        return self._mover().move(flats, ticket, device, batch)
 
     def _drain(self, since: tuple[torch.device, torch.cuda.Event] | None) -> None:
         try:

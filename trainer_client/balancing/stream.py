@@ -19,7 +19,7 @@ from trainer_client.balancing.dropped import Key, await_predecessors, drop, note
 from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.moving import Mover
-from trainer_client.balancing.opening import StreamConfig, meet
+from trainer_client.balancing.opening import NoDataError, StreamConfig, meet
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.passes import Pass, used_after
 from trainer_client.balancing.peers import Twin
@@ -52,6 +52,7 @@ class BatchStream:
         self._options = config.options
         self._next_round = 0
         self._last_pass = -1  # in which this rank took part
+        self._unopened = 0  # passes that this rank has left before the stream was open
         self._pass: Pass | None = None
         self._template: FlatBatch | None = None
         self._worker: RoundWorker | None = None
@@ -86,27 +87,21 @@ class BatchStream:
     def begin(self) -> Pass:
         """Begins a pass, after leaving the one before if that has not ended; `submit` does so where there is none.
 
-        Waits until the pass before has ended on all ranks and nothing of it is in flight.
-
-        Raises:
-            TimeoutError: If it does not end within the timeouts of its rounds.
+        Waits until the pass before has ended on all ranks and nothing of it is in flight, or raises `TimeoutError`.
         """
         before = self._pass
         if before is not None:
             before.leave()
             if not before.settle(self._options.patience):
                 raise TimeoutError(f"{self._config.loader}: the loop before has not ended on all ranks")
-        self._pass = Pass(self._config.loader, self._move, self._tell_left, self._options.patience)
+            self._unopened += before.number is None and not before.over
+        self._pass = Pass(self._config.loader, self._moves, self._tell_left, self._options.patience)
         if self._worker is not None:
             self._enter(self._pass)
         return self._pass
 
     def check(self, one: Pass) -> None:
-        """Checks that a loop may go on.
-
-        Raises:
-            ProgramOrderError: If a newer one has begun on this stream, or the stream was closed.
-        """
+        """Raises `ProgramOrderError` if a newer loop has begun on this stream, or it was closed."""
         if one is not self._pass:
             raise used_after(self._config.loader)
 
@@ -127,24 +122,7 @@ class BatchStream:
         spec: BatchSpec | None = None,
         device: torch.device | str | None = None,
     ) -> tuple[FlatBatch, Ticket]:
-        """Announces a batch: costs and lengths go to the service, nothing moves yet.
-
-        The first submission opens the stream, which is collective. Later ones return at once, unless `depth` batches
-        are already in flight.
-
-        Args:
-            batch: The host's batch.
-            cost: From the batch to the predicted work of each sample.
-            memory: From the batch to what each sample adds to the memory caps; default: its bytes.
-            spec: How to read the batch's fields.
-            device: Where the batches will be trained; its kernels are compiled when the stream opens.
-
-        Returns:
-            The flattened batch and the round's ticket.
-
-        Raises:
-            ValueError, SchemaMismatchError: As `submit_window`.
-        """
+        """Announces one batch; as `submit_window`."""
         flats, ticket = self.submit_window([batch], cost=cost, memory=memory, spec=spec, device=device)
         return flats[0], ticket
 
@@ -158,15 +136,18 @@ class BatchStream:
         device: torch.device | str | None = None,
         drop_last: bool = False,
     ) -> tuple[tuple[FlatBatch, ...], Ticket]:
-        """Announces the batches of one window, which are balanced together; otherwise as `submit`.
+        """Announces batches that are balanced together: costs and lengths go to the service, nothing moves yet.
+
+        The first submission opens the stream, which is collective. Later ones return at once, unless `depth` windows
+        are already in flight.
 
         Args:
             batches: One to `BalanceOptions.window` batches of the host, in the order in which they are to be trained.
-            cost, memory, spec, device: As for `submit`.
+            cost: From a batch to the predicted work of each sample.
+            memory: From a batch to what each sample adds to the memory caps; default: its bytes.
+            spec: How to read the batches' fields.
+            device: Where the batches will be trained; its kernels are compiled when the stream opens.
             drop_last: Drop a global batch with too few samples for all ranks; see `BalancedLoader`.
-
-        Returns:
-            The flattened batches and the round's ticket.
 
         Raises:
             ValueError: If the batches or their costs cannot be read, which the message names, or are too many.
@@ -293,7 +274,7 @@ class BatchStream:
             self._groups.leave(rounds, moves)
         self._groups, self._worker, self._connection, self._mover = None, None, None, None
         note_closed(self)
-        self._next_round, self._last_pass = 0, -1
+        self._next_round, self._last_pass, self._unopened = 0, -1, 0
 
     def _settle_last(self, seconds: float) -> bool:
         current, self._pass = self._pass, None
@@ -306,9 +287,9 @@ class BatchStream:
             logger.debug("%s: the last loop: %s", self._config.loader, error)
             return False
 
-    def _move(self, *what: Any) -> Pending:
+    def _moves(self) -> Mover:
         assert self._mover is not None
-        return self._mover.move(*what)
+        return self._mover
 
     def _enter(self, one: Pass) -> None:
         """Numbers a pass, on all ranks alike."""
@@ -317,6 +298,9 @@ class BatchStream:
             one.number = self._last_pass + 1
         else:
             assert self._worker is not None
+            for number in range(self._unopened):
+                self._worker.put(Leaving(pass_number=number, taken=0, out_of_turn=False))
+            self._last_pass, self._unopened = max(self._last_pass, self._unopened - 1), 0
             one.number, self._next_round = self._worker.turns.enter(self._last_pass)
         self._last_pass = one.number
 
@@ -341,7 +325,11 @@ class BatchStream:
                 self._config.process_group, self._config.options.group_timeout, self._config.peers
             )
             note_open(self)
-        opened = meet(self._config, self._groups, flat, device)
+        try:
+            opened = meet(self._config, self._groups, flat, device)
+        except NoDataError:
+            current.over = True  # on all ranks
+            raise
         self._template, self._options, self._connection = opened.template, opened.options, opened.connection
         self._tracer = opened.tracer
         self._worker = RoundWorker(

@@ -1,0 +1,166 @@
+"""Ranks as threads of one process: all that is real but the collectives, which are matched by their order alone.
+
+Programs that leave loops run here a hundred times as fast as on processes, so that many can be tried. What is assumed
+of collectives is all that they do here: an all-gather gives every rank the same list, a move the samples that others
+sent to this rank, and both meet whatever the other ranks started as the same number of their communicator.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.partitioning.slices import Slice
+from trainer_client import BalanceOptions, Balancer
+from trainer_client.balancing.votes import Vote
+from trainer_client.batches import FlatBatch
+from trainer_client.redistribution import Pending
+from trainer_client.redistribution.reference import redistribute_reference
+
+
+class Communicator:
+    """Collectives of some ranks, matched in the order in which each rank starts them."""
+
+    def __init__(self, num_ranks: int, seconds: float) -> None:
+        self.num_ranks = num_ranks
+        self._seconds = seconds
+        self._started = [0] * num_ranks
+        self._slots: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._changed = threading.Condition()
+
+    def post(self, rank: int, value: Any) -> int:
+        """Starts a collective with a rank's contribution."""
+        with self._changed:
+            number = self._started[rank]
+            self._started[rank] += 1
+            self._slots[number][rank] = value
+            self._changed.notify_all()
+            return number
+
+    def collect(self, number: int) -> list[Any]:
+        """Everybody's contribution, once all have started it."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._slots[number]) == self.num_ranks, self._seconds):
+                raise TimeoutError(f"collective {number}: only ranks {sorted(self._slots[number])} came")
+            return [self._slots[number][rank] for rank in range(self.num_ranks)]
+
+    @property
+    def in_flight(self) -> int:
+        """Collectives that some rank has started and not all."""
+        return max(self._started) - min(self._started)
+
+
+class ThreadGroups:
+    """What `Groups` is to a stream; `data` is where its moves meet."""
+
+    peers = None
+    leads = True
+    needs_gpu = False
+
+    def __init__(self, rank: int, control: Communicator, data: Communicator) -> None:
+        self.rank, self.world_size = rank, control.num_ranks
+        self.control, self.data = control, (rank, data)
+
+    @property
+    def leaders(self) -> ThreadGroups:
+        return self
+
+    def led(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def broadcast(self, value: Any) -> Any:
+        return self.gather_objects(value)[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self.control.collect(self.control.post(self.rank, value))
+
+    def gather_votes(self, vote: Vote) -> list[Vote]:
+        return [Vote.unpack(row) for row in self.gather_objects(vote.pack())]
+
+    def gather_bytes(self, own: bytes | NDArray[np.uint8], sizes: list[int]) -> list[bytes]:
+        rows = self.gather_objects(bytes(own))
+        assert [len(row) for row in rows] == list(sizes)
+        return rows
+
+    def leave(self, rounds: int, moves: int) -> None:
+        """Nothing is kept."""
+
+
+class World:
+    """The communicators of all streams of a program."""
+
+    def __init__(self, num_ranks: int, seconds: float) -> None:
+        self.num_ranks = num_ranks
+        self._pairs: defaultdict[str, tuple[Communicator, Communicator]] = defaultdict(
+            lambda: (Communicator(num_ranks, seconds), Communicator(num_ranks, seconds))
+        )
+        self._lock = threading.Lock()
+
+    def balancer(self, rank: int, options: BalanceOptions) -> Balancer:
+        """A rank's balancer, whose streams meet those of the other threads."""
+        balancer = Balancer.embedded(options=options)
+        real = balancer.stream
+
+        def stream(loader: str = "train") -> Any:
+            found = real(loader)
+            if found._groups is None:
+                with self._lock:
+                    found._groups = ThreadGroups(rank, *self._pairs[loader])  # type: ignore[assignment]
+            return found
+
+        balancer.stream = stream  # type: ignore[method-assign]
+        return balancer
+
+    def run(self, program: Callable[[int], Any]) -> list[Any]:
+        """Runs a program on every rank; its results, or what it raised, by rank."""
+        results: list[Any] = [None] * self.num_ranks
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = program(rank)
+            except BaseException as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    @property
+    def in_flight(self) -> int:
+        """Collectives that not all ranks have started."""
+        return sum(each.in_flight for pair in self._pairs.values() for each in pair)
+
+
+@contextmanager
+def moves_between_threads() -> Iterator[None]:
+    """Within, samples move between the threads of a world."""
+    with (
+        patch("trainer_client.balancing.moving.start", _start),
+        patch("trainer_client.balancing.opening.warm_up", lambda *_: None),
+    ):
+        yield
+
+
+def _start(flat: FlatBatch, piece: Slice, *, group: tuple[int, Communicator] | None, **_: Any) -> Pending:
+    if group is None:
+        return Pending(lambda: flat)
+    rank, data = group
+    number = data.post(rank, (flat, piece.destinations))
+
+    def finish() -> FlatBatch:
+        posted = data.collect(number)
+        moved = redistribute_reference([each for each, _ in posted], [where for _, where in posted])[rank]
+        assert moved.num_samples == int(piece.source_counts.sum()), "moves of different rounds have met"
+        return moved
+
+    return Pending(finish)
