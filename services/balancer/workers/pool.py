@@ -108,8 +108,8 @@ class WorkerPool:
         busy = task.busy
         if busy is None:
             self._queue_of(task).remove(task.session.job, task)
-        elif busy.is_copying:
-            busy.is_cancelled = True  # its search has not begun, or has ended
+        elif busy.is_copying or not self._is_late(busy):
+            busy.is_cancelled = True  # it may end any moment: that takes less than another worker, and tells its time
         else:
             self._overran(busy)
             self._kill(busy, "unwanted")
@@ -224,12 +224,12 @@ class WorkerPool:
             self._release(busy)
             task.done(self._refuse(Reason.OVERLOADED, f"no memory for the round: {nbytes}"))
             return
-        busy.since = now = self._now()
+        busy.since = self._now()
         loop = asyncio.get_running_loop()
-        busy.timers = [loop.call_later(self._options.budget, self._give_up, busy)]
-        patience = _PATIENCE_SECONDS + 4.0 * busy.choice.seconds
-        if patience < self._available(task, now):
-            busy.timers.append(loop.call_later(patience, self._let_others_pass, busy))
+        busy.timers = [
+            loop.call_later(self._options.budget, self._give_up, busy),
+            loop.call_later(_patience(busy), self._let_others_pass, busy),
+        ]
         with contextlib.suppress(OSError):  # it has just ended, of which the zygote will tell
             busy.worker.ask(nbytes, is_cheap=busy.choice.is_cheap)
         task.started()
@@ -246,7 +246,7 @@ class WorkerPool:
             self._quarantine.strike(self._now(), task.session)
             self._kill(busy, "died")
             detail = f"the search's process wrote what is no plan: {result}"
-            task.done(PlanFailure(reason=Reason.WORKER_DIED, detail=detail))
+            self._tell(busy, PlanFailure(reason=Reason.WORKER_DIED, detail=detail))
             return
         if isinstance(result, Plan):
             seconds = result.summary.partition_seconds
@@ -262,28 +262,34 @@ class WorkerPool:
         if len(self._trusted) > _MAX_TRUSTED:
             del self._trusted[next(iter(self._trusted))]
         self._release(busy)
-        task.done(result)
+        self._tell(busy, result)
 
     # ------------------------------------------------------------------ tasks that end badly
 
     def _let_others_pass(self, busy: Busy) -> None:
-        """It takes longer than expected: it goes on, but no longer in the way of others."""
+        """It takes longer than expected: it goes on, but no longer in the way of others, if anybody wants its plan."""
+        if busy.is_cancelled:
+            self._overran(busy)
+            self._kill(busy, "unwanted")
+            return
         busy.is_overdue = True
         self._staff.be_nice(busy.worker)
         self._dispatch()
 
     def _give_up(self, busy: Busy) -> None:
-        task = busy.task
         ran = self._overran(busy)
-        if busy.choice.is_cheap or ran > 10.0 * busy.choice.seconds:
-            self._quarantine.strike(self._now(), task.session)
         self._kill(busy, "stuck")
         detail = f"the search had not ended after {ran:.3g} s, and its process was killed"
-        task.done(PlanFailure(reason=Reason.WORKER_STUCK, detail=detail))
+        self._tell(busy, PlanFailure(reason=Reason.WORKER_STUCK, detail=detail))
+
+    def _is_late(self, busy: Busy) -> bool:
+        return self._now() - busy.since >= _patience(busy)
 
     def _overran(self, busy: Busy) -> float:
-        ran = self._now() - busy.since
-        self._estimator.overrun(busy.task.session, busy.task.size, ran, is_cheap=busy.choice.is_cheap)
+        task, choice, ran = busy.task, busy.choice, self._now() - busy.since
+        self._estimator.overrun(task.session, task.size, ran, is_cheap=choice.is_cheap)
+        if choice.is_cheap or ran > 10.0 * choice.seconds:  # more than an estimate that was too low
+            self._quarantine.strike(self._now(), task.session)
         return ran
 
     def _kill(self, busy: Busy, cause: str) -> None:
@@ -312,8 +318,7 @@ class WorkerPool:
             no_plans_for_seconds=pause,
         )  # fmt: skip
         self._forget(busy)
-        if not busy.is_cancelled:
-            task.done(PlanFailure(reason=Reason.WORKER_DIED, detail=f"the search's process ended {how}"))
+        self._tell(busy, PlanFailure(reason=Reason.WORKER_DIED, detail=f"the search's process ended {how}"))
         self._dispatch()
 
     def worker_lost_idle(self) -> None:
@@ -353,9 +358,18 @@ class WorkerPool:
             timer.cancel()
         busy.timers.clear()
 
+    def _tell(self, busy: Busy, result: Plan | PlanFailure) -> None:
+        if not busy.is_cancelled:
+            busy.task.done(result)
+
     def _refuse(self, reason: Reason, detail: str) -> PlanFailure:
         self._observer.refused_partition(reason)
         return PlanFailure(reason=reason, detail=detail)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _patience(busy: Busy) -> float:
+    """Seconds that a search may take until it is late."""
+    return _PATIENCE_SECONDS + 4.0 * busy.choice.seconds

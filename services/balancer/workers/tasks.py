@@ -88,7 +88,7 @@ class Busy:
         timers: what is to happen if it goes on for long.
         is_copying: another thread reads or writes the worker's memory.
         is_overdue: others need no longer wait for it.
-        is_cancelled: the task is, while its memory was copied.
+        is_cancelled: nobody waits for its task any more.
         is_gone: the worker is, while its memory was copied.
     """
 

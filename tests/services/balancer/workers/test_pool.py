@@ -212,10 +212,22 @@ async def test_a_task_that_is_cancelled_gives_its_worker_back(start: Start) -> N
     pool.pool.cancel(waiting)
     assert pool.pool.queued == 0
     pool.pool.cancel(running)
-    assert pool.pool.running == 0
+    await pool.until(lambda: pool.pool.running == 0)
     assert isinstance(await pool.plan(job="good"), Plan)
     assert not done.done()
     assert pool.told.lost == ["unwanted"]
+
+
+async def test_a_plan_that_comes_a_little_late_costs_no_worker(start: Start) -> None:
+    pool = await start()
+    for _ in range(30):
+        task, done = pool.task("minimal_move")
+        assert pool.pool.submit(task) is None
+        pool.pool.cancel(task)
+        await pool.until(lambda: pool.pool.running == 0)
+        assert not done.done()
+    assert pool.told.lost == []
+    assert isinstance(await pool.plan(), Plan)
 
 
 async def test_what_nobody_waits_for_is_not_computed(start: Start) -> None:
