@@ -74,7 +74,7 @@ class _Draw:
         balancers = tuple(self.balancer() for _ in range(self.weigh({1: 70, 2: 25, 3: 5})))
         loaders: list[LoaderPlan] = []
         for number in range(self.weigh({1: 45, 2: 40, 3: 15})):
-            loaders.append(self.loader(number, loaders, len(balancers)))
+            loaders.append(self.loader(number, loaders, balancers))
         model = self.model() if self.peers == 1 and self.chance(0.4) else None
         statements = self.statements(loaders, len(balancers), model)
         return Program(
@@ -93,14 +93,15 @@ class _Draw:
             strategy=self.weigh({"minimal_move": 80, "karmarkar_karp": 10, "lpt": 10}),
             speeds=self.chance(0.15),
             caps=self.weigh({"none": 88, "wide": 8, "narrow": 4}),
+            min_samples=self.weigh({0: 75, 1: 20, 2: 5}),
         )
 
-    def loader(self, number: int, others: Sequence[LoaderPlan], num_balancers: int) -> LoaderPlan:
+    def loader(self, number: int, others: Sequence[LoaderPlan], balancers: Sequence[BalancerPlan]) -> LoaderPlan:
         rng = self.rng
         layouts: list[Layout] = ["plain", "nested", "dense", "flat"]
         layouts += ["jagged", "keyed"] if self.means.torchrec else []
         plan = LoaderPlan(
-            balancer=rng.randrange(num_balancers),
+            balancer=rng.randrange(len(balancers)),
             name=f"loader{number}",
             layout=rng.choice(layouts),
             source=self.weigh({"list": 55, "generator": 35, "workers": 10}),
@@ -110,8 +111,11 @@ class _Draw:
             cost=self.weigh(_COSTS),
             memory=self.chance(0.2),
         )
+        if balancers[plan.balancer].window == 1 and self.chance(0.15):
+            plan = replace(plan, drop_last=True)
         if self.chance(0.08):
-            at = rng.randrange(MAX_STEPS)
+            # Not before the first round: a rank that never comes to the opening cannot tell the others.
+            at = balancers[plan.balancer].window + rng.randrange(3)
             plan = replace(
                 plan,
                 fails=tuple(rng.choice([at, at, None, at + 1]) for _ in range(self.ranks)),
@@ -121,7 +125,14 @@ class _Draw:
         if others and self.chance(0.12):  # the same stream, mostly of like batches
             other = rng.choice(others)
             layout = other.layout if self.chance(0.7) else plan.layout
-            return replace(plan, balancer=other.balancer, name=other.name, layout=layout, changing=other.changing)
+            return replace(
+                plan,
+                balancer=other.balancer,
+                name=other.name,
+                layout=layout,
+                changing=other.changing,
+                drop_last=other.drop_last,
+            )
         return plan
 
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -178,7 +189,7 @@ class _Draw:
                 case "manual":
                     number = rng.randrange(len(loaders))
                     if not loaders[number].fails:
-                        found.append(Manual(loader=number, lag=rng.choice([0, 1, 1, 2])))
+                        found.append(Manual(loader=number, lag=rng.choice([0, 1, 1, 2]), until_none=self.chance(0.4)))
                 case "close":
                     found.append(Close(balancer=rng.randrange(num_balancers)))
                 case "drop":

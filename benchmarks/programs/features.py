@@ -12,6 +12,8 @@ def features(program: Program) -> set[str]:
         found |= {f"balancer {plan.kind}", f"counts {plan.counts}", f"method {plan.method}", f"depth {plan.depth}"}
         found |= {f"strategy {plan.strategy}", f"fallback {plan.fallback}", f"caps {plan.caps}"}
         found.add("window" if plan.window > 1 else "no window")
+        if plan.min_samples:
+            found.add("min_samples")
         if plan.speeds:
             found.add("speeds")
     streams = set()
@@ -24,6 +26,8 @@ def features(program: Program) -> set[str]:
             found.add("rank without data")
         if any(0 in row for row in loader.sizes):
             found.add("empty batches")
+        if loader.drop_last:
+            found.add("drop_last")
         if loader.fails:
             found.add(f"errors in the {loader.fails_in}")
         if loader.changing:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.programs.crew import Outcome
 from benchmarks.programs.data import sample_id, split_id
 from benchmarks.programs.language import Loop, Manual, Program, Resume, Statement, leaves_unevenly
-from benchmarks.programs.rank import Step
+from benchmarks.programs.rank import MANUAL, Step
 from benchmarks.programs.training import Reference
 
 TOLERANCE = 1e-7  # everything is computed in float64, in another order
@@ -127,12 +127,13 @@ def _visits(program: Program) -> Iterator[tuple[tuple[int, ...], int, tuple[int 
     """Every loader of every loop that is run: path, loader, stops, and how many batches there are."""
 
     def totals(statement: Loop | Manual) -> list[int]:
-        numbers = statement.loaders if isinstance(statement, Loop) else (statement.loader,)
-        return [max(map(len, program.loaders[number].sizes)) for number in numbers]
+        if isinstance(statement, Manual):
+            return [len(program.rounds(statement.loader, manual=True))]
+        return [len(program.rounds(number)) for number in statement.loaders]
 
     def visit(statement: Statement, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, Any, int]]:
         if isinstance(statement, Manual):
-            yield (*path, -1), statement.loader, (None,) * program.data_ranks, totals(statement)[0]
+            yield (*path, MANUAL), statement.loader, (None,) * program.data_ranks, totals(statement)[0]
         if isinstance(statement, Loop):
             total, stops = min(totals(statement)), statement.stops or (None,) * program.data_ranks
             for index, number in enumerate(statement.loaders):
@@ -158,8 +159,15 @@ class _Ledger:
         self.loader, self.stops, self.total = loader, stops, total
         self.plan = program.loaders[loader]
         self.window = program.balancers[self.plan.balancer].window
-        if isinstance(_at(program, path), Manual):
+        manual = path[-1] == MANUAL
+        if manual:
             self.window = 1  # each batch is a round of its own
+        self.rounds = program.rounds(loader, manual=manual)
+        statement = next(statement for place, statement in program.walk() if place == path[:-1])
+        together = statement.loaders if isinstance(statement, Loop) else (loader,)
+        self.may_fail = any(at is not None for number in together for at in program.loaders[number].fails)
+        self.min_samples = program.balancers[self.plan.balancer].min_samples
+        self.has_caps = program.balancers[self.plan.balancer].caps != "none"
         self.where = f"statement {'.'.join(map(str, path[:-1]))}, loader{loader}"
 
     def check(self, ranks: list[list[Step]]) -> list[str]:
@@ -167,7 +175,7 @@ class _Ledger:
         found: list[str] = []
         taken = [len(steps) for steps in ranks]
         ends = [self.total if stop is None else min(stop, self.total) for stop in self.stops]
-        least = 0 if any(at is not None for at in self.plan.fails) else min(ends)
+        least = 0 if self.may_fail else min(ends)
         if len(set(ends)) == 1 and least and taken != ends:
             return [f"steps: ranks took {taken} batches in place of {ends} ({self.where})"]
         if any(not least <= took <= end for took, end in zip(taken, ends, strict=True)):
@@ -189,6 +197,9 @@ class _Ledger:
             told = {(steps[number].mode, steps[number].reason, steps[number].samples) for steps in ranks}
             if len(told) > 1:
                 found.append(f"reports: ranks tell {sorted(told)} of batch {number} ({self.where})")
+            counts = [len(steps[number].ids) for steps in ranks]
+            if not self.has_caps and sum(counts) >= self.min_samples * len(ranks) > min(counts) * len(ranks):
+                found.append(f"too few: ranks got {counts} samples of batch {number} ({self.where})")
         return found
 
     def _check_batch(self, rank: int, step: Step) -> list[str]:
@@ -205,7 +216,7 @@ class _Ledger:
                     f"{at} in epoch {step.epoch} ({self.where})"
                 )
                 break
-            if at // self.window != step.number // self.window:
+            if at // self.window != self.rounds[step.number] // self.window:
                 found.append(f"misplaced: rank {rank} got a sample of batch {at} in batch {step.number} ({self.where})")
                 break
         return found
@@ -216,20 +227,14 @@ class _Ledger:
         wanted = {
             sample_id(self.loader, epoch, rank, step, index)
             for rank in range(len(ranks))
-            for step, size in enumerate(self.plan.sizes_in(epoch, rank)[:whole])
-            for index in range(size)
+            for step in self.rounds[:whole]
+            if step < len(self.plan.sizes_in(epoch, rank))
+            for index in range(self.plan.sizes_in(epoch, rank)[step])
         }
         lost = sorted(wanted - seen)
         if lost:
             return [f"lost: {len(lost)} of {len(wanted)} samples, such as {split_id(lost[0])} ({self.where})"]
         return []
-
-
-def _at(program: Program, path: Sequence[int]) -> Statement:
-    for place, statement in program.walk():
-        if place == tuple(path[:-1]):
-            return statement
-    raise AssertionError(path)
 
 
 # ---------------------------------------------------------------------- the model

@@ -23,6 +23,7 @@ class BalancerPlan:
         window, depth, counts, fallback, method, strategy: Its options.
         speeds: Whether the ranks' speeds differ.
         caps: Memory caps: none, some that can be met, or some that cannot.
+        min_samples: That each rank trains at least.
     """
 
     kind: Kind = "embedded"
@@ -34,6 +35,7 @@ class BalancerPlan:
     strategy: Literal["minimal_move", "karmarkar_karp", "lpt"] = "minimal_move"
     speeds: bool = False
     caps: Literal["none", "wide", "narrow"] = "none"
+    min_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class LoaderPlan:
         changing: The rows of one field have another shape in every round.
         cost: What a sample costs.
         memory: Whether the loader has a memory function of its own.
+        drop_last: Whether it drops global batches with too few samples; only without windows.
     """
 
     balancer: int = 0
@@ -65,6 +68,7 @@ class LoaderPlan:
     changing: bool = False
     cost: Cost = "square"
     memory: bool = False
+    drop_last: bool = False
 
     def sizes_in(self, epoch: int, rank: int) -> tuple[int, ...]:
         """Samples of each of a rank's batches in an epoch."""
@@ -117,10 +121,17 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manual:
-    """A loop of `submit` and `redistribute`, so many batches apart; ranks without data left give empty batches."""
+    """A loop of `submit` and `redistribute`, so many batches apart.
+
+    Attributes:
+        loader: Whose data.
+        lag: Batches between.
+        until_none: Ranks without data left submit None until all get None; else they submit empty batches.
+    """
 
     loader: int
     lag: int = 1
+    until_none: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +193,20 @@ class Program:
     def data_ranks(self) -> int:
         """Ranks with data of their own."""
         return self.ranks // self.peers
+
+    def rounds(self, loader: int, *, manual: bool = False) -> list[int]:
+        """Which of a loader's global batches are trained, in order."""
+        plan = self.loaders[loader]
+        found = []
+        for number in range(max(map(len, plan.sizes), default=0)):
+            sizes = [row[number] for row in plan.sizes if number < len(row)]
+            enough = self.data_ranks * max(1, self.balancers[plan.balancer].min_samples)
+            if plan.drop_last and not manual and sum(sizes) < enough:
+                if len(sizes) < len(plan.sizes):
+                    break
+                continue
+            found.append(number)
+        return found
 
     def walk(self) -> Iterator[tuple[tuple[int, ...], Statement]]:
         """All statements with their places, outer before inner."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import itertools
 import os
 import threading
 import time
@@ -40,6 +41,7 @@ from trainer_client import BalancedLoader, BalanceOptions, Balancer, RoundReport
 
 SERVICE_SECONDS = 20.0  # a service without faults is waited for, so that its word is what is tested
 FAULTY_SECONDS = 0.25
+MANUAL = -100  # at the end of a path: a loop of the program's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,7 @@ class Runner:
         plan, ranks = self.program.balancers[number], self.program.data_ranks
         options = BalanceOptions(
             window=plan.window, depth=plan.depth, counts=plan.counts, fallback=plan.fallback, method=plan.method,
-            strategy=plan.strategy,
+            strategy=plan.strategy, min_samples=plan.min_samples,
             speeds=[1.0, 0.3, 2.5, 1.0][:ranks] if plan.speeds else None,
             memory_caps={"none": None, "wide": [1e6] * ranks, "narrow": [1.0] * ranks}[plan.caps],
             timeout=timedelta(seconds=SERVICE_SECONDS if plan.kind == "service" else FAULTY_SECONDS),
@@ -177,6 +179,7 @@ class Runner:
                 spec=SPECS.get(plan.layout),
                 device=None if self.device.type == "cpu" else self.device,
                 name=plan.name,
+                drop_last=plan.drop_last,
             )
         return self._loaders[number]
 
@@ -235,27 +238,33 @@ class Runner:
         waiting: deque[Any] = deque()
         window = self.program.balancers[plan.balancer].window
         device = None if self.device.type == "cpu" else self.device
-        for number in range(num_steps + manual.lag):
-            if number < num_steps:
-                empty = build(plan.layout, torch.zeros(0, dtype=torch.int64), width_at(plan, number, window))
+        for number in itertools.count():
+            if manual.until_none or number < num_steps:
+                nothing = torch.zeros(0, dtype=torch.int64)
+                empty = None if manual.until_none else build(plan.layout, nothing, width_at(plan, number, window))
                 batch = next(batches, empty)
                 ticket = balancer.submit(batch, cost=self._costs[manual.loader], spec=spec, loader=plan.name)
                 waiting.append((batch, ticket))
             if number >= manual.lag:
+                if not waiting:
+                    break
                 batch, ticket = waiting.popleft()
                 moved = balancer.redistribute(batch, ticket, spec=spec, device=device, loader=plan.name)
+                if moved is None:
+                    break
                 report = ticket.future.result().report
-                self._note((*path, -1), manual.loader, epoch, number - manual.lag, moved, report)
+                self._note((*path, MANUAL), manual.loader, epoch, number - manual.lag, moved, report)
 
     def _note(
         self, path: tuple[int, ...], loader: int, epoch: int, number: int, batch: Any, report: RoundReport
     ) -> Step:
         ids = ids_of(batch).cpu()
         plan = self.program.loaders[loader]
-        home_step = split_id(int(ids[0]))[3] if len(ids) else number
+        rounds = self.program.rounds(loader, manual=path[-1] == MANUAL)
+        home_step = split_id(int(ids[0]))[3] if len(ids) else rounds[number] if number < len(rounds) else number
         window = self.program.balancers[plan.balancer].window
         # Of a round of empty batches only, a rank without one cannot know the shape.
-        is_known = report.samples > 0 or number < len(plan.sizes_in(epoch, self.rank))
+        is_known = report.samples > 0 or home_step < len(plan.sizes_in(epoch, self.rank))
         expected = build(plan.layout, ids_of(batch), width_at(plan, home_step, window))
         step = Step(
             path=path, loader=loader, epoch=epoch, number=number, ids=ids.tolist(),

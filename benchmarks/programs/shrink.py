@@ -78,8 +78,10 @@ def _plainer(plan: Any) -> Iterator[Any]:
 
 
 def _simpler(statement: Statement) -> Iterator[Statement]:
-    if isinstance(statement, Manual) and statement.lag != 1:
-        yield replace(statement, lag=1)
+    if isinstance(statement, Manual):
+        yield from (
+            one for one in (replace(statement, lag=1), replace(statement, until_none=False)) if one != statement
+        )
     if not isinstance(statement, Loop):
         return
     for number in range(len(statement.inner)):
