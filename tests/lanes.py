@@ -7,6 +7,7 @@ run at the same time. Others only compute, in one thread and without a clock: th
 from __future__ import annotations
 
 FUNCTIONS = (
+    "tests/benchmarks/test_kernels_fuzz.py",
     "tests/evenkeel/partitioning/",
     "tests/evenkeel/placement/",
     "tests/model/",

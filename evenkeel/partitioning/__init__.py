@@ -5,9 +5,10 @@ from evenkeel.partitioning.errors import ImpossiblePartitionError, PartitionErro
 from evenkeel.partitioning.registry import strategies
 from evenkeel.partitioning.result import Partition
 from evenkeel.partitioning.slices import Slice, Slices, plan_digest, slice_plan
-from evenkeel.partitioning.warming import warm_up
+from evenkeel.partitioning.warming import KERNELS, warm_up
 
 __all__ = [
+    "KERNELS",
     "ImpossiblePartitionError",
     "Partition",
     "PartitionError",

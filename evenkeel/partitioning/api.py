@@ -9,44 +9,38 @@ from numpy.typing import ArrayLike, NDArray
 from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.filling import fill
 from evenkeel.partitioning.fitting import check_held, check_possible
-from evenkeel.partitioning.problem import Problem, make_problem
+from evenkeel.partitioning.problem import Problem, counts_and_loads, make_problem
 from evenkeel.partitioning.registry import strategy_named
 from evenkeel.partitioning.result import Partition
 
-Sums: TypeAlias = NDArray[Any]  # int64 or float64, as the costs are: `_measure` is compiled for both
+Sums: TypeAlias = NDArray[Any]  # int64 or float64, as the costs are
 
 
 @kernel
-def _imbalance(loads: Sums, speeds: NDArray[np.float64]) -> float:
-    largest, total = 0.0, 0.0
-    for r in range(loads.size):
-        time = loads[r] / speeds[r]
-        largest = max(largest, time)
-        total += time
-    return largest * loads.size / total if total > 0 else 1.0
-
-
-@kernel
-def _measure(
-    costs: Sums,
-    sizes: NDArray[np.float64],
-    homes: NDArray[np.int32],
-    speeds: NDArray[np.float64],
-    nodes: NDArray[np.int32],
-    destinations: NDArray[np.int32],
-) -> tuple[Sums, Sums, float, float, int, float, float]:
-    loads, home_loads = np.zeros(speeds.size, costs.dtype), np.zeros(speeds.size, costs.dtype)
+def _moved(
+    sizes: NDArray[np.float64], homes: NDArray[np.int32], nodes: NDArray[np.int32], destinations: NDArray[np.int32]
+) -> tuple[int, float, float]:
     samples, size, between = 0, 0.0, 0.0
     for i in range(destinations.size):
         rank, home = destinations[i], homes[i]
-        loads[rank] += costs[i]
-        home_loads[home] += costs[i]
         if rank != home:
             samples += 1
             size += sizes[i]
             if nodes[rank] != nodes[home]:
                 between += sizes[i]
-    return loads, home_loads, _imbalance(loads, speeds), _imbalance(home_loads, speeds), samples, size, between
+    return samples, size, between
+
+
+def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int) -> Sums:
+    if costs.dtype == np.int64:
+        return counts_and_loads(costs, ranks, num_ranks)[1]
+    return np.bincount(ranks, weights=costs, minlength=num_ranks).astype(np.float64, copy=False)  # int64 of nothing
+
+
+def _imbalance(loads: Sums, speeds: NDArray[np.float64]) -> float:
+    times = loads / speeds
+    total = float(times.sum())
+    return float(times.max()) * times.size / total if total > 0 else 1.0
 
 
 def _at_home(problem: Problem) -> NDArray[np.int32]:
@@ -121,16 +115,18 @@ def partition(
         destinations = fill(problem, destinations, min_samples)
     if memory is not None and memory_caps is not None:
         check_held(memory, memory_caps, destinations)
-    loads, home_loads, imbalance, home_imbalance, samples, size, between = _measure(
-        problem.costs, terms.sizes, terms.homes, terms.speeds, terms.nodes, destinations
+    loads = _loads(problem.costs, destinations, problem.num_ranks)
+    home_loads = (
+        problem.home_loads if problem.costs is terms.costs else _loads(problem.costs, terms.homes, problem.num_ranks)
     )
+    samples, size, between = _moved(terms.sizes, terms.homes, terms.nodes, destinations)
     return Partition(
         destinations=destinations,
         loads=loads,
         lower_bound=problem.lower_bound,
-        imbalance=imbalance,
+        imbalance=_imbalance(loads, terms.speeds),
         home_loads=home_loads,
-        home_imbalance=home_imbalance,
+        home_imbalance=_imbalance(home_loads, terms.speeds),
         moved_samples=samples,
         moved_size=size,
         moved_size_between_nodes=between,

@@ -1,43 +1,24 @@
 """How kernels are compiled: cached on disk where it can be written, without the GIL, with exact arithmetic."""
 
-import hashlib
 from collections.abc import Callable
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from evenkeel.partitioning.kernel_cache import KernelCache
+
 F = TypeVar("F", bound=Callable[..., object])
 
-
-_HERE = Path(__file__).parent
-
-
-@cache
-def digest_of_kernels(folder: Path) -> str:
-    """Of the source of all kernels in a folder, and of those here, which they may call."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.glob("*.py")):
-        source = path.read_bytes()
-        if b"@kernel" in source or b"@step" in source:
-            digest.update(path.name.encode() + b"\0" + source + b"\0")
-    if folder != _HERE:
-        digest.update(SOURCES.encode())
-    return digest.hexdigest()
-
-
-SOURCES = digest_of_kernels(_HERE)
+# Of one type with all counts and places, where a literal would have functions compiled once more.
+ZERO, NONE = cast(int, np.int64(0)), cast(int, np.int64(-1))
 
 
 def kernel(function: F) -> F:
     """Compile `function` with numba: no fastmath and no threads, so that every machine computes the same result.
 
-    The machine code is cached under `NUMBA_CACHE_DIR`, else beside the source, else in the user's cache folder. Where
-    none of them can be written (a read-only image without a home), it is compiled anew in each process.
+    The machine code is kept where `kernel_cache` says. Without a folder to write, each process compiles it anew.
     """
     return _compiled(function)
 
@@ -53,14 +34,11 @@ def step(function: F) -> F:
 
 def _compiled(function: F, **options: bool) -> F:
     njit: Any = numba.njit
+    compiled = njit(nogil=True, error_model="numpy", **options)(function)
     try:
-        compiled = njit(nogil=True, cache=True, error_model="numpy", **options)(function)
-    except RuntimeError:  # numba found no folder to cache in
-        return cast(F, njit(nogil=True, error_model="numpy", **options)(function))
-    # numba renews a cached kernel when its own file changes, but not when a kernel that it calls does, in another file:
-    # stamp it with the content of all such files instead.
-    with suppress(AttributeError):
-        compiled._cache._cache_file._source_stamp = digest_of_kernels(Path(function.__code__.co_filename).parent)
+        compiled._cache = KernelCache(function)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # there is no folder to keep code in
+        compiled._cache = type(compiled._cache)()
     return cast(F, compiled)
 
 

@@ -88,7 +88,8 @@ def least_overflow(
                 depth += 1
             else:
                 known = total
-                best[:] = ranks
+                for i in range(n):
+                    best[i] = ranks[i]
                 if known <= 0:
                     return known, True
     return known, True

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel, step
+from evenkeel.partitioning.compile import ZERO, kernel, step
 
 
 @step
@@ -84,7 +84,7 @@ def place_longest_first(
                     own[y] = own[y - 1]
                     y -= 1
             own[y] = rank
-        size = 0
+        size = ZERO
         num_aside = 0
         for position in range(num_own):
             rank = own[position]

@@ -8,7 +8,7 @@ Two sets of equal sum and equal number of members are disjoint, so that their fi
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel, step
+from evenkeel.partitioning.compile import NONE, ZERO, kernel, step
 from evenkeel.partitioning.sorting import sort_by_key
 
 COUNT = 1 << 32  # a set's tie-breaker is number of members * COUNT + first member, so that one comparison serves both
@@ -230,7 +230,10 @@ def difference_free_counts(costs: NDArray[np.int64], order: NDArray[np.int32], n
     joined_sums, joined_ties = np.empty(k, np.int64), np.empty(k, np.int64)
     keys, spare_keys = np.empty(k, np.uint64), np.empty(k, np.uint64)
     histogram = np.empty(256, np.int64)
-    num_merged, next_sample = 0, n - 1  # states in the heap; place in `order` of the heaviest that is still alone
+    num_merged, next_sample = (
+        ZERO,
+        n - 1,
+    )  # states in the heap; place in `order` of the heaviest that is still alone
     first = second = order[n - 1]
     for _ in range(n - 1):
         for x in range(2):
@@ -280,11 +283,11 @@ def difference_free_counts(costs: NDArray[np.int64], order: NDArray[np.int32], n
                 held -= 1
             base = start[keep]
             low, high = 0, held  # its place
-            if held > 0 and _greater(sums, ties, lists[base + held - 1], head):
+            if held > 0 and _greater(sums, ties, int(lists[base + held - 1]), int(head)):
                 low = held
             while low < high:
                 middle = (low + high) // 2
-                if _greater(sums, ties, head, lists[base + middle]):
+                if _greater(sums, ties, int(head), int(lists[base + middle])):
                     high = middle
                 else:
                     low = middle + 1
@@ -299,13 +302,13 @@ def difference_free_counts(costs: NDArray[np.int64], order: NDArray[np.int32], n
             i = j = x = total = 0
             end_a, end_b = p - overlap, q - overlap
             while i < end_a or j < end_b or x < overlap:
-                best, source = -1, 0
+                best, source = NONE, 0
                 if i < end_a:
-                    best, source = lists[a + i], 0
-                if j < end_b and (best < 0 or _greater(sums, ties, lists[b + j], best)):
-                    best, source = lists[b + j], 1
-                if x < overlap and (best < 0 or _greater(sums, ties, joined[ranked[x]], best)):
-                    best, source = joined[ranked[x]], 2
+                    best, source = int(lists[a + i]), 0
+                if j < end_b and (best < 0 or _greater(sums, ties, int(lists[b + j]), best)):
+                    best, source = int(lists[b + j]), 1
+                if x < overlap and (best < 0 or _greater(sums, ties, int(joined[ranked[x]]), best)):
+                    best, source = int(joined[ranked[x]]), 2
                 merged[total] = best
                 total += 1
                 if source == 0:

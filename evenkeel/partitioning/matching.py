@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.assignment import heaviest_assignment
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import ZERO, kernel
 from evenkeel.partitioning.rows import ACROSS
 from evenkeel.partitioning.sorting import ascending_order
 
@@ -93,9 +93,9 @@ def _match_greedily(
                 room[place] -= 1
                 progress = True
     # What shares nothing with an open place takes the first open one.
-    num_groups = 0
+    num_groups = ZERO
     for group in groups:
-        num_groups = max(num_groups, group + 1)
+        num_groups = max(num_groups, int(group) + 1)
     by_group, first_of_group = _members(groups, num_groups)
     for s in range(num_sets):
         if chosen[s] < 0:

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import ZERO, kernel
 from evenkeel.partitioning.heaviest_first import push, sink
 from evenkeel.partitioning.rows import Rows, Terms, build_rows, exchange, read_rows
 from evenkeel.partitioning.swaps import cheapest_exchange, fullest_fill
@@ -22,7 +22,7 @@ def plain_pass(terms: Terms, rows: Rows, ranks: NDArray[np.int64], choices: int,
         Number of ranks that stay above their limits.
     """
     heap, givers = np.empty(ranks.size, np.int64), np.empty(ranks.size, np.int64)
-    size, num_givers = 0, 0
+    size, num_givers = ZERO, ZERO
     for r in ranks:
         slack[r] = (terms.limits[r] - rows.load[r]) / terms.speeds[r]
         if slack[r] > 0:
@@ -42,7 +42,7 @@ def plain_pass(terms: Terms, rows: Rows, ranks: NDArray[np.int64], choices: int,
         giver = givers[0]
         num_givers -= 1
         givers[0] = givers[num_givers]
-        sink(givers, num_givers, 0, slack)
+        sink(givers, num_givers, ZERO, slack)
         num_aside = 0
         while rows.load[giver] > terms.limits[giver] and num_aside < TAKERS and size > 0 and slack[heap[0]] > 0:
             place, i, j = cheapest_exchange(terms, rows, giver, heap, min(choices, size))

@@ -82,7 +82,7 @@ def _vector(field: str, values: ArrayLike, length: int | None, what: str) -> NDA
 
 
 @kernel
-def _range_of(values: NDArray[Any]) -> tuple[int, int]:
+def _range_of(values: NDArray[np.int64]) -> tuple[int, int]:
     """Smallest and largest of at least one integer."""
     low = high = values[0]
     for value in values:
@@ -165,8 +165,7 @@ def _ranks_of(field: str, values: ArrayLike, length: int, what: str, limit: int 
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{field} has dtype {array.dtype}; pass int32 numbers")
     if array.size:
-        array = plain_array(array, array.dtype if array.dtype in (np.int32, np.int64) else np.int64)
-        low, high = _range_of(array)
+        low, high = int(array.min()), int(array.max())
         top = np.iinfo(np.int32).max if limit is None else limit - 1
         if low < 0 or high > top:
             bad = (array < 0) | (array > top)
@@ -176,13 +175,14 @@ def _ranks_of(field: str, values: ArrayLike, length: int, what: str, limit: int 
 
 
 @kernel
-def _homes_of(
-    costs: NDArray[np.int64], homes: NDArray[np.int32], num_ranks: int
+def counts_and_loads(
+    costs: NDArray[np.int64], ranks: NDArray[np.int32], num_ranks: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(num_ranks,) samples and (num_ranks,) summed cost of each rank."""
     counts, loads = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     for i in range(costs.size):
-        counts[homes[i]] += 1
-        loads[homes[i]] += costs[i]
+        counts[ranks[i]] += 1
+        loads[ranks[i]] += costs[i]
     return counts, loads
 
 
@@ -265,7 +265,7 @@ def make_problem(
         given_nodes = _ranks_of("nodes", nodes, num_ranks, "rank", None)
         distinct, places = np.unique(given_nodes, return_inverse=True)
         num_nodes, all_nodes = distinct.size, places.astype(np.int32)
-    home_counts, home_loads = _homes_of(units, all_homes, num_ranks)
+    home_counts, home_loads = counts_and_loads(units, all_homes, num_ranks)
     fewest_at_home, most_at_home = _range_of(home_counts)
     floor, remainder = divmod(n, num_ranks)
     num_fuller = -1

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.compile import kernel, plain_array
 
-_LENGTHS = (np.int64, np.int32, np.uint32)
+_LENGTHS = (np.int64, np.uint32)  # the others become int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +114,11 @@ def _check_destinations(destinations: NDArray[np.int32], num_ranks: int) -> int:
 def _slice_plan(
     destinations: NDArray[np.int32],
     home_begin: NDArray[np.int64],
-    lengths: NDArray[np.int64] | NDArray[np.int32] | NDArray[np.uint32],
+    words: NDArray[np.uint32],
+    num_fields: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    num_ranks, num_fields = home_begin.size - 1, lengths.shape[1]
+    """`words` are the lengths of `num_fields` fields in one or two words each, the lower one first."""
+    num_ranks, wide = home_begin.size - 1, words.shape[1] > num_fields
     last_source = np.full(num_ranks, -1, np.int32)
     source_begin = np.zeros(num_ranks + 1, np.int64)
     for home in range(num_ranks):
@@ -142,7 +144,11 @@ def _slice_plan(
             pair = place[rank]
             counts[pair] += 1
             for field in range(num_fields):
-                totals[pair, field] += np.int64(lengths[i, field])
+                if wide:
+                    high = np.int64(words[i, 2 * field + 1]) << 32
+                    totals[pair, field] += high | np.int64(words[i, 2 * field])
+                else:
+                    totals[pair, field] += np.int64(words[i, field])
     return source_begin, sources, counts, totals
 
 
@@ -161,7 +167,7 @@ def _whole_numbers(field: str, values: ArrayLike, dtype: type[np.int32] | type[n
 
 def _plan_arrays(
     destinations: ArrayLike, counts_at_home: ArrayLike, lengths: ArrayLike
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64] | NDArray[np.int32] | NDArray[np.uint32]]:
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64] | NDArray[np.uint32]]:
     ranks = _whole_numbers("destinations", destinations, np.int32)
     counts = _whole_numbers("counts_at_home", counts_at_home, np.int64)
     values = np.asarray(lengths)
@@ -204,7 +210,7 @@ def slice_plan(destinations: ArrayLike, counts_at_home: ArrayLike, lengths: Arra
         raise ValueError(f"destinations[{bad}] is {int(ranks[bad])}; it must be a rank, 0 to {counts.size - 1}")
     home_begin = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts, out=home_begin[1:])
-    return Slices(ranks, home_begin, *_slice_plan(ranks, home_begin, values))
+    return Slices(ranks, home_begin, *_slice_plan(ranks, home_begin, values.view(np.uint32), values.shape[1]))
 
 
 def plan_digest(destinations: ArrayLike, counts_at_home: ArrayLike, lengths: ArrayLike) -> bytes:

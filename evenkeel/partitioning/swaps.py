@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import step
+from evenkeel.partitioning.compile import NONE, step
 from evenkeel.partitioning.rows import Rows, Terms, away
 
 ENOUGH = 6  # exchanges with a rank that fit, beyond which the search for a cheaper one ends: cheap ones come first
@@ -92,14 +92,14 @@ def cheapest_exchange(
         tried = 0
         j = 0
         while i < last and tried < TRIED:
-            a, cost_a = rows.item[g + i], rows.cost[g + i]
+            a, cost_a = int(rows.item[g + i]), rows.cost[g + i]
             if (
                 may_move
                 and low <= cost_a <= slack
-                and not (with_memory and not fits_memory(terms, rows, giver, a, taker, -1))
+                and not (with_memory and not fits_memory(terms, rows, giver, a, taker, NONE))
             ):
                 tried += 1
-                rate = moves_away(terms, giver, a, taker, -1) / min(cost_a, excess)
+                rate = moves_away(terms, giver, a, taker, NONE) / min(cost_a, excess)
                 if cost_a < wanted:
                     rate *= PARTIAL
                 if rate < best_rate:
@@ -113,7 +113,7 @@ def cheapest_exchange(
                 break
             delta = cost_a - rows.cost[t + j]
             if delta >= low:
-                b = rows.item[t + j]
+                b = int(rows.item[t + j])
                 if not (with_memory and not fits_memory(terms, rows, giver, a, taker, b)):
                     tried += 1
                     rate = moves_away(terms, giver, a, taker, b) / min(delta, excess)
@@ -145,19 +145,19 @@ def fullest_fill(
         t, num_t = rows.start[taker], rows.length[taker]
         may_move = num_g > terms.fewest[giver] and num_t < min(terms.most[taker], rows.room[taker])
         # What an exchange moves is only looked up where two fill equally, and for the one that is left.
-        most, most_a, most_b, most_i, most_j, least = 0, -1, -1, -1, -1, np.inf
+        most, most_a, most_b, most_i, most_j, least = 0, NONE, NONE, -1, -1, np.inf
         known = False
         first = 0  # the taker's lightest that it must give for the giver's sample, lest it go beyond its limit
         for i in range(num_g):
-            a, cost_a = rows.item[g + i], rows.cost[g + i]
+            a, cost_a = int(rows.item[g + i]), rows.cost[g + i]
             while first < num_t and rows.cost[t + first] < cost_a - slack:
                 first += 1
             for j in range(first - 1, first + 1):
-                b, delta = -1, cost_a
+                b, delta = NONE, cost_a
                 if j >= first:
                     if j == num_t:
                         continue
-                    b, delta = rows.item[t + j], cost_a - rows.cost[t + j]
+                    b, delta = int(rows.item[t + j]), cost_a - rows.cost[t + j]
                 elif not may_move:
                     continue
                 if delta < max(most, 1) or delta > slack:
@@ -210,17 +210,17 @@ def evenest_exchange(
     behind = 0  # the taker's first entry for which the exchange takes less than `even` off the giver
     found = 0
     for i in range(num_g):
-        a, cost_a = rows.item[g + i], rows.cost[g + i]
+        a, cost_a = int(rows.item[g + i]), rows.cost[g + i]
         if cost_a <= 0 or barred[a] > now:
             continue
         while behind < num_t and rows.cost[t + behind] <= cost_a - even:
             behind += 1
         for j in range(behind - EACH // 2 - 1, min(behind + EACH // 2, num_t)):
-            b, delta = -1, cost_a
+            b, delta = NONE, cost_a
             if j >= behind - EACH // 2:
                 if j < 0:
                     continue
-                b, delta = rows.item[t + j], cost_a - rows.cost[t + j]
+                b, delta = int(rows.item[t + j]), cost_a - rows.cost[t + j]
             elif not may_move:
                 continue
             if delta <= 0:

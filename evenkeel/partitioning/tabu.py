@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel, step
+from evenkeel.partitioning.compile import ZERO, kernel, step
 from evenkeel.partitioning.heaviest_first import sink
 from evenkeel.partitioning.rows import Rows, Terms, build_rows, exchange, read_rows
 from evenkeel.partitioning.swaps import evenest_exchange
@@ -42,7 +42,7 @@ def _search(
     step, blocked = 0, 0
     while most > 0 and budget > 0 and idle < patience:
         step += 1
-        size = 0
+        size = ZERO
         for r in ranks:
             if r != worst:
                 slack[r] = (terms.limits[r] - rows.load[r]) / terms.speeds[r]
@@ -56,7 +56,7 @@ def _search(
             taker = takers[0]
             size -= 1
             takers[0] = takers[size]
-            sink(takers, size, 0, slack)
+            sink(takers, size, ZERO, slack)
             looked += 16 + rows.length[worst] + rows.length[taker]
             i, j, after, moved = evenest_exchange(terms, rows, worst, taker, np.inf, barred, step)
             if i >= 0 and (after < chosen_over or (after == chosen_over and moved < chosen_away)):

@@ -1,21 +1,46 @@
-"""Compilation ahead of use."""
+"""Compilation ahead of use: all kernels, and the parts that take longest, so that processes can share the work."""
+
+from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import partition
 from evenkeel.partitioning.bounds import crowding_bound
 from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.exhaustive import least_overflow
-from evenkeel.partitioning.matching import EXACT
+from evenkeel.partitioning.greedy import place_longest_first
+from evenkeel.partitioning.groups import everyone
+from evenkeel.partitioning.karmarkar_karp import difference_equal_counts, difference_free_counts
+from evenkeel.partitioning.matching import EXACT, match_sets
+from evenkeel.partitioning.minimal_move import exchange_plainly
+from evenkeel.partitioning.preparing import KernelSet, ready
 from evenkeel.partitioning.registry import BUILT_IN
+from evenkeel.partitioning.rows import Terms
 from evenkeel.partitioning.slices import slice_plan
 from evenkeel.partitioning.sorting import ascending_order
+from evenkeel.partitioning.tabu import search
+
+KERNELS = KernelSet(
+    sources=Path(__file__).parent,
+    load=f"{__name__}:load_all",
+    parts=tuple(f"{__name__}:{part}" for part in ("compile_exchanges", "compile_starts", "compile_searches")),
+)
 
 
 def warm_up() -> None:
-    """Compile every kernel, or load it from numba's cache, so that no later call has to."""
+    """Compile every kernel, or load it from where it is kept, so that no later call has to.
+
+    What is missing is compiled by several processes side by side.
+    """
+    ready([KERNELS])
+
+
+def load_all() -> None:
+    """Call every kernel once, with all types of arguments."""
     homes = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 0, 1, 0], np.int32)
     costs = np.array([1, 1, 1, 2, 60, 3, 5, 70, 8, 9, 1, 1, 33])
     for strategy in BUILT_IN:
@@ -30,7 +55,48 @@ def warm_up() -> None:
     for caps in ([14.0, 15.0], [14.0, 14.0]):
         with suppress(PartitionError):
             partition(costs[:7], at, 2, memory=tight, memory_caps=caps)
-    nothing, all_of_them, ranks = np.zeros(2, np.int64), np.full(2, 7), np.zeros(7, np.int32)
-    least_overflow(tight, np.full(2, 14), nothing, all_of_them, 1000, 99, ranks)
-    for lengths in (np.int64, np.int32, np.uint32):
-        slice_plan(homes, np.bincount(homes), np.ones((homes.size, 2), lengths))
+    _least_overflow(tight)
+    slice_plan(homes, np.bincount(homes), np.ones((homes.size, 2), np.int64))
+
+
+def compile_exchanges() -> None:
+    """The plain pass, the largest of all."""
+    terms, order, homes = _example()
+    exchange_plainly(terms, order, *everyone(2), 1, homes)
+
+
+def compile_searches() -> None:
+    """The searches that go on from where the plain pass ends."""
+    terms, order, homes = _example()
+    search(terms, order, *everyone(2), 1, homes)
+    _least_overflow(np.array([6, 5, 5, 4, 4, 4, 1]))
+    slice_plan(homes, np.bincount(homes), np.ones((homes.size, 2), np.int64))
+
+
+def compile_starts() -> None:
+    """The constructive methods, and what matches their sets with ranks."""
+    terms, order, homes = _example()
+    difference_equal_counts(terms.costs, order, 2)
+    difference_free_counts(terms.costs, order, 2)
+    place_longest_first(
+        order, np.array([0, order.size]), *everyone(2), terms.costs, terms.memory, terms.speeds, np.zeros(2, np.int64),
+        np.zeros(2, np.int64), terms.caps, np.zeros(2, np.int64), terms.most, -1, homes,
+    )  # fmt: skip
+    for num_ranks in (2, EXACT + 1):
+        kinds = np.zeros(num_ranks, np.int32)
+        match_sets(homes, kinds, kinds, homes, terms.sizes, np.arange(num_ranks, dtype=np.int32) // 2)
+
+
+def _example() -> tuple[Terms, NDArray[np.int32], NDArray[np.int32]]:
+    costs, homes = np.array([9, 4, 1, 2]), np.array([0, 0, 1, 1], np.int32)
+    nothing, two = np.zeros(0, np.int64), np.full(2, 2)
+    terms = Terms(
+        costs=costs, sizes=costs * 1.0, homes=homes, memory=nothing, caps=nothing, fewest=two, most=two,
+        speeds=np.ones(2), nodes=np.zeros(2, np.int32), limits=np.full(2, 9),
+    )  # fmt: skip
+    return terms, np.array([2, 3, 1, 0], np.int32), homes.copy()
+
+
+def _least_overflow(memory: NDArray[np.int64]) -> None:
+    nothing, all_of_them, ranks = np.zeros(2, np.int64), np.full(2, memory.size), np.zeros(memory.size, np.int32)
+    least_overflow(memory, np.full(2, 14), nothing, all_of_them, 1000, 99, ranks)

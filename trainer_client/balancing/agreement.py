@@ -40,6 +40,7 @@ class Reason(StrEnum):
     TRANSFERS_DIFFER = "transfers_differ"  # digests agree, what ranks would send and receive does not
     INVALID_COSTS = "invalid_costs"
     PARTITION_FAILED = "partition_failed"
+    COMPILING = "compiling"  # some rank's kernels are still being compiled
 
 
 class ProgramOrderError(RuntimeError):
@@ -193,10 +194,13 @@ def _choose(votes: Sequence[Vote], *, waited: bool, has_service: bool, balance: 
     if not balance:
         return Verdict(mode=Mode.IDENTITY, reason=Reason.NO_SERVICE)
     without = _ranks(votes, lambda vote: vote.held is Held.NOTHING)
-    invalid = _ranks(votes, lambda vote: not vote.costs_valid)
-    if invalid:  # says nothing against a service that has answered
-        served = waited and not without
-        return Verdict(mode=Mode.IDENTITY, reason=Reason.INVALID_COSTS, ranks=invalid, served=served)
+    served = waited and not without  # what follows says nothing against a service that has answered
+    for reason, ranks in (
+        (Reason.INVALID_COSTS, _ranks(votes, lambda vote: not vote.costs_valid)),
+        (Reason.COMPILING, _ranks(votes, lambda vote: vote.compiling)),
+    ):
+        if ranks:
+            return Verdict(mode=Mode.IDENTITY, reason=reason, ranks=ranks, served=served)
     if not has_service:
         return _fall_back(fallback, Reason.NO_SERVICE)
     if not waited:

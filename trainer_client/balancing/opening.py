@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel import __version__, partitioning
-from trainer_client import redistribution
+from evenkeel import __version__
 from trainer_client.balancing.agreement import ProgramOrderError
 from trainer_client.balancing.causes import require_service
 from trainer_client.balancing.groups import Groups, node_name
 from trainer_client.balancing.identity import SessionName, name_session
+from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.membership import Ranks
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.schemas import raise_mismatch
@@ -65,6 +65,7 @@ class Opened:
         nodes: (world size,) host of each rank; None when there is only one.
         tracer: Of the stream's rounds; None when tracing is off.
         to_gpu: Batches go to the ranks' GPUs where no device is named.
+        kernels: This rank's, and what is known of the others'; None where nothing is ever moved.
     """
 
     template: FlatBatch
@@ -74,24 +75,11 @@ class Opened:
     nodes: NDArray[np.int32] | None
     tracer: StreamTracer | None
     to_gpu: bool
+    kernels: Kernels | None
 
 
 class NoDataError(Exception):
     """No rank has had any batch yet, so nobody knows what an empty one looks like."""
-
-
-def warm_up(groups: Groups, device: torch.device | str | None) -> None:
-    """Compiles the kernels, or loads them from numba's cache, before the first step instead of within one. Collective.
-
-    The first rank of each host goes first, so that the others find the cache filled.
-    """
-    names = groups.gather_objects(node_name())
-    leads = groups.leads and names.index(names[groups.rank]) == groups.rank
-    for turn in (True, False):
-        if leads is turn:
-            partitioning.warm_up()
-            redistribution.warm_up(device)
-        groups.gather_objects(None)
 
 
 def goes_to_gpu(flat: FlatBatch | None, groups: Groups) -> bool:
@@ -248,6 +236,7 @@ def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: t
         rank=groups.rank,
     )
     connections: list[Connection] = []
+    kernels: Kernels | None = None
 
     def reach(where: str) -> None:
         connection = connect(
@@ -265,7 +254,10 @@ def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: t
     if balance and groups.world_size > 1:
         if address is not None:
             groups.led(partial(reach, address))
-        warm_up(groups, "cuda" if device is None and to_gpu else device)
+        kernels = Kernels(
+            config.loader, groups.rank, "cuda" if device is None and to_gpu else device,
+            wait=options.memory_caps is not None or options.min_samples > 0,
+        )  # fmt: skip
     return Opened(
         template=template,
         options=options,
@@ -274,4 +266,5 @@ def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: t
         nodes=node_numbers(groups),
         tracer=tracer,
         to_gpu=to_gpu,
+        kernels=kernels,
     )

@@ -341,6 +341,7 @@ class BatchStream:
             nodes=opened.nodes,
             template=opened.template,
             counters=self.counters,
+            kernels=opened.kernels,
         )
         self._mover = Mover(self._groups, opened.options.method, self.counters, to_gpu=opened.to_gpu)
         self._enter(current)

@@ -68,6 +68,7 @@ class Vote:
         load: Sum of this rank's costs.
         heaviest: This rank's largest cost.
         peers_differ: The ranks that train this rank's batches hold other ones.
+        compiling: This rank's kernels are still being compiled: it can neither partition nor move samples.
         has_cause: This rank knows a cause, not told yet, that keeps it from the service and does not pass.
         num_batches: With a window, how many batches of it this rank has.
         batches: With a window of several batches, each of them; whole windows, also where this rank has fewer.
@@ -94,6 +95,7 @@ class Vote:
     load: float = 0.0
     heaviest: float = 0.0
     peers_differ: bool = False
+    compiling: bool = False
     has_cause: bool = False
     num_batches: int = 1
     batches: tuple[BatchVote, ...] = ()
@@ -109,7 +111,7 @@ class Vote:
         """The struct on the wire, little-endian."""
         flags = self.exhausted | self.asked << 1 | self.ready << 2 | self.costs_valid << 3 | self.costs_float << 4
         flags |= self.left << 5 | self.out_of_turn << 6 | self.drop_last << 7
-        flags |= self.peers_differ << 8 | self.has_cause << 9
+        flags |= self.peers_differ << 8 | self.has_cause << 9 | self.compiling << 10
         fixed = _LAYOUT.pack(
             self.round, self.pass_number, self.taken, self.held, flags, self.instance, self.digest, self.moved,
             self.checksum, self.samples, self.schema, self.load, self.heaviest, self.num_batches,
@@ -131,6 +133,7 @@ class Vote:
             costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
             num_batches=num_batches,
             peers_differ=bool(flags & 256),
+            compiling=bool(flags & 1024),
             has_cause=bool(flags & 512),
             batches=tuple(
                 BatchVote(samples=loaded, received=received, load=its_load, heaviest=its_heaviest)

@@ -32,6 +32,7 @@ from trainer_client.balancing.casting import Leaving, send_nothing, vote_on, vot
 from trainer_client.balancing.causes import Causes
 from trainer_client.balancing.embedded import EmbeddedPlan, balance_embedded, stay_home
 from trainer_client.balancing.groups import Groups
+from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.peers import PeersDifferError, Twin
 from trainer_client.balancing.report import Counters
@@ -67,6 +68,7 @@ class RoundWorker:
         nodes: NDArray[np.int32] | None,
         template: FlatBatch,
         counters: Counters,
+        kernels: Kernels | None = None,
     ) -> None:
         self._name = name
         self._template = template  # of the latest round that this rank knows of
@@ -78,6 +80,7 @@ class RoundWorker:
         self._nodes = nodes
         self.turns = Turns(name, depth=options.depth, patience=options.patience)
         self._warned_costs = False
+        self._kernels = kernels
         self._causes = Causes(name, self._groups, connection, options.fallback)
         self._ready_ranks = 0  # at the latest agreement
         self._rounds = 0
@@ -250,7 +253,8 @@ class RoundWorker:
         answered = time.time_ns() if trace is not None else 0
         schema = ticket.schema if len(ticket.data) else self._template.schema
         own = vote_on(ticket, decision, window=self._options.window, ready=self._ready, schema=schema)
-        votes = self._gather(replace(own, peers_differ=bool(differ)))
+        compiling = self._kernels is not None and self._kernels.compiling
+        votes = self._gather(replace(own, peers_differ=bool(differ), compiling=compiling))
         verdict = self._decide(votes, waited=waited)
         if verdict.reason is not Reason.LEFT:
             if any(vote.peers_differ for vote in votes):
@@ -333,6 +337,8 @@ class RoundWorker:
                 trouble=self._connection.trouble if self._connection is not None else "",
                 lasting=self._connection is not None and self._connection.cause is not None,
             )  # fmt: skip
+        if self._kernels is not None:
+            self._kernels.learn(number, verdict)
         if verdict.reason is Reason.INVALID_COSTS and not self._warned_costs:
             self._warned_costs = True
             if problem:

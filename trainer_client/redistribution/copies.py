@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import ZERO, kernel
 from trainer_client.redistribution.fields import FieldTable
 
 Ints = NDArray[np.int64]
@@ -128,7 +128,7 @@ def add_samples(
     pieces: NDArray[np.int32], count: int, samples: Ints, starts: Ints, target: int, group: int, cut: int
 ) -> tuple[int, int]:
     """Appends samples of one column, neighbours here and there as one range; returns pieces, and the unit after."""
-    since, until = 0, 0
+    since, until = ZERO, ZERO
     for sample in samples:
         if starts[sample] != until:
             count = add_piece(pieces, count, since, target, until - since, group, cut)
@@ -140,14 +140,12 @@ def add_samples(
 
 
 @kernel
-def starts_of(lengths: Ints, index: int) -> Ints:
-    """(n + 1,) units of a column before each sample."""
+def write_starts(lengths: Ints, index: int, starts: Ints) -> None:
+    """Writes the (n + 1,) units of a column before each sample."""
     num_samples, num_jagged = lengths.shape
-    starts = np.empty(num_samples + 1, np.int64)
     starts[0] = 0
     for i in range(num_samples):
         starts[i + 1] = starts[i] + (lengths[i, index] if index < num_jagged else 1)
-    return starts
 
 
 @kernel
@@ -175,24 +173,31 @@ def _describe_samples(
     room = 0
     for index in range(num_columns):
         if cuts[index]:
-            units = lengths[:, index].sum() if index < num_columns - 1 else lengths.shape[0]
+            units = lengths.shape[0]
+            if index < num_columns - 1:
+                units = 0
+                for i in range(lengths.shape[0]):
+                    units += lengths[i, index]
             room += samples.size + num_groups + units // cuts[index]
-    at_items, at_unit = 0, 2 * num_fields + 1
+    at_items, at_unit = ZERO, 2 * num_fields + 1
     at_source, at_target = at_unit + num_fields, at_unit + num_fields * (num_groups + 1)
     at_pieces = (at_target + num_fields + 1) & -2
     words = np.empty(at_pieces + 2 * room, np.int64)
     pieces = words[at_pieces:].view(np.int32)
-    words[at_unit:at_source] = unit_bytes
-    words[at_source:at_target] = source.ravel()
-    words[at_target : at_target + num_fields] = target
+    for field in range(num_fields):
+        words[at_unit + field] = unit_bytes[field]
+        words[at_target + field] = target[field]
+        for group in range(num_groups):
+            words[at_source + group * num_fields + field] = source[group, field]
 
-    count = 0
+    count = ZERO
     piece_begin = np.zeros(num_columns + 1, np.int64)
     for index in range(num_columns):
         if cuts[index]:
-            landing = 0
+            landing = ZERO
             for group in range(num_groups):
-                starts = starts_of(lengths[first[group] : first[group + 1]], index)
+                starts = np.empty(first[group + 1] - first[group] + 1, np.int64)
+                write_starts(lengths[first[group] : first[group + 1]], index, starts)
                 own = samples[begin[group] : begin[group + 1]]
                 count, landing = add_samples(pieces, count, own, starts, landing, group, cuts[index])
         piece_begin[index + 1] = count

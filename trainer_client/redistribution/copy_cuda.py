@@ -29,6 +29,12 @@ def _module(device: int) -> tuple[Module, int]:
     return Module(source(), [_KERNEL], {}, device), torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def load(device: torch.device) -> None:
+    """Compiles the kernel, or reads it from the disk cache, and loads it on a device."""
+    with torch.cuda.device(device):
+        _module(torch.cuda.current_device())
+
+
 def copy_on_device(words: torch.Tensor, job: Job, stream: int, *, beside: bool = False) -> None:
     """Copies on a stream of the current device.
 

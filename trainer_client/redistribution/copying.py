@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.preparing import KernelSet, ready
 from evenkeel.partitioning.slices import Slice
 from trainer_client.redistribution.copies import WHOLE, Job, describe_samples
 from trainer_client.redistribution.copy_cpu import copy_on_host
@@ -54,6 +57,20 @@ def warm_up(device: torch.device | str | None = None) -> None:
     Args:
         device: Where batches will be; None for the host only.
     """
+    ready([KERNELS])
+    load_on_device(device)
+
+
+def load_on_device(device: torch.device | str | None) -> None:
+    """The part of a CUDA device alone; nothing for others."""
+    if device is not None and torch.device(device).type == "cuda":
+        from trainer_client.redistribution.copy_cuda import load
+
+        load(torch.device(device))
+
+
+def load_on_host() -> None:
+    """Calls every kernel of the host once."""
     from trainer_client.redistribution.fields import FieldTable
     from trainer_client.redistribution.moves import describe, measure
 
@@ -73,10 +90,6 @@ def warm_up(device: torch.device | str | None = None) -> None:
     describe(words, amounts, nowhere, table, fields, nothing, nothing, nothing, 0, 0, most=WHOLE, join=True)
     described = describe_samples(nothing, begin, table, begin, fields, np.zeros((1, 0), np.int64), nothing, most=WHOLE)
     copy_described(*described, torch.device("cpu"))
-    if device is not None and torch.device(device).type == "cuda":
-        some = torch.zeros(32, dtype=torch.uint8, device=device)
-        words, job = describe_samples(
-            np.zeros(1, np.int64), np.array([0, 1]), np.zeros((1, 0), np.int64), np.array([0, 1]),
-            FieldTable.of((), 16), np.array([[some.data_ptr()]]), np.array([some.data_ptr() + 16]), most=WHOLE,
-        )  # fmt: skip
-        copy_described(words, job, some.device)
+
+
+KERNELS = KernelSet(sources=Path(__file__).parent, load=f"{__name__}:load_on_host", parts=(f"{__name__}:load_on_host",))

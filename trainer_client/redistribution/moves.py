@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import ZERO, kernel
 from evenkeel.partitioning.slices import Slice
 from trainer_client.redistribution.copies import (
     MAX_UNITS,
@@ -25,9 +25,9 @@ from trainer_client.redistribution.copies import (
     add_piece,
     add_samples,
     columns_of,
-    starts_of,
     units_of_pieces,
     write_items,
+    write_starts,
 )
 from trainer_client.redistribution.fields import FieldTable
 
@@ -193,13 +193,13 @@ def _measure(
 
     source_units = np.empty((sources.size, num_columns), np.int64)
     units = np.zeros(num_columns, np.int64)
-    staying, largest = 0, 0
+    staying, largest = 0, ZERO
     for k in range(sources.size):
         for index in range(num_columns):
-            amount = source_totals[k, index] if index < num_jagged else np.int64(source_counts[k])
+            amount = int(source_totals[k, index] if index < num_jagged else source_counts[k])
             if not 0 <= amount < MAX_UNITS:  # the sums below could wrap around
-                largest = int(amount)
-                amount = np.int64(0)
+                largest = amount
+                amount = ZERO
             source_units[k, index] = amount
             units[index] += amount
         staying += source_counts[k] if sources[k] == rank else 0
@@ -217,11 +217,17 @@ def _measure(
     num_pieces = 0
     for index in range(num_columns):
         if cuts[index]:
-            copied = sent_units[:, index].sum() + units[index]
+            copied = units[index]
+            for peer in range(num_ranks):
+                copied += sent_units[peer, index]
             num_pieces += num_own + num_groups + sources.size + copied // cuts[index]
     num_words = num_fields * (9 + num_groups + sources.size) + 4 + 2 * num_pieces
     if largest == 0:
-        largest = max(units.max(), sent_units.sum(axis=0).max())
+        for index in range(num_columns):
+            total = ZERO
+            for peer in range(num_ranks):
+                total += sent_units[peer, index]
+            largest = max(largest, units[index], total)
     return order, begin, sent_units, source_units, sent, received, kept, units, staying, num_words, largest
 
 
@@ -253,14 +259,23 @@ def _describe(
     num_fields, num_columns, num_sources = column.size, new_units.size, sources.size
     columns = columns_of(column, num_columns - 1)
     cuts = units_of_pieces(columns, unit_bytes, num_columns, most)
-    peers = np.flatnonzero(begin[1:] - begin[:-1])
+    num_groups = 0
+    for peer in range(begin.size - 1):
+        num_groups += begin[peer + 1] > begin[peer]
+    peers = np.empty(num_groups, np.int64)
+    num_groups = 0
+    for peer in range(begin.size - 1):
+        if begin[peer + 1] > begin[peer]:
+            peers[num_groups] = peer
+            num_groups += 1
     size_of_items = 2 * num_fields + 1
     at_unit = 3 * size_of_items
     at_here, at_landing = at_unit + num_fields, at_unit + 2 * num_fields
     at_sent = at_landing + num_fields
     at_received = at_sent + peers.size * num_fields
     at_pieces = (at_received + num_sources * num_fields + 1) & -2
-    words[at_unit:at_here] = unit_bytes
+    for field in range(num_fields):
+        words[at_unit + field] = unit_bytes[field]
 
     # Where each field is, and where it comes to be; sources come in order of their ranks.
     for field in range(num_fields):
@@ -274,7 +289,8 @@ def _describe(
     cursor = received
     for k in range(num_sources):
         if sources[k] < rank:
-            staying += source_units[k]
+            for index in range(num_columns):
+                staying[index] += source_units[k, index]
         if sources[k] != rank:
             for field in range(num_fields):
                 words[at_received + k * num_fields + field] = cursor
@@ -293,7 +309,7 @@ def _describe(
 
     pieces = halves[2 * at_pieces :]
     piece_begin = np.zeros((3, num_columns + 1), np.int64)
-    count = 0
+    count, landing = ZERO, ZERO
     starts = np.empty((num_columns, order.size + 1), np.int64)
     for step in range(2):
         for index in range(num_columns):
@@ -301,20 +317,20 @@ def _describe(
             if not cuts[index] or (join and step == 1):
                 continue
             if step == 0:
-                starts[index] = starts_of(lengths, index)
+                write_starts(lengths, index, starts[index])
             for group in range(peers.size):
                 peer = peers[group]
                 if join or (peer == rank) == (step == 1):
                     own = order[begin[peer] : begin[peer + 1]]
-                    count, _ = add_samples(pieces, count, own, starts[index], 0, group, cuts[index])
+                    count, _ = add_samples(pieces, count, own, starts[index], ZERO, group, cuts[index])
         piece_begin[step, num_columns] = count
     for index in range(num_columns):
         piece_begin[2, index] = count
-        landing = 0
+        landing = ZERO
         for k in range(num_sources):
             units = source_units[k, index]
             if cuts[index] and sources[k] != rank:
-                count = add_piece(pieces, count, 0, landing, units, k, cuts[index])
+                count = add_piece(pieces, count, ZERO, landing, units, k, cuts[index])
             landing += units
     piece_begin[2, num_columns] = count
 

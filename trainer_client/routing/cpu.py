@@ -12,13 +12,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.preparing import KernelSet, ready
 
 _KEYS_PER_THREAD = 1 << 17
 """Below this, handing work to another thread costs more than it saves."""
@@ -27,15 +30,14 @@ _CELLS_PER_KEY = 16
 _M1, _M2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _ZERO = np.zeros(1, dtype=np.int64)
 Array = npt.NDArray[Any]
-jit = cast(Callable[[Callable[..., Any]], Callable[..., Any]], numba.njit(cache=True, nogil=True, boundscheck=False))
 
 
-@jit
+@kernel
 def _modulo(key: Any, ranks: Any, power_of_two: bool) -> Any:
     return key & (ranks - np.uint64(1)) if power_of_two else key % ranks
 
 
-@jit
+@kernel
 def _route(keys: Array, spans: Array, owners: Array, sent: Array, counts: Array, mixed: bool) -> None:
     """Writes each key's owner and, where any span is continuous, the index sent to it; counts keys per rank.
 
@@ -62,12 +64,13 @@ def _route(keys: Array, spans: Array, owners: Array, sent: Array, counts: Array,
                 key ^= key >> np.uint64(33)
                 owners[i] = _modulo(key, ranks, power_of_two)
         if mixed and mode != 0:
-            sent[first:last] = keys[first:last]
+            for i in range(first, last):
+                sent[i] = keys[i]
         for i in range(first, last):
             counts[owners[i]] += np.uint64(1)
 
 
-@jit
+@kernel
 def _continuous(keys: Array, width: Any, ranks: Any, owners: Array, sent: Array) -> None:
     bounded = width <= np.uint64(0x7FFFFFFFFFFFFFFF) // ranks
     block, limit, last = np.int64(width), np.int64(width * ranks), np.int64(ranks) - 1
@@ -96,7 +99,7 @@ def _continuous(keys: Array, width: Any, ranks: Any, owners: Array, sent: Array)
                 sent[i] = np.int64(unsigned // ranks)
 
 
-@jit
+@kernel
 def _scatter(
     keys: Array, owners: Array, lengths: Array, column: int, cursors: Array, new_keys: Array, cells: Array,
     num_rows: int, slots: Array,
@@ -118,7 +121,8 @@ def _scatter(
                 cells[owner * stride + cell] += 1
                 at += one
         else:
-            before[:] = cursors
+            for rank in range(cursors.size):
+                before[rank] = cursors[rank]
             while at < end:
                 owner = np.uint64(owners[at])
                 slot = cursors[owner]
@@ -130,7 +134,7 @@ def _scatter(
                 cells[np.uint64(rank) * stride + cell] = cursors[rank] - before[rank]
 
 
-@jit
+@kernel
 def _place(lengths: Array, slots: Array, positions: Array) -> None:
     """Writes the place of every key in its row, by slot."""
     at = 0
@@ -268,7 +272,15 @@ def _spans(
 
 
 def warm_up() -> None:
-    """Compiles the kernels, or reads them from numba's cache, for int64 keys with lengths of either width."""
+    """Compiles the kernels, or loads them from where they are kept, for int64 keys with lengths of either width."""
+    ready([KERNELS])
+
+
+def load_all() -> None:
+    """Calls every kernel once."""
     key, block = torch.ones(1, dtype=torch.int64, device="cpu"), torch.ones(1, dtype=torch.int64, device="cpu")
     for dtype in (torch.int64, torch.int32):
         block_bucketize(torch.ones(1, dtype=dtype, device="cpu"), key, block, 2, [0], [0])
+
+
+KERNELS = KernelSet(sources=Path(__file__).parent, load=f"{__name__}:load_all", parts=(f"{__name__}:load_all",))

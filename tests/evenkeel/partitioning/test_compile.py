@@ -11,7 +11,9 @@ from numba.core.dispatcher import Dispatcher
 
 import evenkeel.partitioning
 from evenkeel.partitioning import PartitionError, partition, plan_digest, slice_plan, strategies, warm_up
-from evenkeel.partitioning.compile import SOURCES, digest_of_kernels
+from evenkeel.partitioning.kernel_cache import digest_of_kernels
+
+SOURCES = digest_of_kernels(Path(evenkeel.partitioning.__file__).parent)
 
 
 def _kernels() -> dict[str, Any]:
@@ -68,8 +70,8 @@ def test_nothing_compiles_after_warm_up() -> None:
 
 def test_kernels_work_where_no_folder_can_be_written() -> None:
     program = (
-        "from numba.core import caching\n"
-        "caching.CacheImpl._locator_classes = []\n"
+        "from evenkeel.partitioning import kernel_cache\n"
+        "kernel_cache.roots = lambda: iter(())\n"
         "import numpy as np\n"
         "from evenkeel.partitioning.sorting import ascending_order\n"
         "print(ascending_order(np.array([3, 1, 2])).tolist())\n"

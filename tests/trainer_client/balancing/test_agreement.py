@@ -75,6 +75,21 @@ def test_bad_costs_on_one_rank_leave_all_unbalanced_and_do_not_blame_the_service
     )  # fmt: skip
 
 
+def test_kernels_that_one_rank_compiles_leave_all_unbalanced_and_do_not_blame_the_service() -> None:
+    compiling = replace(BALANCED, compiling=True)
+    assert Vote.unpack(compiling.pack()) == compiling
+    verdict = decide([BALANCED, compiling], waited=True, has_service=True, balance=True, fallback="embedded")
+    assert (verdict.mode, verdict.reason, verdict.ranks, verdict.served) == (
+        Mode.IDENTITY,
+        Reason.COMPILING,
+        (1,),
+        True,
+    )
+    missed = replace(NOTHING, compiling=True)
+    assert not decide([BALANCED, missed], waited=True, has_service=True, balance=True, fallback="embedded").served
+    assert outcome(NOTHING, missed, waited=False, service=False) == (Mode.IDENTITY, Reason.COMPILING)
+
+
 def test_ends_when_no_rank_has_anything_left() -> None:
     done = replace(NOTHING, exhausted=True, samples=0)
     assert outcome(done, done) == (Mode.END, Reason.NONE)

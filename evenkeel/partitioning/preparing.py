@@ -1,0 +1,163 @@
+"""Getting kernels ready: from a complete folder at once, else compiled by processes beside this one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenkeel.partitioning.kernel_cache import KernelFolder, kernel_folder
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 300.0  # seconds that another process may take to compile what this one waits for
+_LOOK = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """The kernels of one folder of sources.
+
+    Attributes:
+        sources: The folder.
+        load: "module:function" that calls all of them, so that they are compiled or loaded here.
+        parts: The same for parts that take about as long, to be compiled by a process each; the longest first.
+    """
+
+    sources: Path
+    load: str
+    parts: tuple[str, ...]
+
+    @property
+    def folder(self) -> KernelFolder:
+        """Where they are kept."""
+        return kernel_folder(self.sources)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of them are compiled."""
+        return self.folder.complete
+
+    def load_here(self) -> None:
+        """Loads them in this process; compiles what is not there."""
+        _function(self.load)()
+        self.folder.mark_complete()
+
+
+def ready(sets: Sequence[KernelSet]) -> None:
+    """Gets kernels ready in this process; those that no folder has are compiled side by side."""
+    _compile(sets)
+    for each in sets:
+        each.load_here()
+
+
+class Preparation:
+    """Kernels that get ready: loaded before this returns if they are compiled, else in the background."""
+
+    def __init__(self, sets: Sequence[KernelSet]) -> None:
+        self._sets = tuple(sets)
+        self._done = threading.Event()
+        if all(each.complete for each in self._sets):
+            ready(self._sets)
+            self._done.set()
+        else:
+            threading.Thread(target=self._run, name="evenkeel-kernels", daemon=True).start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether calling them compiles nothing."""
+        return self._done.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until they are; whether they are."""
+        return self._done.wait(seconds)
+
+    def _run(self) -> None:
+        try:
+            ready(self._sets)
+        except Exception:
+            logger.warning("kernels could not be prepared; they are compiled when they are called", exc_info=True)
+        finally:
+            self._done.set()
+
+
+def run_part(part: str) -> None:
+    """In a process of its own: compiles a part, giving way to whatever else the machine does."""
+    os.nice(10)
+    _function(part)()
+
+
+def _function(name: str) -> Callable[[], None]:
+    module, _, function = name.partition(":")
+    found: Callable[[], None] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _compile(sets: Sequence[KernelSet]) -> None:
+    """Compiles what is missing into the folders; one process of all that share them does it, the others wait."""
+    missing = [each for each in sets if not each.complete and each.folder.path is not None]
+    if not missing or not sys.executable:
+        return
+    with _first_of_all(missing[0].folder):
+        parts = [part for each in missing if not each.complete for part in each.parts]
+        if len(parts) > 1:
+            _run_side_by_side(parts)
+
+
+def _run_side_by_side(parts: Sequence[str]) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command = "import sys; from evenkeel.partitioning.preparing import run_part; run_part(sys.argv[1])"
+    waiting, running = list(parts), list[subprocess.Popen[bytes]]()
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                running.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", command, waiting.pop(0)], env=environment, stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    )
+                )  # fmt: skip
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_LOOK)
+            running = [process for process in running if process.poll() is None]
+    except OSError:
+        return  # no process can be started: what is missing is compiled here
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _first_of_all(folder: KernelFolder) -> Iterator[None]:
+    """Holds the folder's lock; goes on without it where there are no locks, or its holder takes too long."""
+    assert folder.path is not None
+    deadline = time.monotonic() + PATIENCE
+    file = None
+    with suppress(OSError):
+        file = (folder.path / "lock").open("wb")
+    try:
+        while file is not None and time.monotonic() < deadline and not folder.complete:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    break
+            time.sleep(_LOOK)
+        yield
+    finally:
+        if file is not None:
+            file.close()
