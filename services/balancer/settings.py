@@ -66,7 +66,7 @@ class Settings(ServiceSettings):
     """Sessions at a time. No token (without tokens: no address) may hold more of them than are left free."""
     max_streams: PositiveInt = 8192
     """Streams at a time, of all sessions, shared alike."""
-    max_calls: PositiveInt = 4096
+    max_calls: PositiveInt = 512
     """Rounds by unary calls at a time, shared alike."""
     max_ranks: PositiveInt = Limits().max_ranks
     """Ranks of one session."""
