@@ -2,10 +2,16 @@
 
 A program is drawn from a seed, on every rank alike: fields of all kinds in containers of all kinds, batches of any
 size, and in some rounds a structure that differs, on all ranks or on one.
+
+    torchrun --nproc-per-node 3 -m tests.trainer_client.redistribution.structures --programs 2000
+    torchrun --nproc-per-node 2 -m tests.trainer_client.redistribution.structures --programs 300 --cuda
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -325,8 +331,14 @@ class Program:
         return result
 
 
-def run_program(seed: int, world_size: int, group: Any) -> str:
+def run_program(seed: int, world_size: int, group: Any, device: torch.device | None = None) -> str:
     """In a rank: runs a program and compares every batch with what its samples make.
+
+    Args:
+        seed: Of the program.
+        world_size: Number of ranks.
+        group: The ranks; None for one rank alone.
+        device: Where batches are trained; None for the host.
 
     Returns:
         "" if all is right, else what is wrong.
@@ -349,8 +361,8 @@ def run_program(seed: int, world_size: int, group: Any) -> str:
         try:
             for number, structure in enumerate(structures):
                 batch, spec = structure.collate(own[number]), specs[id(structure)]
-                ticket = stream.submit(batch, cost=_cost, spec=spec)
-                moved = stream.start(*ticket).wait().unflatten()
+                ticket = stream.submit(batch, cost=_cost, spec=spec, device=device)
+                moved = stream.start(*ticket, device).wait().unflatten(spec)
                 ids = moved["id"].tolist()
                 # a rank without samples gets what the others have; without any, nobody knows what there could be
                 holders = [structure] if own[number] else program.holders(number)
@@ -381,7 +393,7 @@ def _differ(program: Program, seed: int, world_size: int) -> bool:
         schemas = set()
         for rank in range(world_size):
             structure, samples = program.structures(rank)[number], program.samples(seed, rank)[number]
-            if samples or number == 0:  # a stream opens with what ranks have, samples or not
+            if samples or (number == 0 and not program.sizes[0].any()):  # without any samples all have a say
                 schemas.add(flatten(structure.collate(samples), structure.spec()).schema.hash)
         if len(schemas) > 1:
             return True
@@ -409,6 +421,7 @@ def difference(found: Any, expected: Any, path: str) -> str:
         if expected.is_nested:
             wrong = difference(found.values(), expected.values(), f"{path}.values")
             return wrong or difference(found.offsets(), expected.offsets(), f"{path}.offsets")
+        found = found.cpu()
         if found.dtype != expected.dtype or found.shape != expected.shape or as_bytes(found) != as_bytes(expected):
             return f"{path}: {found} instead of {expected}"
         return ""
@@ -432,3 +445,27 @@ def difference(found: Any, expected: Any, path: str) -> str:
         pairs = [(f"{path}.{i}", one, two) for i, (one, two) in enumerate(zip(found, expected, strict=True))]
         return next((wrong for where, one, two in pairs if (wrong := difference(one, two, where))), "")
     return "" if found == expected else f"{path}: {found!r} instead of {expected!r}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first program")
+    parser.add_argument("--cuda", action="store_true", help="train on GPUs, over NCCL")
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if options.cuda else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.cuda else "gloo")
+    for seed in range(options.first, options.first + options.programs):
+        wrong = run_program(seed, dist.get_world_size(), dist.group.WORLD, device)
+        if wrong:
+            sys.exit(f"seed {seed}, rank {dist.get_rank()}: {wrong}")
+    if dist.get_rank() == 0:
+        print(f"{options.programs} programs on {dist.get_world_size()} ranks: every batch is what its samples make")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
