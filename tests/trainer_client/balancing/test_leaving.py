@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.balancer_process import BalancerProcess, running_balancer
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
@@ -296,3 +297,40 @@ def after_the_end(rank: int) -> tuple[dict[str, int], list[str]]:
 
 def test_counters_can_be_read_before_the_first_batch_and_after_close() -> None:
     assert run_ranks(2, after_the_end) == [({"embedded": 3, "end": 1, "before": 0}, ["False"])] * 2
+
+
+def peers_leave(rank: int, address: str | None) -> list[list[list[int]]]:
+    """Ranks 0 and 1, and 2 and 3, train the same batches, and leave their loops at steps of their own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    options = BalanceOptions(timeout=timedelta(seconds=20))
+    balancer = (
+        Balancer.embedded(process_group=mesh["dp"], options=options)
+        if address is None
+        else Balancer.connect(address, job="peers-leave", process_group=mesh["dp"], options=options)
+    )
+    loops = []
+    with balancer:
+        for loop in range(4):
+            batches = source(mesh["dp"].get_local_rank(), loop)
+            got: list[list[int]] = []
+            for batch in BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC):
+                got.append(batch["id"].tolist())
+                if len(got) == (rank + 1, 99, 4 - rank, 99)[loop]:
+                    break
+            loops.append(got)
+    return loops
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_peers_that_leave_at_different_steps_go_on_with_the_same_batches(
+    service: BalancerProcess, served: bool
+) -> None:
+    results = run_ranks(4, peers_leave, service.address if served else None)
+    for first, second in ((0, 1), (2, 3)):
+        for loop in range(4):
+            pairs = zip(results[first][loop], results[second][loop], strict=loop in (1, 3))
+            assert all(one == other for one, other in pairs)
+    for loop in (1, 3):
+        for step in range(STEPS):
+            got = sorted(results[0][loop][step] + results[2][loop][step])
+            assert got == sorted(int(i) for dp in range(2) for i in source(dp, loop)[step]["id"])
