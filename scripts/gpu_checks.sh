@@ -72,11 +72,17 @@ if [ "$gpus" -ge 2 ]; then
   step redistribution "$python" -m benchmarks.redistribution --ranks "$gpus" --check
   if has torchrec && has fbgemm_gpu; then
     step torchrec "${ranks[@]}" tests.trainer_client.routing.torchrec_checks
+    step pipelines "$python" -m benchmarks.pipelines --cuda --ranks 2 --json "$out/pipelines.json"
+    if has hypothesis && has attrs; then
+      step batches "${ranks[@]}" tests.trainer_client.redistribution.structures --programs 200 --cuda
+    else
+      left_out batches "hypothesis and attrs are not installed"
+    fi
   else
-    left_out torchrec "TorchRec and FBGEMM are not installed"
+    for name in torchrec pipelines batches; do left_out "$name" "TorchRec and FBGEMM are not installed"; done
   fi
 else
-  for name in embeddings devices redistribution torchrec; do left_out "$name" "needs two GPUs"; done
+  for name in embeddings devices redistribution torchrec pipelines batches; do left_out "$name" "needs two GPUs"; done
 fi
 "$python" - "$steps" "$out/summary.json" "$gpus" <<'PY'
 import json, pathlib, sys
