@@ -157,8 +157,8 @@ class BalancedLoader(Generic[B]):
                     left = window.left
                 if moving is not None:
                     yield self._finish(stream, moving)
-                elif upcoming is None:
-                    if end is not None and has_data:
+                elif upcoming is None and end is not None:  # else all that was in flight has been dropped
+                    if has_data:
                         stream.tell_end(end, current.taken)
                     return
                 moving = upcoming

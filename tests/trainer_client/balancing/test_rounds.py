@@ -209,3 +209,20 @@ def one_rank(rank: int) -> list[int]:
 
 def test_drop_last_on_one_rank() -> None:
     assert one_rank(0) == [4, 4]
+
+
+def _many_dropped_in_a_row(rank: int) -> list[list[int]]:
+    sizes = (2, 0, 0, 0, 0, 3, 0, 1)
+    batches = [{"id": torch.arange(size) + 10 * rank + 100 * step} for step, size in enumerate(sizes)]
+    trained = []
+    for depth in (1, 2, 4):
+        with Balancer.embedded(options=BalanceOptions(depth=depth)) as balancer:
+            loader = BalancedLoader(batches, balancer, cost=lambda batch: batch["id"], drop_last=True)
+            trained.append([sample for batch in loader for sample in batch["id"].tolist()])
+    return trained
+
+
+def test_a_loop_goes_on_after_more_dropped_batches_than_are_in_flight() -> None:
+    expected = [0, 1, 10, 11, 500, 501, 502, 510, 511, 512, 700, 710]
+    for one, other in zip(*run_ranks(2, _many_dropped_in_a_row), strict=True):
+        assert sorted(one + other) == expected
