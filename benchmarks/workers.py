@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +35,7 @@ CASES = (
     (64, 128, 8, 100),
     (1024, 256, 8, 20),
 )  # ranks, samples a rank, ranks a stream, rounds a turn
+FLAGS = ["--partition-timeout-seconds", "60"]  # on a machine that does other things too, no round is given up
 MODULES = {"processes": "services.balancer", "threads": "benchmarks.workers_server"}
 
 
@@ -52,6 +53,15 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def cpu_of_all(pid: int) -> float:
+    """Seconds that a process and all that descend from it have spent on all cores; those that have ended do not."""
+    seconds = cpu_seconds(pid)
+    for child in children_of(pid):
+        with suppress(OSError):
+            seconds += cpu_seconds(child)
+    return seconds
+
+
 def shared_memory(pid: int) -> tuple[int, int]:
     """Proportional set size of a process in bytes, and what of it is its own."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -64,17 +74,16 @@ def measure(load: Load, turns: int, processes: int, done: Callable[[], None]) ->
     times: dict[str, list[float]] = {name: [] for name in MODULES}
     cpu = dict.fromkeys(MODULES, 0.0)
     with ExitStack() as stack:
-        servers = {name: stack.enter_context(balancer_process([], module)) for name, module in MODULES.items()}
+        servers = {name: stack.enter_context(balancer_process(FLAGS, module)) for name, module in MODULES.items()}
         for turn in range(turns):
             order = list(servers.items()) if turn % 2 else list(servers.items())[::-1]
             for name, (port, pid) in order:
-                pids = [pid, *children_of(pid)]
-                before = sum(map(cpu_seconds, pids))
+                before = cpu_of_all(pid)
                 timings = run_load(replace(load, port=port, job=f"turn{turn}"), processes)
                 if sum(timing.balanced for timing in timings) != load.world_size:
                     raise RuntimeError(f"{name}: not all ranks got a plan in the last round")
                 times[name] += round_times(timings)
-                cpu[name] += sum(map(cpu_seconds, pids)) - before
+                cpu[name] += cpu_of_all(pid) - before
                 done()
         pid = servers["processes"][1]
         memory = [shared_memory(each) for each in children_of(pid)]
@@ -98,7 +107,7 @@ def measure_recovery(deaths: int) -> dict[str, Any]:
     seconds = []
     with balancer_process([], MODULES["processes"]) as (_, pid):
         for _ in range(deaths):
-            (zygote,) = [child for child in children_of(pid) if pid_of_parent(child) == pid]
+            zygote = children_of(pid)[0]
             workers = children_of(zygote)
             victim = workers[0]
             began = time.perf_counter()
@@ -108,11 +117,6 @@ def measure_recovery(deaths: int) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
             time.sleep(1.2)  # what dies as soon as it was forked is replaced more slowly
     return {"deaths": deaths, "median_ms": 1e3 * float(np.median(seconds)), "most_ms": 1e3 * max(seconds)}
-
-
-def pid_of_parent(pid: int) -> int:
-    """The parent of a process."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def main(
@@ -126,7 +130,7 @@ def main(
     """Measures rounds with worker processes and with threads."""
     warm_up()
     console = Console()
-    rows = []
+    rows: list[dict[str, Any]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("turns", total=2 * turns * len(CASES))
         for ranks, samples, per_stream, rounds in CASES:
@@ -135,6 +139,7 @@ def main(
                 rounds=max(5, round(share * rounds)), node_size=8, seed=1, ranks_per_stream=per_stream,
             )  # fmt: skip
             rows.append(measure(load, turns, processes, lambda: progress.advance(task)))
+            console.print(rows[-1])
     recovery = measure_recovery(deaths)
     table = Table(title="Rounds with worker processes beside threads (ms)")
     for name in ("ranks", "samples", "p50", "threads", "ratio", "p99", "threads", "ratio", "CPU", "threads"):
