@@ -37,10 +37,14 @@ def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int) -> Sums:
     return np.bincount(ranks, weights=costs, minlength=num_ranks).astype(np.float64, copy=False)  # int64 of nothing
 
 
-def _imbalance(loads: Sums, speeds: NDArray[np.float64]) -> float:
-    times = loads / speeds
-    total = float(times.sum())
-    return float(times.max()) * times.size / total if total > 0 else 1.0
+@kernel
+def _imbalance(loads: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
+    largest, total = 0.0, 0.0
+    for r in range(loads.size):
+        time = loads[r] / speeds[r]
+        largest = max(largest, time)
+        total += time
+    return largest * loads.size / total if total > 0 else 1.0
 
 
 def _at_home(problem: Problem) -> NDArray[np.int32]:
@@ -124,9 +128,9 @@ def partition(
         destinations=destinations,
         loads=loads,
         lower_bound=problem.lower_bound,
-        imbalance=_imbalance(loads, terms.speeds),
+        imbalance=_imbalance(loads.astype(np.float64, copy=False), terms.speeds),
         home_loads=home_loads,
-        home_imbalance=_imbalance(home_loads, terms.speeds),
+        home_imbalance=_imbalance(home_loads.astype(np.float64, copy=False), terms.speeds),
         moved_samples=samples,
         moved_size=size,
         moved_size_between_nodes=between,

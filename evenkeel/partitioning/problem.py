@@ -82,7 +82,7 @@ def _vector(field: str, values: ArrayLike, length: int | None, what: str) -> NDA
 
 
 @kernel
-def _range_of(values: NDArray[np.int64]) -> tuple[int, int]:
+def _range_of(values: NDArray[Any]) -> tuple[int, int]:
     """Smallest and largest of at least one integer."""
     low = high = values[0]
     for value in values:
@@ -165,7 +165,8 @@ def _ranks_of(field: str, values: ArrayLike, length: int, what: str, limit: int 
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{field} has dtype {array.dtype}; pass int32 numbers")
     if array.size:
-        low, high = int(array.min()), int(array.max())
+        array = plain_array(array, array.dtype if array.dtype in (np.int32, np.int64) else np.int64)
+        low, high = _range_of(array)
         top = np.iinfo(np.int32).max if limit is None else limit - 1
         if low < 0 or high > top:
             bad = (array < 0) | (array > top)

@@ -157,7 +157,7 @@ def _whole_numbers(field: str, values: ArrayLike, dtype: type[np.int32] | type[n
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{field} has dtype {array.dtype}; pass {np.dtype(dtype)} numbers")
-    if array.size and array.dtype != dtype:
+    if array.size and not np.can_cast(array.dtype, dtype):
         known = np.iinfo(dtype)
         for value in (int(array.min()), int(array.max())):
             if not known.min <= value <= known.max:
