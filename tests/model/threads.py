@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.slices import Slice
 from trainer_client import BalanceOptions, Balancer
+from trainer_client.balancing.kernels import _preparation
 from trainer_client.balancing.votes import Vote
 from trainer_client.batches import FlatBatch
 from trainer_client.redistribution import Pending
@@ -144,10 +145,8 @@ class World:
 @contextmanager
 def moves_between_threads() -> Iterator[None]:
     """Within, samples move between the threads of a world."""
-    with (
-        patch("trainer_client.balancing.moving.start", _start),
-        patch("trainer_client.balancing.opening.warm_up", lambda *_: None),
-    ):
+    _preparation().wait(60)  # until then every sample would stay at home
+    with patch("trainer_client.balancing.moving.start", _start):
         yield
 
 
