@@ -271,6 +271,10 @@ def _other(kind: type[torch.optim.Optimizer], implementation: str, device: str) 
     for other in reversed(IMPLEMENTATIONS):
         on_gpu = other.startswith("capturable")
         if other != implementation and offered(kind, other) and not (on_gpu and device == "cpu"):
+            try:
+                kind([torch.zeros(1, device=device)], **IMPLEMENTATIONS[other])
+            except RuntimeError:  # this PyTorch has it for other devices only
+                continue
             return other
     return None
 

@@ -265,7 +265,9 @@ class Runner:
         window = self.program.balancers[plan.balancer].window
         # Of a round of empty batches only, a rank without one cannot know the shape.
         is_known = report.samples > 0 or home_step < len(plan.sizes_in(epoch, self.rank))
-        expected = build(plan.layout, ids_of(batch), width_at(plan, home_step, window))
+        expected = build(
+            plan.layout, ids, width_at(plan, home_step, window)
+        )  # on the host, as it was: GPUs divide otherwise
         step = Step(
             path=path, loader=loader, epoch=epoch, number=number, ids=ids.tolist(),
             intact=not is_known or equal(batch, expected),

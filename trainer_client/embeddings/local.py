@@ -1,12 +1,19 @@
 """Modules whose parameters and buffers are other ones on every rank, inside wrappers that take them for copies."""
 
 import functools
+import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+logger = logging.getLogger(__name__)
 
 
 class RankLocal(nn.Module):
@@ -16,6 +23,10 @@ class RankLocal(nn.Module):
     ``fully_shard``, ``FullyShardedDataParallel`` and ``replicate`` do not manage them. An optimizer gets them from
     ``model.parameters()`` as it gets all others.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        _let_optimizers_take_both_kinds()
 
 
 # Each of PyTorch's composable wrappers passes over a module that another one has registered itself on. As an attribute
@@ -61,3 +72,31 @@ def _leave_out_of(wrapper: type[DistributedDataParallel]) -> None:
 
 
 _leave_out_of(DistributedDataParallel)
+
+
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # and its groups then
+
+
+@functools.cache
+def _let_optimizers_take_both_kinds() -> None:
+    """Makes optimizers go through a group parameter by parameter that holds tables beside ``fully_shard``'s tensors.
+
+    On GPUs PyTorch's optimizers take all parameters of a group in one call by default, and fail where some of them are
+    distributed tensors and others are not.
+    """
+
+    def choose(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if _checked.get(optimizer) == len(optimizer.param_groups):
+            return
+        _checked[optimizer] = len(optimizer.param_groups)
+        for group in optimizer.param_groups:
+            kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+            if len(kinds) == 2 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = False
+                logger.info(
+                    "%s steps its parameters one by one, since one of its groups holds both tables and parameters "
+                    "of fully_shard; give the tables a parameter group of their own to step each kind in one call",
+                    type(optimizer).__name__,
+                )
+
+    register_optimizer_step_pre_hook(choose)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_client.embeddings.whole import TABLES, Whole, check_rows, make_batch
@@ -133,6 +134,10 @@ def train_wrapped(name: str, rank: int, num_ranks: int, device: torch.device, to
             check_dense(model, reference, tolerance)
         check_rows(model.sparse, reference.stem, rank, num_ranks, tolerance=tolerance)
         check_rows(model.last, reference.last, rank, num_ranks, tolerance=tolerance)
+    # On GPUs, in one call, PyTorch's optimizers fail over distributed tensors beside others.
+    mixed = len({isinstance(parameter, DTensor) for parameter in wrapped.parameters()}) == 2
+    assert mixed or name != "fsdp2"
+    assert ours.param_groups[0]["foreach"] is (False if mixed else None)
 
 
 def check_dense(model: Nested, reference: Reference, tolerance: float) -> None:
