@@ -272,7 +272,7 @@ def _other(kind: type[torch.optim.Optimizer], implementation: str, device: str) 
         on_gpu = other.startswith("capturable")
         if other != implementation and offered(kind, other) and not (on_gpu and device == "cpu"):
             try:
-                kind([torch.zeros(1, device=device)], **IMPLEMENTATIONS[other])
+                kind([torch.zeros(1, device=device)], **arguments_of(kind, {}, other))
             except RuntimeError:  # this PyTorch has it for other devices only
                 continue
             return other
