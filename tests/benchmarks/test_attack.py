@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from benchmarks.attack import measure, measure_exit
 
+pytestmark = pytest.mark.timeout(400)  # compiles its kernels first, if nothing has yet
 QUIET = Console(file=io.StringIO())
 
 
