@@ -271,8 +271,10 @@ def _other(kind: type[torch.optim.Optimizer], implementation: str, device: str) 
     for other in reversed(IMPLEMENTATIONS):
         on_gpu = other.startswith("capturable")
         if other != implementation and offered(kind, other) and not (on_gpu and device == "cpu"):
+            tiny = torch.zeros(1, device=device, requires_grad=True)
+            tiny.grad = torch.ones_like(tiny)
             try:
-                kind([torch.zeros(1, device=device)], **arguments_of(kind, {}, other))
+                kind([tiny], **arguments_of(kind, {}, other)).step()
             except RuntimeError:  # this PyTorch has it for other devices only
                 continue
             return other

@@ -314,7 +314,8 @@ def _run_one(rank: int, program: lang.Program, setting: Setting, store: Store, b
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=program.ranks,
             timeout=timedelta(seconds=setting.group_seconds),
-            device_id=torch.device(setting.device) if on_gpu else None,
+            # Bound to a device, PyTorch 2.11 splits it for meshes, and crashes where a dimension has one rank.
+            device_id=torch.device(setting.device) if on_gpu and program.peers == 1 else None,
         )  # fmt: skip
         answer = Runner(program, rank, setting).run()
         gc.collect()
