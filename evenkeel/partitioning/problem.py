@@ -151,6 +151,7 @@ def _memory_units(
     exponent = exponent_for(float(memory.max(initial=0.0)), memory.size)
     exact, room = scaled(memory, exponent), scaled(caps, exponent)
     units = np.ceil(exact).astype(np.int64)
+    units[(units == 0) & (memory > 0)] = 1  # it may be below the smallest double; no rank with a cap of 0 holds it
     whole = bool((memory == np.floor(memory)).all())
     room = room if whole else room * (1.0 + ROUNDING)
     total = int(units.sum())  # which a cap need not exceed; as a float64 it might be less

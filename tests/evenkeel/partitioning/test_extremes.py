@@ -136,3 +136,9 @@ def test_fractions_of_memory_that_fit_are_not_called_impossible(
 def test_what_misses_a_cap_by_less_than_a_unit_is_not_called_impossible() -> None:
     with pytest.raises(PartitionNotFoundError):
         partition([1, 1], [0, 1], 2, memory=[1e-20, 1.0], memory_caps=[1e-20, 1.0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_far_below_the_others_counts_where_a_rank_may_hold_none(strategy: str) -> None:
+    options: dict[str, Any] = {"counts": "free", "memory": [1e-300, 1e290], "memory_caps": [0.0, float("inf")]}
+    assert partition([1, 1], [0, 1], 2, strategy=strategy, **options).destinations.tolist() == [1, 1]
