@@ -215,6 +215,9 @@ def two_ranks(
                "tests.deploy.job", address, job, str(stop), str(targets)]  # fmt: skip
     values = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with path.open("w") as log:
+        # Until kernels are compiled, batches stay as loaded: not what these tests are about.
+        subprocess.run([sys.executable, "-m", "evenkeel.cli", "warm-up"], cwd=ROOT, env=values, stdout=log, stderr=log,
+                       timeout=300, check=True)  # fmt: skip
         process = subprocess.Popen(command, cwd=ROOT, env=values, stdout=log, stderr=log)
     try:
         yield TwoRanks(process, stop, path)
