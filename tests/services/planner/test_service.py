@@ -262,7 +262,7 @@ def test_wrong_settings_end_the_process_with_their_name() -> None:
         timeout=60,
     )
     assert ended.returncode == 2
-    assert b"port" in ended.stderr
+    assert b"EVENKEEL_PLANNER_PORT is '-4'" in ended.stderr
 
 
 def test_it_stops_when_asked(tmp_path: Path) -> None:
