@@ -23,6 +23,7 @@ $(READY): requirements/dev.txt requirements/torchrec.txt requirements/services-c
 setup: $(READY)  ## Make the environment in .venv
 
 demo: $(READY)  ## Train on four ranks against a real balancer, balancing off and on
+	$(BIN)/evenkeel warm-up  # nothing to do unless kernels have changed since the set-up
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(READY)  ## Run the tests
