@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.batches.flat import FlatBatch, Leaf, Structure
+from trainer_client.batches.flat import FlatBatch
 from trainer_client.batches.padding import without_padding
 from trainer_client.batches.recall import Match, Recipe, recall, remember
 from trainer_client.batches.schema import FieldSchema, Schema
 from trainer_client.batches.spec import BatchError, BatchSpec, Declarations
+from trainer_client.batches.structure import Leaf, Structure
 from trainer_client.batches.walk import Walk
 
 _MAX_LENGTH = 2**31 - 1

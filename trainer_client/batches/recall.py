@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.batches.flat import Leaf, Structure
 from trainer_client.batches.nodes import Taken
 from trainer_client.batches.spec import BatchSpec
+from trainer_client.batches.structure import Leaf, Structure
 
 _MOST_KINDS = 64
 

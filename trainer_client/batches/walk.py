@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from trainer_client.batches import arrays, jagged
 from trainer_client.batches.containers import container, is_bare
 from trainer_client.batches.derived import DerivedNode
-from trainer_client.batches.flat import Leaf
 from trainer_client.batches.nodes import BatchSizeNode, Node, SharedNode, TensorNode
 from trainer_client.batches.objects import ObjectsNode, pickled
 from trainer_client.batches.padding import PaddedNode, fits
 from trainer_client.batches.remedies import name_of, remedy, tensor_problem, type_name
 from trainer_client.batches.spec import BatchError, Declarations, Derive, MaxLength, Padded
+from trainer_client.batches.structure import Leaf
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.slices import Slice
 from trainer_client.batches import FlatBatch
-from trainer_client.batches.flat import LENGTHS_DTYPE
+from trainer_client.batches.structure import LENGTHS_DTYPE
 from trainer_client.redistribution.copying import copy, piece_bytes
 from trainer_client.redistribution.fields import FieldTable
 from trainer_client.redistribution.moves import Amounts, describe, measure

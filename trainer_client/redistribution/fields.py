@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.batches.flat import Leaf
+from trainer_client.batches.structure import Leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

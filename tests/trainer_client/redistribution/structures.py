@@ -12,212 +12,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
-from typing import Any, NamedTuple
+from typing import Any
 
-import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.trainer_client.random_batches import DTYPES, SHAPES, as_bytes, random_tensor
+from tests.trainer_client.redistribution.differences import difference
+from tests.trainer_client.redistribution.random_fields import CONTAINERS, PATHS, Field, make_field
 from trainer_client import BalanceOptions, Balancer, BatchSpec, MaxLength, Padded
 from trainer_client.balancing import SchemaMismatchError
 from trainer_client.batches import flatten
 
 Sample = dict[str, Any]
 """Of each field what one sample has of it; and its number as `id`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """A field: how a sample's part is drawn, and how a batch is made of the parts of some samples."""
-
-    name: str
-    draw: Callable[[np.random.Generator], Any]
-    collate: Callable[[list[Any]], Any]
-    declared: dict[str, Any]  # keyword of BatchSpec: what is declared at the field's path; "" + suffix by _SUFFIX
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@dataclass
-class Record:
-    first: Any
-    second: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    first: Any
-    second: Any = None
-
-
-@attrs.define
-class Attributes:
-    first: Any
-    second: Any = None
-
-
-CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
-    "dict": lambda a, b: {"first": a, "second": b},
-    "ordered": lambda a, b: OrderedDict(first=a, second=b),
-    "default": lambda a, b: defaultdict(list, first=a, second=b),
-    "user dict": lambda a, b: UserDict(first=a, second=b),
-    "list": lambda a, b: [{"first": a}, {"second": b}],
-    "tuple": lambda a, b: ({"first": a}, {"second": b}),
-    "named tuple": Pair,
-    "dataclass": Record,
-    "frozen": Frozen,
-    "attrs": Attributes,
-}
-_PATHS = {"list": ("0.first", "1.second"), "tuple": ("0.first", "1.second")}
-
-
-def _stack(parts: list[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.stack(parts) if parts else torch.empty((0, *shape), dtype=dtype)
-
-
-def _join(parts: list[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.cat([torch.empty((0, *shape), dtype=dtype), *parts])
-
-
-def _pad(parts: list[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...], width: int, left: bool) -> torch.Tensor:
-    result = torch.ones((len(parts), width, *shape)).to(dtype)
-    for index, part in enumerate(parts):
-        if part.numel():
-            place = slice(width - len(part), width) if left else slice(0, len(part))
-            _raw(result)[index, place] = _raw(part)
-    return result
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def _lengths(parts: list[torch.Tensor], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.tensor([len(part) for part in parts], dtype=dtype)
-
-
-OBJECTS: list[Callable[[np.random.Generator], Any]] = [
-    lambda rng: "s" * int(rng.integers(0, 9)),
-    lambda rng: int(rng.integers(-(2**60), 2**60)),
-    lambda rng: date.fromordinal(int(rng.integers(1, 9**6))),
-    lambda rng: bytes(rng.integers(0, 256, int(rng.integers(0, 500)), dtype=np.uint8)),
-    lambda rng: None if rng.random() < 0.3 else "x",
-]
-
-
-def make_field(rng: np.random.Generator, name: str) -> Field:
-    """A field of a random kind."""
-    kind = rng.choice(
-        ["dense", "rows", "counted", "jagged", "keyed", "nested", "padded", "widths", "array", "texts", "objects",
-         "declared objects", "shared", "size", "derived", "none"]
-    )  # fmt: skip
-    dtype, shape = DTYPES[rng.integers(len(DTYPES))], SHAPES[rng.integers(len(SHAPES))]
-
-    def rows(count: int) -> Callable[[np.random.Generator], torch.Tensor]:
-        return lambda rng: random_tensor(rng, count, shape, dtype)
-
-    def some(rng: np.random.Generator) -> torch.Tensor:
-        return random_tensor(rng, min(int(rng.zipf(1.6)), 30) * int(rng.random() > 0.2), shape, dtype)
-
-    if kind == "dense":
-        return Field(name, lambda rng: rows(1)(rng)[0], lambda parts: _stack(parts, dtype, shape), {})
-    if kind == "rows":
-        count = int(rng.integers(2, 4))
-        declared = {"rows_per_sample": count}
-        return Field(name, rows(count), lambda parts: _join(parts, dtype, shape), declared)
-    if kind == "counted":
-        return Field(
-            name, some,
-            lambda parts: {"v": _join(parts, dtype, shape), "n": _lengths(parts), "longest": _longest(parts)},
-            {"rows_per_sample": (".v", ".n"), "derived": (".longest", ".n")},
-        )  # fmt: skip
-    if kind == "jagged":
-        narrow = torch.int32 if rng.random() < 0.5 else torch.int64
-        return Field(
-            name, some, lambda parts: JaggedTensor(_join(parts, dtype, shape), lengths=_lengths(parts, narrow)), {}
-        )
-    if kind == "keyed":
-        keys = ["z", "b", "k"][: int(rng.integers(1, 4))]
-        weighted = bool(rng.random() < 0.5)
-
-        def keyed(parts: list[list[torch.Tensor]]) -> KeyedJaggedTensor:
-            columns = [[part[index] for part in parts] for index in range(len(keys))]
-            values = torch.cat([_join(column, dtype, ()) for column in columns])
-            lengths = torch.cat([_lengths(column) for column in columns])
-            weights = torch.arange(len(values)) * 0 + len(keys) if weighted else None
-            return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=len(parts))
-
-        return Field(
-            name, lambda rng: [random_tensor(rng, int(rng.integers(0, 5)), (), dtype) for _ in keys], keyed, {}
-        )
-    if kind == "nested":
-        return Field(
-            name,
-            lambda rng: torch.from_numpy(rng.random((int(rng.integers(0, 5)), 2))),
-            lambda parts: torch.nested.nested_tensor_from_jagged(
-                _join(parts, torch.float64, (2,)), torch.nn.functional.pad(torch.cumsum(_lengths(parts), 0), (1, 0))
-            ),
-            {},
-        )
-    if kind == "padded":
-        left = bool(rng.random() < 0.5)
-        padded = Padded(lengths="{}.n", value=1, side="left" if left else "right")
-        return Field(
-            name, some,
-            lambda parts: {
-                "p": _pad(parts, dtype, shape, _longest(parts), left), "n": _lengths(parts), "longest": _longest(parts)
-            },
-            {"padded": (".p", padded), "derived": (".longest", ".n")},
-        )  # fmt: skip
-    if kind == "widths":  # all samples of a rank's batch are as wide as each other: `widen` sees to it
-        return Field(
-            name, lambda rng: random_tensor(rng, 6, shape, dtype),
-            lambda parts: _pad(parts, dtype, shape, _longest(parts), False), {"padded": Padded(value=1)},
-        )  # fmt: skip
-    if kind == "array":
-        numeric = rng.choice(["u2", "i8", "f4", "c8", "M8[s]", "?"])
-
-        def draw(rng: np.random.Generator) -> Any:
-            return np.array(int(rng.integers(0, 2)) if numeric == "?" else rng.integers(0, 100, 2)).astype(numeric)
-
-        return Field(
-            name, draw,
-            lambda parts: np.stack(parts) if parts else np.empty((0,) if numeric == "?" else (0, 2), numeric), {},
-        )  # fmt: skip
-    if kind == "texts":
-        return Field(name, lambda rng: "t" * int(rng.integers(0, 7)), lambda parts: np.array(parts, dtype="U"), {})
-    if kind == "objects":
-        kinds = [OBJECTS[rng.integers(len(OBJECTS))]] * 3 + [OBJECTS[0]]
-        pack = list if rng.random() < 0.5 else tuple
-        return Field(name, lambda rng: kinds[rng.integers(4)](rng), pack, {"objects": ""})
-    if kind == "declared objects":
-        return Field(name, lambda rng: {"a": [int(rng.integers(9))] * int(rng.integers(3))}, list, {"objects": ""})
-    if kind == "shared":
-        return Field(name, lambda _: None, lambda _: {"rate": 0.5, "names": ["a", "b"]}, {"shared": ""})
-    if kind == "size":
-        return Field(name, lambda _: None, len, {"batch_size": ""})
-    if kind == "derived":
-        return Field(
-            name,
-            lambda rng: int(rng.integers(100)),
-            lambda parts: {"v": torch.tensor(parts, dtype=torch.int64), "sum": sum(parts)},
-            {"derived function": ".sum"},
-        )
-    return Field(name, lambda _: None, lambda _: None, {"shared": ""} if rng.random() < 0.5 else {})
-
-
-def _longest(parts: list[torch.Tensor]) -> int:
-    return max(map(len, parts), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +52,7 @@ class Structure:
         }  # fmt: skip
         for index, field in enumerate(self.fields):
             container = self.containers[index // 2]
-            inner = _PATHS.get(container, ("first", "second"))[index % 2]
+            inner = PATHS.get(container, ("first", "second"))[index % 2]
             path = f"group{index // 2}.{inner}"
             for name, what in field.declared.items():
                 if name == "derived function":
@@ -402,49 +211,6 @@ def _differ(program: Program, seed: int, world_size: int) -> bool:
 
 def _cost(batch: dict[str, Any]) -> Any:
     return (batch["id"] * 2654435761) % 1000
-
-
-def difference(found: Any, expected: Any, path: str) -> str:
-    """Where two batches differ; "" if they do not."""
-    if type(found) is not type(expected):
-        return f"{path}: {type(found)} instead of {type(expected)}"
-    if isinstance(expected, KeyedJaggedTensor):
-        pairs = [("lengths", found.lengths(), expected.lengths()), ("values", found.values(), expected.values())]
-        pairs.append(("weights", found.weights_or_none(), expected.weights_or_none()))
-        if found.keys() != expected.keys() or found.stride() != expected.stride():
-            return f"{path}: keys or stride"
-        return next((wrong for name, one, two in pairs if (wrong := difference(one, two, f"{path}.{name}"))), "")
-    if isinstance(expected, JaggedTensor):
-        wrong = difference(found.values(), expected.values(), f"{path}.values")
-        return wrong or difference(found.lengths(), expected.lengths(), f"{path}.lengths")
-    if isinstance(expected, torch.Tensor):
-        if expected.is_nested:
-            wrong = difference(found.values(), expected.values(), f"{path}.values")
-            return wrong or difference(found.offsets(), expected.offsets(), f"{path}.offsets")
-        found = found.cpu()
-        if found.dtype != expected.dtype or found.shape != expected.shape or as_bytes(found) != as_bytes(expected):
-            return f"{path}: {found} instead of {expected}"
-        return ""
-    if isinstance(expected, np.ndarray):
-        same = found.dtype == expected.dtype and found.shape == expected.shape and np.array_equal(found, expected)
-        return "" if same else f"{path}: {found!r} instead of {expected!r}"
-    if isinstance(expected, dict | UserDict):
-        if list(found) != list(expected):
-            return f"{path}: keys {list(found)} instead of {list(expected)}"
-        return next(
-            (wrong for key in expected if (wrong := difference(found[key], expected[key], f"{path}.{key}"))), ""
-        )
-    if isinstance(expected, Record | Frozen | Attributes):
-        names = ("first", "second")
-        return next(
-            (wrong for n in names if (wrong := difference(getattr(found, n), getattr(expected, n), f"{path}.{n}"))), ""
-        )
-    if isinstance(expected, list | tuple):
-        if len(found) != len(expected):
-            return f"{path}: {found} instead of {expected}"
-        pairs = [(f"{path}.{i}", one, two) for i, (one, two) in enumerate(zip(found, expected, strict=True))]
-        return next((wrong for where, one, two in pairs if (wrong := difference(one, two, where))), "")
-    return "" if found == expected else f"{path}: {found!r} instead of {expected!r}"
 
 
 def main() -> None:
