@@ -5,10 +5,14 @@ Dashboards are JSON that nobody writes by hand; here each panel is a line, and a
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script of this folder, run by its path
+from writing import write
 
 FOLDER = Path(__file__).parent / "dashboards"
 DATASOURCE = {"type": "prometheus", "uid": "evenkeel-prometheus"}
@@ -302,17 +306,10 @@ DASHBOARDS = {"jobs": JOBS, "one_job": ONE_JOB, "services": SERVICES, "planner":
 
 def main() -> int:
     """Writes or compares; returns 1 if a file differs."""
-    stale = []
-    for name, content in DASHBOARDS.items():
-        path, text = FOLDER / f"{name}.json", json.dumps(content, indent=1) + "\n"
-        if "--check" in sys.argv[1:]:
-            stale += [path] if not path.exists() or path.read_text() != text else []
-        else:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-    for path in stale:
-        print(f"{path} differs from what deploy/grafana/build.py writes", file=sys.stderr)
-    return 1 if stale else 0
+    parser = argparse.ArgumentParser(description="Writes the dashboards.")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    files = {FOLDER / f"{name}.json": json.dumps(content, indent=1) + "\n" for name, content in DASHBOARDS.items()}
+    return write(files, builder="deploy/grafana/build.py", check=parser.parse_args().check)
 
 
 if __name__ == "__main__":

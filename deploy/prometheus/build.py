@@ -16,6 +16,9 @@ from typing import Any
 import yaml
 from markdown_it import MarkdownIt
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script of this folder, run by its path
+from writing import write
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 SERVED = "{{ $externalURL }}/consoles/runbook.html"
@@ -70,19 +73,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only compare")
     parser.add_argument("--runbook", default=SERVED, help="address of the runbook in the rules for the operator")
     options = parser.parse_args()
-    stale = []
-    for path, text in (
-        (FOLDER / "consoles/runbook.html", runbook_page()),
-        (FOLDER.parent / "kubernetes/rules.yaml", operator_rules(options.runbook)),
-    ):
-        if options.check:
-            stale += [path] if not path.exists() or path.read_text() != text else []
-        else:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-    for path in stale:
-        print(f"{path} differs from what deploy/prometheus/build.py writes", file=sys.stderr)
-    return 1 if stale else 0
+    files = {
+        FOLDER / "consoles/runbook.html": runbook_page(),
+        FOLDER.parent / "kubernetes/rules.yaml": operator_rules(options.runbook),
+    }
+    return write(files, builder="deploy/prometheus/build.py", check=options.check)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.model.threads import World, moves_between_threads
+from tests.model.threads import World
 from trainer_client import BalancedLoader, BalanceOptions
 from trainer_client.balancing import agreement, passes
 from trainer_client.balancing.passes import Pass
@@ -131,8 +131,7 @@ def run(program: Program, world: World, seconds: float = 5.0) -> list[Ledger | B
                 del iterator
         return ledger
 
-    with moves_between_threads():
-        return world.run(rank_program)
+    return world.run(rank_program)
 
 
 @dataclass(slots=True)
@@ -202,8 +201,7 @@ def sources_fail_at_first(rank: int, world: World) -> list[Any]:
 
 def test_loops_that_some_ranks_leave_before_the_stream_is_open_count_as_loops() -> None:
     world = World(3, seconds=5.0)
-    with moves_between_threads():
-        results = world.run(lambda rank: sources_fail_at_first(rank, world))
+    results = world.run(lambda rank: sources_fail_at_first(rank, world))
     for loop, samples in enumerate(zip(*results, strict=True)):
         assert {sample for each in samples for sample in each} == ({loop} if loop > 1 else set()), results
     assert sum(map(len, (result[3] for result in results))) == 27

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +18,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.slices import Slice
 from trainer_client import BalanceOptions, Balancer
 from trainer_client.balancing.kernels import _preparation
+from trainer_client.balancing.stream import BatchStream
 from trainer_client.balancing.votes import Vote
 from trainer_client.batches import FlatBatch
 from trainer_client.redistribution import Pending
@@ -59,7 +58,7 @@ class Communicator:
 
 
 class ThreadGroups:
-    """What `Groups` is to a stream; `data` is where its moves meet."""
+    """What `Groups` is to a stream."""
 
     peers = None
     leads = True
@@ -67,7 +66,7 @@ class ThreadGroups:
 
     def __init__(self, rank: int, control: Communicator, data: Communicator) -> None:
         self.rank, self.world_size = rank, control.num_ranks
-        self.control, self.data = control, (rank, data)
+        self.control, self.data = control, data
 
     @property
     def leaders(self) -> ThreadGroups:
@@ -90,8 +89,35 @@ class ThreadGroups:
         assert [len(row) for row in rows] == list(sizes)
         return rows
 
+    def start(self, flat: FlatBatch, piece: Slice, *, moved: bool, **_: Any) -> Pending:
+        if not moved:
+            return Pending(lambda: flat)
+        number = self.data.post(self.rank, (flat, piece.destinations))
+
+        def finish() -> FlatBatch:
+            posted = self.data.collect(number)
+            result = redistribute_reference([each for each, _ in posted], [where for _, where in posted])[self.rank]
+            assert result.num_samples == int(piece.source_counts.sum()), "moves of different rounds have met"
+            return result
+
+        return Pending(finish)
+
     def leave(self, rounds: int, moves: int) -> None:
         """Nothing is kept."""
+
+
+class ThreadBalancer(Balancer):
+    """A rank's balancer, whose streams meet those of the other threads of a world."""
+
+    world: World
+    rank: int
+
+    def stream(self, loader: str = "train") -> BatchStream:
+        """As of any balancer, with the communicators of its world."""
+        found = super().stream(loader)
+        if found._groups is None:
+            found._groups = self.world.groups(self.rank, loader)  # type: ignore[assignment]
+        return found
 
 
 class World:
@@ -106,21 +132,19 @@ class World:
 
     def balancer(self, rank: int, options: BalanceOptions) -> Balancer:
         """A rank's balancer, whose streams meet those of the other threads."""
-        balancer = Balancer.embedded(options=options)
-        real = balancer.stream
-
-        def stream(loader: str = "train") -> Any:
-            found = real(loader)
-            if found._groups is None:
-                with self._lock:
-                    found._groups = ThreadGroups(rank, *self._pairs[loader])  # type: ignore[assignment]
-            return found
-
-        balancer.stream = stream  # type: ignore[method-assign]
+        balancer = ThreadBalancer.embedded(options=options)
+        assert isinstance(balancer, ThreadBalancer)
+        balancer.world, balancer.rank = self, rank
         return balancer
+
+    def groups(self, rank: int, loader: str) -> ThreadGroups:
+        """A rank's communicators of a stream."""
+        with self._lock:
+            return ThreadGroups(rank, *self._pairs[loader])
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
         """Runs a program on every rank; its results, or what it raised, by rank."""
+        _preparation().wait(60)  # until then every sample would stay at home
         results: list[Any] = [None] * self.num_ranks
 
         def one(rank: int) -> None:
@@ -140,26 +164,3 @@ class World:
     def in_flight(self) -> int:
         """Collectives that not all ranks have started."""
         return sum(each.in_flight for pair in self._pairs.values() for each in pair)
-
-
-@contextmanager
-def moves_between_threads() -> Iterator[None]:
-    """Within, samples move between the threads of a world."""
-    _preparation().wait(60)  # until then every sample would stay at home
-    with patch("trainer_client.balancing.moving.start", _start):
-        yield
-
-
-def _start(flat: FlatBatch, piece: Slice, *, group: tuple[int, Communicator] | None, **_: Any) -> Pending:
-    if group is None:
-        return Pending(lambda: flat)
-    rank, data = group
-    number = data.post(rank, (flat, piece.destinations))
-
-    def finish() -> FlatBatch:
-        posted = data.collect(number)
-        moved = redistribute_reference([each for each, _ in posted], [where for _, where in posted])[rank]
-        assert moved.num_samples == int(piece.source_counts.sum()), "moves of different rounds have met"
-        return moved
-
-    return Pending(finish)

@@ -13,7 +13,7 @@ from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.tickets import Outcome, Ticket
 from trainer_client.batches import FlatBatch
-from trainer_client.redistribution import Method, Pending, start
+from trainer_client.redistribution import Method, Pending
 from trainer_client.redistribution.regroup import pick
 from trainer_client.tracing import RoundTrace
 
@@ -61,13 +61,8 @@ class Mover:
             ticket.trace.moving()
         began = time.perf_counter()
         self._started += moved
-        pending = start(
-            samples_of(outcome, flats, batch),
-            outcome.piece.slices[batch],
-            group=self._groups.data if moved else None,
-            device=device,
-            method=self._method,
-        )
+        samples, piece = samples_of(outcome, flats, batch), outcome.piece.slices[batch]
+        pending = self._groups.start(samples, piece, moved=moved, device=device, method=self._method)
         self._counters.redistribution_seconds += time.perf_counter() - began
         pending.then(partial(self._land, moved, ticket.trace))
         return pending
