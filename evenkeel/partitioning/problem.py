@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.bounds import bound_on_largest, crowding_bound
 from evenkeel.partitioning.compile import kernel, plain_array
-from evenkeel.partitioning.ranges import MAX_RANKS, MAX_SAMPLES, MAX_SUM, MAX_TOTAL, SPEEDS, TOLERANCE
+from evenkeel.partitioning.ranges import EXACT, MAX_RANKS, MAX_SAMPLES, MAX_SUM, MAX_TOTAL, SPEEDS, TOLERANCE
 from evenkeel.partitioning.rows import Terms
 from evenkeel.partitioning.sorting import ascending_order
 from evenkeel.partitioning.units import exponent_for, scaled, whole_units
@@ -152,7 +152,8 @@ def _memory_units(
     exact, room = scaled(memory, exponent), scaled(caps, exponent)
     units = np.ceil(exact).astype(np.int64)
     units[(units == 0) & (memory > 0)] = 1  # it may be below the smallest double; no rank with a cap of 0 holds it
-    whole = bool((memory == np.floor(memory)).all())
+    # Sums beyond 2**53 are not exact: what was given as integers is rounded to float64 by then.
+    whole = bool((memory == np.floor(memory)).all()) and float(memory.sum()) <= EXACT
     room = room if whole else room * (1.0 + ROUNDING)
     total = int(units.sum())  # which a cap need not exceed; as a float64 it might be less
     limits = np.full(caps.size, total)

@@ -25,6 +25,7 @@ MEMORY_CAPS = Range(0.0, float("inf"))
 MAX_RANKS = 1 << 16
 MAX_SAMPLES = (1 << 31) - 1  # indices have 32 bits
 MAX_TOTAL = 1 << 62  # above all sums of integers, so that they are exact
+EXACT = 2.0**53  # up to which sums of integers are exact as float64
 MAX_SUM = 1e300  # above all sums of fractions, so that no product of theirs is beyond float64
 
 

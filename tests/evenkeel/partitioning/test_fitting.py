@@ -57,6 +57,20 @@ def test_least_overflow_matches_brute_force(memory: list[int], num_ranks: int, c
     assert np.maximum(np.bincount(ranks, weights=values, minlength=num_ranks) - caps, 0).sum() == least
 
 
+@pytest.mark.parametrize("strategy", ["karmarkar_karp", "lpt", "minimal_move"])
+@pytest.mark.parametrize("seed", range(8))
+def test_integers_beyond_those_of_float64_that_fit_exactly_are_not_called_impossible(strategy: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    memory = rng.integers(2**56, 2**59, 6)
+    ranks = np.array([0, 0, 0, 1, 1, 1])
+    held = [int(sum(memory[ranks == rank].tolist())) for rank in (0, 1)]
+    homes = np.roll(ranks, 2)
+    found = partition(memory // 2**40, np.sort(homes), 2, strategy=strategy, memory=memory, memory_caps=held)
+    assert (np.bincount(found.destinations, minlength=2) == 3).all()
+    used = [sum(memory[found.destinations == rank].tolist()) for rank in (0, 1)]
+    assert all(one <= cap * (1 + 1e-12) for one, cap in zip(used, held, strict=True))
+
+
 @pytest.mark.parametrize("ratio", [1.05, 1.1, 1.5])
 def test_tight_caps_are_met_and_the_load_is_balanced_within_them(ratio: float) -> None:
     rng = np.random.default_rng(3)
