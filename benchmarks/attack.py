@@ -31,7 +31,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import attack_calls, attack_wires
+from benchmarks import attack_calls, attack_messages, attack_wires
+from benchmarks.attack_client import TOKEN as HOSTILE
 from benchmarks.attack_job import RANKS
 from benchmarks.attack_job import TOKEN as HONEST
 from benchmarks.attack_server import Probe
@@ -91,7 +92,7 @@ class Site:
         self.folder = folder
         tokens = {"tokens": [
             {"name": "honest", "sha256": hash_token(HONEST), "jobs": ["honest"]},
-            {"name": "hostile", "sha256": hash_token(attack_calls.TOKEN), "jobs": ["hostile-*"]},
+            {"name": "hostile", "sha256": hash_token(HOSTILE), "jobs": ["hostile-*"]},
         ]}  # fmt: skip
         (folder / "tokens.yml").write_text(yaml.safe_dump(tokens))
         self._probe = Probe(folder / "probe")
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the processes end too
     out = Console(width=200, highlight=False)
-    plain = [one.__name__ for one in (*attack_calls.attacks(), *attack_wires.attacks())]
+    plain = [one.__name__ for one in (*attack_messages.attacks(), *attack_calls.attacks(), *attack_wires.attacks())]
     secure = [one.__name__ for one in attack_wires.attacks_on_tls()]
     seconds, calm, held = options.seconds, options.seconds / 2, list(_HELD)
     if options.quick:

@@ -12,18 +12,19 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks import attack_calls, attack_wires
+from benchmarks import attack_calls, attack_messages, attack_wires
+from benchmarks.attack_client import Attacker
 
 _PATIENCE_SECONDS = 30.0
 
 
 async def attack(name: str, port: int, metrics_port: int, seconds: float, folder: Path | None) -> dict[str, int]:
     """Carries one attack out; returns what it counted."""
-    calls = {one.__name__: one for one in attack_calls.attacks()}
+    calls = {one.__name__: one for one in (*attack_calls.attacks(), *attack_messages.attacks())}
     wires = {one.__name__: one for one in (*attack_wires.attacks(), *attack_wires.attacks_on_tls())}
     outcomes: dict[str, int] = {}
     if name in calls:
-        attacker = attack_calls.Attacker(port, seconds)
+        attacker = Attacker(port, seconds)
         try:
             await asyncio.wait_for(calls[name](attacker), seconds + _PATIENCE_SECONDS)
         except TimeoutError:

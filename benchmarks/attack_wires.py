@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from benchmarks.attack_calls import TOKEN, join
+from benchmarks.attack_client import TOKEN, join
 from evenkeel.protocol import balancer_pb2 as pb
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
