@@ -38,6 +38,7 @@ log = structlog.get_logger(__name__)
 
 _MAX_WATCHES = 256
 _SPARE_CALLS = 1024  # of those that are being refused
+_WAITING_CONNECTIONS = 2  # whose calls may all wait to be looked at
 _IDLE_CONNECTION_MS = 60_000
 _TRACES_SECONDS = 2.5
 STREAM_WINDOW_BYTES = 1 << 16
@@ -199,6 +200,10 @@ class BalancerServer:
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 ("grpc.max_send_message_length", settings.max_message_bytes),
                 ("grpc.max_concurrent_streams", settings.max_streams),
+                # gRPC drops calls that wait to be looked at, also those of others, without saying why: not before there
+                # are more than one connection may open.
+                ("grpc.server.max_pending_requests", _WAITING_CONNECTIONS * settings.max_streams),
+                ("grpc.server.max_pending_requests_hard_limit", 2 * _WAITING_CONNECTIONS * settings.max_streams),
                 ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
                 # What a client may send before it is read is the same for all.
                 ("grpc.http2.bdp_probe", 0),

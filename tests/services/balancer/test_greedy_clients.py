@@ -102,6 +102,24 @@ async def test_calls_beyond_what_there_is_room_for_are_refused_by_name(
     assert server.servicer.calls.used == 0
 
 
+async def test_thousands_of_calls_at_once_are_all_answered_by_name(start_server: StartServer, token_file: Path) -> None:
+    """gRPC itself would drop some of those that wait to be looked at, of anybody, as CANCELLED without a word."""
+    server = await start_server(max_calls=64, token_file=token_file)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+
+        async def wait_for_nobody() -> str:
+            try:
+                await call(channel, "greedy", "greedy", timeout_ms=500, world_size=2, timeout=60)
+            except grpc.aio.AioRpcError as error:
+                clear = "calls of this caller are under way" in (error.details() or "")
+                return error.code().name if clear else f"{error.code().name}: {error.details()}"
+            return "answered"
+
+        # All of them are sent in one turn of the loop, in which the server, in the same loop, takes none.
+        outcomes = Counter(await asyncio.gather(*(wait_for_nobody() for _ in range(2500))))
+    assert set(outcomes) == {"RESOURCE_EXHAUSTED", "answered"}, outcomes
+
+
 async def test_memory_of_one_token_leaves_room_and_comes_back(start_server: StartServer, token_file: Path) -> None:
     server = await start_server(max_memory=8 << 20, token_file=token_file)
     memory = server.hub.registry.memory
