@@ -100,6 +100,14 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f'evenkeel_balancer_queue_seconds_bucket{{{BALANCER},le="0.01"}}': "0+100x60",
          f'evenkeel_balancer_queue_seconds_bucket{{{BALANCER},le="+Inf"}}': "0+100x60"},
     ),
+    "EvenkeelBalancerMemoryHigh": (
+        {f"evenkeel_balancer_memory_limit_bytes{{{BALANCER}}}": "1000x60",
+         f"evenkeel_balancer_memory_used_bytes{{{BALANCER}}}": "500x60",
+         f"evenkeel_balancer_memory_largest_caller_bytes{{{BALANCER}}}": "480x60"},
+        {f"evenkeel_balancer_memory_limit_bytes{{{BALANCER}}}": "1000x60",
+         f"evenkeel_balancer_memory_used_bytes{{{BALANCER}}}": "500x60",
+         f"evenkeel_balancer_memory_largest_caller_bytes{{{BALANCER}}}": "250x60"},
+    ),
     "EvenkeelCallsRefused": (
         {f'evenkeel_balancer_refused_calls_total{{{BALANCER},reason="token"}}': "0+120x60"},
         {f'evenkeel_balancer_refused_calls_total{{{BALANCER},reason="token"}}': "0+6x60"},
