@@ -200,7 +200,7 @@ def _read_options(
     return PlanOptions(
         strategy=strategy,
         counts=_COUNTS[options.counts],
-        tolerance=options.tolerance or PlanOptions().tolerance,
+        tolerance=options.tolerance if options.HasField("tolerance") else PlanOptions().tolerance,
         speeds=speeds,
         memory_caps=caps,
         min_samples=options.min_samples,

@@ -167,33 +167,41 @@ class Twin:
         """That of a rank that has left its loop."""
         return cls(round=number, left=True, out_of_turn=out_of_turn, taken=taken)
 
-    def meet(self, peers: PeerGroup) -> tuple[Twin, str]:
-        """What the peers do, and how their batches differ, for people; empty if they do not. Collective.
+    def meet(self, peers: PeerGroup, *, compiling: bool) -> tuple[Twin, str, bool]:
+        """What the peers do. Collective.
+
+        Args:
+            peers: All of them.
+            compiling: This rank's kernels are still being compiled.
 
         Returns:
-            What the first of them says that has left, else what the leader says; and how the others differ from it.
+            What the first of them says that has left, else what the leader says; how the others' batches differ from
+            its, for people, empty if they do not; and whether any of them is compiling.
         """
-        flags = self.exhausted | self.left << 1 | self.out_of_turn << 2
-        rows = peers.gather(_TWIN.pack(self.round, self.samples, flags, self.schema, self.taken, self.digest))
+        flags = self.exhausted | self.left << 1 | self.out_of_turn << 2 | compiling << 3
+        packed = peers.gather(_TWIN.pack(self.round, self.samples, flags, self.schema, self.taken, self.digest))
+        rows = [_TWIN.unpack(row) for row in packed]
+        waits = any(flags & 8 for _, _, flags, *_ in rows)
         twins = [
             Twin(
                 round=number, samples=samples, exhausted=bool(flags & 1), schema=schema, digest=digest,
                 left=bool(flags & 2), out_of_turn=bool(flags & 4), taken=taken,
             )
-            for number, samples, flags, schema, taken, digest in map(_TWIN.unpack, rows)
+            for number, samples, flags, schema, taken, digest in rows
         ]  # fmt: skip
         for twin in sorted(twins, key=lambda twin: not twin.out_of_turn):
             if twin.left:
-                return twin, ""
+                return twin, "", waits
         for rank, twin in zip(peers.ranks, twins, strict=True):
             if twin != twins[0]:
-                return twins[0], (
+                differ = (
                     f"rank {rank} {_difference(twins[0], twin, peers.ranks[0])}, and the two were said to train the "
                     "same batches (by peers, or by a dimension of the mesh that is not process_group's); let them load "
                     "the same samples in the same order, as by mesh['dp'].get_local_rank(); if they train different "
                     "ones, balance over them too, or pass process_group=mesh['dp'].get_group()"
                 )
-        return twins[0], ""
+                return twins[0], differ, waits
+        return twins[0], "", waits
 
 
 def _difference(leader: Twin, other: Twin, leading_rank: int) -> str:

@@ -68,7 +68,8 @@ class Vote:
         load: Sum of this rank's costs.
         heaviest: This rank's largest cost.
         peers_differ: The ranks that train this rank's batches hold other ones.
-        compiling: This rank's kernels are still being compiled: it can neither partition nor move samples.
+        compiling: Kernels of this rank, or of one that trains its batches, are still being compiled: it can neither
+            partition nor move samples.
         has_cause: This rank knows a cause, not told yet, that keeps it from the service and does not pass.
         num_batches: With a window, how many batches of it this rank has.
         batches: With a window of several batches, each of them; whole windows, also where this rank has fewer.

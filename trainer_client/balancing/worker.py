@@ -140,8 +140,8 @@ class RoundWorker:
             return self._over(item)
         assert item.pass_number == self.turns.pass_number
         if self._peers is None:
-            return self._agree(item) if isinstance(item, Ticket) else self._leave(item)
-        twin, differ = self._twin(item).meet(self._peers)
+            return self._agree(item, compiling=self._compiling) if isinstance(item, Ticket) else self._leave(item)
+        twin, differ, compiling = self._twin(item).meet(self._peers, compiling=self._compiling)
         before, template = self.turns.breaker.closed, self._template
 
         def work() -> tuple[Outcome, Breaker, FlatBatch | None]:
@@ -150,7 +150,7 @@ class RoundWorker:
                 outcome = self._leave(leaving, submitted=isinstance(item, Ticket))
             else:
                 assert isinstance(item, Ticket)
-                outcome = self._agree(item, differ)
+                outcome = self._agree(item, differ, compiling=compiling)
             learned = self._template if twin.samples == 0 and self._template is not template else None
             return replace(outcome, template=None), self.turns.breaker, learned
 
@@ -186,6 +186,10 @@ class RoundWorker:
     @property
     def _ready(self) -> bool:
         return self._connection is not None and self._connection.ready
+
+    @property
+    def _compiling(self) -> bool:
+        return self._kernels is not None and self._kernels.compiling
 
     def _gather(self, vote: Vote) -> list[Vote]:
         votes = self._groups.gather_votes(replace(vote, has_cause=self._causes.is_new))
@@ -240,7 +244,7 @@ class RoundWorker:
         if not len(ticket.data) and any(vote.samples for vote in votes):
             ticket.data = replace(ticket.data, lengths=self._template.lengths, sizes=self._template.sizes)
 
-    def _agree(self, ticket: Ticket, differ: str = "") -> Outcome:
+    def _agree(self, ticket: Ticket, differ: str = "", *, compiling: bool) -> Outcome:
         waited = ticket.asked and self.turns.breaker.closed
         trace = ticket.trace
         began = time.time_ns() if trace is not None else 0
@@ -253,7 +257,6 @@ class RoundWorker:
         answered = time.time_ns() if trace is not None else 0
         schema = ticket.schema if len(ticket.data) else self._template.schema
         own = vote_on(ticket, decision, window=self._options.window, ready=self._ready, schema=schema)
-        compiling = self._kernels is not None and self._kernels.compiling
         votes = self._gather(replace(own, peers_differ=bool(differ), compiling=compiling))
         verdict = self._decide(votes, waited=waited)
         if verdict.reason is not Reason.LEFT:

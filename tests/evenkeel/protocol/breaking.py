@@ -46,6 +46,8 @@ def _messages(scope: str, old: dict[str, DescriptorProto], new: dict[str, Descri
             for trait, value in old_traits.items():
                 if new_traits[trait] != value:
                     yield f"{path}.{field.name} = {field.number}: {trait} was {value}, is {new_traits[trait]}"
+            if field.proto3_optional and not changed.proto3_optional:
+                yield f"{path}.{field.name} = {field.number}: 0 was told apart from what is absent"
         yield from _messages(f"{path}.", _by_name(before), _by_name(after))
         yield from _enums(
             f"{path}.", {each.name: each for each in before.enum_type}, {each.name: each for each in after.enum_type}
@@ -57,7 +59,8 @@ def _by_name(message: DescriptorProto) -> dict[str, DescriptorProto]:
 
 
 def _traits(field: FieldDescriptorProto, message: DescriptorProto) -> dict[str, object]:
-    oneof = message.oneof_decl[field.oneof_index].name if field.HasField("oneof_index") else ""
+    chosen = field.HasField("oneof_index") and not field.proto3_optional  # an optional field is a oneof by itself
+    oneof = message.oneof_decl[field.oneof_index].name if chosen else ""
     return {
         "name": field.name, "type": field.type, "type name": field.type_name, "label": field.label, "oneof": oneof,
         "packing": field.options.packed, "JSON name": field.json_name,

@@ -73,6 +73,20 @@ def drop_method(file: FileDescriptorProto) -> None:
     del file.service[0].method[-1]
 
 
+def tell_0_from_absent(file: FileDescriptorProto) -> None:
+    field = next(each for each in named(file, "PartitionOptions").field if each.name == "tolerance")
+    field.proto3_optional, field.oneof_index = True, 0
+    named(file, "PartitionOptions").oneof_decl.add(name="_tolerance")
+
+
+def test_an_optional_field_stays_one_once_it_is_one() -> None:
+    file = copy_of(frozen_file())
+    tell_0_from_absent(file)
+    assert breaking_changes(frozen_file(), file) == []
+    (found,) = breaking_changes(file, frozen_file())
+    assert found == "PartitionOptions.tolerance = 3: 0 was told apart from what is absent"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

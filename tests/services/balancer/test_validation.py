@@ -79,6 +79,12 @@ def test_a_join_is_read_with_the_servers_defaults() -> None:
     assert joining.terms.schema == ("ids int64 jagged []",)
 
 
+def test_a_tolerance_of_0_is_0_and_none_is_the_default() -> None:
+    for message, expected in ((pb.PartitionOptions(), 1e-3), (pb.PartitionOptions(tolerance=0.0), 0.0)):
+        sent = pb.PartitionOptions.FromString(message.SerializeToString())
+        assert read(join_message(1, options=sent)).terms.options.tolerance == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

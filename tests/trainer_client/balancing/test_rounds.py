@@ -226,3 +226,25 @@ def test_a_loop_goes_on_after_more_dropped_batches_than_are_in_flight() -> None:
     expected = [0, 1, 10, 11, 500, 501, 502, 510, 511, 512, 700, 710]
     for one, other in zip(*run_ranks(2, _many_dropped_in_a_row), strict=True):
         assert sorted(one + other) == expected
+
+
+NEAR = ([1000, 4, 1], [1000, 2, 1])  # 1005 and 1003: within 0.1 % of an even 1004
+
+
+def nearly_even(rank: int, address: str | None, tolerance: float) -> list[int]:
+    batch = {"id": torch.arange(3) + 10 * rank, "cost": torch.tensor(NEAR[rank])}
+    with balancer_of(address, f"near-{tolerance}", tolerance=tolerance, counts="free") as balancer:
+        loader = BalancedLoader([batch], balancer, cost=lambda batch: batch["cost"])
+        (trained,) = list(loader)
+        assert loader.report.mode.value == ("embedded" if address is None else "service")
+    ids: list[int] = trained["id"].tolist()
+    return ids
+
+
+@pytest.mark.parametrize("how", ["embedded", "service"])
+def test_a_tolerance_of_0_wants_exact_balance_embedded_and_from_the_service(how: str, service: BalancerProcess) -> None:
+    address = service.address if how == "service" else None
+    assert run_ranks(2, nearly_even, address, 1e-3) == [[0, 1, 2], [10, 11, 12]]
+    exact = run_ranks(2, nearly_even, address, 0.0)
+    costs = {10 * rank + index: cost for rank, each in enumerate(NEAR) for index, cost in enumerate(each)}
+    assert {sum(costs[sample] for sample in ids) for ids in exact} == {1004}
