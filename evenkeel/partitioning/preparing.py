@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from evenkeel.partitioning.kernel_cache import KernelFolder, kernel_folder
 
@@ -108,13 +109,18 @@ def _compile(sets: Sequence[KernelSet]) -> None:
     missing = [each for each in sets if not each.complete and each.folder.path is not None]
     if not missing or not sys.executable:
         return
-    with _first_of_all(missing[0].folder):
+    with _first_of_all(missing[0].folder) as lock:
         parts = [part for each in missing if not each.complete for part in each.parts]
         if len(parts) > 1:
-            _run_side_by_side(parts)
+            _run_side_by_side(parts, lock)
 
 
-def _run_side_by_side(parts: Sequence[str]) -> None:
+def _run_side_by_side(parts: Sequence[str], lock: IO[bytes] | None) -> None:
+    """Runs a process for each part, some at a time.
+
+    They hold the lock as well: should this process end before them, as in a job that fails at its start, the next one
+    waits for what they are compiling instead of compiling the same beside them.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     command = "import sys; from evenkeel.partitioning.preparing import run_part; run_part(sys.argv[1])"
     waiting, running = list(parts), list[subprocess.Popen[bytes]]()
@@ -126,6 +132,7 @@ def _run_side_by_side(parts: Sequence[str]) -> None:
                     subprocess.Popen(
                         [sys.executable, "-c", command, waiting.pop(0)], env=environment, stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                        pass_fds=[] if lock is None else [lock.fileno()],
                     )
                 )  # fmt: skip
             if time.monotonic() > deadline:
@@ -141,23 +148,27 @@ def _run_side_by_side(parts: Sequence[str]) -> None:
 
 
 @contextmanager
-def _first_of_all(folder: KernelFolder) -> Iterator[None]:
+def _first_of_all(folder: KernelFolder) -> Iterator[IO[bytes] | None]:
     """Holds the folder's lock; goes on without it where there are no locks, or its holder takes too long."""
     assert folder.path is not None
     deadline = time.monotonic() + PATIENCE
     file = None
     with suppress(OSError):
         file = (folder.path / "lock").open("wb")
+    held = False
     try:
         while file is not None and time.monotonic() < deadline and not folder.complete:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
                 break
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     break
             time.sleep(_LOOK)
-        yield
+        yield file if held else None
     finally:
         if file is not None:
+            if held:
+                fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open as well
             file.close()

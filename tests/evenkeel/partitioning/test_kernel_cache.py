@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -148,3 +149,83 @@ def test_a_preparation_that_has_all_kernels_is_ready_at_once(tmp_path: Path, mon
 
 def _nothing() -> None:
     """Loads no kernel."""
+
+
+SLOW = """
+import os, sys, threading, time
+from pathlib import Path
+from evenkeel.partitioning.preparing import KernelSet, ready
+
+LOG = Path(os.environ["TEST_LOG"])
+
+def note(what):
+    with LOG.open("a") as file:
+        file.write(f"{what}\\n")
+
+def part():
+    note("begin")
+    while not LOG.with_name("go").exists():
+        time.sleep(0.01)
+    note("end")
+
+def load():
+    note("load")
+
+KERNELS = KernelSet(sources=Path(__file__).parent, load="slow:load", parts=("slow:part", "slow:part"))
+
+if __name__ == "__main__":
+    if sys.argv[1] == "die":
+        threading.Thread(target=ready, args=([KERNELS],), daemon=True).start()
+        while not LOG.exists():
+            time.sleep(0.01)
+        os._exit(0)
+    if sys.argv[1] == "fork":
+        threading.Thread(target=ready, args=([KERNELS],)).start()
+        while not LOG.exists():
+            time.sleep(0.01)
+        if os.fork() == 0:
+            sys.stdin.read()
+            os._exit(0)
+    else:
+        ready([KERNELS])
+"""
+
+
+def start_slow(tmp_path: Path, what: str, log: str) -> subprocess.Popen[bytes]:
+    package = tmp_path / "package"
+    package.mkdir(exist_ok=True)
+    (package / "slow.py").write_text(SLOW)
+    paths = os.pathsep.join([str(package), str(ROOT)])
+    variables = {"PYTHONPATH": paths, "EVENKEEL_CACHE_DIR": str(tmp_path / "cache"), "TEST_LOG": str(tmp_path / log)}
+    command = [sys.executable, str(package / "slow.py"), what]
+    return subprocess.Popen(command, env={**os.environ, **variables}, stdin=subprocess.PIPE)
+
+
+def test_a_job_that_ends_while_its_kernels_are_compiled_leaves_no_second_compilation_to_the_next(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    assert start_slow(tmp_path, "die", log.name).wait(60) == 0
+    (lock,) = (tmp_path / "cache").glob("*/lock")
+    with lock.open("wb") as file, pytest.raises(BlockingIOError):  # by what it has begun
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    following = start_slow(tmp_path, "ready", log.name)
+    (tmp_path / "go").touch()
+    assert following.wait(60) == 0
+    lines = log.read_text().split()
+    assert lines[-1] == "load"
+    running = [sum({"begin": 1, "end": -1}.get(line, 0) for line in lines[: end + 1]) for end in range(len(lines))]
+    assert max(running) <= min(2, os.cpu_count() or 1)
+
+
+def test_processes_forked_while_kernels_are_compiled_do_not_hold_the_lock(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    forked = start_slow(tmp_path, "fork", "log")
+    try:
+        assert forked.wait(60) == 0  # its child is still there
+        for file in (tmp_path / "cache").glob("*/complete.json"):
+            file.unlink()
+        assert start_slow(tmp_path, "ready", "second").wait(20) == 0
+    finally:
+        assert forked.stdin is not None
+        forked.stdin.close()
