@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from trainer_client.embeddings.exchange import (
 from trainer_client.embeddings.local import RankLocal
 from trainer_client.embeddings.part import module_name, rows_of_other_ranks
 from trainer_client.embeddings.tables import BlockTable, KeyTable
+from trainer_client.embeddings.together import Status, raise_together
 from trainer_client.routing import block_bucketize, warm_up
 from trainer_client.routing.reference import as_int64
 
@@ -103,6 +104,7 @@ class RoutedEmbeddingCollection(RankLocal):
             raise ValueError(f"gradient_divide_factor is {gradient_divide_factor}; give a number above 0")
         if torch.device(device).type == "cpu":
             warm_up()
+        self._device = torch.device(device)
         self.tables: dict[str, Any] = {}
         for table in tables:
             built = make_table(table, self.rank, self.num_ranks, torch.device(device))
@@ -125,28 +127,51 @@ class RoutedEmbeddingCollection(RankLocal):
             By feature: (keys x dim) in the order of the batch for tables without pooling, else (rows x dim).
 
         Raises:
-            ValueError: if a feature is missing, or a table does not take a key.
+            ValueError: on all ranks in the same step, if on one a feature is missing or a table does not take a key.
         """
+        try:
+            parts = self._parts(batch)
+        except Exception as problem:
+            self._fail(problem, len(self._features(self._groups[0])))
+        results: dict[str, Tensor] = {}
+        for part, tables in zip(parts, self._groups, strict=True):
+            results.update(self._pool(self._look_up(part, tables), part, tables))
+        return results
+
+    def _parts(self, batch: Any) -> list[KeyBatch]:
+        """What each exchange is about."""
         keys = KeyBatch.of(batch)
         keys = replace(keys, values=as_int64(keys.values))  # what travels is the same on all ranks
         if keys.weights is not None and keys.weights.numel() != keys.values.numel():
             raise ValueError(f"weights has {keys.weights.numel()} elements, but there are {keys.values.numel()} keys")
-        results: dict[str, Tensor] = {}
-        for tables in self._groups:
-            part = keys.select([feature for table in tables for feature in table.features])
-            results.update(self._pool(self._look_up(part, tables), part, tables))
-        return results
+        return [keys.select([feature for table in tables for feature in table.features]) for tables in self._groups]
+
+    def _features(self, tables: Sequence[RoutedTable]) -> list[RoutedTable]:
+        """The table of each column of an exchange: of each feature, or of each table where keys are sent once."""
+        return list(tables) if self.deduplicate else [table for table in tables for _ in table.features]
+
+    def _fail(self, problem: Exception, num_columns: int) -> NoReturn:
+        """Raises an error that this rank has before an exchange, on all ranks."""
+        if self.num_ranks > 1:
+            group = exchange_group(self.group)
+            counts = torch.zeros(self.num_ranks, num_columns + 1, dtype=torch.int64)
+            counts[:, -1] = 1
+            exchange_counts(counts.to(self._device), group)
+            raise_together(problem, group)
+        raise problem
 
     def _look_up(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> Tensor:
         """Embeddings (num_keys x dim) of a part's keys, in its order."""
+        columns = self._features(tables)
         if not self.deduplicate:
-            return self._exchange(
-                part.values, part.lengths, part.batch_sizes, [table for table in tables for _ in table.features]
-            )
-        sizes = [sum(counts) for counts in self._keys_per_feature(part, tables)]
-        unique = [torch.unique(keys, return_inverse=True) for keys in cut(part.values, sizes)]
-        lengths = torch.tensor([keys.numel() for keys, _ in unique], device=part.values.device)
-        found = self._exchange(torch.cat([keys for keys, _ in unique]), lengths, [1] * len(tables), list(tables))
+            return self._exchange(part.values, part.lengths, part.batch_sizes, columns)
+        try:
+            sizes = [sum(counts) for counts in self._keys_per_feature(part, tables)]
+            unique = [torch.unique(keys, return_inverse=True) for keys in cut(part.values, sizes)]
+            lengths = torch.tensor([keys.numel() for keys, _ in unique], device=part.values.device)
+        except Exception as problem:
+            self._fail(problem, len(columns))
+        found = self._exchange(torch.cat([keys for keys, _ in unique]), lengths, [1] * len(tables), columns)
         pieces = cut(found, [keys.numel() for keys, _ in unique])
         return torch.cat([piece.index_select(0, inverse) for piece, (_, inverse) in zip(pieces, unique, strict=True)])
 
@@ -158,30 +183,54 @@ class RoutedEmbeddingCollection(RankLocal):
         self, values: Tensor, lengths: Tensor, batch_sizes: Sequence[int], tables: list[RoutedTable]
     ) -> Tensor:
         """Embeddings of keys whose features (one table each) have ``batch_sizes`` rows."""
-        sent = block_bucketize(
-            lengths,
-            values,
-            [table.rows_per_rank(self.num_ranks) if table.mode.dist_type == "continuous" else 1 for table in tables],
-            self.num_ranks,
-            [table.mode for table in tables],
-            batch_sizes=list(batch_sizes),
-        )
+        try:
+            sent = block_bucketize(
+                lengths,
+                values,
+                [
+                    table.rows_per_rank(self.num_ranks) if table.mode.dist_type == "continuous" else 1
+                    for table in tables
+                ],
+                self.num_ranks,
+                [table.mode for table in tables],
+                batch_sizes=list(batch_sizes),
+            )
+            rows = cut(sent.lengths.view(self.num_ranks, -1), batch_sizes, 1)
+        except Exception as problem:
+            self._fail(problem, len(tables))
         assert sent.permutation is not None
-        rows = cut(sent.lengths.view(self.num_ranks, -1), batch_sizes, 1)
-        counts = torch.stack([cells.sum(1) for cells in rows], dim=1)
+        counts = torch.stack([cells.sum(1) for cells in rows] + [sent.lengths.new_zeros(self.num_ranks)], dim=1)
         if self.num_ranks == 1:
-            outgoing = incoming = counts.tolist()
-            keys = sent.indices
+            found = self._look_up_owned(sent.indices, [column[:-1] for column in counts.tolist()], tables)
         else:
-            group = exchange_group(self.group)
-            outgoing, incoming = exchange_counts(counts, group)
-            keys = all_to_all(sent.indices, [sum(c) for c in incoming], [sum(c) for c in outgoing], group)
-        found = self._look_up_owned(keys, incoming, tables)
-        if self.num_ranks > 1:
-            found = differentiable_all_to_all(found, [sum(c) for c in outgoing], [sum(c) for c in incoming], group)
+            found = self._look_up_at_owners(sent.indices, counts, tables)
         # Divided before it travels to the owners, as a sum over ranks may not fit into a narrow type.
         found = divide_gradient(found, self.gradient_divide_factor)
         return found.index_select(0, sent.permutation.to(torch.int64))
+
+    def _look_up_at_owners(self, indices: Tensor, counts: Tensor, tables: list[RoutedTable]) -> Tensor:
+        """Embeddings of keys in the order in which bucketize has put them for their owners; see `exchange_counts`."""
+        group = exchange_group(self.group)
+        to_each, from_each = exchange_counts(counts, group)
+        if any(count[-1] for count in from_each):
+            raise_together(None, group)
+        outgoing, incoming = [count[:-1] for count in to_each], [count[:-1] for count in from_each]
+        send, receive = [sum(count) for count in outgoing], [sum(count) for count in incoming]
+        keys = all_to_all(indices, receive, send, group)
+        problem = None
+        try:
+            found = self._look_up_owned(keys, incoming, tables)
+        except Exception as raised:  # the others wait for rows: they get some, and are told
+            problem = raised
+            found = torch.zeros(len(keys), tables[0].embedding_dim, dtype=tables[0].dtype, device=keys.device)
+        refuses = any(getattr(self.tables[table.name], "refuses", True) for table in tables)
+        status = Status(problem, keys.device, group) if refuses else None
+        found = differentiable_all_to_all(found, send, receive, group)
+        if status is not None:
+            status.check()
+        elif problem is not None:
+            raise problem
+        return found
 
     def _look_up_owned(self, keys: Tensor, incoming: list[list[int]], tables: list[RoutedTable]) -> Tensor:
         """Embeddings of received keys, which come by source rank, then feature; one lookup a table."""

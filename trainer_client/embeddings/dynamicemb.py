@@ -80,6 +80,8 @@ class DynamicEmbTable(nn.Module):
         arguments: More arguments of ``BatchedDynamicEmbeddingTablesV2``, such as ``learning_rate``.
     """
 
+    refuses = False  # it evicts or grows where there is no room
+
     def __init__(
         self,
         table: RoutedTable,

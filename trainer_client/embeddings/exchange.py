@@ -58,14 +58,14 @@ def differentiable_all_to_all(
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup | None) -> tuple[list[list[int]], list[list[int]]]:
-    """Tells every rank how many keys of each feature it will get.
+    """Tells every rank how many keys of each feature it will get, and whether this rank has failed.
 
     Args:
-        counts: (ranks x features): keys of each feature for each rank.
+        counts: (ranks x features + 1): keys of each feature for each rank; at last 1 if this rank has failed, else 0.
         group: The process group.
 
     Returns:
-        What each rank gets from here and what comes from each, per feature; read by the host, which waits once.
+        What each rank gets from here and what comes from each, in the same form; read by the host, which waits once.
     """
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=group)

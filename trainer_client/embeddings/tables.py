@@ -34,6 +34,8 @@ class OwnedTable(Protocol):
     """What the collection and the checkpoints ask of a rank's part of a table."""
 
     weight: nn.Parameter
+    refuses: bool
+    """Whether a lookup may raise on one rank alone, so that the others must be told; alike on all ranks."""
 
     def __call__(self, indices: Tensor) -> Tensor:
         """Embeddings (n x dim) of what bucketize sent (n)."""
@@ -65,6 +67,11 @@ class BlockTable(TablePart):
         self.rows = min(table.num_embeddings - self.first, block)
         self.weight = nn.Parameter(torch.empty(self.rows, table.embedding_dim, dtype=table.dtype, device=device))
         self.reset_parameters()
+
+    @property
+    def refuses(self) -> bool:
+        """Only on the CPU is a key that is outside of the table noticed by the host."""
+        return self.weight.device.type == "cpu"
 
     def reset_parameters(self) -> None:
         """Gives all rows their first values."""
@@ -124,6 +131,7 @@ class KeyTable(TablePart):
 
     sorted_keys: Tensor
     sorted_rows: Tensor
+    refuses = True  # when it is full
 
     def __init__(self, table: RoutedTable, *, rank: int, num_ranks: int, device: torch.device) -> None:
         super().__init__(table, rank=rank, num_ranks=num_ranks)

@@ -212,3 +212,48 @@ def test_keys_of_any_integer_dtype(dtype: torch.dtype, deduplicate: bool) -> Non
     assert torch.equal(look_up_one(collection, keys.to(dtype), lengths), look_up_one(collection, keys, lengths))
     with pytest.raises(ValueError, match=r"keys have dtype torch.float32; use int32, int64 or uint64"):
         look_up_one(collection, keys.float(), lengths)
+
+
+def fail_on_one_rank(rank: int, deduplicate: bool) -> list[str]:
+    """Mistakes of rank 1, or rows that only rank 0 or 1 lacks, with a good batch after each."""
+    tables = [
+        RoutedTable(name="rows", embedding_dim=2, features=("row",), num_embeddings=10, routing="continuous"),
+        RoutedTable(name="keys", embedding_dim=3, features=("key", "other"), num_embeddings=10, capacity=8),
+    ]
+    collection = RoutedEmbeddingCollection(tables, deduplicate=deduplicate)
+
+    def batch(row: list[int], key: list[int], features: tuple[str, ...] = ("row", "key", "other")) -> KeyBatch:
+        values, lengths = torch.tensor([*row, *key, 1]), torch.tensor([len(row), len(key), 1])
+        return KeyBatch(features=features, values=values, lengths=lengths, batch_sizes=[1, 1, 1])
+
+    good = batch([1, 6], [2, 3])
+    bad = [
+        batch([1], [3], ("row", "key", "another")),
+        KeyBatch.of(good).__class__(
+            features=good.features, values=good.values, lengths=good.lengths, batch_sizes=[1, 1, 1],
+            weights=torch.ones(2),
+        ),
+        KeyBatch(features=good.features, values=good.values, lengths=torch.tensor([9, 9, 9]), batch_sizes=[1, 1, 1]),
+        batch([99], [3]),
+        batch([1], list(range(100, 140, 2))),  # of which all belong to rank 0
+        batch([1], list(range(101, 141, 2))),
+    ]  # fmt: skip
+    told = []
+    for each in bad:
+        try:
+            collection(each if rank == 1 else good)
+            told.append("")
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+        assert collection(good)["row"].shape == (2, 2)
+    return told
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_what_one_rank_refuses_is_raised_on_all_ranks_in_the_same_step(deduplicate: bool) -> None:
+    results = run_ranks(2, fail_on_one_rank, deduplicate)
+    assert results[0] == results[1]
+    said = ("no feature 'other'", "weights has 2 elements", "", "rows: a key is outside", "keys: 2", "keys: 2")
+    for text, words, rank in zip(results[0], said, (1, 1, 1, None, 0, 1), strict=True):
+        assert words in text
+        assert text.startswith("rank " if rank is None else f"rank {rank}: "), text
