@@ -149,6 +149,16 @@ async def statistics_of_all(attacker: Attacker) -> None:
         await asyncio.sleep(0.1)
 
 
+async def ending_streams(attacker: Attacker) -> None:
+    """400 streams of which some end all the time, also while the service looks at their tokens again."""
+    message, channel = join(attacker.job(), 2, alone=True), attacker.channel()
+    calls = [await attacker.stream(message, channel) for _ in range(400)]
+    while attacker.goes_on:
+        for ending in calls[:20]:
+            ending.cancel()
+        calls = calls[20:] + [await attacker.stream(message, channel) for _ in range(20)]
+
+
 async def flood_of_messages(attacker: Attacker) -> None:
     """Eight streams that send small rounds as fast as their rates allow."""
 
@@ -186,6 +196,7 @@ def attacks() -> Iterator[Callable[[Attacker], Awaitable[None]]]:
         untaken_answers,
         the_same_on_many_streams,
         statistics_of_all,
+        ending_streams,
         flood_of_messages,
         reset_streams,
     )

@@ -178,7 +178,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             for number, guard in enumerate(list(self._guards)):
                 if number % _RECHECKS_AT_ONCE == _RECHECKS_AT_ONCE - 1:
                     await asyncio.sleep(0)
-                guard.recheck()
+                if guard in self._guards:  # has not ended meanwhile
+                    guard.recheck()
 
     def _authenticate(self, authorization: str | None) -> Identity | None:
         return None if self._tokens is None else self._tokens.authenticate(authorization, "balancer")
@@ -222,6 +223,8 @@ class Caller:
 class Guard:
     """A call's context that knows the caller, and reads at the stream's rate.
 
+    When the call has ended, gRPC's own context must not be asked for anything: asked for the peer, it ends the process.
+
     Attributes:
         caller: Who calls.
         job: The job that it joined; None before.
@@ -235,11 +238,16 @@ class Guard:
         self._access = access
         self._authorization = authorization
         self._context = context
+        self._peer: str = context.peer()
         self._bucket = access.bucket()
         self._withdraw: Callable[[Refusal], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
+
+    def peer(self) -> str:
+        """The address of the caller, also when the call has ended."""
+        return self._peer
 
     async def read(self) -> bytes | None:
         """The next message, when it may be read; None when the client has ended its requests."""
@@ -260,14 +268,14 @@ class Guard:
         Raises:
             RefusedError: If not.
         """
-        refusal = self._access.check(self._authorization, job, self._context.peer())
+        refusal = self._access.check(self._authorization, job, self._peer)
         if refusal is not None:
             raise RefusedError(refusal)
         self.job = job
 
     def refuse(self, reason: str) -> None:
         """Counts a refusal and logs it."""
-        self._access.refuse(reason, self._context.peer(), self.caller.identity)
+        self._access.refuse(reason, self._peer, self.caller.identity)
 
     def when_withdrawn(self, withdraw: Callable[[Refusal], None]) -> None:
         """Notes what to do when the caller's token holds no more."""
@@ -276,7 +284,7 @@ class Guard:
     def recheck(self) -> None:
         """Ends the call if its token holds no more."""
         if self._withdraw is not None:
-            refusal = self._access.check(self._authorization, self.job, self._context.peer())
+            refusal = self._access.check(self._authorization, self.job, self._peer)
             if refusal is not None:
                 self._withdraw(refusal)
                 self._withdraw = None

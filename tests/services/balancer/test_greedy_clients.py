@@ -102,6 +102,26 @@ async def test_calls_beyond_what_there_is_room_for_are_refused_by_name(
     assert server.servicer.calls.used == 0
 
 
+async def test_streams_that_end_while_tokens_are_checked_again(start_server: StartServer, token_file: Path) -> None:
+    """The check lets others go on after some streams, and then comes to those that have ended meanwhile."""
+    server = await start_server(token_file=token_file)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub: Any = pb_grpc.BalancerServiceStub(channel)  # type: ignore[no-untyped-call]
+        stream = stub.Balance(metadata=authorized("greedy"))
+        await stream.write(pb.BalanceRequest(join=join_message(0, world_size=1, job="greedy")))
+        assert (await stream.read()).HasField("joined")
+        (guard,) = server._access._guards
+        await stream.done_writing()
+        assert await stream.read() == grpc.aio.EOF
+        while server._access._guards:
+            await asyncio.sleep(0.01)
+        for _ in range(20):  # asked for the peer of a call that has ended, gRPC's own context ends the process
+            await asyncio.sleep(0.01)
+            guard.recheck()
+        assert guard.peer().startswith("ipv4:127.0.0.1:")
+        assert (await call(channel, "modest", "modest")).HasField("decision")
+
+
 async def test_thousands_of_calls_at_once_are_all_answered_by_name(start_server: StartServer, token_file: Path) -> None:
     """gRPC itself would drop some of those that wait to be looked at, of anybody, as CANCELLED without a word."""
     server = await start_server(max_calls=64, token_file=token_file)
