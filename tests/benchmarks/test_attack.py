@@ -1,25 +1,33 @@
-"""A short attack beside an honest job, and SIGTERM while watches are held open."""
+"""Attacks of each kind beside an honest job, a moment each, and SIGTERM while watches are held open."""
 
 from __future__ import annotations
 
-import io
+import time
 
 import pytest
-from rich.console import Console
 
-from benchmarks.attack import measure, measure_exit
+from benchmarks.attack import site
 
 pytestmark = pytest.mark.timeout(400)  # compiles its kernels first, if nothing has yet
-QUIET = Console(file=io.StringIO())
+
+BY_NUMBER_CONTENT_AND_FRAMES = (
+    "reset_streams",
+    "distinct_rounds",
+    "undecided_rounds",
+    "lies_about_lengths",
+    "long_headers",
+)
+ON_TLS = ("plaintext_to_tls", "wrong_chains", "renegotiation")
 
 
-def test_an_honest_job_misses_no_round_beside_hostile_ones() -> None:
-    names = ("distinct_rounds", "undecided_rounds")
-    for result in measure(names, secure=False, seconds=1.0, calm=0.3, pace=10.0, out=QUIET):
-        assert result.missed == 0, result
-        assert result.rounds > 0, result
-
-
-def test_it_stops_within_its_grace_while_watches_take_nothing() -> None:
-    (stopped,) = measure_exit(["closed_watches"], out=QUIET)
-    assert stopped["exit_code"] == 0
+@pytest.mark.parametrize(("names", "secure"), [(BY_NUMBER_CONTENT_AND_FRAMES, False), (ON_TLS, True)])
+def test_an_honest_job_misses_no_round_and_the_service_still_stops(names: tuple[str, ...], secure: bool) -> None:
+    with site(seconds=0.4, pace=40.0, secure=secure) as opened:
+        for name in names:
+            result = opened.attack(name, 0.1)
+            assert result.missed == 0, result
+            assert result.rounds > 0, result
+            assert not {"error", "unfinished"} & set(result.outcomes), result
+        opened.begin("half_handshakes" if secure else "closed_watches")
+        time.sleep(0.3)
+        assert opened.stop_service()[1] == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -15,6 +17,7 @@ import yaml
 from services.security.tokens import hash_token
 from tests.balancer_process import BalancerProcess, running_balancer
 from tests.services.security.authorities import Files, channel, write_certificate
+from tests.services.security.jobs import RunningJob
 
 TOKENS = {name: f"token-of-{name}-0123456789abcdef0123456789abcdef" for name in ("victim", "other", "late", "planner")}
 
@@ -32,6 +35,10 @@ class Secured:
 
     def connect(self, token: str | None) -> grpc.Channel:
         return channel(self.balancer.address, self.server.ca, token=token)
+
+    def dial(self, timeout: float = 30) -> socket.socket:
+        """A bare connection."""
+        return socket.create_connection(("127.0.0.1", self.balancer.port), timeout=timeout)
 
     def connect_as(self, name: str) -> Callable[[], grpc.Channel]:
         return lambda: self.connect(self.tokens[name])
@@ -66,3 +73,15 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         "--max-connections", "500", "--reflection", "true", interpreter=True,  # its command line is read
     ) as balancer:  # fmt: skip
         yield Secured(balancer, authority, server, folder / "tokens.yml", 0)
+
+
+@pytest.fixture
+def victim(secured: Secured) -> Iterator[RunningJob]:
+    """A job that trains during the test; no round of it may go wrong."""
+    with RunningJob(secured.connect_as("victim")) as job:
+        before = min(job.balanced)
+        yield job
+        deadline = time.monotonic() + 60
+        while min(job.balanced) < before + 20 and not job.troubles and time.monotonic() < deadline:
+            time.sleep(0.01)
+        job.check(before + 20)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from typing import Any
 
 import grpc
 import numpy as np
@@ -113,3 +114,15 @@ class RunningJob:
                 self.troubles.append(f"rank {rank}: {error}")
         finally:
             outbox.put(None)
+
+
+def eventually(call: Any, seconds: float = 30.0) -> Any:
+    """What a call returns as soon as it is not refused."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except grpc.RpcError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
