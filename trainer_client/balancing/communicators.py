@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from trainer_client.balancing.membership import Membership, check_grid
 from trainer_client.balancing.peers import PeerGroup
+from trainer_client.process_groups import make_group
 
 
 @dataclass(slots=True)
@@ -89,8 +90,8 @@ def take(membership: Membership, timeout: timedelta) -> Communicators:
     shelf.made += 1
     return Communicators(
         serial=shelf.made,
-        control=_new_group(membership.ranks, "gloo", timeout),
-        data=_new_group(membership.ranks, membership.backend, timeout),
+        control=make_group(membership.ranks, "gloo", timeout),
+        data=make_group(membership.ranks, membership.backend, timeout),
         peers=_peer_group(membership, timeout),
         timeout=timeout,
     )
@@ -109,7 +110,7 @@ def _shelf(membership: Membership, timeout: timedelta) -> _Shelf:
     assert world is not None
     shelves = _shelves.setdefault(world, {})
     if membership not in shelves:
-        shelf = _Shelf(lobby=_new_group(membership.ranks, "gloo", timeout), peers=_peer_group(membership, timeout))
+        shelf = _Shelf(lobby=make_group(membership.ranks, "gloo", timeout), peers=_peer_group(membership, timeout))
         _check(membership, shelf)
         shelves[membership] = shelf
     return shelves[membership]
@@ -143,12 +144,3 @@ def _common(states: Sequence[States], timeout: timedelta) -> int | None:
 
 def _peer_group(membership: Membership, timeout: timedelta) -> PeerGroup | None:
     return PeerGroup(membership.peers, membership.own, timeout) if len(membership.peers) > 1 else None
-
-
-def _new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    # Subgroups of disjoint ranks may be created at the same time, so only the members take part.
-    local = len(ranks) < dist.get_world_size()
-    group: dist.ProcessGroup = dist.new_group(
-        ranks=list(ranks), timeout=timeout, backend=backend, use_local_synchronization=local
-    )
-    return group

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,17 +16,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from trainer_client.batches import FlatBatch
+from trainer_client.process_groups import make_group
 
 T = TypeVar("T")
 
 _TWIN = struct.Struct("<QQQQQ16s")
-# By default group and ranks, the same number on all of these ranks.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 class PeersDifferError(ValueError):
@@ -38,8 +33,7 @@ class PeersDifferError(ValueError):
 class PeerGroup:
     """A communicator of ranks that train the same batches; used by one thread.
 
-    It is of Gloo and of its own, not one of `new_group`: torch names groups by how many a rank has, and the ranks of
-    different pipeline stages may have different numbers of them.
+    It is of Gloo, and used below `torch.distributed`, whose roots are ranks of the default group.
     """
 
     def __init__(self, ranks: Sequence[int], own: int, timeout: timedelta) -> None:
@@ -52,13 +46,7 @@ class PeerGroup:
         """
         self.ranks = tuple(ranks)
         self.place = self.ranks.index(own)
-        world = dist.group.WORLD
-        assert world is not None
-        made = _made.setdefault(world, Counter())
-        made[self.ranks] += 1
-        name = f"evenkeel/peers/{'_'.join(map(str, self.ranks))}/{made[self.ranks]}"
-        store = PrefixStore(name, _get_default_store())
-        self._group: Any = dist.ProcessGroupGloo(store, self.place, len(self.ranks), timeout)
+        self._group: Any = make_group(self.ranks, "gloo", timeout)
 
     @property
     def leads(self) -> bool:

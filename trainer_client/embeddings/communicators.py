@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from trainer_client.process_groups import make_group
+
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -24,14 +26,7 @@ def exchange_group(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = parent if parent is not None else dist.group.WORLD
     assert group is not None
     if group not in _made:
-        ranks = dist.get_process_group_ranks(group)
-        _made[group] = dist.new_group(
-            ranks,
-            timeout=_timeout(group),
-            backend=str(dist.get_backend(group)),
-            # Subgroups of disjoint ranks may be created at the same time, so only the members take part.
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-        )
+        _made[group] = make_group(dist.get_process_group_ranks(group), str(dist.get_backend(group)), _timeout(group))
     return _made[group]
 
 

@@ -17,6 +17,7 @@ from trainer_client.checks import check_whole
 from trainer_client.fitting.solve import Fit, fit_times
 from trainer_client.fitting.terms import Terms
 from trainer_client.measurement import StepTimes
+from trainer_client.process_groups import make_group
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class CostFitter:
         self.fit: Fit | None = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
             ranks = dist.get_process_group_ranks(process_group if process_group is not None else dist.group.WORLD)
-            self._group = dist.new_group(ranks=ranks, backend="gloo", use_local_synchronization=True)
+            self._group = make_group(ranks, "gloo")
 
     @property
     def fitted(self) -> bool:
