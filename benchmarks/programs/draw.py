@@ -114,8 +114,7 @@ class _Draw:
         if balancers[plan.balancer].window == 1 and self.chance(0.15):
             plan = replace(plan, drop_last=True)
         if self.chance(0.08):
-            # Not before the first round: a rank that never comes to the opening cannot tell the others.
-            at = balancers[plan.balancer].window + rng.randrange(3)
+            at = rng.randrange(MAX_STEPS)
             plan = replace(
                 plan,
                 fails=tuple(rng.choice([at, at, None, at + 1]) for _ in range(self.ranks)),

@@ -211,7 +211,7 @@ class Balancer:
         spec: BatchSpec | None = None,
         loader: str = "train",
     ) -> Ticket:
-        """Announces a batch to the balancer and returns at once; see `BatchStream.submit`.
+        """Announces a batch to the balancer and returns at once; see `BatchStream.submit_window`.
 
         Args:
             batch: The host's batch; None when this rank's data has ended, until all ranks' has.
@@ -222,7 +222,7 @@ class Balancer:
         """
         stream = self.stream(loader)
         if batch is not None:
-            return stream.submit(batch, cost=cost, memory=memory, spec=spec)[1]
+            return stream.submit_window([batch], cost=cost, memory=memory, spec=spec)[1]
         try:
             return stream.submit_exhausted()[1]
         except NoDataError:

@@ -14,6 +14,7 @@ from trainer_client.balancing.agreement import Verdict
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
+from trainer_client.balancing.passes import Pass
 from trainer_client.balancing.report import Counters, RoundReport
 from trainer_client.balancing.stream import BatchStream
 from trainer_client.balancing.tickets import Cost, Ticket
@@ -113,10 +114,8 @@ class BalancedLoader(Generic[B]):
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[B]:
-        # The loader forks its workers here, before the stream's first threads start.
-        source = Incoming(iter(self.loader), cost=self._cost, memory=self._memory, spec=self._spec)
         self._used = stream = self._balancer.stream(self._name)
-        current = stream.begin()
+        current, source = self._begin(stream)
         submitted: deque[Ticket] = deque()
         collected: list[Any] = []  # for the next window
         window: _Window | None = None  # the one that is being trained
@@ -164,8 +163,25 @@ class BalancedLoader(Generic[B]):
                 moving = upcoming
         except NoDataError:
             return  # on all ranks
+        except Exception as error:
+            stream.attend(error, self._device)
+            raise
         finally:
             current.leave()
+
+    def _begin(self, stream: BatchStream) -> tuple[Pass, Incoming]:
+        failure: Exception | None = None
+        batches: Iterator[B] = iter(())
+        try:
+            batches = iter(self.loader)  # forks its workers here, before the stream's first threads start
+        except Exception as error:
+            failure = error
+        current = stream.begin()
+        if failure is not None:
+            stream.attend(failure, self._device)
+            current.leave()
+            raise failure
+        return current, Incoming(batches, cost=self._cost, memory=self._memory, spec=self._spec)
 
     def _submit(self, stream: BatchStream, source: Incoming, batches: list[Any]) -> Ticket:
         if not batches:

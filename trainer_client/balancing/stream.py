@@ -25,8 +25,8 @@ from trainer_client.balancing.passes import Pass, used_after
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.schemas import check_fields
-from trainer_client.balancing.telling import tell_end
-from trainer_client.balancing.tickets import Cost, Outcome, Ticket, read_round
+from trainer_client.balancing.telling import tell_end, tell_unreadable
+from trainer_client.balancing.tickets import Cost, Outcome, Ticket, read_nothing, read_round
 from trainer_client.balancing.worker import RoundWorker
 from trainer_client.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.redistribution import Pending
@@ -54,6 +54,7 @@ class BatchStream:
         self._last_pass = -1  # in which this rank took part
         self._unopened = 0  # passes that this rank has left before the stream was open
         self._pass: Pass | None = None
+        self._met: Pass | None = None  # in which this rank has tried to open the stream
         self._template: FlatBatch | None = None
         self._worker: RoundWorker | None = None
         self._connection: Connection | None = None
@@ -85,7 +86,7 @@ class BatchStream:
         return Breaker() if self._worker is None else self._worker.turns.breaker
 
     def begin(self) -> Pass:
-        """Begins a pass, after leaving the one before if that has not ended; `submit` does so where there is none.
+        """Begins a pass, after leaving the one before if that has not ended; a submission does so where there is none.
 
         Waits until the pass before has ended on all ranks and nothing of it is in flight, or raises `TimeoutError`.
         """
@@ -113,18 +114,21 @@ class BatchStream:
         if self._pass is not None:
             self._pass.leave()
 
-    def submit(
-        self,
-        batch: Any,
-        *,
-        cost: Cost,
-        memory: Cost | None = None,
-        spec: BatchSpec | None = None,
-        device: torch.device | str | None = None,
-    ) -> tuple[FlatBatch, Ticket]:
-        """Announces one batch; as `submit_window`."""
-        flats, ticket = self.submit_window([batch], cost=cost, memory=memory, spec=spec, device=device)
-        return flats[0], ticket
+    def attend(self, error: Exception, device: torch.device | str | None = None) -> None:
+        """Opens the stream where this rank's first batch cannot be read, as the others wait for that; else nothing.
+
+        Args:
+            error: Why it cannot; to be raised after this.
+            device: As `submit_window`.
+        """
+        current = self._pass
+        if self._worker is not None or (current is not None and (current.left or self._met is current)):
+            return
+        tell_unreadable(self._config.loader, error)
+        try:
+            self._open(None, device)
+        except Exception as other:
+            logger.debug("%s: the stream did not open: %s", self._config.loader, other)
 
     def submit_window(
         self,
@@ -153,7 +157,11 @@ class BatchStream:
             ValueError: If the batches or their costs cannot be read, which the message names, or are too many.
             SchemaMismatchError: If the ranks' batches differ in their fields.
         """
-        flats = tuple(flatten(batch, spec) for batch in batches)
+        try:
+            flats = tuple(flatten(batch, spec) for batch in batches)
+        except Exception as error:
+            self.attend(error, device)
+            raise
         for flat in flats:
             flat.watch()
         self._open(flats[0] if flats else None, device)
@@ -186,9 +194,7 @@ class BatchStream:
         trace = self._begin_trace()
         flat = self._template
         assert flat is not None
-        held = np.zeros(0, dtype=np.float64) if self._options.memory_caps is not None else None
-        costs = np.zeros(0, dtype=self._cost_dtype)
-        data = RoundData(costs=costs, lengths=flat.lengths, sizes=flat.sizes, memory=held)
+        data = read_nothing(flat, self._cost_dtype, capped=self._options.memory_caps is not None)
         return flat, self._enqueue((flat,), data, "", exhausted=True, drop_last=drop_last, trace=trace, device=device)
 
     def start(
@@ -203,7 +209,7 @@ class BatchStream:
 
         Args:
             flat: The flattened batch, or all flattened batches of the window.
-            ticket: What `submit` or `submit_window` returned for it.
+            ticket: What `submit_window` returned for it.
             device: Where the result shall be; default: where the batch is.
             batch: Which batch of the window, 0 to `len(outcome.reports)` - 1; each once, in order, on all ranks.
 
@@ -232,20 +238,9 @@ class BatchStream:
             TimeoutError: If it did not come within the timeouts of its waits and collectives.
         """
         started = time.perf_counter()
-        exposed = ticket.trace is not None and not ticket.future.done()
-        since = time.time_ns() if exposed else 0
         try:
-            return ticket.future.result(self._options.patience)
-        except TimeoutError:
-            if ticket.future.done():
-                raise
-            raise TimeoutError(
-                f"{self._config.loader}: the ranks did not agree on round {ticket.round} in time; a rank whose data "
-                "has ended goes on with submit(None), and one that leaves its loop calls leave()"
-            ) from None
+            return ticket.outcome(self._config.loader, self._options.patience)
         finally:
-            if exposed and ticket.trace is not None:
-                ticket.trace.part("exposed wait", since)
             self.counters.exposed_seconds += time.perf_counter() - started
 
     def end(self, verdict: Verdict, ticket: Ticket) -> None:
@@ -318,6 +313,7 @@ class BatchStream:
             current = self.begin()
         if self._worker is not None:
             return
+        self._met = current
         if self._groups is None:
             await_predecessors(self, CLOSE_SECONDS)
             self._opened_by = os.getpid()

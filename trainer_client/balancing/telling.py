@@ -31,6 +31,14 @@ def tell_end(name: str, verdict: Verdict, taken: int, *, rank: int, again: bool)
     )  # fmt: skip
 
 
+def tell_unreadable(name: str, error: Exception) -> None:
+    """Says that this rank's first batch cannot be read, before the error is raised: the others are waited for first."""
+    logger.error(
+        "%s: this rank's first batch cannot be read (%s: %s); the loops of all ranks end", name, type(error).__name__,
+        error,
+    )  # fmt: skip
+
+
 def tell_dropped(name: str, round_number: int, verdict: Verdict, *, rank: int, num_ranks: int) -> None:
     """Says that `drop_last` has dropped a global batch: rank 0 says when that ends the loops."""
     logger.log(

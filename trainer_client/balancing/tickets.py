@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -96,6 +97,32 @@ class Ticket:
     started: int = 0
     future: Future[Outcome] = field(default_factory=Future)
     trace: RoundTrace | None = None
+
+    def outcome(self, name: str, patience: float) -> Outcome:
+        """What all ranks agreed on; waits for it.
+
+        Args:
+            name: Of the loader.
+            patience: Seconds to wait at most.
+
+        Raises:
+            RuntimeError: If the process group failed, or what else ended the agreement.
+            TimeoutError: If it did not come in time.
+        """
+        exposed = self.trace is not None and not self.future.done()
+        since = time.time_ns() if exposed else 0
+        try:
+            return self.future.result(patience)
+        except TimeoutError:
+            if self.future.done():
+                raise
+            raise TimeoutError(
+                f"{name}: the ranks did not agree on round {self.round} in time; a rank whose data has ended goes on "
+                "with submit(None), and one that leaves its loop calls leave()"
+            ) from None
+        finally:
+            if exposed and self.trace is not None:
+                self.trace.part("exposed wait", since)
 
 
 def nothing_to_do() -> Ticket:
@@ -217,6 +244,22 @@ def read_round(
         batch_sizes=tuple(flat.num_samples for flat in flats),
     )
     return data, problem
+
+
+def read_nothing(template: FlatBatch, cost_dtype: np.dtype[Any], *, capped: bool) -> RoundData:
+    """The round of a rank without samples.
+
+    Args:
+        template: An empty batch.
+        cost_dtype: Of this rank's costs.
+        capped: Whether there are memory caps.
+    """
+    return RoundData(
+        costs=np.zeros(0, dtype=cost_dtype),
+        lengths=template.lengths,
+        sizes=template.sizes,
+        memory=np.zeros(0, dtype=np.float64) if capped else None,
+    )
 
 
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:

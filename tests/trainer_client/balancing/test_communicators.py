@@ -83,7 +83,7 @@ def abandon_a_move(rank: int) -> Any:
     balancer = Balancer.embedded()
     batch = {"id": torch.arange(4) + 4 * rank}
     stream = balancer.stream()
-    flat, ticket = stream.submit(batch, cost=costs)
+    (flat,), ticket = stream.submit_window([batch], cost=costs)
     pending = stream.start(flat, ticket)
     if rank == 0:
         pending.wait()

@@ -334,3 +334,55 @@ def test_peers_that_leave_at_different_steps_go_on_with_the_same_batches(
         for step in range(STEPS):
             got = sorted(results[0][loop][step] + results[2][loop][step])
             assert got == sorted(int(i) for dp in range(2) for i in source(dp, loop)[step]["id"])
+
+
+class Gone:
+    """A dataset that is not there."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise OSError("the disk is gone")
+
+
+def fail_at_once(
+    rank: int, address: str | None, way: str, ranks_that_fail: tuple[int, ...]
+) -> tuple[Ledger, list[str]]:
+    """The very first batch of some ranks cannot be had; then all ranks train."""
+    ledger: Ledger = {}
+    raised: list[str] = []
+    good: Any = source(rank, 0)
+
+    def bad() -> Any:
+        ways: dict[str, Any] = {"source": failing(good, 0), "loader": Gone(), "batch": [{"id": "no tensor", "count": 3}]}
+        return ways.get(way, good)
+
+    def cost(batch: Any) -> Any:
+        if way == "cost" and rank in ranks_that_fail:
+            raise OSError("the disk is gone")
+        return cost_of(batch)
+
+    def trained(batches: Any, loop: str) -> None:
+        for batch in BalancedLoader(batches, balancer, cost=cost, spec=SPEC, name=loop[0]):
+            ledger.setdefault(loop, []).append(batch["id"].tolist())
+
+    started = time.monotonic()
+    with balancer_of(address) as balancer:
+        for loop in ("a first", "b first"):
+            try:
+                trained(bad() if rank in ranks_that_fail else good, loop)
+            except (OSError, ValueError) as error:
+                raised.append(str(error))
+        way = "none"
+        trained(good, "a again")
+    assert time.monotonic() - started < 40, "a rank was waited for"
+    return ledger, raised
+
+
+@pytest.mark.parametrize("way", ["source", "loader", "batch", "cost"])
+@pytest.mark.parametrize("ranks_that_fail", [(1,), (0, 1, 2)])
+def test_a_first_batch_that_fails_ends_the_loops_of_all_ranks(way: str, ranks_that_fail: tuple[int, ...]) -> None:
+    results = run_ranks(3, fail_at_once, None, way, ranks_that_fail)
+    for rank, (ledger, raised) in enumerate(results):
+        assert len(raised) == (2 if rank in ranks_that_fail else 0)
+        assert {"a first", "b first"}.isdisjoint(ledger)
+    again = sorted(sample for ledger, _ in results for step in ledger["a again"] for sample in step)
+    assert again == sorted(int(one) for rank in range(3) for batch in source(rank, 0) for one in batch["id"])
