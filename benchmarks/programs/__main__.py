@@ -1,6 +1,6 @@
 """Random programs of users on real ranks: nothing lost, nothing doubled, gradients right, errors clear, no hang.
 
-    python -m benchmarks.programs --count 2000 --ranks 2-4 --json benchmarks/results/programs.json
+    python -m benchmarks.programs --count 2000 --ranks 2-4 --jobs 2 --json benchmarks/results/programs.json
     python -m benchmarks.programs --seed 17 --count 1 --show          # one program again, printed
     python -m benchmarks.programs --backend nccl --ranks 2 --minutes 4
 
@@ -31,12 +31,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.programs.crew import Crew, Outcome
 from benchmarks.programs.draw import Means, draw
 from benchmarks.programs.features import features
-from benchmarks.programs.judge import Verdict, judge
+from benchmarks.programs.judge import Verdict
 from benchmarks.programs.language import Kind, Program, listing
-from benchmarks.programs.shrink import shrink
+from benchmarks.programs.searching import search
 from trainer_client import Balancer
 
 PACKAGES = ("torch", "torchrec", "numpy", "numba", "grpcio")
@@ -76,45 +75,6 @@ class Tally:
         self.features.update(features(program))
 
 
-class Search:
-    """Runs programs and shortens those that go wrong."""
-
-    def __init__(self, crew: Crew, tally: Tally, *, tries: int, folder: Path) -> None:
-        self.crew, self.tally, self.tries, self.folder = crew, tally, tries, folder
-        self._known: Counter[str] = Counter()
-
-    def take(self, program: Program) -> dict[str, Any] | None:
-        """Runs one program; returns what it found, if anything."""
-        outcome = self.crew.run(program)
-        verdict = judge(program, outcome)
-        self.tally.add(program, verdict)
-        if not verdict.findings:
-            return None
-        self._known[verdict.signature] += 1
-        first = self._known[verdict.signature] == 1
-        smallest = program
-        if first and self.tries:
-            smallest = shrink(program, lambda smaller: self._fails(smaller, verdict.signature), tries=self.tries)
-        found = {
-            "seed": program.seed,
-            "signature": verdict.signature,
-            "findings": verdict.findings[:4],
-            "listing": listing(smallest),
-        }
-        self.tally.findings.append(found)
-        self._write(program, outcome, verdict, found)
-        return found
-
-    def _fails(self, program: Program, signature: str) -> bool:
-        return judge(program, self.crew.run(program)).signature == signature
-
-    def _write(self, program: Program, outcome: Outcome, verdict: Verdict, found: dict[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        traces = [answer["trace"] for answer in outcome.answers if answer is not None and "trace" in answer]
-        parts = [found["listing"], "", *verdict.findings, "", "as drawn:", listing(program), "", *traces, outcome.logs]
-        (self.folder / f"seed{program.seed}.txt").write_text("\n".join(parts) + "\n")
-
-
 def main() -> int:
     options = parse_arguments()
     means = find_means(options)
@@ -122,24 +82,22 @@ def main() -> int:
     if options.go_on and options.json is not None and options.json.exists():
         tally = Tally.of(json.loads(options.json.read_text()))
     before, started = tally.seconds, time.monotonic()
-    with Crew(backend=options.backend, group_seconds=options.group_seconds) as crew:
-        search = Search(crew, tally, tries=options.tries, folder=options.findings)
-        with progress(options.count, tally.programs) as advance:
-            for seed in range(options.seed + tally.programs, options.seed + options.count):
-                if options.minutes and time.monotonic() - started > 60 * options.minutes:
-                    break
-                program = draw(seed, means)
-                if options.only and not set(options.only) <= features(program):
-                    continue
-                if options.show:
-                    print(listing(program), flush=True)
-                found = search.take(program)
-                if found is not None:
-                    print(f"\n{found['listing']}\n-> " + "\n-> ".join(found["findings"]) + "\n", flush=True)
-                tally.seconds = before + time.monotonic() - started
-                advance(len(tally.findings))
-                if options.json is not None and (tally.programs % 50 == 0 or found is not None):
-                    write(options.json, report(tally, options, means))
+    seeds = range(options.seed + tally.programs, options.seed + options.count)
+    programs = (draw(seed, means) for seed in seeds)
+    if options.only:
+        programs = (program for program in programs if set(options.only) <= features(program))
+    with progress(options.count, tally.programs) as advance:
+        for program, verdict, found in search(programs, options, options.jobs, options.minutes):
+            tally.add(program, verdict)
+            if options.show:
+                print(listing(program), flush=True)
+            if found is not None:
+                tally.findings.append(found)
+                print(f"\n{found['listing']}\n-> " + "\n-> ".join(found["findings"]) + "\n", flush=True)
+            tally.seconds = before + time.monotonic() - started
+            advance(len(tally.findings))
+            if options.json is not None and (tally.programs % 50 == 0 or found is not None):
+                write(options.json, report(tally, options, means))
     print(
         f"{tally.programs} programs in {tally.seconds:.0f} s: {tally.right} right, {tally.refused} refused, "
         f"{len(tally.findings)} wrong; {tally.samples} samples followed, {tally.compared} training steps compared"
@@ -222,6 +180,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--ranks", default="2-4", help="processes, or a range of them")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--jobs", type=int, default=1, help="programs at the same time, each on ranks of its own")
     parser.add_argument("--minutes", type=float, help="after which no further program begins")
     parser.add_argument("--group-seconds", type=float, default=12.0, help="after which a collective fails")
     parser.add_argument("--tries", type=int, default=60, help="runs to shorten a program that goes wrong")

@@ -352,7 +352,8 @@ def fail_at_once(
     good: Any = source(rank, 0)
 
     def bad() -> Any:
-        ways: dict[str, Any] = {"source": failing(good, 0), "loader": Gone(), "batch": [{"id": "no tensor", "count": 3}]}
+        unreadable = [{"id": "no tensor", "count": 3}]
+        ways: dict[str, Any] = {"source": failing(good, 0), "loader": Gone(), "batch": unreadable}
         return ways.get(way, good)
 
     def cost(batch: Any) -> Any:
