@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,24 @@ def run(seed: int, first: int, instances: int, seconds: float, cache: Path) -> d
         return {"done": number + 1 - first, "found": {}, "failures": [{"number": number, "error": how}]}
 
 
+def run_all(seed: int, first: int, instances: int, seconds: float, cache: Path, jobs: int) -> dict[str, Any]:
+    """As `run`, with several processes for consecutive parts of a run; one that ends early ends the run there."""
+    share = -(-instances // jobs)
+    with ThreadPoolExecutor(jobs) as pool:
+        parts = [
+            pool.submit(run, seed, first + begin, min(share, instances - begin), seconds, cache)
+            for begin in range(0, instances, share)
+        ]
+        results = [part.result() for part in parts]
+    whole = next((number for number, part in enumerate(results) if part["done"] < share), len(results) - 1)
+    kept = results[: whole + 1]  # so that the next run goes on where this one has a gap
+    return {
+        "done": sum(part["done"] for part in kept),
+        "found": sum((Counter(part["found"]) for part in kept), Counter()),
+        "failures": [failure for part in results for failure in part["failures"]],
+    }
+
+
 def _versions() -> dict[str, str]:
     import numba
     import numpy as np
@@ -135,6 +154,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first instance, without a file")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which this run ends, compiling not counted")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with a part of the instances")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / f"evenkeel-bounds-{os.getuid()}")
     parser.add_argument("--json", type=Path, help="result file; a run goes on with what it has")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -151,7 +171,9 @@ def main() -> None:
         assert known["seed"] == options.seed, "the file is of another seed"
     first = known["instances"] or options.first
     started = time.monotonic()
-    result = run(options.seed, first, options.instances - known["instances"], options.seconds, options.cache)
+    result = run_all(
+        options.seed, first, options.instances - known["instances"], options.seconds, options.cache, options.jobs
+    )
     known |= {
         "command": f"python -m benchmarks.kernels_fuzz --instances {options.instances} --seed {options.seed}",
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",

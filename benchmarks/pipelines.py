@@ -32,6 +32,7 @@ from trainer_client import BalancedLoader, Balancer, TokenCost
 from trainer_client.pipelines import balanced_batches
 
 SECONDS = 60.0
+COMPILING = {"TrainPipelinePT2": 200.0}  # takes that long for its first batch
 Step = Callable[[Iterator[Any]], Any]
 
 
@@ -186,7 +187,8 @@ def _rank(rank: int, world_size: int, store: str, end: Any, name: str, balanced:
     try:
         dist.init_process_group(
             "cuda:nccl,cpu:gloo" if cuda else "gloo",
-            init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=SECONDS / 2),
+            init_method=f"file://{store}", rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=COMPILING.get(name, SECONDS) / 2),
         )  # fmt: skip
         end.send((run(rank, name, balanced, cuda), ""))
     except BaseException as error:
@@ -198,6 +200,7 @@ def _rank(rank: int, world_size: int, store: str, end: Any, name: str, balanced:
 
 def _run_ranks(world_size: int, name: str, balanced: bool, cuda: bool) -> tuple[list[Any], str]:
     """Steps of each rank, and the first error."""
+    seconds = COMPILING.get(name, SECONDS)
     context: Any = multiprocessing.get_context("spawn" if cuda else "fork")
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
@@ -212,7 +215,7 @@ def _run_ranks(world_size: int, name: str, balanced: bool, cuda: bool) -> tuple[
         results, errors = [], []
         for end in ends:
             try:
-                steps, error = end.recv() if end.poll(SECONDS) else ([], f"did not end in {SECONDS:.0f} s")
+                steps, error = end.recv() if end.poll(seconds) else ([], f"did not end in {seconds:.0f} s")
             except EOFError:
                 steps, error = [], "died"
             results.append(steps)
@@ -245,16 +248,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--cuda", action="store_true", help="one GPU a rank; default: Gloo on CPUs")
-    parser.add_argument("--only", nargs="*", default=list(PIPELINES), help="names of pipelines")
+    parser.add_argument("--only", nargs="*", default=list(PIPELINES), metavar="PIPELINE", help="default: all")
+    parser.add_argument("--skip", nargs="*", default=[], metavar="PIPELINE", help="leave these out")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     import torchrec
     from torchrec.distributed import train_pipeline  # noqa: F401 - before forking
 
-    results = {}
-    for name in options.only:
+    device = torch.cuda.get_device_name() if options.cuda else platform.processor() or platform.machine()
+    content = {"ranks": options.ranks, "device": device, "torch": torch.__version__, "torchrec": torchrec.__version__}
+    results: dict[str, Any] = {}
+    for name in (name for name in options.only if name not in options.skip):
         results[name] = examine(name, options.ranks, options.cuda)
         print(name, json.dumps(results[name]), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(content | {"pipelines": results}, indent=1) + "\n")
     table = Table("pipeline", "alone", "balanced", "as one process")
     for name, found in results.items():
         equal = found.get("trains_as_one_process")
@@ -262,11 +270,6 @@ def main() -> None:
         note = "" if equal is None else "yes" if equal else other
         table.add_row(name, found["alone"], found["balanced"], note)
     Console(width=180).print(table)
-    if options.json:
-        device = torch.cuda.get_device_name() if options.cuda else platform.processor() or platform.machine()
-        versions = {"torch": torch.__version__, "torchrec": torchrec.__version__}
-        content = {"ranks": options.ranks, "device": device, **versions, "pipelines": results}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
