@@ -69,6 +69,7 @@ if [ "$gpus" -ge 2 ]; then
   step embeddings "${ranks[@]}" tests.trainer_client.embeddings.nccl_checks --json "$out/embeddings.json"
   step devices "$python" -m torch.distributed.run --standalone --nproc-per-node 4 \
     -m tests.trainer_client.balancing.nccl_checks --json "$out/gpu_batches.json"
+  step bound "${ranks[@]}" tests.trainer_client.balancing.nccl_checks --bound
   step redistribution "$python" -m benchmarks.redistribution --ranks "$gpus" --check
   if has torchrec && has fbgemm_gpu; then
     step torchrec "${ranks[@]}" tests.trainer_client.routing.torchrec_checks
@@ -82,7 +83,7 @@ if [ "$gpus" -ge 2 ]; then
     for name in torchrec pipelines batches; do left_out "$name" "TorchRec and FBGEMM are not installed"; done
   fi
 else
-  for name in embeddings devices redistribution torchrec pipelines batches; do left_out "$name" "needs two GPUs"; done
+  for name in embeddings devices bound redistribution torchrec pipelines batches; do left_out "$name" "needs two GPUs"; done
 fi
 "$python" - "$steps" "$out/summary.json" "$gpus" <<'PY'
 import json, pathlib, sys
