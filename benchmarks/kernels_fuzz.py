@@ -31,6 +31,7 @@ from typing import Any
 KINDS = ("partition", "window", "slices", "moves", "gathers", "bucketize", "order")
 SHARES = (0.60, 0.05, 0.08, 0.10, 0.06, 0.09, 0.02)
 PATIENCE = 120.0  # seconds after which an instance counts as hanging
+MOST = 2500  # instances of one process, where there are several
 COMPILING = 1800.0  # before the first instance is done
 
 
@@ -120,20 +121,23 @@ def run(seed: int, first: int, instances: int, seconds: float, cache: Path) -> d
 
 
 def run_all(seed: int, first: int, instances: int, seconds: float, cache: Path, jobs: int) -> dict[str, Any]:
-    """As `run`, with several processes for consecutive parts of a run; one that ends early ends the run there."""
-    share = -(-instances // jobs)
+    """As `run`, with several processes at a time for consecutive parts, of which none begins after so many seconds."""
+    share = instances if jobs == 1 else min(-(-instances // jobs), MOST)
+    until = time.monotonic() + seconds
+
+    def part(begin: int) -> dict[str, Any]:
+        if time.monotonic() > until:
+            return {"done": 0, "found": {}, "failures": []}
+        return run(seed, first + begin, min(share, instances - begin), seconds if jobs == 1 else 1e9, cache)
+
     with ThreadPoolExecutor(jobs) as pool:
-        parts = [
-            pool.submit(run, seed, first + begin, min(share, instances - begin), seconds, cache)
-            for begin in range(0, instances, share)
-        ]
-        results = [part.result() for part in parts]
-    whole = next((number for number, part in enumerate(results) if part["done"] < share), len(results) - 1)
-    kept = results[: whole + 1]  # so that the next run goes on where this one has a gap
+        results = list(pool.map(part, range(0, instances, share)))
+    whole = next((number for number, one in enumerate(results) if one["done"] < share), len(results) - 1)
+    kept = results[: whole + 1]  # the next run goes on where this one has a gap
     return {
-        "done": sum(part["done"] for part in kept),
-        "found": sum((Counter(part["found"]) for part in kept), Counter()),
-        "failures": [failure for part in results for failure in part["failures"]],
+        "done": sum(one["done"] for one in kept),
+        "found": sum((Counter(one["found"]) for one in kept), Counter()),
+        "failures": [failure for one in results for failure in one["failures"]],
     }
 
 
