@@ -113,6 +113,36 @@ class BalancedLoader(Generic[B]):
         """Batches of this rank's own loader; ranks with fewer batches take part in more steps than they have."""
         return len(self.loader)  # type: ignore[arg-type]
 
+    @property
+    def dataset(self) -> Any:
+        """The wrapped loader's, as the next two are: training frameworks look for them."""
+        return self._of_loader("dataset")
+
+    @property
+    def sampler(self) -> Any:
+        """The wrapped loader's."""
+        return self._of_loader("sampler")
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The wrapped loader's."""
+        return self._of_loader("batch_sampler")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the wrapped loader which epoch begins, or its samplers and data set, as far as they want to know."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        parts: list[Any] = [self.loader]
+        if not hasattr(self.loader, "set_epoch"):
+            parts = [getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+            parts.append(getattr(self.loader, "dataset", None))
+        for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
+            part.set_epoch(epoch)
+
+    def _of_loader(self, name: str) -> Any:
+        if not hasattr(self.loader, name):
+            raise AttributeError(f"the wrapped {type(self.loader).__name__} has no {name}", name=name, obj=self)
+        return getattr(self.loader, name)
+
     def __iter__(self) -> Iterator[B]:
         self._used = stream = self._balancer.stream(self._name)
         current, source = self._begin(stream)

@@ -124,3 +124,52 @@ def test_where_no_rank_has_samples_batches_are_as_loaded() -> None:
     one, other = run_ranks(2, _rounds_without_samples)
     assert one[1] == other[1] == (0, 2)
     assert [shape[1] for shape in one] == [shape[1] for shape in other] == [1, 2, 3]
+
+
+class _Loader:
+    """A loader with parts that cannot be told the epoch itself."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class _Epochs(_Loader):
+    """A loader or a part of one that can."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def test_frameworks_find_the_samplers_of_the_wrapped_loader() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(64))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0, seed=3)
+    wrapped = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
+    loader = BalancedLoader(wrapped, Balancer.off(), cost=lambda batch: batch[0])
+    assert (loader.dataset, loader.sampler, loader.batch_sampler) == (data, sampler, wrapped.batch_sampler)
+    before = list(sampler)
+    loader.set_epoch(1)
+    assert sampler.epoch == 1
+    assert list(sampler) != before
+    assert not hasattr(
+        loader, "state_dict"
+    )  # that of the wrapped loader, which has been read ahead, would lose samples
+
+
+def test_each_part_that_asks_for_the_epoch_learns_it_once() -> None:
+    sampler, data = _Epochs(), _Epochs()
+    with_parts = _Epochs(sampler=sampler, batch_sampler=_Epochs(sampler=sampler), dataset=data)
+    without = _Loader(sampler=sampler, batch_sampler=_Epochs(sampler=sampler), dataset=data)
+    for wrapped in (with_parts, without):
+        BalancedLoader(wrapped, Balancer.off(), cost=len).set_epoch(7)
+    assert with_parts.epochs == [7]  # which tells its parts itself
+    assert (sampler.epochs, data.epochs) == ([7], [7])
+    plain = BalancedLoader([torch.arange(3)], Balancer.off(), cost=len)
+    plain.set_epoch(1)
+    assert not any(hasattr(plain, name) for name in ("dataset", "sampler", "batch_sampler"))
