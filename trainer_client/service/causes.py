@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import grpc
@@ -12,6 +13,7 @@ from evenkeel.handshakes import shake_hands
 from evenkeel.protocol import balancer_pb2 as pb
 
 _PROBE_SECONDS = 2.0
+_PROBES_SECONDS = 5.0  # a name may have any number of addresses
 _KINDS = {
     pb.ERROR_CODE_UNAUTHENTICATED: "authentication",
     pb.ERROR_CODE_VERSION: "protocol versions",
@@ -64,11 +66,18 @@ def of_call(error: grpc.Call, address: str, credentials: Credentials) -> Cause |
         return Cause(kind=kind, text=f"{details or code.name}{remedy}")
     if code is not grpc.StatusCode.UNAVAILABLE:
         return None
+    deadline = time.monotonic() + _PROBES_SECONDS
     try:
-        for place in endpoints(address):
-            found = shake_hands(place, credentials, _PROBE_SECONDS)
-            if found.problem:
-                return Cause(kind="certificates", text=f"{place}: {found.problem}; {found.remedy}")
+        places = endpoints(address)
     except OSError:
-        pass  # nobody there: an outage
+        return None  # the name is not known just now: an outage
+    for place in places:
+        if time.monotonic() > deadline:
+            break
+        try:
+            found = shake_hands(place, credentials, _PROBE_SECONDS)
+        except OSError:
+            continue  # nobody there: an outage, or one of several has gone
+        if found.problem:
+            return Cause(kind="certificates", text=f"{place}: {found.problem}; {found.remedy}")
     return None

@@ -72,6 +72,7 @@ class Uplink:
         self._epoch = 0
         self._call: grpc.Call | None = None
         self._given_up: grpc.Call | None = None  # what was wrong with it has been told
+        self._timed_out: grpc.Call | None = None  # it was not joined in time
         self._thread: threading.Thread | None = None
         self._closed = False
         self._encouraged = False  # another rank has got through
@@ -186,7 +187,7 @@ class Uplink:
                 if self._closed:
                     call.cancel()
             # A service that accepts the stream and never answers must not hold it for ever.
-            patience = threading.Timer(self._join_timeout, call.cancel)
+            patience = threading.Timer(self._join_timeout, self._lose_patience, (call,))
             patience.daemon = True
             patience.start()
             for response in call:
@@ -211,7 +212,10 @@ class Uplink:
             self._listener.noted(trouble, Cause(kind="protocol versions", text=trouble))
             call.cancel()
         except grpc.RpcError as error:
-            if call is not self._given_up:
+            if call is self._timed_out:
+                trouble = f"no answer from {self._address} within {self._join_timeout:g} s"
+                self._listener.noted(trouble)
+            elif call is not self._given_up:
                 trouble = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
                 self._listener.noted(trouble)
                 if not joined and isinstance(error, grpc.Call):
@@ -227,6 +231,10 @@ class Uplink:
             channel.close()
             self._listener.lost(trouble)
         return joined
+
+    def _lose_patience(self, call: grpc.Call) -> None:
+        self._timed_out = call
+        call.cancel()
 
     def _look_for_cause(self, error: grpc.Call, trouble: str) -> None:
         """Once for each trouble: a connection that is not there takes as long to try by hand."""
