@@ -162,6 +162,7 @@ class BalancedLoader(Generic[B]):
                         break
                     batch: Any = next(source, _NO_MORE) if has_data else _NO_MORE
                     has_data = batch is not _NO_MORE
+                    stream.open(batch if has_data else None, self._spec, self._device)
                     collected.append(batch)  # also nothing: a rank that has ended submits when the others do
                     if len(collected) == stream.options.window:
                         submitted.append(

@@ -222,11 +222,9 @@ def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: t
     """
     template = agree_on_template(flat, groups, config.loader)
     to_gpu = goes_to_gpu(flat, groups)
-    named = None
-    if groups.rank == 0:
-        config.options.check_world(groups.world_size)
-        named = name_session(config.job, config.group, config.loader)
+    named = name_session(config.job, config.group, config.loader) if groups.rank == 0 else None
     address, balance, options, session = groups.broadcast((config.address, config.balance, config.options, named))
+    options.check_world(groups.world_size)  # after the broadcast, so that all ranks raise what is wrong with rank 0's
     assert session is not None
     tracer = tracer_of(
         job=session.job,

@@ -115,12 +115,7 @@ class BatchStream:
             self._pass.leave()
 
     def attend(self, error: Exception, device: torch.device | str | None = None) -> None:
-        """Opens the stream where this rank's first batch cannot be read, as the others wait for that; else nothing.
-
-        Args:
-            error: Why it cannot; to be raised after this.
-            device: As `submit_window`.
-        """
+        """Opens the stream where this rank's first batch cannot be read, as the others wait for that; else nothing."""
         current = self._pass
         if self._worker is not None or (current is not None and (current.left or self._met is current)):
             return
@@ -129,6 +124,16 @@ class BatchStream:
             self._open(None, device)
         except Exception as other:
             logger.debug("%s: the stream did not open: %s", self._config.loader, other)
+
+    def open(self, first: Any | None, spec: BatchSpec | None, device: torch.device | str | None) -> None:
+        """Meets all ranks, which take rank 0's options, unless they have; as the first submission does. Collective.
+
+        Args:
+            first: The first batch, to be submitted later; None where there is none.
+            spec, device: As `submit_window`.
+        """
+        if self._worker is None:
+            self._open(None if first is None else flatten(first, spec), device)
 
     def submit_window(
         self,
@@ -169,8 +174,7 @@ class BatchStream:
         options = self._options
         if not 1 <= len(flats) <= options.window:
             raise ValueError(f"{len(flats)} batches for a window of {options.window}; set BalanceOptions.window")
-        assert self._groups is not None
-        assert self._template is not None
+        assert self._groups is not None and self._template is not None  # noqa: PT018
         check_fields(self._config.loader, flats, self._template, served=self._connection is not None)
         # sums over all ranks and batches stay exact
         shares = self._groups.world_size * options.window
@@ -361,8 +365,7 @@ class BatchStream:
         current = self._pass
         assert current is not None
         assert current.number is not None
-        assert self._groups is not None
-        assert self._worker is not None
+        assert self._groups is not None and self._worker is not None  # noqa: PT018
         number = self._next_round
         self._next_round += 1
         asked = self._worker.asks(number, current.number)

@@ -2,7 +2,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
+from tests.trainer_client.ranks import run_ranks
+from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.options import BalanceOptions
 
 
@@ -56,3 +59,37 @@ def test_a_rank_out_of_range_is_named(field: str, values: list[float], words: st
 
 def test_a_rank_may_have_no_cap() -> None:
     BalanceOptions(memory_caps=[0.0, float("inf")]).check_world(2)
+
+
+def _ranks_that_say_other_things(rank: int) -> list[list[int]]:
+    epochs = []
+    for options in (
+        BalanceOptions(window=rank + 1, depth=3 - rank),
+        BalanceOptions(window=3 - rank, depth=1 + rank, strategy="minimal_move" if rank else "lpt"),
+    ):
+        with Balancer.embedded(options=options) as balancer:
+            data = [torch.arange(4) + 100 * rank + 10 * step for step in range(5 - rank)]
+            loader = BalancedLoader(data, balancer, cost=lambda batch: batch + 1)
+            epochs.append([sample for batch in loader for sample in batch.tolist()])
+    return epochs
+
+
+def test_ranks_whose_options_differ_take_those_of_rank_0() -> None:
+    for epoch in zip(*run_ranks(3, _ranks_that_say_other_things), strict=True):
+        expected = [
+            sample + 100 * rank + 10 * step for rank in range(3) for step in range(5 - rank) for sample in range(4)
+        ]
+        assert sorted(sample for rank in epoch for sample in rank) == sorted(expected)
+
+
+def _wrong_for_so_many_ranks(_: int) -> str:
+    with Balancer.embedded(options=BalanceOptions(speeds=[1.0, 2.0, 3.0])) as balancer:
+        try:
+            list(BalancedLoader([torch.arange(4)], balancer, cost=lambda batch: batch))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_options_that_are_wrong_for_so_many_ranks_are_an_error_on_all_of_them() -> None:
+    assert run_ranks(2, _wrong_for_so_many_ranks) == ["speeds has 3 entries for 2 ranks; give one for each rank"] * 2
