@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -33,6 +34,7 @@ def run_service(
     Returns:
         The exit code: 0 after a clean stop, 2 for wrong settings, 1 when a port cannot be had.
     """
+    faulthandler.enable()  # a crash of native code says where it was
     lines: BackgroundWriter | None = None
     try:
         settings = load(arguments)

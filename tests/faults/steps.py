@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,7 @@ class Steps:
         bad_costs: (rank, step) at which a cost is NaN.
         big: (rank, step) at which the batch has 30 times the samples.
         node_leader: Whether the ranks share one stream.
+        jumping_clock: Whether the ranks' wall clock jumps by up to a day, both ways, whenever Python reads it.
     """
 
     address: str
@@ -48,6 +52,7 @@ class Steps:
     bad_costs: frozenset[tuple[int, int]] = frozenset()
     big: frozenset[tuple[int, int]] = frozenset()
     node_leader: bool = False
+    jumping_clock: bool = False
 
     def size(self, rank: int, step: int) -> int:
         """Samples of a rank's batch: some are empty, all sizes occur."""
@@ -82,7 +87,8 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
         costs = cost_of(batch)
         return torch.full_like(costs, torch.nan, dtype=torch.float64) if next(calls) in bad else costs
 
-    with Balancer.connect(steps.address, job=steps.name, options=options) as balancer:
+    jumping = _jumping_clock() if steps.jumping_clock else contextlib.nullcontext()
+    with jumping, Balancer.connect(steps.address, job=steps.name, options=options) as balancer:
         source: Any = _Source(steps, rank)
         loader = BalancedLoader(source, balancer, cost=cost, spec=SPEC, name=steps.loader)
         for step, batch in enumerate(loader):
@@ -108,6 +114,17 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
     return {
         "records": records, "breaker_changes": changes, "waits": waits, "close_seconds": time.monotonic() - started,
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _jumping_clock() -> Iterator[None]:
+    real = time.time
+
+    def jump() -> float:
+        return real() + random.uniform(-86_400, 86_400)
+
+    with mock.patch.multiple(time, time=jump, time_ns=lambda: int(jump() * 1e9)):
+        yield
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import pytest
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from tests.balancer_process import BalancerProcess, running_balancer
-from tests.faults.crew import Crew
+from tests.faults.crew import STARVED_SLACK, Crew
 from tests.faults.proxy import TcpProxy
 from tests.faults.relay import Relay
 from tests.faults.steps import Steps
@@ -73,6 +73,26 @@ def test_a_clock_that_jumps_on_the_server(crew: Crew, jumping_clock: BalancerPro
         run.until(mode="service", times=15)
     assert set(run.modes) == {"service"}
     assert (tmp_path / "jumps").stat().st_size > 0
+
+
+def test_a_clock_that_jumps_on_the_ranks(crew: Crew, relay: Relay) -> None:
+    """Also while an answer does not come: how long the ranks wait for it goes by no wall clock."""
+
+    def answers(rank: int, answer: pb.Answer) -> list[pb.Answer]:
+        if answer.round == 6 and relay.seen["dropped"] == 0:
+            relay.seen["dropped"] += 1
+            return []
+        return [answer]
+
+    relay.answers = answers
+    with crew.run(Steps(address=relay.address, name="clocks", timeout=2.0, jumping_clock=True)) as run:
+        run.until(mode="service", times=5)
+        run.until(reason="no_decision")
+        run.until(mode="service", times=10)
+    assert relay.seen["dropped"] == 1
+    assert run.modes[:6] == ["service"] * 6
+    waits = [result["records"][6]["wait"] for result in run.results]
+    assert 1.5 < max(waits) < 2.0 + STARVED_SLACK
 
 
 def test_idle_and_hostile_connections_beside_a_job(crew: Crew, balancer: BalancerProcess) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from evenkeel.protocol import balancer_pb2 as pb
 from tests import zygote
+from tests.balancer_process import running_balancer
 from tests.services.balancer.ranks import Rank
 
 SECONDS = 60.0
@@ -86,3 +88,13 @@ def test_a_port_in_use_is_an_error(process: subprocess.Popen[str], tmp_path: Pat
     done = zygote.run("services.balancer", "--port", str(port), timeout=SECONDS)
     assert done.returncode == 1
     assert "choose another host or port" in done.stderr
+
+
+def test_a_crash_says_where_it_was() -> None:
+    with running_balancer() as balancer:
+        assert balancer.process is not None
+        resource.prlimit(balancer.process.pid or 0, resource.RLIMIT_CORE, (0, 0))
+        balancer.signal(signal.SIGSEGV)
+        assert balancer.process.wait(30) == -signal.SIGSEGV
+        assert "Segmentation fault" in balancer.log
+        assert "in run_service" in balancer.log
