@@ -93,6 +93,8 @@ class Credentials:
         """
         import grpc
 
+        # Balancers are beside the trainers: a proxy for the way out, which gRPC would take, is none for the way there.
+        options = [("grpc.enable_http_proxy", 0), *options]
         if not self.secure:
             return grpc.insecure_channel(address, options=options)
         credentials = grpc.ssl_channel_credentials(
@@ -110,10 +112,14 @@ class Credentials:
             return None
         try:
             context = ssl.create_default_context(cafile=None if self.ca is None else str(self.ca))
+        except OSError as error:  # also what is no certificate
+            raise ValueError(f"ca {self.ca} cannot be used: {error}") from None
+        try:
             if self.certificate is not None:
                 context.load_cert_chain(str(self.certificate), str(self.key))
-        except OSError as error:  # also what is no certificate
-            raise ValueError(f"ca {self.ca} or certificate {self.certificate} cannot be used: {error}") from None
+        except OSError as error:
+            text = f"certificate {self.certificate} and key {self.key} cannot be used together: {error}"
+            raise ValueError(text) from None
         return context
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:

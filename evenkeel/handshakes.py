@@ -30,6 +30,12 @@ class Handshake:
     certificate: dict[str, Any] = field(default_factory=dict)
 
 
+_REMEDIES = {  # by OpenSSL's codes
+    9: "it holds from later on: set the clocks of both machines",
+    10: "renew the certificate of the balancer; if it is new, set this machine's clock",
+}
+
+
 def shake_hands(place: Endpoint, credentials: Credentials, timeout: float) -> Handshake:
     """Connects as a client with these credentials would, and says what a wrong setting comes to.
 
@@ -58,7 +64,9 @@ def shake_hands(place: Endpoint, credentials: Credentials, timeout: float) -> Ha
         except ssl.SSLCertVerificationError as error:
             return Handshake(
                 problem=f"the certificate does not hold: {error.verify_message}",
-                remedy="EVENKEEL_TLS_CA must name its authority, and the address a name in it",
+                remedy=_REMEDIES.get(
+                    error.verify_code, "EVENKEEL_TLS_CA must name its authority, and the address a name in it"
+                ),
             )
         except (ssl.SSLError, ConnectionError) as error:
             if "CERTIFICATE_REQUIRED" in str(error) or "UNKNOWN_CA" in str(error):

@@ -5,6 +5,8 @@ Commands import what they need when they run: `evenkeel plan` needs neither torc
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -51,4 +53,7 @@ def options(
 
 def main() -> None:
     """The entry point of the `evenkeel` command."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the end
     app()

@@ -58,8 +58,9 @@ def _checks(
     token_file: Path | None,
     timeout: float,
 ) -> Iterator[tuple[str, Callable[[], list[Finding]]]]:
-    from evenkeel.cli.machine_checks import check_clock, check_gpus, check_packages
+    from evenkeel.cli.machine_checks import check_clock, check_gpus, check_packages, check_variables
 
+    yield "variables", check_variables
     if balancer in ("embedded", "off"):
         yield "balancer", lambda: [Finding("balancer", Status.SKIP, f"EVENKEEL_BALANCER is {balancer!r}: none is used")]
     elif balancer:

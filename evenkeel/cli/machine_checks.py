@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from evenkeel import __version__
 from evenkeel.cli.findings import Finding, Status
+from evenkeel.variables import misspelt
 
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 _TIMEX_BYTES = 512  # more than struct timex has on any architecture
@@ -18,6 +20,14 @@ _WANTED = {
     "torch": "training needs it: install the build for your CUDA version",
 }
 _OPTIONAL = ("torchrec", "fbgemm-gpu", "prometheus-client", "dynamicemb")
+
+
+def check_variables() -> list[Finding]:
+    """Variables that are likely misspelt, which nothing reads."""
+    return [
+        Finding("variables", Status.WARN, f"{name} is set, and nothing reads it", f"did you mean {meant}?")
+        for name, meant in sorted(misspelt(os.environ).items())
+    ]
 
 
 def check_clock() -> list[Finding]:

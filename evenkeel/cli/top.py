@@ -20,9 +20,11 @@ def top(
 ) -> None:
     """Show the live jobs of a balancer, or of all behind a name: how even they are, and how fast they go.
 
-    Exit code: 0 at the end, 1 if no balancer answers, 2 if the command line is wrong.
+    Exit code: 0 at the end, also if nobody reads on, 1 if no balancer answers, 2 if the command line is wrong.
     """
     import contextlib
+    import os
+    import sys
 
     import grpc
 
@@ -46,6 +48,8 @@ def top(
     except grpc.RpcError as error:
         typer.echo(f"error: {address}: {explain(error)}; evenkeel doctor --balancer {address} tells more", err=True)
         raise typer.Exit(1) from None
+    except BrokenPipeError:  # who read has seen enough, as in `evenkeel top | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         typer.echo(f"error: {address}: {error}; evenkeel doctor --balancer {address} tells more", err=True)
         raise typer.Exit(1) from None

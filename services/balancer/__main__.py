@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
-import signal
 import sys
 from collections.abc import Coroutine
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from services.balancer.server import BalancerServer
 from services.balancer.settings import Settings, load_settings
 from services.balancer.workers.nursery import Zygote
-from services.operations.program import run_service, write_port
+from services.operations.program import run_service, stop_on_signals, write_port
 
 _GC_THRESHOLD = 100_000
 
@@ -25,9 +24,7 @@ def serve(settings: Settings) -> Coroutine[Any, Any, int]:
 
 async def _serve(settings: Settings, zygote: Zygote) -> int:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop_on_signals(stop.set)
     server = BalancerServer(settings, zygote=zygote)
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(server.start())

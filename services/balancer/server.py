@@ -129,7 +129,8 @@ class BalancerServer:
         # A round that met a kernel not yet compiled would be taken for stuck: the port opens when all is compiled.
         await self._pool.start()
         self._server = self._build()
-        address = f"{settings.host}:{settings.port}"
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address = f"{host}:{settings.port}"
         try:
             if self._transport.secure:
                 self.port = self._server.add_secure_port(address, server_credentials(self._transport))
@@ -141,9 +142,13 @@ class BalancerServer:
         self._access.start()
         self._pressure = Pressure(self.servicer.streams, settings.max_memory, ended=self.metrics.streams_ended)
         if settings.metrics_port is not None:
-            self.metrics_port, self._stop_metrics = self.metrics.serve(
-                settings.metrics_host, settings.metrics_port, ready=lambda: not self.hub.registry.draining
-            )
+            try:
+                self.metrics_port, self._stop_metrics = self.metrics.serve(
+                    settings.metrics_host, settings.metrics_port, ready=lambda: not self.hub.registry.draining
+                )
+            except OSError:
+                await self._server.stop(None)  # else it complains of the loop's end
+                raise
         self.metrics.lag.start()
         self.metrics.observe("evenkeel_balancer_sessions", "Sessions.", lambda: len(self.hub.registry.sessions))
         self.metrics.observe("evenkeel_balancer_open_rounds", "Rounds that wait for ranks or for a plan.", self._open)

@@ -34,7 +34,8 @@ def read_variables(prefix: str, settings: Collection[str], environment: Mapping[
         environment: All variables.
 
     Raises:
-        ValueError: If a variable of the prefix names no setting; the message names it and the nearest one.
+        ValueError: If a variable of the prefix names no setting, the message names it and the nearest one; or is empty,
+            as where a template has left out what it should hold.
     """
     values: dict[str, str] = {}
     links = []
@@ -45,6 +46,8 @@ def read_variables(prefix: str, settings: Collection[str], environment: Mapping[
         if _SERVICE_LINK.fullmatch(rest) or (rest == "PORT" and _LINK_VALUE.fullmatch(value)):
             links.append(variable)
         elif rest.lower() in settings:
+            if not value.strip():
+                raise ValueError(f"{variable} is set and empty; give it a value, or unset it")
             values[rest.lower()] = value
         else:
             near = difflib.get_close_matches(rest.lower(), settings, n=1)

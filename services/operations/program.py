@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -65,5 +67,22 @@ def write_port(path: Path | None, port: int | None) -> None:
     if path is None or port is None:
         return
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(f"{port}\n")
-    part.replace(path)
+    try:
+        part.write_text(f"{port}\n")
+        part.replace(path)
+    except OSError as error:
+        raise OSError(f"the port cannot be written to {path}: {error.strerror}") from None
+
+
+def stop_on_signals(stop: Callable[[], None]) -> None:
+    """Stops on SIGTERM and SIGINT, and on SIGHUP where that says that the terminal is gone.
+
+    Elsewhere SIGHUP changes nothing: operators send it to have files read again, which needs no signal here.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        followed = "certificates and tokens are followed by themselves; other settings need a restart"
+        tell = partial(log.info, "SIGHUP changes nothing", remedy=followed)
+        loop.add_signal_handler(signal.SIGHUP, stop if sys.stdin is not None and sys.stdin.isatty() else tell)

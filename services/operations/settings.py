@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, PositiveInt, PrivateAttr, ValidationError
+from pydantic import Field, PositiveInt, PrivateAttr, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -19,7 +20,7 @@ from pydantic_settings import (
 )
 
 from services.operations.environment import read_variables
-from services.security.transport import Transport
+from services.security.transport import Transport, is_ipv6
 
 
 class ServiceSettings(BaseSettings):
@@ -60,6 +61,15 @@ class ServiceSettings(BaseSettings):
     """How to log; auto: console on a terminal, JSON lines otherwise."""
 
     _service_links: tuple[str, ...] = PrivateAttr(())
+
+    @field_validator("host", "metrics_host")
+    @classmethod
+    def _bare_host(cls, host: str) -> str:
+        """An address or a name alone; those of IPv6 may stand in brackets."""
+        bare = host.strip("[]")
+        if not bare.strip() or "/" in host or (":" in bare and not is_ipv6(bare)):
+            raise PydanticCustomError("host", "it must be an address or a name alone, without scheme, port or path")
+        return bare
 
     @property
     def service_links(self) -> tuple[str, ...]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.operations.program import run_service, write_port
+from services.operations.program import run_service, stop_on_signals, write_port
 from services.planner.app import create_app, create_metrics_app
 from services.planner.settings import PREFIX, Settings, load_settings
 from services.security.http_protocol import impatient_protocol
@@ -59,15 +58,13 @@ async def serve(settings: Settings) -> int:
         metrics = _server(create_metrics_app(app), settings.metrics_host, settings.metrics_port, 1, "off", limit)
         servers.append(metrics)
         files.append(settings.metrics_port_file)
-    loop = asyncio.get_running_loop()
 
     def stop() -> None:
         app.state.ready = False
         for server in servers:
             server.should_exit = True
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    stop_on_signals(stop)
     if transport.secure:
         servers[0].config.load()
         servers[0].config.ssl = transport.context()

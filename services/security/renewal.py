@@ -26,7 +26,7 @@ async def follow_certificates(transport: Transport, context: ssl.SSLContext, *, 
             continue
         stamp = fresh
         try:
-            transport.context()  # tried on another context first: a half-loaded one would refuse everybody
+            transport.read()  # tried on another context first: a half-loaded one would refuse everybody
             transport.load_into(context)
         except ValueError as error:
             log.error("TLS files cannot be used; those read before stay in force", error=str(error))

@@ -140,7 +140,8 @@ def read_tokens(path: Path) -> tuple[tuple[str, Identity], ...]:
         document = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         # A parser's message may quote the line that it failed at.
-        raise ValueError(f"token file {path} cannot be read: {type(error).__name__}") from None
+        why = error.strerror if isinstance(error, OSError) else type(error).__name__
+        raise ValueError(f"token file {path} cannot be read: {why}") from None
     if not isinstance(document, dict) or set(document) != {"tokens"} or not isinstance(document["tokens"], list):
         raise ValueError(f"token file {path} must hold one list, 'tokens'")
     pairs = tuple(_read_entry(path, number, entry) for number, entry in enumerate(document["tokens"]))

@@ -7,6 +7,8 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+_EXPIRED = 10  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
@@ -64,7 +66,33 @@ class Transport:
         chain, key = _read(self.certificate, "tls_certificate"), _read(self.key, "tls_key")
         authorities = None if self.client_ca is None else _read(self.client_ca, "tls_client_ca")
         self.context()
+        self._check_dates()
         return chain, key, authorities
+
+    def _check_dates(self) -> None:
+        """Refuses an expired certificate, which no client accepts: told by a handshake with it in memory.
+
+        One that holds from a moment later on is left to the clients, whose clocks may be ahead.
+        """
+        assert self.certificate is not None
+        ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        ours.load_cert_chain(self.certificate, self.key, password=_refuse_passphrase)
+        theirs.check_hostname = False
+        theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted
+        theirs.load_verify_locations(self.certificate)
+        up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = [theirs.wrap_bio(down, up), ours.wrap_bio(up, down, server_side=True)]
+        for end in (*ends, *ends):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                if error.verify_code == _EXPIRED:
+                    raise ValueError(f"tls_certificate {self.certificate} has expired; renew it") from None
+                return
+            except ssl.SSLError:
+                return
 
     def context(self) -> ssl.SSLContext:
         """A server context of these files, TLS 1.2 or later.
@@ -89,8 +117,11 @@ class Transport:
             # A key with a passphrase must not make a service ask for it on a terminal.
             context.load_cert_chain(self.certificate, self.key, password=_refuse_passphrase)
         except (OSError, ValueError) as error:
+            text = str(error)
+            if "PEM lib" in text or "no start line" in text.lower():
+                text = f"not both hold what they should, in PEM ({text})"
             raise ValueError(
-                f"tls_certificate {self.certificate} and tls_key {self.key} cannot be used together: {error}"
+                f"tls_certificate {self.certificate} and tls_key {self.key} cannot be used together: {text}"
             ) from None
         if self.client_ca is not None:
             try:
@@ -104,9 +135,17 @@ class Transport:
         return tuple(_stamp(path) for path in (self.certificate, self.key, self.client_ca))
 
 
+def is_ipv6(host: str) -> bool:
+    """Whether this is an IPv6 address, without brackets."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).version == 6
+    except ValueError:
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the address."""
-    if host == "localhost" or host.startswith("unix:"):
+    if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

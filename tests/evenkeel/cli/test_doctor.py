@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from evenkeel.cli.app import app
+from evenkeel.variables import KNOWN
 from services.security.tokens import hash_token
 from tests.balancer_process import BalancerProcess, running_balancer
 from tests.services.security.authorities import Files, write_certificate
@@ -125,3 +127,34 @@ def test_a_name_of_several_balancers_is_checked_with_tls(secured: BalancerProces
     assert mine["token"]["text"] == "accepted"
     assert findings["job"]["text"] == f"train-42 belongs to the balancer at 127.0.0.1:{secured.port}"
     assert code == (1 if any("::1" in check for check in failed(findings)) else 0)
+
+
+def test_proxies_for_the_way_out_are_not_used_for_the_balancer(
+    secured: BalancerProcess, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    code, findings = examine(
+        "--balancer", f"localhost:{secured.port}", "--tls-ca", str(files.ca), "--token-file",
+        str(files.ca.with_name("token")),
+    )  # fmt: skip
+    assert (code, failed(findings)) == (0, []), findings
+
+
+def test_variables_that_are_likely_misspelt_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENKEEL_TOKENFILE", "/run/token")
+    monkeypatch.setenv("EVENKEEL_OURS", "1")
+    _, findings = examine()
+    assert findings["variables"]["text"] == "EVENKEEL_TOKENFILE is set, and nothing reads it"
+    assert findings["variables"]["remedy"] == "did you mean EVENKEEL_TOKEN_FILE?"
+
+
+def test_all_variables_that_the_code_reads_are_known() -> None:
+    root = Path(__file__).parents[3]
+    read = {
+        name
+        for folder in ("evenkeel", "trainer_client", "examples")
+        for path in (root / folder).rglob("*.py")
+        for name in re.findall(r"\bEVENKEEL_([A-Z][A-Z_]*[A-Z])\b", path.read_text())
+    }
+    assert {name for name in read if not name.startswith(("BALANCER_", "PLANNER_"))} == set(KNOWN)

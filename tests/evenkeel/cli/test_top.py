@@ -6,6 +6,9 @@ import contextlib
 import io
 import json
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,3 +130,10 @@ def test_jobs_are_found_on_whichever_balancer_they_live(
     for command in ("top", "doctor"):
         wrong = CliRunner().invoke(app, [command, "--json", "--balancer", "spread://balancer:1,other:2"])
         assert "several balancers give the IPs" in " ".join(wrong.output.split())
+
+
+def test_it_ends_quietly_when_nobody_reads_on(balancer: BalancerProcess) -> None:
+    top = f"{shlex.quote(sys.executable)} -m evenkeel.cli top --interval 0.1 --balancer {balancer.address}"
+    for command in (f"{top} | head -n 1; exit ${{PIPESTATUS[0]}}", f"{top} --count 1 >&-"):
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), command
