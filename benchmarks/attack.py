@@ -37,6 +37,7 @@ from benchmarks.attack_job import RANKS
 from benchmarks.attack_job import TOKEN as HONEST
 from benchmarks.attack_server import Probe
 from services.security.tokens import hash_token
+from tests import zygote
 
 _QUICK = ("distinct_rounds", "wide_joins", "undecided_rounds", "closed_watches")
 _HELD = ("closed_watches", "half_handshakes", "trickling_scrapers")
@@ -105,12 +106,12 @@ class Site:
             server = [str(certificates / name) for name in ("server.pem", "server-key.pem", "server-ca.pem")]
             flags += ["--tls-certificate", server[0], "--tls-key", server[1], "--tls-client-ca", server[2]]
         self._log = (folder / "log").open("ab")
-        self.service = self._start("benchmarks.attack_server", str(folder / "probe"), *flags)
+        self.service = self._fork("benchmarks.attack_server", str(folder / "probe"), *flags)
         self.port, self.metrics_port = self._read_port("port"), self._read_port("metrics")
         extra = [] if certificates is None else [str(certificates)]
         self._rounds = folder / "rounds"
         self._rounds.touch()
-        self._job = self._start("benchmarks.attack_job", str(self.port), str(self._rounds), str(pace), *extra)
+        self._job = self._fork("benchmarks.attack_job", str(self.port), str(self._rounds), str(pace), *extra)
         self._attacker = self._start(
             "benchmarks.attack_process", str(self.port), str(self.metrics_port), str(seconds), *extra
         )
@@ -148,7 +149,7 @@ class Site:
         turn = self._probe.take()
         time.sleep(calm_seconds)
         if self.service.poll() is not None:
-            raise RuntimeError(f"the balancer ended ({self.service.returncode}) under {name}: {self.log[-3000:]}")
+            raise RuntimeError(f"the balancer ended ({self.service.poll()}) under {name}: {self.log[-3000:]}")
         if self._job.poll() is not None:
             raise RuntimeError(f"the job ended under {name}: {self.log[-3000:]}")
         during = self.rounds_since(attacked, ended)
@@ -178,12 +179,18 @@ class Site:
         """Ends all processes."""
         for process in (self._attacker, self._job, self.service):
             process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
+            process.wait(60)
+            for pipe in (process.stdin, process.stdout) if isinstance(process, subprocess.Popen) else ():
                 if pipe is not None:
                     with contextlib.suppress(OSError):
                         pipe.close()
         self._log.close()
+
+    def _fork(self, module: str, *arguments: str) -> subprocess.Popen[str] | zygote.Program:
+        """A process that takes no input; in tests, without the start of an interpreter."""
+        if zygote.is_warm():
+            return zygote.Program(module, *arguments, output=self.folder / "log", OMP_NUM_THREADS="1")
+        return self._start(module, *arguments)
 
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -89,8 +89,8 @@ class Program:
         self, module: str, *arguments: str, output: Path | None = None, errors: Path | None = None, **environment: str
     ) -> None:
         self._process = process(_run_module, module, arguments, output, errors, environment)
-        self.pid = self._process.pid
-        assert self.pid is not None
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""

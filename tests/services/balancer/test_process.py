@@ -93,7 +93,7 @@ def test_a_port_in_use_is_an_error(process: subprocess.Popen[str], tmp_path: Pat
 def test_a_crash_says_where_it_was() -> None:
     with running_balancer() as balancer:
         assert balancer.process is not None
-        resource.prlimit(balancer.process.pid or 0, resource.RLIMIT_CORE, (0, 0))
+        resource.prlimit(balancer.process.pid, resource.RLIMIT_CORE, (0, 0))
         balancer.signal(signal.SIGSEGV)
         assert balancer.process.wait(30) == -signal.SIGSEGV
         assert "Segmentation fault" in balancer.log
