@@ -223,7 +223,7 @@ class _Ledger:
 
     def _check_complete(self, ranks: list[list[Step]], common: int, seen: set[int], epoch: int) -> list[str]:
         """Of batches, or windows, that all ranks took to the end, nothing is missing."""
-        whole = common if common == self.total else common // self.window * self.window
+        whole = common if common == len(self.rounds) else common // self.window * self.window
         wanted = {
             sample_id(self.loader, epoch, rank, step, index)
             for rank in range(len(ranks))
