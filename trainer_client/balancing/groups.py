@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -126,7 +127,8 @@ class Groups:
 
         def send() -> T:
             box: list[Any] = [value]
-            dist.broadcast_object_list(box, group=self.control, group_src=0)
+            with _explained():
+                dist.broadcast_object_list(box, group=self.control, group_src=0)
             result: T = box[0]
             return result
 
@@ -139,7 +141,8 @@ class Groups:
 
         def gather() -> list[T]:
             values: list[Any] = [None] * self.world_size
-            dist.all_gather_object(values, value, group=self.control)
+            with _explained():
+                dist.all_gather_object(values, value, group=self.control)
             return values
 
         return self.led(gather)
@@ -166,10 +169,25 @@ class Groups:
         send = np.zeros(width, dtype=np.uint8)
         send[: len(own)] = np.frombuffer(own, dtype=np.uint8)
         table = np.empty((self.world_size, width), dtype=np.uint8)
-        all_gather(torch.from_numpy(table.reshape(-1)), torch.from_numpy(send), self.control)
+        with _explained():
+            all_gather(torch.from_numpy(table.reshape(-1)), torch.from_numpy(send), self.control)
         return [table[rank, :size].tobytes() for rank, size in enumerate(sizes)]
 
 
 def node_name() -> str:
     """The host of this rank: `EVENKEEL_NODE`, else the host's name."""
     return os.environ.get("EVENKEEL_NODE") or socket.gethostname()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Adds to the error of a collective what else than the network it may come from."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(
+            "The ranks that balance together could not agree: another rank has ended or failed, as its own log says, "
+            "or did not begin this loop within BalanceOptions.group_timeout; all ranks run the same loops in the same "
+            "order."
+        )
+        raise

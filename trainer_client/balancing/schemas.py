@@ -27,10 +27,17 @@ def raise_mismatch(schemas: Sequence[tuple[str, ...] | None]) -> NoReturn:
         if lines != first:
             only_first = [line for line in first if line not in lines]
             only_other = [line for line in lines if line not in first]
+            here, there = "; ".join(only_first), "; ".join(only_other)
+            if here and there:
+                both = f"rank {first_rank} has {here}, rank {rank} has {there}"
+            elif here:
+                both = f"rank {first_rank} has {here}, which rank {rank} lacks"
+            elif there:
+                both = f"rank {rank} has {there}, which rank {first_rank} lacks"
+            else:
+                both = f"ranks {first_rank} and {rank} have the same fields in another order"
             raise SchemaMismatchError(
-                f"batches differ between ranks: rank {first_rank} has {'; '.join(only_first) or 'the same fields'}, "
-                f"rank {rank} has {'; '.join(only_other) or 'the same fields in another order'}; "
-                f"{remedy(only_first, only_other)}; {NAMES}"
+                f"batches differ between ranks: {both}; {remedy(only_first, only_other)}; {NAMES}"
             )
     raise SchemaMismatchError(
         f"batches changed their fields or dtypes between rounds, and not on all ranks alike; {NAMES}"

@@ -158,6 +158,12 @@ def different_schemas(rank: int) -> None:
         list(BalancedLoader([batch], balancer, cost=lambda b: b["id"]))
 
 
+def missing_fields(rank: int) -> None:
+    batch = {"id": torch.arange(3), "x": torch.zeros(3) if rank == 0 else None}
+    with Balancer.embedded() as balancer:
+        list(BalancedLoader([batch], balancer, cost=lambda b: b["id"]))
+
+
 def schemas_that_change(rank: int) -> None:
     batches = [{"id": torch.arange(3)}, {"id": torch.arange(3)}]
     if rank == 1:
@@ -166,14 +172,18 @@ def schemas_that_change(rank: int) -> None:
         list(BalancedLoader(batches, balancer, cost=lambda b: b["id"]))
 
 
-@pytest.mark.parametrize("job", [different_schemas, schemas_that_change])
+@pytest.mark.parametrize("job", [different_schemas, missing_fields, schemas_that_change])
 def test_schemas_that_differ_are_an_error_on_all_ranks_that_shows_both(job: Any) -> None:
     errors = run_ranks(2, job, check=False)
     for error in errors:
         assert isinstance(error, SchemaMismatchError)
         assert "rank 0" in str(error)
         assert "rank 1" in str(error)
-    wanted = ("float32", "float64") if job is different_schemas else ("extra",)
+    wanted = {
+        different_schemas: ("rank 0 has x: float32", "rank 1 has x: float64"),
+        missing_fields: ("rank 0 has x: float32", "which rank 1 lacks"),
+        schemas_that_change: ("extra",),
+    }[job]
     assert all(word in str(error) for error in errors for word in wanted)
 
 

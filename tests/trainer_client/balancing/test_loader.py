@@ -1,5 +1,6 @@
 """The loader on real ranks, against a real balancer and without one."""
 
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -173,3 +174,20 @@ def test_each_part_that_asks_for_the_epoch_learns_it_once() -> None:
     plain = BalancedLoader([torch.arange(3)], Balancer.off(), cost=len)
     plain.set_epoch(1)
     assert not any(hasattr(plain, name) for name in ("dataset", "sampler", "batch_sampler"))
+
+
+def _loops_of_its_own(rank: int) -> str:
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader([torch.arange(4)], balancer, cost=lambda batch: batch)
+        for _ in range(1 + rank):
+            try:
+                list(loader)
+            except RuntimeError as error:
+                return "".join(traceback.format_exception(error))
+    return ""  # and this rank's process ends
+
+
+def test_a_loop_that_another_rank_does_not_run_ends_with_an_error_that_says_so() -> None:
+    first, second = run_ranks(2, _loops_of_its_own)
+    assert first == ""
+    assert "did not begin this loop within BalanceOptions.group_timeout" in second
