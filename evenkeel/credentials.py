@@ -133,7 +133,8 @@ class Credentials:
             return ()
         if not self.secure and not _is_loopback(address):
             raise ValueError(
-                f"token_file is set, and the connection to {address} would send the token in the clear: set tls or ca"
+                f"token_file is set, and the connection to {address} would send the token in the clear: set tls or ca "
+                "(EVENKEEL_TLS, EVENKEEL_TLS_CA)"
             )
         token = (_read("token_file", self.token_file) or b"").strip()
         if not token or len(token) > _MAX_TOKEN_LENGTH or not all(33 <= byte <= 126 for byte in token):

@@ -163,7 +163,11 @@ def _object(content: object) -> dict[str, Any]:
 
 
 def _read(path: Path) -> object:
-    text = path.read_text("utf-8")
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        shown = repr(error.object[error.start : error.start + 8])
+        raise InvalidInputError(str(path), shown, "is no UTF-8 text", "save the file as UTF-8") from None
     if path.suffix == ".json":
         try:
             return json.loads(text)

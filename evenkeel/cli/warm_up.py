@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+
+if TYPE_CHECKING:  # numba is imported when the command runs
+    from evenkeel.partitioning.kernel_cache import KernelFolder
 
 
 def warm_up() -> None:
@@ -23,6 +29,16 @@ def warm_up() -> None:
 
             sets += [redistribution.KERNELS, cpu.KERNELS]
         ready(sets)
+    if passed_over := passed_over_folder(sets[0].folder):
+        console.print(passed_over)
     folders = sorted({str(each.folder.path.parent) for each in sets if each.folder.path is not None})
     where = f"in {', '.join(folders)}" if folders else "in this process only: no folder can be written"
     console.print(f"kernels ready after {time.perf_counter() - started:.0f} s, {where}")
+
+
+def passed_over_folder(folder: KernelFolder) -> str:
+    """What is wrong with the folder that the environment names, if kernels are kept elsewhere; else nothing."""
+    told = os.environ.get("EVENKEEL_CACHE_DIR")
+    if not told or (folder.path is not None and folder.path.parent == Path(told)):
+        return ""
+    return f"EVENKEEL_CACHE_DIR is {told}, which cannot be written to; set another folder, or unset it"

@@ -170,10 +170,16 @@ class Balancer:
         `EVENKEEL_BALANCER` is `host:port`, `embedded` (also when unset) or `off`; `EVENKEEL_JOB` names the job where no
         argument does. The credentials are those of each rank's own environment: `EVENKEEL_TLS`, `EVENKEEL_TLS_CA`,
         `EVENKEEL_TLS_CERTIFICATE`, `EVENKEEL_TLS_KEY` and `EVENKEEL_TOKEN_FILE`.
+
+        Raises:
+            ValueError: If a variable holds what cannot be used; the message names it.
         """
         where = os.environ.get("EVENKEEL_BALANCER", "").strip() or "embedded"
         name = job or os.environ.get("EVENKEEL_JOB") or "job"
-        address = None if where in ("embedded", "off") else check_address(where)
+        try:
+            address = None if where in ("embedded", "off") else check_address(where)
+        except ValueError as error:
+            raise ValueError(f"EVENKEEL_BALANCER: {error}; or 'embedded', or 'off'") from None
         return cls(
             address=address,
             job=name,

@@ -78,7 +78,11 @@ class RankExporter:
         if not 0 <= port < 65536:
             raise ValueError(f"port is {port}; use 0 for a free one, or 1 to 65535")
         measures = RankMeasures(job=job, rank=rank)
-        server, thread = start_http_server(port, addr=host, registry=measures.registry)
+        try:
+            server, thread = start_http_server(port, addr=host, registry=measures.registry)
+        except OSError as error:
+            text = f"metrics cannot be served on {host}:{port}: {error.strerror}; choose another host or port"
+            raise OSError(error.errno, text) from None
 
         def stop() -> None:
             server.shutdown()
@@ -94,9 +98,10 @@ class RankExporter:
             try:
                 part.write_text(json.dumps([{"targets": [_reached_at(advertise, host, server.server_port)]}]) + "\n")
                 part.replace(target_file)
-            except OSError:
+            except OSError as error:
                 stop()
-                raise
+                text = f"targets is {str(targets)!r}, where no file can be written: {error.strerror}"
+                raise OSError(error.errno, text) from None
         return cls(measures, int(server.server_port), stop, target_file)
 
     @classmethod
@@ -117,7 +122,7 @@ class RankExporter:
         return cls.start(
             job=job,
             rank=rank,
-            host=os.environ.get("EVENKEEL_METRICS_HOST", "127.0.0.1"),
+            host=os.environ.get("EVENKEEL_METRICS_HOST") or "127.0.0.1",
             port=first + int(os.environ.get("LOCAL_RANK", "0")) if first else 0,
             targets=os.environ.get("EVENKEEL_METRICS_TARGETS") or None,
             advertise=os.environ.get("EVENKEEL_METRICS_ADVERTISE") or None,

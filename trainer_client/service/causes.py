@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -11,6 +13,7 @@ from evenkeel.addresses import endpoints
 from evenkeel.credentials import Credentials
 from evenkeel.handshakes import shake_hands
 from evenkeel.protocol import balancer_pb2 as pb
+from evenkeel.variables import misspelt
 
 _PROBE_SECONDS = 2.0
 _PROBES_SECONDS = 5.0  # a name may have any number of addresses
@@ -43,6 +46,13 @@ class Cause:
         return f"{self.kind}: {self.text}"
 
 
+def _no_token(environment: Mapping[str, str]) -> str:
+    for name, meant in misspelt(environment).items():
+        if meant == "EVENKEEL_TOKEN_FILE":
+            return f"{name} is set, and nothing reads it: did you mean {meant}?"
+    return "set EVENKEEL_TOKEN_FILE to a file with a token of this balancer"
+
+
 def of_refusal(error: pb.Error) -> Cause | None:
     """The lasting cause that the service's refusal of a stream names; None if it may pass."""
     kind = _KINDS.get(error.code)
@@ -62,7 +72,9 @@ def of_call(error: grpc.Call, address: str, credentials: Credentials) -> Cause |
     code, details = error.code(), error.details() or ""
     kind = _STATUSES.get(code)
     if kind is not None:
-        remedy = "" if kind == "authentication" else "; give the address of a balancer, host:port"
+        remedy = "; give the address of a balancer, host:port" if kind == "address" else ""
+        if code is grpc.StatusCode.UNAUTHENTICATED and credentials.token_file is None:
+            remedy = f"; {_no_token(os.environ)}"
         return Cause(kind=kind, text=f"{details or code.name}{remedy}")
     if code is not grpc.StatusCode.UNAVAILABLE:
         return None

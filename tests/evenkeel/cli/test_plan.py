@@ -81,6 +81,15 @@ def test_errors_name_the_field_and_exit_with_two(
     assert message in shown.output
 
 
+def test_a_file_of_another_encoding_is_named(command: typer.Typer, tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("- {name: café, rows: 5, dim: 4}".encode("latin-1"))
+    shown = CliRunner().invoke(command, [str(path), "--topology", "h200x8"])
+    assert shown.exit_code == 2
+    assert "latin.yaml" in shown.output
+    assert "is no UTF-8 text" in shown.output
+
+
 def test_a_service_gives_the_same_plan(command: typer.Typer, tables: Path, tmp_path: Path) -> None:
     with served(tmp_path) as running:
         asked = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--json", "--url", running.url])

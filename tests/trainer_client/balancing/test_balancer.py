@@ -203,7 +203,9 @@ def test_hosts_are_known_to_the_partition(service: BalancerProcess) -> None:
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENKEEL_BALANCER", "nonsense")
-    with pytest.raises(ValueError, match="address is 'nonsense'; give host:port"):
+    with pytest.raises(
+        ValueError, match=r"EVENKEEL_BALANCER: address is 'nonsense'; give host:port.*; or 'embedded', or 'off'"
+    ):
         Balancer.from_env()
     for value in ("", "embedded", "off", "balancer:50051", "grpc://balancer:50051"):
         monkeypatch.setenv("EVENKEEL_BALANCER", value)

@@ -153,6 +153,21 @@ def test_from_env(monkeypatch: pytest.MonkeyPatch) -> None:
         RankExporter.from_env(job="job", rank=0)
 
 
+def test_what_cannot_be_served_or_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EVENKEEL_METRICS_PORT", "0")
+    monkeypatch.setenv("EVENKEEL_METRICS_TARGETS", str(tmp_path / "none"))
+    with pytest.raises(OSError, match=r"targets is '.*/none', where no file can be written: No such file"):
+        RankExporter.from_env(job="job", rank=0)
+    monkeypatch.delenv("EVENKEEL_METRICS_TARGETS")
+    monkeypatch.setenv("EVENKEEL_METRICS_HOST", "no.such.host.invalid")
+    with pytest.raises(OSError, match=r"metrics cannot be served on no\.such\.host\.invalid:0: "):
+        RankExporter.from_env(job="job", rank=0)
+    monkeypatch.setenv("EVENKEEL_METRICS_HOST", "")  # as where a template has left it out
+    exporter = RankExporter.from_env(job="job", rank=0)
+    assert exporter is not None
+    exporter.close()
+
+
 def test_ports() -> None:
     with pytest.raises(ValueError, match="port is 70000"):
         RankExporter.start(job="job", rank=0, port=70000)
