@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import ssl
 import urllib.error
 import urllib.request
 from dataclasses import replace
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from evenkeel.credentials import Credentials
 from evenkeel.placement import Plan, PlanRequest
 from evenkeel.placement.codec import decode, encode
+
+_UNKNOWN_AUTHORITY = frozenset({18, 19, 20, 21})  # OpenSSL's codes
 
 
 class PlannerError(RuntimeError):
@@ -63,10 +66,32 @@ def ask_planner(
         raise PlannerError(f"{address} answered {error.code}: {_detail(error)}{_remedy(error, headers)}") from None
     except OSError as error:
         reason = getattr(error, "reason", error)
-        raise PlannerError(f"{address}: {reason}; check the address, or plan without a service") from None
+        remedy = f"{_advice(place, reason)}, or plan without a service"
+        raise PlannerError(f"{address}: {reason}; {remedy}") from None
     except ValueError as error:
         raise PlannerError(f"{address} answered what is no JSON: {error}; check the address") from None
     return decode(Plan, value["plan"])
+
+
+def _advice(place: SplitResult, reason: object) -> str:
+    """What to look at when no answer came."""
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        authority = reason.verify_code in _UNKNOWN_AUTHORITY
+        return "set EVENKEEL_TLS_CA to the file of its authority" if authority else "have its certificate mended"
+    proxy = urllib.request.getproxies().get(place.scheme)
+    if proxy and not urllib.request.proxy_bypass(str(place.hostname)):
+        return f"it was asked for through the proxy {_without_secrets(proxy)}: add {place.hostname} to no_proxy"
+    if (
+        place.scheme == "http"
+        and isinstance(reason, ConnectionError)
+        and not isinstance(reason, ConnectionRefusedError)
+    ):
+        return "if it speaks TLS, use https://"
+    return "check the address"
+
+
+def _without_secrets(proxy: str) -> str:
+    return proxy.rpartition("@")[2]
 
 
 def _detail(error: urllib.error.HTTPError) -> str:

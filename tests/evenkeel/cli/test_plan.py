@@ -114,6 +114,18 @@ def test_a_service_behind_tls_and_a_token_gives_the_same_plan(
         assert "give a token: --token-file or EVENKEEL_TOKEN_FILE" in without.output
         named = [*flags, "--url", url, "--tls-ca", str(server.ca), "--token-file", str(token)]
         by_flags = CliRunner().invoke(command, named)
+        for given, said in (
+            ([url.replace("https", "http")], "if it speaks TLS, use https://, or plan without a service"),
+            ([url], "set EVENKEEL_TLS_CA to the file of its authority"),
+        ):
+            shown = CliRunner().invoke(command, [*flags, "--url", *given])
+            assert shown.exit_code == 2
+            assert said in shown.output
+        with monkeypatch.context() as behind:
+            behind.setenv("https_proxy", "http://user:secret@127.0.0.1:1")
+            shown = CliRunner().invoke(command, named)
+            assert "through the proxy 127.0.0.1:1: add localhost to no_proxy" in shown.output
+            assert "secret" not in shown.output
         monkeypatch.setenv("EVENKEEL_TLS_CA", str(server.ca))
         monkeypatch.setenv("EVENKEEL_TOKEN_FILE", str(token))
         by_environment = CliRunner().invoke(command, [*flags, "--url", url])
