@@ -14,7 +14,7 @@ from services.balancer.settings import Settings, load_settings
 from services.balancer.workers.nursery import Zygote
 from services.operations.program import run_service, stop_on_signals, write_port
 
-_GC_THRESHOLDS = (5_000, 3, 60)
+_GC_THRESHOLDS = (2_000, 2, 225)
 
 
 def serve(settings: Settings) -> Coroutine[Any, Any, int]:
