@@ -164,7 +164,8 @@ def note(what):
 
 def part():
     note("begin")
-    while not LOG.with_name("go").exists():
+    end = time.monotonic() + 60
+    while not LOG.with_name("go").exists() and time.monotonic() < end:
         time.sleep(0.01)
     note("end")
 
