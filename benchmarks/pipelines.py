@@ -229,11 +229,16 @@ def _run_ranks(world_size: int, name: str, balanced: bool, cuda: bool) -> tuple[
 
 def examine(name: str, world_size: int, cuda: bool) -> dict[str, Any]:
     """What one pipeline does."""
-    _, alone = _run_ranks(world_size, name, False, cuda)
+    plain, alone = _run_ranks(world_size, name, False, cuda)
     steps, error = _run_ranks(world_size, name, True, cuda)
     found: dict[str, Any] = {"alone": alone or "runs", "balanced": error or "runs"}
+    losses, _ = in_one_process(world_size, train=name not in EVALUATE)
+    if not alone:
+        sums = [sum(rank[step][0] for rank in plain) for step in range(min(map(len, plain)))]
+        found["alone_largest_difference"] = float(
+            f"{max((abs(a / b - 1) for a, b in zip(sums, losses, strict=False)), default=float('nan')):.2g}"
+        )
     if not error:
-        losses, _ = in_one_process(world_size, train=name not in EVALUATE)
         found["steps"] = [len(rank) for rank in steps]
         together = [sum(rank[step][0] for rank in steps) for step in range(min(found["steps"]))]
         # the last global batch is smaller, and its scale must have travelled with it

@@ -182,8 +182,9 @@ class _Draw:
                     if self.chance(0.35):
                         found.append(found[-1])  # another epoch
                 case "zip" if len(loaders) > 1:
-                    first, second = rng.sample(range(len(loaders)), 2)
-                    if not _same_stream(loaders[first], loaders[second]):
+                    # One that fails comes last: else ranks whose other loader has gone on are in different loops.
+                    first, second = sorted(rng.sample(range(len(loaders)), 2), key=lambda one: bool(loaders[one].fails))
+                    if not (loaders[first].fails or _same_stream(loaders[first], loaders[second])):
                         found.append(self.loop((first, second), loaders, model, uneven=uneven, inner=False))
                 case "manual":
                     number = rng.randrange(len(loaders))

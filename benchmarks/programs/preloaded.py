@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from pathlib import Path
 
 import torch.distributed.fsdp  # noqa: F401
 
@@ -9,8 +10,11 @@ import benchmarks.programs.rank  # noqa: F401
 from evenkeel import partitioning
 from trainer_client import redistribution, routing
 
-with contextlib.suppress(ModuleNotFoundError):
-    import torchrec  # noqa: F401
+if not Path(
+    "/dev/nvidiactl"
+).exists():  # FBGEMM's build for GPUs initialises CUDA, which no forked process can use then
+    with contextlib.suppress(ModuleNotFoundError):
+        import torchrec  # noqa: F401
 with contextlib.suppress(ModuleNotFoundError):
     import trainer_client.service  # noqa: F401
 

@@ -48,7 +48,8 @@ class BalanceOptions:
         require_service: Whether a job whose ranks do not all come to the service at the start ends there: at once when
             the cause does not pass by itself (authentication, certificates, options, versions), else after 30 s. Later
             outages are bridged as ever.
-        group_timeout: How long a collective of Evenkeel's own process groups may take before the job fails.
+        group_timeout: How long a collective of Evenkeel's own process groups may take before the job fails, beyond the
+            `timeout` that another rank may wait for the service first.
     """
 
     strategy: str = "minimal_move"
@@ -100,9 +101,14 @@ class BalanceOptions:
                     raise ValueError(f"{field}[{rank}] is {value}; use numbers from {allowed}")
 
     @property
+    def collective_timeout(self) -> timedelta:
+        """How long a collective may take, from its start on this rank."""
+        return self.timeout + self.group_timeout
+
+    @property
     def patience(self) -> float:
         """Seconds that a round may take at most: its wait for the service and up to three collectives."""
-        return self.timeout.total_seconds() + 3 * self.group_timeout.total_seconds()
+        return (self.timeout + 3 * self.collective_timeout).total_seconds()
 
     def check_world(self, world_size: int) -> None:
         """Checks what depends on the number of ranks.

@@ -322,7 +322,7 @@ class BatchStream:
             await_predecessors(self, CLOSE_SECONDS)
             self._opened_by = os.getpid()
             self._groups = Groups.create(
-                self._config.process_group, self._config.options.group_timeout, self._config.peers
+                self._config.process_group, self._config.options.collective_timeout, self._config.peers
             )
             note_open(self)
         try:

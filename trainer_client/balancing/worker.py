@@ -212,7 +212,8 @@ class RoundWorker:
     def _over(self, item: Ticket | Leaving) -> Outcome:
         """The outcome of a round that was submitted before this rank knew that its pass had ended."""
         if isinstance(item, Ticket):
-            if self._connection is not None:
+            # One that has not asked was submitted after the end, and the next pass may have its number.
+            if item.asked and self._connection is not None:
                 self._connection.settle(item.round)
             if item.trace is not None:
                 item.trace.end()

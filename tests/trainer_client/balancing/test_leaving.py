@@ -387,3 +387,28 @@ def test_a_first_batch_that_fails_ends_the_loops_of_all_ranks(way: str, ranks_th
         assert {"a first", "b first"}.isdisjoint(ledger)
     again = sorted(sample for ledger, _ in results for step in ledger["a again"] for sample in step)
     assert again == sorted(int(one) for rank in range(3) for batch in source(rank, 0) for one in batch["id"])
+
+
+def submit_ahead_of_the_end(rank: int, address: str) -> list[tuple[str, int]]:
+    """Submissions that run ahead of their end, and then a loop whose first round has the number of one of them."""
+    batches = source(rank, 0, 3)
+    told: list[tuple[str, int]] = []
+    with balancer_of(address, depth=1) as balancer:
+        for _ in range(2):
+            waiting = []
+            for step in range(STEPS):
+                batch = batches[step] if step < len(batches) else None
+                waiting.append((batch, balancer.submit(batch, cost=cost_of, spec=SPEC)))
+                if step >= 3:
+                    first, ticket = waiting.pop(0)
+                    if balancer.redistribute(first, ticket, spec=SPEC) is None:
+                        break
+                    told.append((ticket.future.result().report.mode.value, len(first["id"]) if first else 0))
+        loader = BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)
+        told += [(loader.report.mode.value, len(batch["id"])) for batch in loader]
+    return told
+
+
+def test_what_is_submitted_after_the_end_costs_the_next_loop_no_answer(service: BalancerProcess) -> None:
+    for told in run_ranks(2, submit_ahead_of_the_end, service.address):
+        assert [mode for mode, _ in told] == ["service"] * 9
