@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -223,33 +224,31 @@ def site(*, seconds: float, pace: float, secure: bool = False) -> Iterator[Site]
 
 def measure(
     names: Sequence[str], *, secure: bool, seconds: float, calm: float, pace: float, out: Console
-) -> list[Result]:
+) -> Iterator[Result]:
     """One attack after another on one balancer."""
-    results = []
+    if not names:
+        return
     with site(seconds=seconds, pace=pace, secure=secure) as opened:
         for name in names:
             result = opened.attack(name, calm)
-            results.append(result)
             out.print(
                 f"{name:26} rounds {result.rounds:4} missed {result.missed:3}  p99 {result.p99_ms:6.1f} ms (calm "
                 f"{result.calm_p99_ms:6.1f})  turn {result.longest_turn_ms:6.1f} ms  {result.memory_mb:5.0f} MB then "
                 f"{result.memory_after_mb:5.0f}  cores {result.service_cores:.2f}/{result.attacker_cores:.2f} "
                 f"{result.outcomes or ''}"
             )
-    return results
+            yield result
 
 
-def measure_exit(names: Sequence[str], *, out: Console) -> list[dict[str, object]]:
+def measure_exit(names: Sequence[str], *, out: Console) -> Iterator[dict[str, object]]:
     """For each attack: SIGTERM while it goes on."""
-    exits: list[dict[str, object]] = []
     for name in names:
         with site(seconds=30.0, pace=10.0) as opened:
             opened.begin(name)
             time.sleep(4.0)
             seconds, code = opened.stop_service()
-            exits.append({"attack": name, "seconds": seconds, "exit_code": code, "grace_seconds": _GRACE_SECONDS})
             out.print(f"SIGTERM under {name}: {seconds:.2f} s, exit code {code}")
-    return exits
+            yield {"attack": name, "seconds": seconds, "exit_code": code, "grace_seconds": _GRACE_SECONDS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -272,23 +271,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plain = [name for name in plain if name in options.only]
         secure = [name for name in secure if name in options.only and name not in plain]
         held = [name for name in held if name in options.only]
-    results = measure(plain, secure=False, seconds=seconds, calm=calm, pace=options.pace, out=out) if plain else []
-    tls = measure(secure, secure=True, seconds=seconds, calm=calm, pace=options.pace, out=out) if secure else []
-    exits = measure_exit(held, out=out)
+    said: dict[str, Any] = {
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "platform": platform.machine()},
+        "seconds": seconds, "rounds_per_second": options.pace, "ranks": RANKS, "max_memory_bytes": _MAX_MEMORY,
+        "plaintext": [], "mtls": [], "exits": [],
+    }  # fmt: skip
+    parts: dict[str, Iterator[Any]] = {
+        "plaintext": measure(plain, secure=False, seconds=seconds, calm=calm, pace=options.pace, out=out),
+        "mtls": measure(secure, secure=True, seconds=seconds, calm=calm, pace=options.pace, out=out),
+        "exits": measure_exit(held, out=out),
+    }
     table = Table("attack", "missed", "p99 over calm", "longest turn, ms", "memory, MB", title="64 ranks beside")
-    for result in [*results, *tls]:
-        ratio = result.p99_ms / result.calm_p99_ms if result.calm_p99_ms else float("nan")
-        table.add_row(result.attack, str(result.missed), f"{ratio:.2f}", f"{result.longest_turn_ms:.1f}",
-                      f"{result.memory_mb:.0f}")  # fmt: skip
+    for part, results in parts.items():
+        for result in results:
+            said[part].append(asdict(result) if isinstance(result, Result) else result)
+            if options.json is not None:
+                options.json.write_text(json.dumps(said, indent=1) + "\n")
+            if isinstance(result, Result):
+                ratio = result.p99_ms / result.calm_p99_ms if result.calm_p99_ms else float("nan")
+                table.add_row(result.attack, str(result.missed), f"{ratio:.2f}", f"{result.longest_turn_ms:.1f}",
+                              f"{result.memory_mb:.0f}")  # fmt: skip
     out.print(table)
-    if options.json is not None:
-        said = {
-            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "platform": platform.machine()},
-            "seconds": seconds, "rounds_per_second": options.pace, "ranks": RANKS, "max_memory_bytes": _MAX_MEMORY,
-            "plaintext": [asdict(result) for result in results], "mtls": [asdict(result) for result in tls],
-            "exits": exits,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(said, indent=1) + "\n")
 
 
 def _percentile(rounds: list[tuple[float, bool]], percent: float) -> float:
