@@ -1,7 +1,8 @@
 """Who may use the event loop next: what has to be done for callers is done in short pieces, in turn.
 
 While there is time, everybody goes on at once. Where there is more to do than there is time for, the caller that has
-used the loop least of late comes first, and under one caller its jobs take turns.
+used the loop least of late comes first, and under one caller its jobs take turns. Who takes much of the loop while
+others use it too gets it in shorter slices, between which the others' steps fit.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ class Turns:
         now = self._clock()
         order = [(self._used_by(caller, now), caller) for caller in self._callers]
         heapq.heapify(order)
-        for _ in range(max(1, int(self._slice / max(self._mean, 1e-5)))):
+        if order[0][0] > _GREEDY * self._memory and self._are_others(now):
+            self._left = self._slice / 4  # others come back for each step of theirs, and find this in their way
+        for _ in range(max(1, int(self._left / max(self._mean, 1e-5)))):
             if not order:
                 break
             used, caller = order[0]
@@ -127,6 +130,11 @@ class Turns:
             else:
                 heapq.heappop(order)
         self._renew()
+
+    def _are_others(self, now: float) -> bool:
+        """Whether callers that do not wait now have used the loop of late."""
+        latest = next((at for caller, (_, at) in reversed(self._used.items()) if caller not in self._callers), None)
+        return latest is not None and now - latest < self._memory
 
     def _wake_one(self, caller: str) -> None:
         jobs = self._callers[caller]
@@ -142,3 +150,4 @@ class Turns:
 
 
 _MOST_CALLERS = 4096
+_GREEDY = 0.25  # of the loop's time

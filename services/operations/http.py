@@ -6,6 +6,8 @@ import contextlib
 import socket
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
@@ -15,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 
 _TIMEOUT_SECONDS = 10.0
 _MAX_CONNECTIONS = 64
+_RENDERED_A_SECOND = 10
 
 
 class OperationsServer:
@@ -38,7 +41,7 @@ class OperationsServer:
         """
 
         class Handler(_Handler):
-            metrics = registry
+            metrics = _Rendered(registry)
             is_ready = staticmethod(ready)
 
         try:
@@ -56,6 +59,26 @@ class OperationsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Rendered:
+    """The metrics as text, made by one thread at a time and so often a second: the interpreter is the service's too."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._made: deque[float] = deque(maxlen=_RENDERED_A_SECOND)
+        self._answers: dict[str, tuple[str, bytes]] = {}  # the latest, by format
+
+    def answer(self, accepts: str) -> tuple[str, bytes]:
+        """The format that a scraper accepts, and the metrics in it, as they are or as they were within this second."""
+        encode, kind = choose_encoder(accepts)
+        with self._lock:
+            now = time.monotonic()
+            if kind not in self._answers or len(self._made) < _RENDERED_A_SECOND or now - self._made[0] > 1.0:
+                self._made.append(now)
+                self._answers[kind] = kind, encode(self._registry)
+            return self._answers[kind]
 
 
 class _Server(ThreadingHTTPServer):
@@ -93,7 +116,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    metrics: ClassVar[CollectorRegistry]
+    metrics: ClassVar[_Rendered]
     is_ready: ClassVar[staticmethod[[], bool]]
     timeout = _TIMEOUT_SECONDS  # of a read or write: who trickles is let go
     server_version, sys_version = "evenkeel", ""
@@ -101,8 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, kind, encode(self.metrics))
+            self._answer(200, *self.metrics.answer(self.headers.get("Accept", "")))
         elif path == "/healthz":
             self._answer(200, "text/plain; charset=utf-8", b"ok\n")
         elif path == "/readyz":

@@ -1,5 +1,7 @@
 import asyncio
 
+import pytest
+
 from services.balancer.shares import Account, Shares
 from services.balancer.turns import Turns
 
@@ -68,3 +70,39 @@ async def test_while_there_is_time_nobody_waits() -> None:
         assert not turns.is_over(began)
         turns.end(("team", "job"), began)
     assert turns.waiting == 0
+
+
+async def test_a_greedy_caller_gets_shorter_slices_while_others_come_and_go() -> None:
+    clock = 0.0
+    turns = Turns(slice_seconds=0.004, memory_seconds=1.0, clock=lambda: clock)
+    gaps: list[float] = []  # of the loop, in its own time
+    working = True
+
+    async def greedy() -> None:
+        nonlocal clock
+        for _ in range(4000):
+            began = await turns.begin(("greedy", "job"))
+            clock += 0.0005
+            turns.end(("greedy", "job"), began)
+
+    async def look() -> None:
+        while working:
+            before = clock
+            await asyncio.sleep(0)
+            gaps.append(clock - before)
+
+    async def modest() -> None:
+        while working:
+            began = await turns.begin(("modest", "job"))
+            turns.end(("modest", "job"), began)
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    await greedy()
+    alone, gaps[:] = max(gaps[100:]), []
+    beside = asyncio.create_task(modest())
+    await greedy()
+    working = False
+    await asyncio.gather(looking, beside)
+    assert alone == pytest.approx(0.004, rel=0.3)
+    assert max(gaps[100:]) == pytest.approx(0.001, rel=0.6)
