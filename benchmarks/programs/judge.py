@@ -90,19 +90,11 @@ def refusals(program: Program) -> set[str]:
     """Documented errors that a program may end with, on all ranks alike."""
     allowed: set[str] = set()
     statements = [statement for _, statement in program.walk()]
-    if any(leaves_unevenly(statement) for statement in statements) or _mixes(program, statements):
+    if any(leaves_unevenly(statement) for statement in statements):
         allowed.add("ProgramOrderError")
     if any(isinstance(statement, Resume) for statement in statements):
         allowed.add("CheckpointError")
     return allowed
-
-
-def _mixes(program: Program, statements: Sequence[Statement]) -> bool:
-    """Whether rounds are submitted by hand to a stream whose iterator is kept."""
-    kept = {number for loop in statements if isinstance(loop, Loop) and loop.leave == "keep" for number in loop.loaders}
-    streams = {(plan.balancer, plan.name) for plan in (program.loaders[number] for number in kept)}
-    by_hand = [program.loaders[manual.loader] for manual in statements if isinstance(manual, Manual)]
-    return any((plan.balancer, plan.name) in streams for plan in by_hand)
 
 
 def _names_share(program: Program, message: str) -> bool:
@@ -120,6 +112,8 @@ def _judge_errors(program: Program, outcome: Outcome, verdict: Verdict) -> None:
         for answer in outcome.answers
     ]
     names = {answer["error"].rpartition(".")[2] for answer in outcome.answers if answer and "error" in answer}
+    if any(_names_share(program, text) for text in told):  # that rank ends, and others that need it with it
+        told = [text for text in told if "Connection closed by peer" not in text]
     # each rank names itself where it is the one that was found out
     alike = {re.sub(r"^(\S+: )rank \d+ ", r"\1rank N ", text) for text in told}
     if len(alike) == 1 and (names <= refusals(program) or _names_share(program, told[0])):

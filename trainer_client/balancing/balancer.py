@@ -219,6 +219,8 @@ class Balancer:
     ) -> Ticket:
         """Announces a batch to the balancer and returns at once; see `BatchStream.submit_window`.
 
+        The first one begins a loop, and ends a `BalancedLoader`'s of this name that is not over.
+
         Args:
             batch: The host's batch; None when this rank's data has ended, until all ranks' has.
             cost: From the batch to the predicted work of each sample.
@@ -227,6 +229,7 @@ class Balancer:
             loader: Name of the loop; loops that are under way at the same time need different ones.
         """
         stream = self.stream(loader)
+        stream.go_on_by_hand()
         if batch is not None:
             return stream.submit_window([batch], cost=cost, memory=memory, spec=spec)[1]
         try:

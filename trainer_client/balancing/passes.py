@@ -36,10 +36,17 @@ class Pass:
     Attributes:
         number: Counts the passes of the stream, on all ranks alike; None before the stream is open.
         over: The loop has seen its end, which came on all ranks in the same round.
+        by_hand: The loop is one of submissions by hand, not of an iterator.
     """
 
     def __init__(
-        self, name: str, mover: Callable[[], Mover], tell: Callable[[Pass, bool], None], patience: float
+        self,
+        name: str,
+        mover: Callable[[], Mover],
+        tell: Callable[[Pass, bool], None],
+        patience: float,
+        *,
+        by_hand: bool = False,
     ) -> None:
         """Begins a pass.
 
@@ -48,9 +55,11 @@ class Pass:
             mover: What starts moves, once the stream is open.
             tell: Tells the other ranks that this one has left, and whether it was out of turn.
             patience: Seconds that a round may take at most.
+            by_hand: See the attribute.
         """
         self.number: int | None = None
         self.over = False
+        self.by_hand = by_hand
         self._name = name
         self._mover = mover
         self._tell = tell

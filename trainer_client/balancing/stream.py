@@ -85,7 +85,7 @@ class BatchStream:
         """The state after the latest agreement."""
         return Breaker() if self._worker is None else self._worker.turns.breaker
 
-    def begin(self) -> Pass:
+    def begin(self, *, by_hand: bool = False) -> Pass:
         """Begins a pass, after leaving the one before if that has not ended; a submission does so where there is none.
 
         Waits until the pass before has ended on all ranks and nothing of it is in flight, or raises `TimeoutError`.
@@ -96,10 +96,16 @@ class BatchStream:
             if not before.settle(self._options.patience):
                 raise TimeoutError(f"{self._config.loader}: the loop before has not ended on all ranks")
             self._unopened += before.number is None and not before.over
-        self._pass = Pass(self._config.loader, self._moves, self._tell_left, self._options.patience)
+        self._pass = Pass(self._config.loader, self._moves, self._tell_left, self._options.patience, by_hand=by_hand)
         if self._worker is not None:
             self._enter(self._pass)
         return self._pass
+
+    def go_on_by_hand(self) -> None:
+        """Begins a pass of submissions by hand, unless one is under way."""
+        current = self._pass
+        if current is None or current.over or current.left or not current.by_hand:
+            self.begin(by_hand=True)
 
     def check(self, one: Pass) -> None:
         """Raises `ProgramOrderError` if a newer loop has begun on this stream, or it was closed."""
@@ -170,7 +176,7 @@ class BatchStream:
         for flat in flats:
             flat.watch()
         self._open(flats[0] if flats else None, device)
-        trace = self._begin_trace()
+        trace = None if self._tracer is None else self._tracer.begin(self._next_round)
         options = self._options
         if not 1 <= len(flats) <= options.window:
             raise ValueError(f"{len(flats)} batches for a window of {options.window}; set BalanceOptions.window")
@@ -195,7 +201,7 @@ class BatchStream:
             NoDataError: On all ranks, if none of them has ever had a batch.
         """
         self._open(None, device)
-        trace = self._begin_trace()
+        trace = None if self._tracer is None else self._tracer.begin(self._next_round)
         flat = self._template
         assert flat is not None
         data = read_nothing(flat, self._cost_dtype, capped=self._options.memory_caps is not None)
@@ -345,9 +351,6 @@ class BatchStream:
         )
         self._mover = Mover(self._groups, opened.options.method, self.counters, to_gpu=opened.to_gpu)
         self._enter(current)
-
-    def _begin_trace(self) -> RoundTrace | None:
-        return None if self._tracer is None else self._tracer.begin(self._next_round)
 
     # ------------------------------------------------------------------ a round
 

@@ -412,3 +412,27 @@ def submit_ahead_of_the_end(rank: int, address: str) -> list[tuple[str, int]]:
 def test_what_is_submitted_after_the_end_costs_the_next_loop_no_answer(service: BalancerProcess) -> None:
     for told in run_ranks(2, submit_ahead_of_the_end, service.address):
         assert [mode for mode, _ in told] == ["service"] * 9
+
+
+def by_hand_after_an_iterator(rank: int, address: str | None) -> Any:
+    """An iterator that has read everything and is kept, then a loop by hand over the same stream."""
+    batches = source(rank, 0, 3)
+    trained: list[list[int]] = []
+    with balancer_of(address, depth=5) as balancer:
+        kept = iter(BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC))
+        next(kept)
+        for batch in [*source(rank, 1, 3), None]:
+            ticket = balancer.submit(batch, cost=cost_of, spec=SPEC)
+            moved = balancer.redistribute(batch, ticket, spec=SPEC)
+            trained += [] if moved is None else [moved["id"].tolist()]
+        with pytest.raises(ProgramOrderError, match="a newer loop over 'train' has begun"):
+            next(kept)
+    return trained
+
+
+@pytest.mark.parametrize("how", ["embedded", "service"])
+def test_a_loop_by_hand_ends_an_iterator_that_is_kept(how: str, service: BalancerProcess) -> None:
+    results = run_ranks(2, by_hand_after_an_iterator, service.address if how == "service" else None)
+    for step in range(3):
+        found = sorted(sample for trained in results for sample in trained[step])
+        assert found == sorted(int(one) for rank in range(2) for one in source(rank, 1, 3)[step]["id"])
