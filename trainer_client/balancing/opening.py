@@ -131,7 +131,7 @@ def agree_on_template(flat: FlatBatch | None, groups: Groups, name: str) -> Flat
                 "first time in the same order on all ranks"
             )
     schemas = [lines for _, lines, _ in said]
-    # Ranks whose batch is empty have no say, as it may have been padded to nothing, unless all are.
+    # Ranks whose batch is empty have no say, as it may have been padded to nothing; where all are, the first will do.
     holding = [lines if samples else None for _, lines, samples in said]
     known = [lines for lines in holding if lines is not None] or [lines for lines in schemas if lines is not None]
     if not known:

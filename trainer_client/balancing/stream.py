@@ -352,8 +352,6 @@ class BatchStream:
         self._mover = Mover(self._groups, opened.options.method, self.counters, to_gpu=opened.to_gpu)
         self._enter(current)
 
-    # ------------------------------------------------------------------ a round
-
     def _enqueue(
         self,
         flats: tuple[FlatBatch, ...],
@@ -369,8 +367,7 @@ class BatchStream:
         assert current is not None
         assert current.number is not None
         assert self._groups is not None and self._worker is not None  # noqa: PT018
-        number = self._next_round
-        self._next_round += 1
+        number, self._next_round = self._next_round, self._next_round + 1
         asked = self._worker.asks(number, current.number)
         timeout = self._options.timeout.total_seconds()
         ticket = Ticket(
