@@ -39,6 +39,12 @@ def warm_up() -> None:
 def passed_over_folder(folder: KernelFolder) -> str:
     """What is wrong with the folder that the environment names, if kernels are kept elsewhere; else nothing."""
     told = os.environ.get("EVENKEEL_CACHE_DIR")
-    if not told or (folder.path is not None and folder.path.parent == Path(told)):
+    if not told or (folder.path is not None and folder.path.parent == Path(told)) or _is_writable(Path(told)):
         return ""
     return f"EVENKEEL_CACHE_DIR is {told}, which cannot be written to; set another folder, or unset it"
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether a folder can be written to, or made."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)

@@ -48,8 +48,8 @@ class BalanceOptions:
         require_service: Whether a job whose ranks do not all come to the service at the start ends there: at once when
             the cause does not pass by itself (authentication, certificates, options, versions), else after 30 s. Later
             outages are bridged as ever.
-        group_timeout: How long a collective of Evenkeel's own process groups may take before the job fails, beyond the
-            `timeout` that another rank may wait for the service first.
+        group_timeout: How long a collective of Evenkeel's own process groups may take before the job fails; at least
+            twice `timeout`, which another rank may wait for the service first.
     """
 
     strategy: str = "minimal_move"
@@ -103,7 +103,7 @@ class BalanceOptions:
     @property
     def collective_timeout(self) -> timedelta:
         """How long a collective may take, from its start on this rank."""
-        return self.timeout + self.group_timeout
+        return max(self.group_timeout, 2 * self.timeout)
 
     @property
     def patience(self) -> float:

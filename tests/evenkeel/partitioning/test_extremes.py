@@ -90,8 +90,8 @@ def test_more_ranks_than_anyone_has_are_refused_before_memory_is_asked_for() -> 
 
 
 def test_memory_caps_hold_to_the_last_unit() -> None:
-    """A float64 keeps no single units beyond 2**53: the cheapest exchange here exceeds the second cap by a little."""
-    big = 2**55
+    """While their sum is one that a float64 keeps: the cheapest exchange here exceeds the second cap by a little."""
+    big = 2**50
     memory, caps = [big + 8, big, big, big], [4 * big, 2 * big]
     found = partition([10, 10, 1, 1], [0, 0, 1, 1], 2, sizes=[1, 100, 1, 100], memory=memory, memory_caps=caps)
     assert found.loads.tolist() == [11, 11]
