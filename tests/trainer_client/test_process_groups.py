@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from tests.trainer_client.embeddings.test_state_dicts import make_tables
 from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer
-from trainer_client.embeddings import RoutedEmbeddingCollection
+from trainer_client.embeddings.communicators import exchange_group
 from trainer_client.fitting import CostFitter, SequenceTerms
 
 
@@ -23,7 +22,7 @@ def trained(rank: int, group: dist.ProcessGroup) -> list[int]:
 
 
 def stages(rank: int) -> Any:
-    """Two stages of a pipeline, 0 1 and 2 3; columns 0 2 and 1 3 hold equal stages' data."""
+    """Columns 0 2 and 1 3 balance; the ranks are in other groups besides, each in another number of them."""
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     ends = [dist.new_group([0, 1]), dist.new_group([0, 1, 2])]  # torch counts them on their members only
     column = columns[rank % 2]
@@ -31,9 +30,8 @@ def stages(rank: int) -> Any:
     fitter = CostFitter(SequenceTerms(history="id"), prior=cost_of, process_group=column)
     assert fitter._group is not None
     dist.barrier(group=fitter._group)
-    table = RoutedEmbeddingCollection(make_tables(), process_group=column)
     total = torch.ones(1)
-    dist.all_reduce(total, group=table.group)
+    dist.all_reduce(total, group=exchange_group(column))
     again = trained(rank, ends[0]) if rank < 2 else []  # no other rank knows of it
     return samples, again, total.item()
 

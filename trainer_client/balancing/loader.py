@@ -201,18 +201,14 @@ class BalancedLoader(Generic[B]):
             current.leave()
 
     def _begin(self, stream: BatchStream) -> tuple[Pass, Incoming]:
-        failure: Exception | None = None
-        batches: Iterator[B] = iter(())
         try:
             batches = iter(self.loader)  # forks its workers here, before the stream's first threads start
         except Exception as error:
-            failure = error
-        current = stream.begin()
-        if failure is not None:
-            stream.attend(failure, self._device)
+            current = stream.begin()
+            stream.attend(error, self._device)
             current.leave()
-            raise failure
-        return current, Incoming(batches, cost=self._cost, memory=self._memory, spec=self._spec)
+            raise
+        return stream.begin(), Incoming(batches, cost=self._cost, memory=self._memory, spec=self._spec)
 
     def _submit(self, stream: BatchStream, source: Incoming, batches: list[Any]) -> Ticket:
         if not batches:

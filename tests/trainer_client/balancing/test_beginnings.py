@@ -1,0 +1,124 @@
+"""Loops whose first batch fails, and loops by hand that begin where another one is not over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.balancer_process import BalancerProcess, running_balancer
+from tests.trainer_client.balancing.jobs import SPEC, cost_of
+from tests.trainer_client.balancing.loops import STEPS, Ledger, balancer_of, failing, source
+from tests.trainer_client.ranks import run_ranks
+from trainer_client import BalancedLoader
+from trainer_client.balancing import ProgramOrderError
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[BalancerProcess]:
+    with running_balancer() as process:
+        yield process
+
+
+class Gone:
+    """A dataset that is not there."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise OSError("the disk is gone")
+
+
+def fail_at_once(
+    rank: int, address: str | None, way: str, ranks_that_fail: tuple[int, ...]
+) -> tuple[Ledger, list[str]]:
+    """The very first batch of some ranks cannot be had; then all ranks train."""
+    ledger: Ledger = {}
+    raised: list[str] = []
+    good: Any = source(rank, 0)
+
+    def bad() -> Any:
+        unreadable = [{"id": "no tensor", "count": 3}]
+        ways: dict[str, Any] = {"source": failing(good, 0), "loader": Gone(), "batch": unreadable}
+        return ways.get(way, good)
+
+    def cost(batch: Any) -> Any:
+        if way == "cost" and rank in ranks_that_fail:
+            raise OSError("the disk is gone")
+        return cost_of(batch)
+
+    def trained(batches: Any, loop: str) -> None:
+        for batch in BalancedLoader(batches, balancer, cost=cost, spec=SPEC, name=loop[0]):
+            ledger.setdefault(loop, []).append(batch["id"].tolist())
+
+    started = time.monotonic()
+    with balancer_of(address) as balancer:
+        for loop in ("a first", "b first"):
+            try:
+                trained(bad() if rank in ranks_that_fail else good, loop)
+            except (OSError, ValueError) as error:
+                raised.append(str(error))
+        way = "none"
+        trained(good, "a again")
+    assert time.monotonic() - started < 40, "a rank was waited for"
+    return ledger, raised
+
+
+@pytest.mark.parametrize("way", ["source", "loader", "batch", "cost"])
+@pytest.mark.parametrize("ranks_that_fail", [(1,), (0, 1, 2)])
+def test_a_first_batch_that_fails_ends_the_loops_of_all_ranks(way: str, ranks_that_fail: tuple[int, ...]) -> None:
+    results = run_ranks(3, fail_at_once, None, way, ranks_that_fail)
+    for rank, (ledger, raised) in enumerate(results):
+        assert len(raised) == (2 if rank in ranks_that_fail else 0)
+        assert {"a first", "b first"}.isdisjoint(ledger)
+    again = sorted(sample for ledger, _ in results for step in ledger["a again"] for sample in step)
+    assert again == sorted(int(one) for rank in range(3) for batch in source(rank, 0) for one in batch["id"])
+
+
+def submit_ahead_of_the_end(rank: int, address: str) -> list[tuple[str, int]]:
+    """Submissions that run ahead of their end, and then a loop whose first round has the number of one of them."""
+    batches = source(rank, 0, 3)
+    told: list[tuple[str, int]] = []
+    with balancer_of(address, depth=1) as balancer:
+        for _ in range(2):
+            waiting = []
+            for step in range(STEPS):
+                batch = batches[step] if step < len(batches) else None
+                waiting.append((batch, balancer.submit(batch, cost=cost_of, spec=SPEC)))
+                if step >= 3:
+                    first, ticket = waiting.pop(0)
+                    if balancer.redistribute(first, ticket, spec=SPEC) is None:
+                        break
+                    told.append((ticket.future.result().report.mode.value, len(first["id"]) if first else 0))
+        loader = BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)
+        told += [(loader.report.mode.value, len(batch["id"])) for batch in loader]
+    return told
+
+
+def test_what_is_submitted_after_the_end_costs_the_next_loop_no_answer(service: BalancerProcess) -> None:
+    for told in run_ranks(2, submit_ahead_of_the_end, service.address):
+        assert [mode for mode, _ in told] == ["service"] * 9
+
+
+def by_hand_after_an_iterator(rank: int, address: str | None) -> Any:
+    """An iterator that has read everything and is kept, then a loop by hand over the same stream."""
+    batches = source(rank, 0, 3)
+    trained: list[list[int]] = []
+    with balancer_of(address, depth=5) as balancer:
+        kept = iter(BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC))
+        next(kept)
+        for batch in [*source(rank, 1, 3), None]:
+            ticket = balancer.submit(batch, cost=cost_of, spec=SPEC)
+            moved = balancer.redistribute(batch, ticket, spec=SPEC)
+            trained += [] if moved is None else [moved["id"].tolist()]
+        with pytest.raises(ProgramOrderError, match="a newer loop over 'train' has begun"):
+            next(kept)
+    return trained
+
+
+@pytest.mark.parametrize("how", ["embedded", "service"])
+def test_a_loop_by_hand_ends_an_iterator_that_is_kept(how: str, service: BalancerProcess) -> None:
+    results = run_ranks(2, by_hand_after_an_iterator, service.address if how == "service" else None)
+    for step in range(3):
+        found = sorted(sample for trained in results for sample in trained[step])
+        assert found == sorted(int(one) for rank in range(2) for one in source(rank, 1, 3)[step]["id"])
