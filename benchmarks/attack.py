@@ -6,7 +6,8 @@ python -m benchmarks.attack --quick                                        # som
 Attackers have a token of their own, as the job has, and the lowest priority: the question is what the service does, not
 whose cores it runs on. A round of the job counts as missed unless all 64 ranks get a plan. Before and after each attack
 the same rounds run without one. The loop's longest turn is in time of its own thread: on a machine that others use too,
-time on the clock says how busy they are. At the end a balancer is stopped while all that can be held open is held open.
+time on the clock says how busy they are. After the last attack the memory is read again as soon as the attackers' jobs
+have expired. At the end a balancer is stopped while all that can be held open is held open.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +47,23 @@ _HELD = ("closed_watches", "half_handshakes", "trickling_scrapers")
 _START_SECONDS = 240.0
 _GRACE_SECONDS = 5.0
 _MAX_MEMORY = 512 << 20
+_REMEMBERED_ROUNDS = 80  # from then on the job itself takes no more memory
+_EXPIRY_SECONDS = 120.0  # of a job whose ranks have gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What the service takes.
+
+    Attributes:
+        resident_mb: by it and its workers.
+        counted_mb: by submissions, plans and streams, as it counts.
+        jobs: that it knows.
+    """
+
+    resident_mb: float
+    counted_mb: float
+    jobs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +109,9 @@ class Site:
         service: the balancer.
     """
 
-    def __init__(self, folder: Path, *, seconds: float, pace: float, certificates: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, seconds: float, pace: float, rounds_before: int = 20, certificates: Path | None = None
+    ) -> None:
         self.folder = folder
         tokens = {"tokens": [
             {"name": "honest", "sha256": hash_token(HONEST), "jobs": ["honest"]},
@@ -118,7 +139,7 @@ class Site:
         )
         self._seconds = seconds
         deadline = time.monotonic() + 60
-        while len(self.rounds_since(0.0)) < 20:
+        while len(self.rounds_since(0.0)) < rounds_before:
             if time.monotonic() > deadline or self._job.poll() is not None:
                 raise RuntimeError(f"the job does not run: {self.log[-2000:]}")
             time.sleep(0.1)
@@ -162,6 +183,23 @@ class Site:
             memory_after_mb=_resident(self.service.pid) / 1e6, service_cores=used[0] / (ended - attacked),
             attacker_cores=used[1] / (ended - attacked), outcomes=outcomes,
         )  # fmt: skip
+
+    def memory(self) -> Memory:
+        """What the service takes now."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
+            rows = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[:1] != "#")
+        return Memory(
+            resident_mb=_resident(self.service.pid) / 1e6,
+            counted_mb=float(rows["evenkeel_balancer_memory_used_bytes"]) / 1e6,
+            jobs=int(float(rows["evenkeel_balancer_sessions"])),
+        )
+
+    def settle(self) -> tuple[float, Memory]:
+        """Waits until no job is left but the honest one: for how long, and what the service takes then."""
+        began = time.monotonic()
+        while (memory := self.memory()).jobs > 1 and time.monotonic() - began < 1.5 * _EXPIRY_SECONDS:
+            time.sleep(1)
+        return time.monotonic() - began, memory
 
     def begin(self, name: str) -> None:
         """Starts an attack."""
@@ -210,12 +248,12 @@ class Site:
 
 
 @contextlib.contextmanager
-def site(*, seconds: float, pace: float, secure: bool = False) -> Iterator[Site]:
+def site(*, seconds: float, pace: float, rounds_before: int = 20, secure: bool = False) -> Iterator[Site]:
     """All processes, for the time of the block."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         certificates = _certificates(folder) if secure else None
-        opened = Site(folder, seconds=seconds, pace=pace, certificates=certificates)
+        opened = Site(folder, seconds=seconds, pace=pace, rounds_before=rounds_before, certificates=certificates)
         try:
             yield opened
         finally:
@@ -223,12 +261,14 @@ def site(*, seconds: float, pace: float, secure: bool = False) -> Iterator[Site]
 
 
 def measure(
-    names: Sequence[str], *, secure: bool, seconds: float, calm: float, pace: float, out: Console
-) -> Iterator[Result]:
-    """One attack after another on one balancer."""
+    names: Sequence[str], *, secure: bool, seconds: float, calm: float, pace: float, settle: bool, out: Console
+) -> Iterator[Result | dict[str, object]]:
+    """One attack after another on one balancer; with `settle`, what its memory comes to afterwards."""
     if not names:
         return
-    with site(seconds=seconds, pace=pace, secure=secure) as opened:
+    rounds = _REMEMBERED_ROUNDS if settle else 20
+    with site(seconds=seconds, pace=pace, rounds_before=rounds, secure=secure) as opened:
+        first = opened.memory()
         for name in names:
             result = opened.attack(name, calm)
             out.print(
@@ -238,6 +278,14 @@ def measure(
                 f"{result.outcomes or ''}"
             )
             yield result
+        if settle:
+            at_once = opened.memory()
+            waited, last = opened.settle()
+            told = {"before": asdict(first), "at_once": asdict(at_once), "seconds": waited, "after": asdict(last)}
+            for when, memory in (("before", first), ("at once", at_once), (f"after {waited:.0f} s", last)):
+                out.print(f"memory {when}: {memory.resident_mb:.0f} MB, {memory.counted_mb:.0f} of them counted, "
+                          f"{memory.jobs} jobs")  # fmt: skip
+            yield {"memory": told}
 
 
 def measure_exit(names: Sequence[str], *, out: Console) -> Iterator[dict[str, object]]:
@@ -276,15 +324,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "seconds": seconds, "rounds_per_second": options.pace, "ranks": RANKS, "max_memory_bytes": _MAX_MEMORY,
         "plaintext": [], "mtls": [], "exits": [],
     }  # fmt: skip
+    settle = not options.quick and not options.only
     parts: dict[str, Iterator[Any]] = {
-        "plaintext": measure(plain, secure=False, seconds=seconds, calm=calm, pace=options.pace, out=out),
-        "mtls": measure(secure, secure=True, seconds=seconds, calm=calm, pace=options.pace, out=out),
+        "plaintext": measure(plain, secure=False, seconds=seconds, calm=calm, pace=options.pace, settle=settle,
+                             out=out),
+        "mtls": measure(secure, secure=True, seconds=seconds, calm=calm, pace=options.pace, settle=False,
+                        out=out),
         "exits": measure_exit(held, out=out),
-    }
+    }  # fmt: skip
     table = Table("attack", "missed", "p99 over calm", "longest turn, ms", "memory, MB", title="64 ranks beside")
     for part, results in parts.items():
         for result in results:
-            said[part].append(asdict(result) if isinstance(result, Result) else result)
+            if isinstance(result, dict) and "memory" in result:
+                said.update(result)
+            else:
+                said[part].append(asdict(result) if isinstance(result, Result) else result)
             if options.json is not None:
                 options.json.write_text(json.dumps(said, indent=1) + "\n")
             if isinstance(result, Result):
