@@ -15,6 +15,7 @@ from services.balancer.workers.nursery import Zygote
 from services.operations.program import run_service, stop_on_signals, write_port
 
 _GC_THRESHOLDS = (2_000, 2, 225)
+_SWITCH_SECONDS = 0.0005
 
 
 def serve(settings: Settings) -> Coroutine[Any, Any, int]:
@@ -40,6 +41,8 @@ async def _serve(settings: Settings, zygote: Zygote) -> int:
     # after every 700 took a tenth of the service's time. Calls that are refused leave cycles behind: to look through a
     # hundred thousand objects at a time held up everybody for 0.1 s.
     gc.set_threshold(*_GC_THRESHOLDS)
+    # A thread that answers a scraper keeps the loop waiting for one switch each time that the loop has looked for news.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     write_port(settings.metrics_port_file, server.metrics_port)
     write_port(settings.port_file, server.port)
     await stopping

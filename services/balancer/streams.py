@@ -242,6 +242,7 @@ class Streams:
     async def _take(self, stream: _Stream, data: bytes) -> None:
         """Takes the submissions of a message, as many at a time as the loop has time for."""
         turns, most = self._turns, max(self._options.max_backlog, 2 * len(stream.ranks))
+        rounds = 2 * self._hub.registry.limits.max_rounds_ahead  # of which some may be decided already
         if len(data) > STREAM_BYTES and not stream.memory.take(len(data)):
             raise RefusedError(replace(out_of_memory(f"a message of {len(data)} bytes"), fatal=True))
         began = await turns.begin(stream.holder)
@@ -252,6 +253,8 @@ class Streams:
                 raise RefusedError(_not_submitted("nothing" if messages is None else "join"))
             for message in messages:
                 count += 1
+                if count > rounds * len(stream.ranks):
+                    raise RefusedError(_too_many_submissions(rounds * len(stream.ranks), len(stream.ranks)))
                 self._take_submit(stream, message)
                 if turns.is_over(began):
                     turns.end(stream.holder, began)
@@ -309,6 +312,16 @@ def _not_submitted(said: str) -> Refusal:
         field="request",
         value=said,
         remedy="send one Join at the start of a stream, then Submit only",
+        fatal=True,
+    )
+
+
+def _too_many_submissions(limit: int, ranks: int) -> Refusal:
+    return Refusal(
+        code=Code.LIMIT_EXCEEDED,
+        field="submits",
+        value=f"more than {limit} in a message of {ranks} ranks",
+        remedy="send each rank's submission to a round once (twice max_rounds_ahead rounds may be undecided)",
         fatal=True,
     )
 

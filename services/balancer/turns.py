@@ -49,12 +49,13 @@ class Turns:
         self._callers: dict[str, _Waiting] = {}
         self._used: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._left = slice_seconds
+        self._piece = slice_seconds / 4  # of who has the turn
         self._mean = 1e-4  # of a piece
         self._renewing = False
 
     def is_over(self, began: float) -> bool:
         """Whether who began a piece at that time should let others have a turn."""
-        return self._clock() - began > self._slice / 4
+        return self._clock() - began > self._piece
 
     async def begin(self, holder: Holder) -> float:
         """Waits for a turn; returns when it began, for `end`."""
@@ -68,7 +69,11 @@ class Turns:
             self._renew()
             await future
         self._renew()
-        return self._clock()
+        now = self._clock()
+        # Others come back for each step of theirs, and find a greedy caller's piece in their way.
+        greedy = self._used_by(holder[0], now) > _GREEDY * self._memory and self._are_others(holder[0], now)
+        self._piece = self._slice / (16 if greedy else 4)
+        return now
 
     @contextlib.asynccontextmanager
     async def taken(self, holder: Holder) -> AsyncIterator[None]:
@@ -118,8 +123,9 @@ class Turns:
         now = self._clock()
         order = [(self._used_by(caller, now), caller) for caller in self._callers]
         heapq.heapify(order)
-        if order[0][0] > _GREEDY * self._memory and self._are_others(now):
-            self._left = self._slice / 4  # others come back for each step of theirs, and find this in their way
+        least, first = order[0]
+        if least > _GREEDY * self._memory and self._are_others(first, now):
+            self._left = self._slice / 16
         for _ in range(max(1, int(self._left / max(self._mean, 1e-5)))):
             if not order:
                 break
@@ -131,10 +137,14 @@ class Turns:
                 heapq.heappop(order)
         self._renew()
 
-    def _are_others(self, now: float) -> bool:
-        """Whether callers that do not wait now have used the loop of late."""
-        latest = next((at for caller, (_, at) in reversed(self._used.items()) if caller not in self._callers), None)
-        return latest is not None and now - latest < self._memory
+    def _are_others(self, greedy: str, now: float) -> bool:
+        """Whether callers that do not wait now have used the loop of late, other than the one that is greedy."""
+        for caller, (_, at) in reversed(self._used.items()):
+            if now - at >= self._memory:
+                return False
+            if caller != greedy and caller not in self._callers:
+                return True
+        return False
 
     def _wake_one(self, caller: str) -> None:
         jobs = self._callers[caller]

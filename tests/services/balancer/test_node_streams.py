@@ -37,3 +37,16 @@ async def test_the_ranks_of_a_stream_must_make_sense(start_server: StartServer, 
     wrong = Rank(server.port, 0, 4, ranks=ranks)
     assert (await wrong.open()).error.field.startswith("ranks")
     await wrong.channel.close()
+
+
+async def test_a_message_with_more_submissions_than_may_be_undecided_ends_its_stream(
+    start_server: StartServer,
+) -> None:
+    server = await start_server(max_rounds_ahead=2)
+    async with Rank(server.port, 0, 4, ranks=[0, 2]) as node:
+        fitting = [submit_message(0, [1.0], rank=rank) for rank in (0, 2)] * 4
+        await node.call.write(pb.BalanceRequest(submits=pb.SubmitGroup(submits=fitting)))
+        await node.call.write(pb.BalanceRequest(submits=pb.SubmitGroup(submits=[*fitting, fitting[0]])))
+        error = (await node.receive()).error
+        assert (error.code, error.field, error.fatal) == (pb.ERROR_CODE_LIMIT_EXCEEDED, "submits", True)
+        assert "8" in error.value
