@@ -15,7 +15,7 @@ from services.balancer.workers.nursery import Zygote
 from services.operations.program import run_service, stop_on_signals, write_port
 
 _GC_THRESHOLDS = (2_000, 2, 225)
-_SWITCH_SECONDS = 0.0005
+_SWITCH_SECONDS = 0.0001
 
 
 def serve(settings: Settings) -> Coroutine[Any, Any, int]:
