@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from evenkeel.partitioning import partition
+from examples.datasets import DISTRIBUTIONS, lengths_named
 from examples.hstu.attention import KERNELS, Kernel, attend
-from trainer_client.costs import HSTUCost
-from trainer_client.datasets import DISTRIBUTIONS, lengths_named
-from trainer_client.measurement import AttentionWork, peak_tflops
+from trainer_client.balancing.costs import HSTUCost
+from trainer_client.observing.measurement import AttentionWork, peak_tflops
 
 TOLERANCE = 2e-2  # relative error of bf16 against float64
 

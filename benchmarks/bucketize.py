@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from trainer_client.routing import DIST_TYPES, block_bucketize
+from trainer_client.embedding.routing import DIST_TYPES, block_bucketize
 
 CASES = ("long histories", "2 x 32 rows of 16,384", "multi-hot", "one-hot", "wide")
 

@@ -42,7 +42,7 @@ def peak_mib() -> float:
 
 def convert_here(source: Path, target: Path, ranks: int, target_format: str) -> dict[str, float]:
     """Converts in this process, and says how long it took and how much memory it added."""
-    from trainer_client.checkpoint import convert, open_checkpoint
+    from trainer_client.embedding.checkpoint import convert, open_checkpoint
 
     checkpoint: Any = open_checkpoint(source)
     before = peak_mib()

@@ -38,8 +38,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.end_to_end_report import draw, show, summarize
+from examples.datasets import DISTRIBUTIONS
 from examples.hstu.attention import KERNELS
-from trainer_client.datasets import DISTRIBUTIONS
 
 SETTINGS = ("off", "kk_all_gather", "embedded", "grpc", "window", "embedded_fitted", "grpc_fitted")
 START_SECONDS = 120.0

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.end_to_end import add_blocks, add_workload, read_address
+from examples.datasets import Keys, SequenceBatch, SyntheticSequences, lengths_named
 from examples.hstu.attention import choose_kernel
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import BalanceOptions, Balancer
-from trainer_client.costs import TokenCost
-from trainer_client.datasets import Keys, SequenceBatch, SyntheticSequences, lengths_named
-from trainer_client.fitting import CostFitter, FitOptions
-from trainer_client.measurement import peak_tflops
-from trainer_client.measurement.steps import PHASES
+from trainer_client.balancing.costs import TokenCost
+from trainer_client.observing.fitting import CostFitter, FitOptions
+from trainer_client.observing.measurement import peak_tflops
+from trainer_client.observing.measurement.steps import PHASES
 
 TRACKED_STEPS = 20
 FIT = FitOptions(every=12, skip=4)

@@ -38,13 +38,13 @@ from benchmarks.end_to_end import add_workload
 from benchmarks.end_to_end_rank import describe_fit, make_data, make_model, sample_lengths
 from benchmarks.end_to_end_report import draw, show, summarize
 from evenkeel.partitioning.windows import partition_window
+from examples.datasets import SequenceBatch
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
+from trainer_client.balancing.batches import FlatBatch, flatten
+from trainer_client.balancing.redistribution.regroup import pick
 from trainer_client.balancing.tickets import Cost
-from trainer_client.batches import FlatBatch, flatten
-from trainer_client.datasets import SequenceBatch
-from trainer_client.measurement import peak_tflops
-from trainer_client.redistribution.regroup import pick
+from trainer_client.observing.measurement import peak_tflops
 
 SETTINGS = {
     "off": None,

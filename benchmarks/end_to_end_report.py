@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from evenkeel.partitioning import partition
-from trainer_client.fitting import fit_times
-from trainer_client.measurement import Breakdown
+from trainer_client.observing.fitting import fit_times
+from trainer_client.observing.measurement import Breakdown
 
 STALL = 3.0  # times the median step
 

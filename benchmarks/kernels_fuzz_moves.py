@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning import slice_plan
 from evenkeel.partitioning.sorting import ascending_order
-from trainer_client.redistribution.copies import WHOLE, Job, describe_samples
-from trainer_client.redistribution.copy_cpu import copy_on_host
-from trainer_client.redistribution.fields import FieldTable
-from trainer_client.redistribution.moves import describe, measure
-from trainer_client.routing import as_routing, block_bucketize
-from trainer_client.routing.modes import Routing
-from trainer_client.routing.reference import bucketize
+from trainer_client.balancing.redistribution.copies import WHOLE, Job, describe_samples
+from trainer_client.balancing.redistribution.copy_cpu import copy_on_host
+from trainer_client.balancing.redistribution.fields import FieldTable
+from trainer_client.balancing.redistribution.moves import describe, measure
+from trainer_client.embedding.routing import as_routing, block_bucketize
+from trainer_client.embedding.routing.modes import Routing
+from trainer_client.embedding.routing.reference import bucketize
 
 Rng = np.random.Generator
 Bytes = NDArray[np.uint8]

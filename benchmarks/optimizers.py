@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_client.checkpoint import CheckpointError, convert, open_checkpoint, save
-from trainer_client.checkpoint.live import load_table
-from trainer_client.embeddings import BlockTable, KeyTable, RoutedEmbeddingCollection, RoutedTable
-from trainer_client.routing import RoutingLike, hash_roundrobin, owners
+from trainer_client.embedding.checkpoint import CheckpointError, convert, open_checkpoint, save
+from trainer_client.embedding.checkpoint.live import load_table
+from trainer_client.embedding.routing import RoutingLike, hash_roundrobin, owners
+from trainer_client.embedding.tables import BlockTable, KeyTable, RoutedEmbeddingCollection, RoutedTable
 
 SIZE, DIM = 48, 6
 BEFORE, AFTER = 3, 4

@@ -42,8 +42,8 @@ from benchmarks.gpus import own_gpu
 from benchmarks.redistribution_check import bytes_of, check
 from benchmarks.redistribution_peers import FieldByField, PackedBytes
 from evenkeel.partitioning import Slice, partition, slice_plan
-from trainer_client.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.redistribution import redistribute, start, warm_up
+from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
+from trainer_client.balancing.redistribution import redistribute, start, warm_up
 
 WAIT_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to queue one redistribution
 
@@ -189,9 +189,9 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
 
 def measure_copies(device: torch.device) -> dict[str, float]:
     """Rate of the gathering copy kernel on one device beside that of a plain copy, bytes read and written."""
-    from trainer_client.redistribution.copies import describe_samples
-    from trainer_client.redistribution.copying import copy, piece_bytes
-    from trainer_client.redistribution.fields import FieldTable
+    from trainer_client.balancing.redistribution.copies import describe_samples
+    from trainer_client.balancing.redistribution.copying import copy, piece_bytes
+    from trainer_client.balancing.redistribution.fields import FieldTable
 
     flat = make_batch(CASES[-1], 0).to(device)
     fields = FieldTable.of(flat.structure.leaves)

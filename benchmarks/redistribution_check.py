@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from evenkeel.partitioning import slice_plan
-from trainer_client.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.redistribution import redistribute, redistribute_reference, start
+from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
+from trainer_client.balancing.redistribution import redistribute, redistribute_reference, start
 
 
 def random_batch(rng: np.random.Generator, samples: int) -> FlatBatch:

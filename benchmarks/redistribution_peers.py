@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from evenkeel.partitioning import Slice
-from trainer_client.batches import FlatBatch
-from trainer_client.redistribution.copies import WHOLE
-from trainer_client.redistribution.fields import FieldTable
-from trainer_client.redistribution.moves import measure
+from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.redistribution.copies import WHOLE
+from trainer_client.balancing.redistribution.fields import FieldTable
+from trainer_client.balancing.redistribution.moves import measure
 
 
 class PackedBytes:

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.stress_data import ROWS, Ledger, Workload
 from trainer_client.balancing import BalancedLoader, Balancer
-from trainer_client.batches import BatchSpec
-from trainer_client.pipelines import balanced_batches, make_pipeline
+from trainer_client.balancing.batches import BatchSpec
+from trainer_client.balancing.pipelines import balanced_batches, make_pipeline
 
 DIM = 32
 LEARNING_RATE = 0.01

@@ -21,9 +21,8 @@ from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 
-from trainer_client import tracing
-from trainer_client.balancing import Mode, Reason
-from trainer_client.tracing import StreamTracer, tracer_of
+from trainer_client.balancing import Mode, Reason, tracing
+from trainer_client.balancing.tracing import StreamTracer, tracer_of
 
 
 class Thrown(SpanProcessor):

@@ -28,13 +28,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from evenkeel.partitioning import strategies
-from examples.hstu.attention import KERNELS, choose_kernel
-from examples.hstu.embeddings import STORAGES
-from examples.hstu.model import ModelOptions
-from examples.hstu.training import Run, Trainer
-from trainer_client.balancing import BalanceOptions, Balancer
-from trainer_client.configuration import Configuration, load_configuration
-from trainer_client.datasets import (
+from examples.datasets import (
     DISTRIBUTIONS,
     Histories,
     HistoryBatches,
@@ -45,7 +39,14 @@ from trainer_client.datasets import (
     read_kuairand,
     read_movielens,
 )
-from trainer_client.measurement import (
+from examples.hstu.attention import KERNELS, choose_kernel
+from examples.hstu.embeddings import STORAGES
+from examples.hstu.model import ModelOptions
+from examples.hstu.training import Run, Trainer
+from trainer_client.balancing import BalanceOptions, Balancer
+from trainer_client.balancing.configuration import Configuration, load_configuration
+from trainer_client.embedding.routing import DIST_TYPES
+from trainer_client.observing.measurement import (
     BalanceLogger,
     ConsoleLines,
     JsonLines,
@@ -53,7 +54,6 @@ from trainer_client.measurement import (
     peak_tflops,
     plot_balance,
 )
-from trainer_client.routing import DIST_TYPES
 
 SMALL = {"layers": 2, "width": 64, "heads": 2, "head_dim": 32, "max_length": 256, "items": 2000, "embedding_dim": 32}
 

@@ -20,9 +20,9 @@ def run_rank(rank: int, num_ranks: int, arguments: argparse.Namespace, dist_type
     import torch
     import torch.distributed as dist
 
-    from trainer_client import checkpoint
-    from trainer_client.embeddings import KeyBatch, RoutedEmbeddingCollection, RoutedTable
-    from trainer_client.routing import Routing, block_size, owners
+    from trainer_client.embedding import checkpoint
+    from trainer_client.embedding.routing import Routing, block_size, owners
+    from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
 
     on_gpu = arguments.on_gpu
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -102,8 +102,8 @@ def main() -> None:
     import torch
     from torch.multiprocessing.spawn import start_processes
 
-    import trainer_client.checkpoint
-    import trainer_client.embeddings  # noqa: F401  (ranks that are forked have what is imported here)
+    import trainer_client.embedding.checkpoint
+    import trainer_client.embedding.tables  # noqa: F401  (ranks that are forked have what is imported here)
 
     arguments.on_gpu = torch.cuda.device_count() >= max(arguments.ranks, arguments.resume_ranks) and not arguments.cpu
     start_method = "spawn" if arguments.on_gpu else "fork"

@@ -40,9 +40,9 @@ left_out() { # NAME REASON
 }
 ranks=("$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m)
 
-step routing "$python" -m tests.trainer_client.routing.cuda_checks
-step copies "$python" -m tests.trainer_client.redistribution.cuda_checks
-step nvrtc "$python" -m tests.trainer_client.routing.nvrtc_checks
+step routing "$python" -m tests.trainer_client.embedding.routing.cuda_checks
+step copies "$python" -m tests.trainer_client.balancing.redistribution.cuda_checks
+step nvrtc "$python" -m tests.trainer_client.embedding.routing.nvrtc_checks
 for tool in memcheck racecheck; do
   if command -v compute-sanitizer >/dev/null; then
     for part in routing redistribution; do
@@ -66,16 +66,16 @@ else
   left_out plans "TorchRec and FBGEMM are not installed"
 fi
 if [ "$gpus" -ge 2 ]; then
-  step embeddings "${ranks[@]}" tests.trainer_client.embeddings.nccl_checks --json "$out/embeddings.json"
+  step embeddings "${ranks[@]}" tests.trainer_client.embedding.tables.nccl_checks --json "$out/embeddings.json"
   step devices "$python" -m torch.distributed.run --standalone --nproc-per-node 4 \
     -m tests.trainer_client.balancing.nccl_checks --json "$out/gpu_batches.json"
   step bound "${ranks[@]}" tests.trainer_client.balancing.nccl_checks --bound
   step redistribution "$python" -m benchmarks.redistribution --ranks "$gpus" --check
   if has torchrec && has fbgemm_gpu; then
-    step torchrec "${ranks[@]}" tests.trainer_client.routing.torchrec_checks
+    step torchrec "${ranks[@]}" tests.trainer_client.embedding.routing.torchrec_checks
     step pipelines "$python" -m benchmarks.pipelines --cuda --ranks 2 --json "$out/pipelines.json"
     if has hypothesis && has attrs; then
-      step batches "${ranks[@]}" tests.trainer_client.redistribution.structures --programs 200 --cuda
+      step batches "${ranks[@]}" tests.trainer_client.balancing.redistribution.structures --programs 200 --cuda
     else
       left_out batches "hypothesis and attrs are not installed"
     fi

@@ -13,7 +13,7 @@ import services.balancer.server
 import services.planner.app  # noqa: F401
 import trainer_client  # noqa: F401
 from evenkeel import partitioning
-from trainer_client import redistribution
+from trainer_client.balancing import redistribution
 
 partitioning.warm_up()
 redistribution.warm_up()

@@ -153,7 +153,7 @@ class Resume:
     """The model and its optimizer are saved, made anew and loaded.
 
     Attributes:
-        how: `checkpoint`: tables by `trainer_client.checkpoint`, the rest by its state; `state_dict`: everything by it.
+        how: `checkpoint`: tables by `embedding.checkpoint`, the rest by its state; `state_dict`: everything by it.
     """
 
     how: Literal["checkpoint", "state_dict"] = "checkpoint"

@@ -8,7 +8,8 @@ import torch.distributed.fsdp  # noqa: F401
 
 import benchmarks.programs.rank  # noqa: F401
 from evenkeel import partitioning
-from trainer_client import redistribution, routing
+from trainer_client.balancing import redistribution
+from trainer_client.embedding import routing
 
 if not Path(
     "/dev/nvidiactl"
@@ -16,7 +17,7 @@ if not Path(
     with contextlib.suppress(ModuleNotFoundError):
         import torchrec  # noqa: F401
 with contextlib.suppress(ModuleNotFoundError):
-    import trainer_client.service  # noqa: F401
+    import trainer_client.balancing.service  # noqa: F401
 
 partitioning.warm_up()
 redistribution.warm_up()

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.programs.data import KEYS, keys_of
 from benchmarks.programs.language import ModelPlan
-from trainer_client import checkpoint
-from trainer_client.embeddings import KeyBatch, RoutedEmbeddingCollection, RoutedTable
-from trainer_client.embeddings.tables import initial_rows
+from trainer_client.embedding import checkpoint
+from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
+from trainer_client.embedding.tables.tables import initial_rows
 
 DIMS = (3, 2, 3)
 

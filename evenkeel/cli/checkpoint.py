@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from trainer_client.checkpoint import TableRecord
-    from trainer_client.checkpoint.convert import Checkpoint
+    from trainer_client.embedding.checkpoint import TableRecord
+    from trainer_client.embedding.checkpoint.convert import Checkpoint
 
 app = typer.Typer(help="Inspect and convert checkpoints of routed embedding tables.", no_args_is_help=True)
 
@@ -45,7 +45,7 @@ def _pairs(items: list[str] | None, option: str) -> dict[str, str]:
 
 def _open(path: Path, from_routing: str | None, sizes: list[str] | None) -> Checkpoint:
     try:
-        from trainer_client.checkpoint import open_checkpoint
+        from trainer_client.embedding.checkpoint import open_checkpoint
     except ImportError as error:
         raise _fail(f"checkpoints need PyTorch, which is not installed ({error})") from error
     try:
@@ -131,8 +131,8 @@ def convert(
     checkpoint = _open(source, from_routing, num_embeddings)
     if to not in (None, "dcp", "dynamicemb"):
         raise typer.BadParameter(f"{to!r} is neither dcp nor dynamicemb", param_hint="--to")
-    from trainer_client.checkpoint import convert as run
-    from trainer_client.routing import Routing
+    from trainer_client.embedding.checkpoint import convert as run
+    from trainer_client.embedding.routing import Routing
 
     def mode(name: str) -> Routing:
         return Routing(dist_type=cast(Any, name), seed=seed if name == "hash_roundrobin" else 0)

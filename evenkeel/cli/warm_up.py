@@ -24,8 +24,8 @@ def warm_up() -> None:
 
         sets = [partitioning.KERNELS]
         if importlib.util.find_spec("torch") is not None:
-            from trainer_client import redistribution
-            from trainer_client.routing import cpu
+            from trainer_client.balancing import redistribution
+            from trainer_client.embedding.routing import cpu
 
             sets += [redistribution.KERNELS, cpu.KERNELS]
         ready(sets)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from examples.datasets import SequenceBatch
 from examples.hstu.model import LocalEmbeddings, ModelOptions
-from trainer_client.datasets import SequenceBatch
-from trainer_client.embeddings import KeyBatch, RoutedEmbeddingCollection, RoutedTable
-from trainer_client.routing import DistType
+from trainer_client.embedding.routing import DistType
+from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
 
 Storage = Literal["local", "routed", "torchrec"]
 STORAGES: tuple[Storage, ...] = ("local", "routed", "torchrec")

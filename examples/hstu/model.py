@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from examples.datasets import SequenceBatch
 from examples.hstu.attention import TRACEABLE, Kernel, attend
 from examples.hstu.sequences import arrange
-from trainer_client.costs import HSTUCost, TokenCost
-from trainer_client.datasets import SequenceBatch
+from trainer_client.balancing.costs import HSTUCost, TokenCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

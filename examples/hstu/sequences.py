@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_client.datasets import SequenceBatch
+from examples.datasets import SequenceBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,15 +15,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from examples.datasets import SequenceBatch
 from examples.hstu.budget import ActivationBudget
 from examples.hstu.embeddings import Storage, make_embeddings, shard_by_torchrec
 from examples.hstu.model import ModelOptions, Ranker, loss_of
 from trainer_client.balancing import BalancedLoader, Balancer, RoundReport
 from trainer_client.balancing.tickets import Cost
-from trainer_client.datasets import SequenceBatch
-from trainer_client.fitting import CostFitter, FitOptions, SequenceTerms
-from trainer_client.measurement import AttentionWork, BalanceLogger, ModulePerf, PerfTracker, StepTimer, StepTimes
-from trainer_client.routing import DistType
+from trainer_client.embedding.routing import DistType
+from trainer_client.observing.fitting import CostFitter, FitOptions, SequenceTerms
+from trainer_client.observing.measurement import (
+    AttentionWork,
+    BalanceLogger,
+    ModulePerf,
+    PerfTracker,
+    StepTimer,
+    StepTimes,
+)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from tests.services.security.jobs import RunningJob
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
 from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader
-from trainer_client.metrics import RankExporter
+from trainer_client.observing.metrics import RankExporter
 
 
 def scrape(url: str) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from evenkeel.credentials import Credentials
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.metrics import RankExporter
+from trainer_client.observing.metrics import RankExporter
 
 BATCH_SIZE = 64
 STEP_SECONDS = 0.05

@@ -40,10 +40,10 @@ def _run_all(_: int, folder: str, address: str) -> list[str]:
     from torchrec import JaggedTensor, KeyedJaggedTensor
 
     from trainer_client import BalancedLoader, BalanceOptions, Balancer
-    from trainer_client.batches import BatchSpec, MaxLength
-    from trainer_client.costs import TokenCost
-    from trainer_client.measurement import StepTimer
-    from trainer_client.pipelines import balanced_batches, make_pipeline
+    from trainer_client.balancing.batches import BatchSpec, MaxLength
+    from trainer_client.balancing.costs import TokenCost
+    from trainer_client.balancing.pipelines import balanced_batches, make_pipeline
+    from trainer_client.observing.measurement import StepTimer
 
     os.chdir(folder)
     Path("ml-20m").mkdir()
@@ -76,7 +76,7 @@ def _run_all(_: int, folder: str, address: str) -> list[str]:
 
 
 def _run_on_a_mesh(rank: int, address: str) -> list[int]:
-    from trainer_client.costs import TokenCost
+    from trainer_client.balancing.costs import TokenCost
 
     trained: list[int] = []
 

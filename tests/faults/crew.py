@@ -20,7 +20,7 @@ from evenkeel import partitioning
 from tests import zygote
 from tests.faults.steps import Steps, take_steps
 from tests.trainer_client.ranks import _rank
-from trainer_client import redistribution
+from trainer_client.balancing import redistribution
 
 START_SECONDS = 110.0
 SECONDS = 60.0  # of patience with a rank

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from trainer_client.batches import BatchSpec, FlatBatch, flatten
+from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 
 DTYPES = [
     torch.bool,

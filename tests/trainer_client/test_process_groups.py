@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer
-from trainer_client.embeddings.communicators import exchange_group
-from trainer_client.fitting import CostFitter, SequenceTerms
+from trainer_client.embedding.tables.communicators import exchange_group
+from trainer_client.observing.fitting import CostFitter, SequenceTerms
 
 
 def trained(rank: int, group: dist.ProcessGroup) -> list[int]:

@@ -6,13 +6,13 @@ import logging
 from dataclasses import replace
 
 from trainer_client.balancing.agreement import Mode, Reason, decide
+from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.casting import batch_votes
 from trainer_client.balancing.embedded import stay_home
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.reporting import report_round
 from trainer_client.balancing.tickets import Outcome, Ticket
 from trainer_client.balancing.votes import Vote
-from trainer_client.batches import FlatBatch
 
 logger = logging.getLogger(__name__)
 

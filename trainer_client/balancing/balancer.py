@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenkeel.addresses import check_address
+from trainer_client.balancing.batches import BatchSpec, flatten
 from trainer_client.balancing.membership import Ranks, read_membership
 from trainer_client.balancing.opening import NoDataError, StreamConfig
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.stream import BatchStream
 from trainer_client.balancing.tickets import Cost, Ticket, nothing_to_do
-from trainer_client.batches import BatchSpec, flatten
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
     from evenkeel.credentials import Credentials

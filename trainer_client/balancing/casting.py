@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer_client.balancing.batches import FlatBatch, Schema
 from trainer_client.balancing.embedded import RoundData, sent_in
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.tickets import Ticket
 from trainer_client.balancing.votes import BatchVote, Held, Vote, transfer_checksum
-from trainer_client.batches import FlatBatch, Schema
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
-    from trainer_client.service import Connection, ServiceDecision
+    from trainer_client.balancing.service import Connection, ServiceDecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

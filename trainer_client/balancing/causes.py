@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from trainer_client.balancing.groups import Groups
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
-    from trainer_client.service import Connection
-    from trainer_client.service.causes import Cause
+    from trainer_client.balancing.service import Connection
+    from trainer_client.balancing.service.causes import Cause
 
 logger = logging.getLogger(__name__)
 

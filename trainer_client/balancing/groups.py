@@ -16,13 +16,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.slices import Slice
+from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.communicators import Communicators, leave, take
 from trainer_client.balancing.membership import Membership, Ranks, read_membership
 from trainer_client.balancing.peers import PeerGroup
+from trainer_client.balancing.redistribution import Method, Pending, start
+from trainer_client.balancing.redistribution.select import all_gather
 from trainer_client.balancing.votes import Vote
-from trainer_client.batches import FlatBatch
-from trainer_client.redistribution import Method, Pending, start
-from trainer_client.redistribution.select import all_gather
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, FlatBatch, is_on_device
 from trainer_client.balancing.options import MAX_WINDOW
 from trainer_client.balancing.tickets import Cost
-from trainer_client.batches import Arriving, BatchError, BatchSpec, FlatBatch, is_on_device
 
 _AHEAD = 1  # batches that are read before they are needed, so that a training step lies between copy and use
 
@@ -126,5 +126,5 @@ class _Reader:
         except Exception as error:
             raise BatchError(
                 f"the cost cannot be computed from a batch on a device: {known.error}; compute it with torch on the "
-                "device, or with the costs of trainer_client.costs"
+                "device, or with the costs of trainer_client.balancing.costs"
             ) from error

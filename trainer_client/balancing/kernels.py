@@ -9,7 +9,7 @@ import torch
 
 from evenkeel import partitioning
 from evenkeel.partitioning.preparing import PATIENCE, Preparation
-from trainer_client import redistribution
+from trainer_client.balancing import redistribution
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 
 logger = logging.getLogger(__name__)

@@ -12,14 +12,14 @@ import torch
 
 from trainer_client.balancing.agreement import Verdict
 from trainer_client.balancing.balancer import Balancer
+from trainer_client.balancing.batches import BatchSpec, FlatBatch
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.passes import Pass
+from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, RoundReport
 from trainer_client.balancing.stream import BatchStream
 from trainer_client.balancing.tickets import Cost, Ticket
-from trainer_client.batches import BatchSpec, FlatBatch
-from trainer_client.redistribution import Pending
 
 B = TypeVar("B")
 _NO_MORE: Any = object()

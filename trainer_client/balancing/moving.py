@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.groups import Groups
+from trainer_client.balancing.redistribution import Method, Pending
+from trainer_client.balancing.redistribution.regroup import pick
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.tickets import Outcome, Ticket
-from trainer_client.batches import FlatBatch
-from trainer_client.redistribution import Method, Pending
-from trainer_client.redistribution.regroup import pick
-from trainer_client.tracing import RoundTrace
+from trainer_client.balancing.tracing import RoundTrace
 
 
 class Mover:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trainer_client.balancing.groups import Groups, node_name
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.service.frames import connect, listen
-from trainer_client.service.node import NodeSeat
+from trainer_client.balancing.service.frames import connect, listen
+from trainer_client.balancing.service.node import NodeSeat
 
 AUTO_RANKS = 32
 """From which world size on `node_leader="auto"` means yes: below it a balancer decides in milliseconds either way."""

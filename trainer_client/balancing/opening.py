@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from evenkeel import __version__
 from trainer_client.balancing.agreement import ProgramOrderError
+from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.causes import require_service
 from trainer_client.balancing.groups import Groups, node_name
 from trainer_client.balancing.identity import SessionName, name_session
@@ -19,11 +20,10 @@ from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.membership import Ranks
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.schemas import raise_mismatch
-from trainer_client.batches import FlatBatch
-from trainer_client.tracing import StreamTracer, tracer_of
+from trainer_client.balancing.tracing import StreamTracer, tracer_of
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
-    from trainer_client.service import Connection, Credentials
+    from trainer_client.balancing.service import Connection, Credentials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ def connect(
     """
     try:
         from trainer_client.balancing.nodes import take_seat
-        from trainer_client.service import Connection, join_request
+        from trainer_client.balancing.service import Connection, join_request
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{error}; a balancer service needs grpcio: pip install 'evenkeel[trainer]'"

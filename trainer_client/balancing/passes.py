@@ -17,10 +17,10 @@ from contextlib import contextmanager
 import torch
 
 from trainer_client.balancing.agreement import ProgramOrderError
+from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.moving import Mover
+from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.tickets import Ticket
-from trainer_client.batches import FlatBatch
-from trainer_client.redistribution import Pending
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.batches import FlatBatch
+from trainer_client.balancing.batches import FlatBatch
 from trainer_client.process_groups import make_group
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from trainer_client.balancing.agreement import SchemaMismatchError
-from trainer_client.batches import FlatBatch
-from trainer_client.batches.schema import remedy
+from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.batches.schema import remedy
 
 NAMES = "give loaders of different batches different names (BalancedLoader(name=…))"
 

@@ -13,6 +13,7 @@ import torch
 
 from trainer_client.balancing.agreement import Reason, Verdict, out_of_turn
 from trainer_client.balancing.alone import decide_alone
+from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.casting import Leaving, send
 from trainer_client.balancing.dropped import Key, await_predecessors, drop, note_closed, note_open
@@ -23,17 +24,16 @@ from trainer_client.balancing.opening import NoDataError, StreamConfig, meet
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.passes import Pass, used_after
 from trainer_client.balancing.peers import Twin
+from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.schemas import check_fields
 from trainer_client.balancing.telling import tell_end, tell_unreadable
 from trainer_client.balancing.tickets import Cost, Outcome, Ticket, read_nothing, read_round
+from trainer_client.balancing.tracing import RoundTrace, StreamTracer
 from trainer_client.balancing.worker import RoundWorker
-from trainer_client.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.redistribution import Pending
-from trainer_client.tracing import RoundTrace, StreamTracer
 
 if TYPE_CHECKING:
-    from trainer_client.service import Connection
+    from trainer_client.balancing.service import Connection
 
 logger = logging.getLogger(__name__)
 

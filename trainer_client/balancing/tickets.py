@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.ranges import share_of_total
 from evenkeel.partitioning.windows import WindowSlice
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
+from trainer_client.balancing.batches import FlatBatch, Schema
 from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.report import RoundReport
-from trainer_client.batches import FlatBatch, Schema
-from trainer_client.tracing import RoundTrace
+from trainer_client.balancing.tracing import RoundTrace
 
 Cost = Callable[[Any], Any]
 """From a batch to one number for each sample."""

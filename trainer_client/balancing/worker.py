@@ -27,6 +27,7 @@ from trainer_client.balancing.agreement import (
     spread,
     teacher,
 )
+from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.casting import Leaving, send_nothing, vote_on, vote_to_leave
 from trainer_client.balancing.causes import Causes
@@ -42,10 +43,9 @@ from trainer_client.balancing.telling import tell_breaker, tell_dropped
 from trainer_client.balancing.tickets import Outcome, Ticket
 from trainer_client.balancing.turns import Turns
 from trainer_client.balancing.votes import Vote
-from trainer_client.batches import FlatBatch
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
-    from trainer_client.service import Connection
+    from trainer_client.balancing.service import Connection
 
 logger = logging.getLogger(__name__)
 

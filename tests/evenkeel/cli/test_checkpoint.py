@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from evenkeel.cli.checkpoint import app
-from tests.trainer_client.checkpoint.dumps import KEYS, check_rows, opened, write_dump
-from trainer_client.routing import hash_roundrobin, roundrobin
+from tests.trainer_client.embedding.checkpoint.dumps import KEYS, check_rows, opened, write_dump
+from trainer_client.embedding.routing import hash_roundrobin, roundrobin
 
 RUNNER = CliRunner()
 

@@ -87,7 +87,7 @@ def test_cached_kernels_are_stamped_with_all_sources() -> None:
 
 
 def test_kernels_of_another_folder_are_stamped_with_its_sources_too(tmp_path: Path) -> None:
-    from trainer_client.redistribution import moves
+    from trainer_client.balancing.redistribution import moves
 
     stamps = {value._cache._cache_file._source_stamp for value in vars(moves).values() if isinstance(value, Dispatcher)}
     assert stamps == {digest_of_kernels(Path(moves.__file__).parent)}

@@ -24,7 +24,7 @@ from tests.services.security.authorities import channel as new_channel
 from tests.services.security.jobs import RunningJob, join
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
 from tests.trainer_client.ranks import run_ranks
-from trainer_client.service import Connection
+from trainer_client.balancing.service import Connection
 
 SECONDS = 30.0
 BALANCED = enum_value("Decision.Outcome", "OUTCOME_BALANCED")

@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from examples.datasets import Keys, SequenceBatch, SyntheticSequences, ZipfLengths
 from examples.hstu import model
 from examples.hstu.attention import attend, choose_kernel
 from examples.hstu.model import ModelOptions, Ranker, loss_of
 from examples.hstu.sequences import arrange
-from trainer_client.datasets import Keys, SequenceBatch, SyntheticSequences, ZipfLengths
 
 OPTIONS = ModelOptions(
     num_layers=2, width=32, num_heads=2, head_dim=16, embedding_dim=16, num_items=100, max_tokens=64

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.datasets import Keys, SyntheticSequences, ZipfLengths
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Trainer
 from tests.trainer_client.ranks import run_ranks
 from trainer_client.balancing import BalanceOptions, Balancer
-from trainer_client.datasets import Keys, SyntheticSequences, ZipfLengths
 
 OPTIONS = ModelOptions(
     num_layers=1, width=16, num_heads=2, head_dim=8, embedding_dim=8, num_items=50, max_tokens=48

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.gpus import own_gpu
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.costs import TokenCost
+from trainer_client.balancing.costs import TokenCost
 
 Batch = dict[str, torch.Tensor]
 

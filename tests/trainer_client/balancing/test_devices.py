@@ -14,11 +14,11 @@ from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import incoming
+from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device
+from trainer_client.balancing.costs import TokenCost
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.membership import Membership
-from trainer_client.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device
-from trainer_client.costs import TokenCost
 
 
 def some_batch() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import SchemaMismatchError
 from trainer_client.balancing.membership import read_membership
 from trainer_client.balancing.peers import PeersDifferError
-from trainer_client.service import uplink
+from trainer_client.balancing.service import uplink
 
 PATIENT = timedelta(seconds=20)
 STEPS = 24

@@ -80,7 +80,7 @@ def test_batches_of_one_window_must_have_rows_of_one_shape() -> None:
 
 
 def other_fields_under_one_name(rank: int, address: str) -> None:
-    from trainer_client.batches import BatchSpec
+    from trainer_client.balancing.batches import BatchSpec
 
     with balancer_of(address, "names") as balancer:
         for _ in BalancedLoader([padded(rank, 0, 4)], balancer, cost=lambda batch: batch["id"]):

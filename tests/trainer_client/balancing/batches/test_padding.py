@@ -1,0 +1,162 @@
+"""Padded tensors travel without their padding; values that follow from the samples are computed again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer_client.random_batches import DTYPES, as_bytes, random_tensor
+from trainer_client.balancing.batches import BatchError, BatchSpec, MaxLength, Padded, flatten
+from trainer_client.balancing.redistribution import gather_samples, select_samples
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.sampled_from([(), (3,), (2, 2), (0,)]),
+    widths=st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    side=st.sampled_from(["right", "left"]),
+    counted=st.booleans(),
+    multiple=st.integers(1, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_samples_are_padded_to_their_own_longest(
+    dtype: torch.dtype, shape: tuple[int, ...], widths: list[int], side: Any, counted: bool, multiple: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    padded = Padded(lengths="n" if counted else None, value=1, side=side, multiple=multiple)
+    spec = BatchSpec(padded={"v": padded}, derived={"longest": MaxLength("n" if counted else "v")})
+    samples, flats = [], []
+    for width in widths:
+        lengths = rng.integers(0, width + 1, rng.integers(0, 4)) if counted else np.full(rng.integers(0, 4), width)
+        tensor = random_tensor(rng, len(lengths) * width, shape, dtype).reshape(len(lengths), width, *shape)
+        own = [
+            row[width - length :] if side == "left" else row[:length]
+            for row, length in zip(tensor, lengths.tolist(), strict=True)
+        ]
+        samples.append(own)
+        for _ in range(2):  # the second time it is recalled
+            flat = flatten({"n": torch.from_numpy(lengths), "v": tensor, "longest": 77}, spec)
+        flats.append(flat)
+    picks = [(batch, sample) for batch, own in enumerate(samples) for sample in range(len(own)) if rng.random() < 0.6]
+    found = gather_samples(flats, picks).unflatten()
+    chosen = [samples[batch][sample] for batch, sample in picks]
+    longest = max((len(one) for one in chosen), default=0)
+    width = -(-longest // multiple) * multiple
+    expected = torch.ones((len(chosen), width, *shape)).to(dtype)
+    for row, one in zip(expected, chosen, strict=True):
+        if len(one):
+            raw = row[width - len(one) :] if side == "left" else row[: len(one)]
+            raw.view(torch.uint8).copy_(
+                one.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            ) if one.dim() else raw.copy_(one)
+    assert found["v"].shape == expected.shape
+    assert as_bytes(found["v"]) == as_bytes(expected)
+    assert found["longest"] == longest
+
+
+def test_padding_does_not_travel() -> None:
+    batch = {"tokens": torch.tensor([[1, 2, 3], [4, 0, 0]]), "n": torch.tensor([3, 1])}
+    spec = BatchSpec(padded={"tokens": "n"})
+    flat = flatten(batch, spec)
+    assert flat.sizes.tolist() == [3 * 8 + 8 + 4, 8 + 8 + 4]
+    assert select_samples(flat, np.array([1])).unflatten()["tokens"].tolist() == [[4]]
+    assert select_samples(flat, np.array([], dtype=int)).unflatten()["tokens"].shape == (0, 0)
+
+
+def test_widths_do_not_belong_to_the_schema() -> None:
+    spec = BatchSpec(padded={"t": Padded(value=-1)})
+    one, other = (flatten({"t": torch.full((2, width), width)}, spec) for width in (2, 3))
+    assert one.schema.hash == other.schema.hash
+    found = gather_samples([one, other], [(0, 0), (1, 0)]).unflatten()["t"]
+    assert found.tolist() == [[2, 2, -1], [3, 3, 3]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "padded", "message"),
+    [
+        ({"t": torch.zeros(2)}, {"t": Padded()}, r"'t' is in padded, but has the shape \(2,\); give \(samples, width"),
+        ({"t": torch.zeros(2, 1)}, {"t": "n"}, "padded of 't' names 'n', which is neither a jagged field nor an int32"),
+        (
+            {"t": torch.zeros(2, 1), "n": torch.tensor([1, 5])},
+            {"t": "n"},
+            "'t' is 1 wide, but sample 1 has length 5 by 'n'",
+        ),
+        (
+            {"t": torch.zeros(2, 1).byte()},
+            {"t": Padded(value=-5)},
+            r"padded\['t'\] has the value -5, which torch.uint8",
+        ),
+        ({"t": torch.zeros(2, 1), "n": torch.ones(3).long()}, {"t": "n"}, "batch sizes disagree: 't' holds 2 samples"),
+        ({"t": np.zeros((2, 1))}, {"t": Padded()}, "'t' is in padded, which is for tensors"),
+        ({"t": ["a"]}, {"t": Padded()}, "padded names 't', which is no dense tensor"),
+    ],
+)
+def test_wrong_padding_is_refused(batch: dict[str, Any], padded: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        flatten(batch, BatchSpec(padded=padded))
+
+
+def test_wrong_declarations_are_refused_when_they_are_made() -> None:
+    for make, message in [
+        (lambda: Padded(side="top"), "side is 'top'"),  # type: ignore[arg-type]
+        (lambda: Padded(multiple=0), "multiple is 0"),
+        (lambda: BatchSpec(padded=["t"]), "padded is"),  # type: ignore[arg-type]
+        (lambda: BatchSpec(padded={"t": 3}), r"padded\['t'\] is 3"),  # type: ignore[dict-item]
+        (lambda: BatchSpec(derived={"t": 3}), r"derived\['t'\] is 3"),  # type: ignore[dict-item]
+        (lambda: BatchSpec(derived=["t"]), "derived is"),  # type: ignore[arg-type]
+        (lambda: BatchSpec(objects="t"), "objects is the string"),
+    ]:
+        with pytest.raises(BatchError, match=message):
+            make()
+
+
+class Pair(NamedTuple):
+    longest: Any
+    rest: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+    total: int
+    pair: Pair
+
+
+def test_derived_values_land_in_every_container() -> None:
+    batch = {
+        "f": Frozen(torch.tensor([1, 5, 3]), 9, Pair(5, [torch.tensor([1, 2, 3]), 6, (3,)])),
+        "n": torch.tensor([3, 1, 2]),
+    }
+    seen: list[Any] = []
+
+    def total(moved: dict[str, Any]) -> int:
+        seen.append((moved["f"].total, moved["f"].pair.longest, moved["f"].pair.rest[1]))
+        return int(moved["f"].x.sum())
+
+    spec = BatchSpec(
+        derived={
+            "f.total": total,
+            "f.pair.longest": lambda moved: moved["f"].x.max(),
+            "f.pair.rest.1": lambda moved: len(moved["n"]),
+            "f.pair.rest.2.0": MaxLength("n"),
+        }
+    )
+    for _ in range(2):
+        found = select_samples(flatten(batch, spec), np.array([1, 2])).unflatten()
+        assert found["f"].total == 8
+        assert found["f"].pair.longest.item() == 5
+        assert found["f"].pair.rest[0].tolist() == [2, 3]
+        assert found["f"].pair.rest[1:] == [2, (2,)]
+    assert seen == [(None, None, None)] * 2, "a function sees no values of another batch"
+
+
+def test_the_longest_of_what_has_no_lengths_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"derived\['m'\] is the longest 'q', which is neither a jagged field"):
+        flatten({"x": torch.zeros(2), "m": 3}, BatchSpec(derived={"m": MaxLength("q")}))

@@ -1,0 +1,148 @@
+"""TorchRec's pipelines over sharded tables, on real Gloo ranks, against one process with the whole batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trainer_client.balancing.pipelines.sharded import STEPS, data, features, in_one_process, make_model
+from tests.trainer_client.ranks import run_ranks
+from trainer_client.balancing import BalancedLoader, Balancer
+from trainer_client.balancing.costs import TokenCost
+from trainer_client.balancing.pipelines import (
+    BalancedBatch,
+    balanced_batches,
+    make_pipeline,
+    pipeline_names,
+    register_pipeline,
+)
+from trainer_client.observing.measurement import StepTimer
+
+WORLD = 2
+# TorchRec's classes, made as its users make them; its other pipelines raise on CPUs, without Evenkeel as well
+CLASSES = ("TrainPipelineSparseDistLite", "EvalPipelineSparseDist", "TrainEvalHybridPipelineBase")
+NAMES = ("base", "sparse_dist")  # of `make_pipeline`
+
+
+def _train_all(rank: int) -> dict[str, Any]:
+    return {name: _train(rank, name) for name in (*CLASSES, *NAMES)}
+
+
+def _train(rank: int, name: str) -> dict[str, Any]:
+    from torchrec.distributed.train_pipeline import experimental_pipelines, train_pipelines
+
+    device = torch.device("cpu")
+    model, bare, optimizer = make_model(device)
+    model.train(not name.startswith("Eval"))
+    balancer = Balancer.embedded()
+    loader = BalancedLoader(
+        [features(batch) for batch in data(rank)], balancer, cost=TokenCost(tokens="features.history")
+    )
+    if name in CLASSES:
+        module = train_pipelines if hasattr(train_pipelines, name) else experimental_pipelines
+        pipeline = getattr(module, name)(model, optimizer, device)
+    else:
+        pipeline = make_pipeline(name, model, optimizer, device)
+    iterator = balanced_batches(loader)
+    timer = StepTimer(device)
+    timer.watch(bare.head.parameters())
+    model.register_forward_pre_hook(lambda *_: timer.batch_ready())
+    optimizer.register_step_pre_hook(lambda *_: timer.gradients_ready())
+    losses: list[tuple[float, float]] = []
+    while True:
+        try:
+            total, scale = pipeline.progress(iterator)
+        except StopIteration:
+            break
+        timer.end_step()
+        losses.append((float(total), scale))
+    balancer.close()
+    return {"losses": losses, "times": timer.finished(), "dense": bare.head.dense.weight.detach().clone()}
+
+
+def test_pipelines_train_as_one_process_would() -> None:
+    ranks = run_ranks(WORLD, _train_all)
+    for name in (*CLASSES, *NAMES):
+        losses, dense = in_one_process(WORLD, train=not name.startswith("Eval"))
+        results = [rank[name] for rank in ranks]
+        assert [len(result["losses"]) for result in results] == [STEPS, STEPS], name
+        together = [sum(result["losses"][step][0] for result in results) for step in range(STEPS)]
+        assert together == pytest.approx(losses, rel=1e-4), name
+        for result in results:
+            if name in NAMES:
+                assert [times.step for times in result["times"]] == list(range(STEPS)), name
+                assert all(min(t.data, t.compute, t.communication, t.optimizer) > 0 for t in result["times"]), name
+            assert torch.allclose(result["dense"], dense, atol=1e-5), name
+        # The last global batch is smaller: its scale must have travelled with it.
+        assert results[0]["losses"][-1][1] == pytest.approx(WORLD / 6), name
+        assert results[0]["losses"][0][1] == pytest.approx(WORLD / 12), name
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A dataclass without `to`."""
+
+    pair: Pair
+
+
+def test_a_batch_moves_with_all_it_holds() -> None:
+    batch: Any = {
+        "x": torch.arange(3),
+        "y": [torch.ones(3)],
+        "plain": Plain(Pair(torch.ones(3), torch.ones(3))),
+        "default": defaultdict(list, x=torch.ones(3)),
+    }
+    loader = BalancedLoader([batch], Balancer.off(), cost=lambda _: torch.ones(3))
+    (only,) = balanced_batches(loader)
+    assert isinstance(only, BalancedBatch)
+    assert only.mean_loss_scale == pytest.approx(1.0)
+    moved = only.to("meta")
+    assert moved.batch["x"].is_meta
+    assert moved.batch["y"][0].is_meta
+    assert moved.batch["plain"].pair.second.is_meta
+    assert moved.batch["default"]["x"].is_meta
+    assert moved.batch["default"]["new"] == []
+    assert only.batch["x"].device.type == only.batch["plain"].pair.first.device.type == "cpu"
+    assert moved.loss_scale == only.loss_scale
+
+
+class DenseOnly:
+    """A batch whose own `to` takes more."""
+
+    def __init__(self, x: torch.Tensor, kept: torch.Tensor) -> None:
+        self.x, self.kept = x, kept
+
+    def to(self, device: Any, non_blocking: bool = False, dense_only: bool = False) -> DenseOnly:
+        return DenseOnly(self.x.to(device), self.kept if dense_only else self.kept.to(device))
+
+
+def test_what_pipelines_ask_of_a_batch_s_own_class_reaches_it() -> None:
+    loader = BalancedLoader([DenseOnly(torch.ones(3), torch.ones(3))], Balancer.off(), cost=lambda _: torch.ones(3))
+    (only,) = balanced_batches(loader)
+    moved = only.to("meta", non_blocking=True, data_copy_stream=None, dense_only=True)
+    assert moved.batch.x.is_meta
+    assert moved.batch.kept.device.type == "cpu"
+
+
+def test_pipelines_are_found_by_name() -> None:
+    assert {"base", "sparse_dist", "prefetch"} <= set(pipeline_names())
+    made: list[Any] = []
+    register_pipeline("mine", lambda *args, **options: made.append((args, options)) or "pipeline")
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert make_pipeline("mine", model, optimizer, torch.device("cpu"), depth=3) == "pipeline"
+    assert made[0][1] == {"depth": 3}
+    with pytest.raises(ValueError, match="'sparse_dist' is there already"):
+        register_pipeline("sparse_dist", lambda: None)
+    with pytest.raises(ValueError, match="no pipeline named 'unknown'; choose one of base,"):
+        make_pipeline("unknown", model, optimizer, torch.device("cpu"))

@@ -1,0 +1,130 @@
+"""Real Gloo ranks that live through many tests."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from evenkeel.partitioning.slices import Slice
+from tests import zygote
+from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.redistribution import redistribute, start
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def group_of(size: int) -> dist.ProcessGroup | None:
+    """In a rank: the group of the first `size` ranks."""
+    return _groups[size]
+
+
+_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=10),
+    )
+    for size in range(1, world_size + 1):
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            _groups[size] = group
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            break
+        try:
+            function, args = pickle.loads(request)
+            answer = ("result", function(*args))
+        except Exception as error:
+            answer = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        pipe.send_bytes(pickle.dumps(answer))
+    dist.destroy_process_group()
+
+
+def move(flat: FlatBatch, piece: Slice, world_size: int, method: Any) -> FlatBatch:
+    """In a rank: one redistribution."""
+    return redistribute(flat, piece, group=group_of(world_size), method=method)
+
+
+def move_in_pieces(flat: FlatBatch, piece: Slice, world_size: int, most: int) -> FlatBatch:
+    """In a rank: one redistribution as a device does it with large batches.
+
+    Ranges are cut into pieces of at most `most` bytes, and what stays is copied beside the All2All.
+    """
+    module = importlib.import_module("trainer_client.balancing.redistribution.exchange")
+    with mock.patch.multiple(module, piece_bytes=lambda _: most, OVERLAP_BYTES=0):
+        return redistribute(flat, piece, group=group_of(world_size))
+
+
+def move_overlapping(flat: FlatBatch, pieces: list[Slice], world_size: int) -> list[FlatBatch]:
+    """In a rank: several redistributions started before the first is waited for."""
+    pending = [start(flat, piece, group=group_of(world_size)) for piece in pieces]
+    return [one.wait() for one in pending]
+
+
+def compiled_by(flat: FlatBatch, piece: Slice, world_size: int) -> dict[str, tuple[int, int]]:
+    """In a rank: machine code versions of each kernel after warm-up, and after a redistribution by read-only slices."""
+    from trainer_client.balancing.redistribution import copies, copy_cpu, moves, warm_up
+
+    kernels = [copies._describe_samples, copy_cpu._copy, moves._measure, moves._describe]
+    warm_up()
+    before = [len(each.signatures) for each in kernels]
+    for name in Slice.__slots__[1:]:
+        getattr(piece, name).flags.writeable = False
+    redistribute(flat, piece, group=group_of(world_size))
+    redistribute(flat, piece, group=group_of(world_size), method="all_gather")
+    return {each.__name__: (count, len(each.signatures)) for each, count in zip(kernels, before, strict=True)}
+
+
+class GlooRanks:
+    """Processes that run what they are sent."""
+
+    def __init__(self, world_size: int) -> None:
+        port = free_port()
+        self._pipes, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = zygote.context.Pipe()
+            self._processes.append(zygote.process(_serve, rank, world_size, port, theirs))
+            theirs.close()
+            self._pipes.append(ours)
+
+    def call(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Runs `function` on the first ranks, one tuple of arguments each; what any raised is raised here."""
+        for pipe, args in zip(self._pipes, arguments, strict=False):
+            pipe.send_bytes(pickle.dumps((function, args)))
+        answers = []
+        for pipe in self._pipes[: len(arguments)]:
+            assert pipe.poll(60), "a rank does not answer"
+            answers.append(pickle.loads(pipe.recv_bytes()))
+        failures = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(answers) if kind == "error"]
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.terminate()

@@ -1,0 +1,134 @@
+"""Batches of all kinds through a loader on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer_client.ranks import run_ranks
+from trainer_client import BalancedLoader, Balancer, BatchSpec, MaxLength, Padded
+from trainer_client.balancing import SchemaMismatchError
+from trainer_client.balancing.batches import BatchError
+
+WORLD, STEPS = 2, 4
+LENGTHS = {0: [1, 9, 8, 7], 1: [1, 1, 2]}  # rank 0 has what is heavy
+
+
+def _padded_batches(rank: int) -> list[dict[str, Any]]:
+    batches = []
+    for step in range(STEPS - rank):  # rank 1 ends a step earlier
+        lengths = torch.tensor(LENGTHS[rank]) + step
+        ids = 1 + 1000 * step + 100 * rank + torch.arange(len(lengths))
+        tokens = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.int64)
+        for row, (sample, length) in enumerate(zip(ids.tolist(), lengths.tolist(), strict=True)):
+            tokens[row, :length] = sample
+        names = [f"sample {sample}" for sample in ids.tolist()]
+        batches.append(
+            {
+                "id": ids,
+                "n": lengths,
+                "tokens": tokens,
+                "mask": tokens > 0,
+                "name": names,
+                "max_len": int(lengths.max()),
+            }
+        )
+    return batches
+
+
+def _train(rank: int) -> list[dict[str, Any]]:
+    spec = BatchSpec(padded={"tokens": Padded(lengths="n", value=-1), "mask": "n"}, derived={"max_len": MaxLength("n")})
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader(_padded_batches(rank), balancer, cost=lambda batch: batch["n"], spec=spec)
+        return list(loader)
+
+
+def test_padded_tensors_names_and_longest_lengths_are_those_of_the_batch_that_is_trained() -> None:
+    ranks = run_ranks(WORLD, _train)
+    for step in range(STEPS):
+        batches = [rank[step] for rank in ranks]
+        expected = sorted(
+            sample
+            for rank in range(WORLD)
+            for batch in _padded_batches(rank)[step : step + 1]
+            for sample in batch["name"]
+        )
+        assert sorted(name for batch in batches for name in batch["name"]) == expected
+        if step < STEPS - 1:
+            assert any(batch["id"].div(100).long().remainder(10).unique().numel() > 1 for batch in batches), "moved"
+        for batch in batches:
+            longest = max(batch["n"].tolist(), default=0)
+            assert batch["max_len"] == batch["tokens"].shape[1] == batch["mask"].shape[1] == longest
+            for row, (sample, length, name) in enumerate(
+                zip(batch["id"].tolist(), batch["n"].tolist(), batch["name"], strict=True)
+            ):
+                assert name == f"sample {sample}"
+                assert batch["tokens"][row].tolist() == [sample] * length + [-1] * (longest - length)
+                assert batch["mask"][row].tolist() == [True] * length + [False] * (longest - length)
+
+
+def _train_without_data(rank: int) -> list[tuple[int, list[int]]]:
+    spec = BatchSpec(derived={"total": lambda batch: int(batch["x"].sum())})  # cannot be pickled
+    batches = [] if rank else [{"x": torch.tensor([1, 2, 3, 4]), "total": 10}]
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader(batches, balancer, cost=lambda batch: batch["x"], spec=spec)
+        return [(batch["total"], batch["x"].tolist()) for batch in loader]
+
+
+def test_a_rank_that_never_had_a_batch_computes_what_follows_from_its_samples() -> None:
+    ranks = run_ranks(WORLD, _train_without_data)
+    assert sorted(sample for rank in ranks for _, own in rank for sample in own) == [1, 2, 3, 4]
+    assert ranks[1][0][1], "samples have moved"
+    assert all(total == sum(own) for rank in ranks for total, own in rank)
+
+
+def _train_undeclared(rank: int) -> None:
+    with Balancer.embedded() as balancer:
+        batches = [{"id": batch["id"], "tokens": batch["tokens"]} for batch in _padded_batches(rank)]
+        list(BalancedLoader(batches, balancer, cost=lambda batch: batch["id"]))
+
+
+def test_undeclared_padding_is_refused_with_its_remedy() -> None:
+    for error in run_ranks(WORLD, _train_undeclared, check=False):
+        assert isinstance(error, SchemaMismatchError)
+        assert "if 'tokens' is padded to the longest sample of its batch, declare it in BatchSpec.padded" in str(error)
+        with pytest.raises(SchemaMismatchError, match=r"rank 0 has tokens: int64\[9\].*rank 1 has tokens: int64\[2\]"):
+            raise error
+
+
+def _reused(kind: str) -> Iterator[dict[str, Any]]:
+    """One buffer for all batches, written through torch or through NumPy."""
+    array = np.zeros(4, dtype=np.int64)
+    tensor = torch.from_numpy(array) if kind == "numpy" else torch.zeros(4, dtype=torch.int64)
+    for step in range(6):
+        if kind == "numpy":
+            array[:] = np.arange(4) + 10 * step
+        else:
+            tensor.copy_(torch.arange(4) + 10 * step)
+        yield {"x": tensor if kind == "torch" else array}
+
+
+def _train_reused(_: int, kind: str, copy: bool) -> list[list[int]]:
+    with Balancer.off() as balancer:
+        spec = BatchSpec(copy=copy)
+        loader = BalancedLoader(_reused(kind), balancer, cost=lambda batch: np.ones(len(batch["x"])), spec=spec)
+        return [batch["x"].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_memory_that_a_loader_uses_again_is_copied_or_refused(kind: str) -> None:
+    expected = [[10 * step + index for index in range(4)] for step in range(6)]
+    assert _train_reused(0, kind, True) == expected
+    with pytest.raises(BatchError, match=r"'x' of a batch was written to before its samples moved.*copy=True"):
+        _train_reused(0, kind, False)
+
+
+def test_batches_that_a_loader_gives_again_are_no_reuse() -> None:
+    batch = {"x": torch.arange(3), "same": torch.ones(3), "view": torch.arange(6.0).view(3, 2)[:, 1]}
+    with Balancer.off() as balancer:
+        loader = BalancedLoader([batch] * 5, balancer, cost=lambda batch: batch["x"])
+        assert [found["x"].tolist() for found in loader] == [[0, 1, 2]] * 5

@@ -1,0 +1,155 @@
+"""Costs, strategies and pipelines by name, those of an installed package among them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from trainer_client.balancing.configuration import load_configuration
+from trainer_client.balancing.costs import HSTUCost, SemanticIdCost, TokenCost
+
+CONFIGURATION = """
+cost: {name: hstu, num_layers: 8, width: 1024, num_heads: 4, head_dim: 256, history: history}
+balance: {strategy: lpt, counts: free, window: 4, timeout: 1.5}
+pipeline: sparse_dist
+"""
+
+
+def test_a_file_chooses_everything_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "balance.yaml"
+    path.write_text(CONFIGURATION)
+    found = load_configuration(path)
+    assert found.cost == HSTUCost(num_layers=8, width=1024, num_heads=4, head_dim=256, history="history")
+    assert (found.options.strategy, found.options.counts, found.options.window) == ("lpt", "free", 4)
+    assert found.options.timeout == timedelta(seconds=1.5)
+    assert found.pipeline == "sparse_dist"
+    toml = tmp_path / "balance.toml"
+    toml.write_text('[cost]\nname = "tokens"\ntokens = "history"\n')
+    assert load_configuration(toml).cost == TokenCost(tokens="history")
+    path.write_text("balance: {tolerance: 1e-3, group_timeout: 1e3}")  # text, says YAML
+    found = load_configuration(path)
+    assert (found.options.tolerance, found.options.group_timeout) == (1e-3, timedelta(seconds=1000))
+    toml.write_text('[cost]\nname = "semantic_ids"\nnum_layers = 2\nwidth = 8\nnum_heads = 2\nitems = "history"\n')
+    assert isinstance(load_configuration(toml).cost, SemanticIdCost)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cost: {name: best}", r"no cost named 'best'; choose one of .*hstu, semantic_ids, tokens, transformer"),
+        ("cost: {tokens: x}", "cost has no name"),
+        ("cost: {name: tokens, tokens: x, wide: 3}", "options of the cost 'tokens'.*wide"),
+        ("balance: {strategy: best}", "strategy is 'best'; choose one of .*karmarkar_karp, lpt, minimal_move"),
+        ("balance: {windows: 3}", "balance has no option 'windows'; use strategy, counts"),
+        ("balance: {window: 100}", "window is 100"),
+        ("balance: {window: '4'}", "window is '4'; use 1 to 64"),
+        ("balance: {timeout: 2s}", "timeout is '2s'; give seconds as a number"),
+        ("balance: {timeout: .nan}", "timeout is nan; give seconds as a number"),
+        ("balance: {memory_caps: 5}", "memory_caps is 5; give a list"),
+        ("balance: {window: 4", "while parsing a flow mapping"),
+        ("cost: {name: tokens, tokens: 3}", "tokens is 3; name"),
+        ("cost: {name: tokens, tokens: x, per_sample: 1.5}", "per_sample is 1.5"),
+        ("cost: {name: semantic_ids, num_layers: 1, width: 4, num_heads: 1, items: x, targets: -1}", "targets is -1"),
+        ("pipeline: fast", "no pipeline named 'fast'; choose one of base, .*prefetch, sparse_dist"),
+        ("costs: {}", "no section 'costs'; use cost, balance, pipeline"),
+        ("- cost", "the configuration is list"),
+    ],
+)
+def test_what_is_unknown_is_told_with_what_is_known(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "balance.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"balance.yaml: .*{message}"):
+        load_configuration(path)
+
+
+PACKAGE = """
+import numpy as np
+
+def square(*, field):
+    return lambda batch: np.asarray(batch[field]) ** 2
+
+def by_index(problem):
+    return np.arange(problem.terms.costs.size, dtype=np.int32) % problem.num_ranks
+
+def broken(problem):
+    return np.zeros(problem.terms.costs.size, dtype=np.int32)
+
+def wrong(problem):
+    return np.full(problem.terms.costs.size, problem.num_ranks)
+
+class Pipeline:
+    def __init__(self, model, optimizer, device, **options):
+        self.options = options
+"""
+ENTRY_POINTS = """
+[evenkeel.costs]
+square = little_package:square
+
+[evenkeel.strategies]
+by_index = little_package:by_index
+broken = little_package:broken
+wrong = little_package:wrong
+lpt = little_package:wrong
+
+[evenkeel.pipelines]
+mine = little_package:Pipeline
+"""
+PROGRAM = """
+import json, sys
+import numpy as np
+from evenkeel.partitioning import partition, strategies
+from trainer_client.balancing.configuration import read_configuration
+from trainer_client.balancing.costs import cost_names
+from trainer_client.balancing.pipelines import make_pipeline, pipeline_names
+found = read_configuration({"cost": {"name": "square", "field": "n"}, "balance": {"strategy": "by_index"},
+                            "pipeline": "mine"})
+costs, homes = np.arange(8), np.repeat(np.arange(2), 4)
+errors = []
+for strategy in ("broken", "wrong"):
+    try:
+        partition(costs, homes, 2, strategy=strategy)
+    except ValueError as error:
+        errors.append(str(error))
+print(json.dumps({
+    "names": [cost_names(), strategies(), pipeline_names()],
+    "costs": found.cost({"n": [1, 2, 3]}).tolist(),
+    "destinations": partition(costs, homes, 2, strategy=found.options.strategy).destinations.tolist(),
+    "ours": int(partition(costs, homes, 2, strategy="lpt").loads.max()),
+    "errors": errors,
+    "options": make_pipeline("mine", None, None, None, depth=2).options,
+}))
+"""
+
+
+def test_an_installed_package_adds_names(tmp_path: Path) -> None:
+    """The package lies in a folder of its own, as an installer leaves it, and is found by its metadata."""
+    (tmp_path / "little_package.py").write_text(PACKAGE)
+    metadata = tmp_path / "little_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: little-package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    (metadata / "RECORD").write_text("little_package.py,,\n")
+    root = Path(__file__).parents[3]
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True, text=True, timeout=280, check=False, cwd=root,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    costs, strategies, pipelines = found["names"]
+    assert "square" in costs
+    assert {"by_index", "lpt", "minimal_move"} <= set(strategies)
+    assert "mine" in pipelines
+    assert found["costs"] == [1, 4, 9]
+    assert found["destinations"] == [0, 1] * 4
+    assert found["ours"] == 14  # a package does not replace what is ours
+    assert "gave rank 0 8 samples; keep within" in found["errors"][0]
+    assert "returned ranks 2 to 2; there are 2" in found["errors"][1]
+    assert found["options"] == {"depth": 2}

@@ -1,0 +1,186 @@
+"""Saving by several processes over Gloo, and loading under other modes and numbers of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer_client.embedding.checkpoint.dumps import DIM, NUM_EMBEDDINGS, write_dump
+from tests.trainer_client.ranks import run_ranks
+from trainer_client.embedding.checkpoint import CheckpointError, RoutingMismatchError, load, open_checkpoint, save
+from trainer_client.embedding.checkpoint.live import load_table
+from trainer_client.embedding.routing import DIST_TYPES, RoutingLike, hash_roundrobin, owners, roundrobin
+from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
+from trainer_client.embedding.tables.collection import default_table
+
+
+def make_tables(users: RoutingLike, items: RoutingLike) -> list[RoutedTable]:
+    return [
+        RoutedTable(name="users", embedding_dim=4, features=("user",), num_embeddings=70, routing=users),
+        RoutedTable(name="items", embedding_dim=6, features=("item",), num_embeddings=500, routing=items),
+    ]
+
+
+def train(collection: RoutedEmbeddingCollection, optimizer: torch.optim.Optimizer, steps: int, rank: int = 0) -> float:
+    total = 0.0
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(31 * step + rank)
+        users = torch.randint(0, 70, (20,), generator=generator)
+        items = torch.randint(-40, 40, (30,), generator=generator) * 12
+        batch = KeyBatch(
+            features=["user", "item"],
+            values=torch.cat([users, items]),
+            lengths=torch.tensor([20, 30]),
+            batch_sizes=[1, 1],
+        )
+        optimizer.zero_grad()
+        loss = torch.stack([value.square().sum() for value in collection(batch).values()]).sum()
+        loss.backward()
+        optimizer.step()
+        total += float(loss.detach())
+    return total
+
+
+def snapshot(collection: RoutedEmbeddingCollection, optimizer: torch.optim.Optimizer) -> dict[Any, list[torch.Tensor]]:
+    rows = {}
+    for table in collection.configs:
+        owned = collection.tables[table.name]
+        state = optimizer.state[owned.weight]
+        for row, key in enumerate(owned.held_keys().tolist()):
+            arrays = owned.weight, state["exp_avg"], state["exp_avg_sq"], state["step"].expand(1)
+            rows[table.name, key] = [array.detach()[row if array.dim() > 1 else 0].clone() for array in arrays]
+    return rows
+
+
+def assert_same_rows(found: dict[Any, list[torch.Tensor]], expected: dict[Any, list[torch.Tensor]]) -> None:
+    assert found.keys() == expected.keys()
+    for key, arrays in expected.items():
+        for mine, other in zip(found[key], arrays, strict=True):
+            assert torch.equal(mine, other), key
+
+
+def save_from_ranks(rank: int, root: str) -> None:
+    collection = RoutedEmbeddingCollection(make_tables("continuous", "roundrobin"))
+    optimizer = torch.optim.Adam(collection.parameters())
+    train(collection, optimizer, 3, rank)
+    save(collection, Path(root) / "saved", optimizer=optimizer)
+    torch.save(snapshot(collection, optimizer), f"{root}/expected{rank}")
+    # Back into other modes on the same ranks, and out again.
+    other = RoutedEmbeddingCollection(make_tables(hash_roundrobin(3), "hash_roundrobin"))
+    adam = torch.optim.Adam(other.parameters())
+    assert load(other, Path(root) / "saved", optimizer=adam)["users"] == 70
+    save(other, Path(root) / "again", optimizer=adam)
+    with pytest.raises(CheckpointError, match="again exists"):
+        save(other, Path(root) / "again", optimizer=adam)
+
+
+def test_ranks_save_and_any_number_of_ranks_loads(tmp_path: Path) -> None:
+    run_ranks(3, save_from_ranks, str(tmp_path))
+    expected: dict[Any, list[torch.Tensor]] = {}
+    for rank in range(3):
+        expected |= torch.load(tmp_path / f"expected{rank}", weights_only=False)
+    for name in ("saved", "again"):
+        for num_ranks in (1, 2, 4):
+            for mode in DIST_TYPES:
+                found: dict[Any, list[torch.Tensor]] = {}
+                for rank in range(num_ranks):
+                    found |= load_as(tmp_path / name, mode, rank, num_ranks)
+                assert_same_rows(found, expected)
+
+
+def load_as(path: Path, mode: str, rank: int, num_ranks: int) -> dict[Any, list[torch.Tensor]]:
+    """One rank's rows after a load, checked to be its own; items have negative keys and stay a table of keys."""
+    collection = RoutedEmbeddingCollection(make_tables(mode, mode if mode != "continuous" else "roundrobin"))
+    for table in collection.configs:
+        collection.tables[table.name] = default_table(table, rank, num_ranks, torch.device("cpu"))
+    optimizer = torch.optim.Adam([owned.weight for owned in collection.tables.values()])
+    for table in collection.configs:
+        owned = collection.tables[table.name]
+        load_table(
+            open_checkpoint(path), table, owned, rank=rank, num_ranks=num_ranks, optimizer=optimizer
+        )  # fmt: skip
+        block = table.rows_per_rank(num_ranks)
+        owner = owners(owned.held_keys(), table.mode, num_ranks=num_ranks, block_size=block)
+        assert bool((owner == rank).all())
+    return snapshot(collection, optimizer)
+
+
+def test_training_resumes_bitwise_under_another_mode(tmp_path: Path) -> None:
+    first = RoutedEmbeddingCollection(make_tables("continuous", "roundrobin"))
+    adam = torch.optim.Adam(first.parameters())
+    train(first, adam, 3)
+    save(first, tmp_path / "saved", optimizer=adam)
+    second = RoutedEmbeddingCollection(make_tables("roundrobin", hash_roundrobin(9)))
+    resumed = torch.optim.Adam(second.parameters())
+    assert load(second, tmp_path / "saved", optimizer=resumed) == {
+        "users": 70,
+        "items": first.tables["items"].held_keys().numel(),
+    }
+    for table in ("users", "items"):
+        keys = first.tables[table].held_keys()
+        assert torch.equal(second.tables[table](keys), first.tables[table](keys))
+    assert train(first, adam, 2) == pytest.approx(train(second, resumed, 2), rel=1e-6)
+
+
+def test_without_conversion_another_routing_is_refused_with_both_named(tmp_path: Path) -> None:
+    save(RoutedEmbeddingCollection(make_tables("continuous", "roundrobin")), tmp_path / "saved")
+    other = RoutedEmbeddingCollection(make_tables("continuous", hash_roundrobin(2)))
+    with pytest.raises(
+        RoutingMismatchError, match=r"under roundrobin over 1 rank and .* under hash_roundrobin\(seed=2\) over 1 rank"
+    ):
+        load(other, tmp_path / "saved", convert=False)
+    load(RoutedEmbeddingCollection(make_tables("continuous", "roundrobin")), tmp_path / "saved", convert=False)
+
+
+def test_a_key_that_comes_twice_is_named_with_its_file(tmp_path: Path) -> None:
+    keys = np.arange(0, 2 * 70_000, 2)
+    for name, doubled, file in (
+        ("in one chunk", np.insert(keys, 7, 4), "rank_0"),
+        ("in two chunks", np.append(keys, 4), "rank_0"),
+        ("under another routing", np.append(keys, 8), "rank_[01]"),
+    ):
+        here = tmp_path / name
+        here.mkdir()
+        (here / "t_opt_args.json").write_text('{"dist_type": "hash_roundrobin"}')
+        ranks = 1 if file == "rank_0" else 2
+        owner = owners(torch.from_numpy(doubled), hash_roundrobin(), num_ranks=ranks).numpy()
+        for rank in range(ranks):
+            mine = doubled[owner == rank]
+            mine.tofile(here / f"t_emb_keys.rank_{rank}.world_size_{ranks}")
+            mine.astype(np.float32).tofile(here / f"t_emb_values.rank_{rank}.world_size_{ranks}")
+        table = RoutedTable(
+            name="t", embedding_dim=1, features=("f",), num_embeddings=100_000, routing=hash_roundrobin()
+        )
+        with pytest.raises(CheckpointError, match=rf"t_emb_keys\.{file}\.world_size_\d: key [48] of table t .* twice"):
+            load(RoutedEmbeddingCollection([table]), here)
+
+
+def load_what_one_rank_cannot(rank: int, root: str) -> None:
+    table = RoutedTable(name="items", embedding_dim=DIM, features=("item",), num_embeddings=NUM_EMBEDDINGS)
+    with pytest.raises(CheckpointError, match=r"rank_1\.world_size_2: key -?\d+ of table items is in the"):
+        load(RoutedEmbeddingCollection([table]), Path(root) / "dump")
+
+
+def test_what_is_wrong_for_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    write_dump(tmp_path / "dump", roundrobin(), 2, counter=False)
+    for file in (tmp_path / "dump").glob("items_emb_*.rank_1.world_size_2"):
+        file.write_bytes(file.read_bytes() * 2)
+    run_ranks(2, load_what_one_rank_cannot, str(tmp_path))
+
+
+def test_misfits_are_named(tmp_path: Path) -> None:
+    collection = RoutedEmbeddingCollection(make_tables("roundrobin", "roundrobin"))
+    train(collection, torch.optim.SGD(collection.parameters()), 1)
+    save(collection, tmp_path / "saved")
+    wide = RoutedTable(name="users", embedding_dim=5, features=("user",), num_embeddings=70)
+    with pytest.raises(CheckpointError, match=r"table users has rows of shape \(4,\), not \(5,\)"):
+        load(RoutedEmbeddingCollection([wide]), tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="no table x; it holds users, items"):
+        load(
+            RoutedEmbeddingCollection([RoutedTable(name="x", embedding_dim=4, features=(), num_embeddings=1)]),
+            tmp_path / "saved",
+        )
+    with pytest.raises(ValueError, match=r"items: key -?[0-9]+ is outside of this rank's rows 0 to 499"):
+        load(RoutedEmbeddingCollection(make_tables("roundrobin", "continuous")), tmp_path / "saved")

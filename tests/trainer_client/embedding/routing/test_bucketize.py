@@ -1,0 +1,215 @@
+import hashlib
+import os
+
+import fbgemm_gpu  # noqa: F401  (loads the operator that is the independent reference)
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer_client.embedding.routing.batches import MODES, Batch, make_batch
+from tests.trainer_client.embedding.routing.strategies import batches
+from trainer_client.embedding.routing import Bucketized, block_bucketize, continuous, hash_roundrobin, reference
+from trainer_client.embedding.routing.fbgemm_adapter import block_bucketize_sparse_features
+
+
+def run(batch: Batch, *, positions: bool = True, permutation: bool = True) -> Bucketized:
+    return block_bucketize(
+        batch.lengths,
+        batch.indices,
+        batch.block_sizes,
+        batch.num_ranks,
+        batch.routings,
+        weights=batch.weights,
+        positions=positions,
+        permutation=permutation,
+        batch_sizes=batch.batch_sizes,
+    )
+
+
+def assert_same(ours: tuple[torch.Tensor | None, ...], theirs: tuple[torch.Tensor | None, ...]) -> None:
+    for field, mine, other in zip(Bucketized._fields, ours, theirs, strict=True):
+        assert (mine is None) == (other is None), field
+        if mine is not None and other is not None:
+            assert mine.dtype == other.dtype, field
+            assert torch.equal(mine, other), field
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches())
+def test_equals_the_definition_in_every_mode(batch: Batch) -> None:
+    expected = reference.bucketize(
+        batch.lengths,
+        batch.indices,
+        batch.block_sizes,
+        batch.num_ranks,
+        batch.routings,
+        weights=batch.weights,
+        batch_sizes=batch.batch_sizes,
+    )
+    assert_same(run(batch), expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(modes=(continuous(),), negative=True), st.booleans(), st.booleans())
+def test_equals_fbgemm_in_continuous_mode(batch: Batch, positions: bool, permutation: bool) -> None:
+    if not batch.block_sizes or not batch.lengths.numel():
+        return  # FBGEMM divides by the number of features
+    sizes = torch.tensor(batch.batch_sizes) if batch.batch_sizes else None
+    arguments = (
+        batch.lengths,
+        batch.indices,
+        positions,
+        permutation,
+        torch.tensor(batch.block_sizes).to(batch.indices.dtype),
+        batch.num_ranks,
+        batch.weights,
+        sizes.to(batch.lengths.dtype) if sizes is not None else None,
+        max(batch.batch_sizes) if batch.batch_sizes else -1,
+    )
+    theirs = torch.ops.fbgemm.block_bucketize_sparse_features(*arguments)
+    assert_same(block_bucketize_sparse_features(*arguments), theirs)
+
+
+def test_a_batch_of_several_chunks_equals_the_definition() -> None:
+    batch = make_batch(
+        7,
+        num_features=3,
+        max_rows=3000,
+        max_length=900,
+        num_ranks=13,
+        routings=list(MODES[:3]),
+        weight_dtype=torch.float32,
+    )
+    assert batch.indices.numel() > 300_000
+    expected = reference.bucketize(
+        batch.lengths, batch.indices, batch.block_sizes, 13, batch.routings, weights=batch.weights
+    )
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert_same(run(batch), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 4096])
+def test_blocks_near_the_largest_keys(num_ranks: int) -> None:
+    keys = torch.tensor([0, 1, 2**62, 2**62 + 1, 2**63 - 1, -1, -(2**63), -(2**62), 2**52 - 1, 2**52])
+    for block in (0, 1, 2, 2**32 // num_ranks, 2**52, 2**62 - 1, 2**62, 2**63 - 1):
+        ours = block_bucketize(torch.tensor([keys.numel()]), keys, [block], num_ranks, "continuous")
+        expected = reference.bucketize(torch.tensor([keys.numel()]), keys, [block], num_ranks, [continuous()])
+        assert_same(ours, (*expected[:3], None, expected[4]))
+        owners = [continuous().owner(key, num_ranks=num_ranks, block_size=block) for key in keys.tolist()]
+        assert torch.equal(ours.lengths, torch.bincount(torch.tensor(owners), minlength=num_ranks))
+
+
+def test_one_giant_row() -> None:
+    keys = torch.arange(300_000)
+    result = block_bucketize(torch.tensor([300_000]), keys, None, 3)
+    assert result.lengths.tolist() == [100_000] * 3
+    assert torch.equal(result.indices, torch.cat([keys[0::3], keys[1::3], keys[2::3]]))
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_batches_without_a_key(rows: int) -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    result = block_bucketize(torch.zeros(rows, dtype=torch.int32), nothing, None, 5, positions=True)
+    assert result.lengths.tolist() == [0] * (5 * rows)
+    assert result.indices.numel() == 0
+    assert result.permutation is not None
+    assert result.permutation.numel() == 0
+
+
+def test_no_features() -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    result = block_bucketize(nothing, nothing, [], 4, [])
+    assert [t.numel() for t in result if t is not None] == [0, 0, 0]
+
+
+def test_uint64_keys_go_where_their_bits_go_as_int64() -> None:
+    keys = torch.tensor([3, -3, -(2**63), 2**63 - 1, 0, -1])
+    for mode in MODES:
+        signed = block_bucketize(torch.tensor([4, 2]), keys, [1000], 7, mode)
+        unsigned = block_bucketize(torch.tensor([4, 2]), keys.view(torch.uint64), [1000], 7, mode)
+        assert unsigned.indices.dtype == torch.uint64
+        assert_same(signed, unsigned._replace(indices=unsigned.indices.view(torch.int64)))
+
+
+def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
+    batch = make_batch(3, num_features=2, max_rows=9, max_length=9, num_ranks=5, routings=list(MODES[1:3]))
+    arguments = (batch.lengths, batch.indices, torch.tensor([10, 20]), 5, [0, 2], [0, 99])
+    torch.library.opcheck(
+        torch.ops.evenkeel.block_bucketize.default,
+        arguments,
+        {"weights": torch.rand(batch.indices.numel()), "positions": True},
+    )
+
+    def step(lengths: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = block_bucketize(lengths, indices + 1, [10, 20], 5, batch.routings)
+        return result.lengths * 2, result.indices - 1
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for mine, other in zip(compiled(batch.lengths, batch.indices), step(batch.lengths, batch.indices), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"num_ranks": 4097}, "num_ranks is 4097"),
+        ({"routing": "random"}, "'random'"),
+        ({"routing": ["continuous"] * 3}, "3 modes for 2 features"),
+        ({"routing": "continuous", "block_sizes": None}, "block_sizes is None"),
+        ({"lengths": torch.tensor([1, 2, 3])}, "3 lengths do not divide by 2"),
+        ({"lengths": torch.tensor([1.0, 2.0])}, "lengths have dtype torch.float32"),
+        ({"indices": torch.ones(3, dtype=torch.int16)}, "indices have dtype torch.int16"),
+        ({"lengths": torch.tensor([1, 1])}, "lengths sum to 2, but there are 3"),
+        ({"lengths": torch.tensor([-1, 4])}, r"lengths\[0\] is -1; there are 3 indices"),
+        ({"lengths": torch.tensor([2**62] * 4 + [3, 0])}, r"lengths\[0\] is 4611686018427387904"),
+        ({"lengths": torch.tensor([], dtype=torch.int64)}, "lengths sum to 0, but there are 3"),
+        ({"batch_sizes": [1, 2]}, r"batch_sizes \[1, 2\] add up to 3, but there are 2 lengths"),
+        ({"batch_sizes": [-1, 3]}, r"batch_sizes \[-1, 3\]"),
+        ({"weights": torch.ones(2)}, "weights have shape"),
+        ({"batch_sizes": [2]}, "batch_sizes has 1 entries for 2 features"),
+    ],
+)
+def test_refusals_name_field_and_value(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "lengths": torch.tensor([1, 2]),
+        "indices": torch.tensor([4, 5, 6]),
+        "block_sizes": [4, 4],
+        "num_ranks": 2,
+        "routing": "roundrobin",
+    }
+    with pytest.raises(ValueError, match=message):
+        block_bucketize(**(arguments | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["block_bucketize_pos", "total_num_blocks"])
+def test_the_adapter_refuses_what_it_lacks(name: str) -> None:
+    one = torch.tensor([1])
+    with pytest.raises(ValueError, match=name):
+        block_bucketize_sparse_features(one, one, False, True, one, 2, **{name: one})
+
+
+def test_results_are_the_same_on_every_machine() -> None:
+    batch = make_batch(11, num_features=2, max_rows=50, max_length=30, num_ranks=9, routings=[hash_roundrobin(5)] * 2)
+    result = run(batch)
+    digest = hashlib.sha256(result.indices.numpy().tobytes()).hexdigest()
+    again = run(batch)
+    assert digest == hashlib.sha256(again.indices.numpy().tobytes()).hexdigest()
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    from trainer_client.embedding.routing import cpu
+
+    parents = cpu._pool(1)
+    assert parents.submit(int, 7).result(timeout=60) == 7
+    child = os.fork()
+    if child == 0:
+        good = cpu._pool(1) is not parents and cpu._pool(1).submit(int, 8).result(timeout=60) == 8
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

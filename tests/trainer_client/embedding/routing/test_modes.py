@@ -1,0 +1,135 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_client.embedding.routing import (
+    Routing,
+    as_routing,
+    block_size,
+    continuous,
+    hash_roundrobin,
+    owners,
+    roundrobin,
+    route,
+)
+from trainer_client.embedding.routing.modes import fmix64
+
+RANKS = st.sampled_from([1, 2, 3, 5, 7, 8, 64, 100, 255, 256, 1000, 1024, 4095, 4096])
+KEYS = st.integers(-(2**63), 2**63 - 1)
+ROUTINGS = st.one_of(
+    st.just(continuous()), st.just(roundrobin()), st.builds(hash_roundrobin, st.integers(0, 2**64 - 1))
+)
+
+
+def test_fmix64_gives_the_published_values() -> None:
+    assert fmix64(0) == 0
+    assert fmix64(1) == 0xB456BCFC34C2CB2C
+    assert fmix64(2) == 0x3ABF2A20650683E7
+
+
+@given(st.lists(KEYS, min_size=1, max_size=30), ROUTINGS, RANKS, st.integers(1, 2**63 - 1))
+def test_tensor_routing_equals_arithmetic_on_integers(
+    keys: list[int], routing: Routing, num_ranks: int, block: int
+) -> None:
+    owner, sent = route(torch.tensor(keys), routing, num_ranks=num_ranks, block_size=block)
+    assert owner.tolist() == [routing.owner(key, num_ranks=num_ranks, block_size=block) for key in keys]
+    for key, index in zip(keys, sent.tolist(), strict=True):
+        unsigned = key % 2**64
+        if routing.dist_type != "continuous":
+            assert index == key
+        elif unsigned < block * num_ranks:
+            assert index % 2**64 == unsigned % block
+        else:
+            assert index % 2**64 == unsigned // num_ranks
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=30), ROUTINGS, RANKS, st.integers(1, 2**31))
+def test_a_key_has_one_owner_whatever_its_dtype(keys: list[int], routing: Routing, num_ranks: int, block: int) -> None:
+    wide = torch.tensor(keys)
+    expected = owners(wide, routing, num_ranks=num_ranks, block_size=block)
+    for other in (wide.to(torch.int32), wide.view(torch.uint64)):
+        assert torch.equal(owners(other, routing, num_ranks=num_ranks, block_size=block), expected)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16, 48, 64, 100, 256, 1000, 1024])
+def test_keys_in_steps_of_the_ranks_spread_evenly_under_the_hash(num_ranks: int) -> None:
+    keys = torch.arange(max(50_000, 1000 * num_ranks)) * num_ranks
+    assert owners(keys, roundrobin(), num_ranks=num_ranks).unique().numel() == 1
+    counts = torch.bincount(owners(keys, hash_roundrobin(), num_ranks=num_ranks), minlength=num_ranks).double()
+    assert float((counts.max() - counts.min()) / counts.mean()) < 0.30
+    assert float(counts.max() / counts.min()) < 1.50
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 64])
+def test_one_zipf_load_under_several_encodings_of_its_keys(num_ranks: int) -> None:
+    popularity = 1.0 / torch.arange(10, 200_010, dtype=torch.float64) ** 0.8
+    share = popularity / popularity.sum()
+    ids = torch.arange(share.numel())
+    generator = torch.Generator().manual_seed(1)
+    encodings = {
+        "plain": ids,
+        "times ranks": ids * num_ranks,
+        "table in the high bits": ids | (7 << 56),
+        "even numbers": ids * 2,
+        "timestamps": 1_700_000_000_000_000 + ids * 1000,
+        "random": torch.randint(-(2**62), 2**62, ids.shape, generator=generator),
+    }
+
+    def spread(keys: torch.Tensor, routing: Routing) -> float:
+        load = torch.zeros(num_ranks, dtype=torch.float64)
+        load.index_add_(0, owners(keys, routing, num_ranks=num_ranks), share)
+        return float((load.max() - load.min()) / load.mean())
+
+    assert spread(encodings["times ranks"], roundrobin()) > 0.50
+    # A random owner gives each rank's share a relative standard deviation of sqrt(W * sum of squares).
+    limit = 7 * math.sqrt(num_ranks * float(share.square().sum()))
+    for name, keys in encodings.items():
+        for seed in (0, 99):
+            assert spread(keys, hash_roundrobin(seed)) < limit, (name, seed)
+
+
+def gini(loads: torch.Tensor) -> float:
+    ordered = loads.double().sort().values
+    ranks = torch.arange(1, ordered.numel() + 1, dtype=torch.float64)
+    return float((2 * ranks - ordered.numel() - 1).mul(ordered).sum() / (ordered.numel() * ordered.sum()))
+
+
+@pytest.mark.parametrize("num_ranks", [8, 256])
+def test_gini_of_histories_of_items(num_ranks: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    draws = torch.rand(400_000, generator=generator, dtype=torch.float64)
+    items = (1_000_000**draws).to(torch.int64) * 1000 + 400_000  # log-uniform popularity, padded keys
+    unique = items.unique()
+    assert gini(torch.bincount(owners(unique, roundrobin(), num_ranks=num_ranks), minlength=num_ranks)) > 0.5
+    counts = torch.bincount(owners(unique, hash_roundrobin(), num_ranks=num_ranks), minlength=num_ranks)
+    assert gini(counts) < 0.06
+
+
+@pytest.mark.parametrize("num_ranks", [8, 256, 1024])
+def test_a_seed_makes_the_owner_independent_of_the_table_hash(num_ranks: int) -> None:
+    keys = torch.arange(400_000)
+    table = owners(keys, hash_roundrobin(), num_ranks=num_ranks)  # the bucket of a table hashed by fmix64
+    for seed, whole in ((0, False), (1, True), (2**63, True), (123456789, True)):
+        mine = owners(keys, hash_roundrobin(seed), num_ranks=num_ranks) == 3
+        reached = table[mine].unique().numel()
+        assert (reached > num_ranks * 0.25) if whole else reached == 1, seed
+
+
+def test_modes_are_named_and_checked() -> None:
+    assert as_routing("hash_roundrobin") == hash_roundrobin(0)
+    assert str(hash_roundrobin(3)) == "hash_roundrobin(seed=3)"
+    assert [continuous().code, roundrobin().code, hash_roundrobin().code] == [0, 1, 2]
+    assert block_size(10, 4) == 3
+    for arguments, message in (
+        ({"dist_type": "other"}, "'other'"),
+        ({"dist_type": "roundrobin", "seed": 1}, "no hash"),
+        ({"dist_type": "hash_roundrobin", "seed": -1}, "seed is -1"),
+        ({"dist_type": "hash_roundrobin", "seed": 2**64}, "seed is 18446744073709551616"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Routing(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="float32"):
+        owners(torch.ones(2), roundrobin(), num_ranks=2)

@@ -1,0 +1,93 @@
+"""The collection over NCCL against one process holding the whole tables.
+
+``torchrun --nproc-per-node 2 -m tests.trainer_client.embedding.tables.nccl_checks [--json FILE]``
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.trainer_client.embedding.tables.whole import TABLES, Whole, check_rows, loss_of, make_batch
+from tests.trainer_client.embedding.tables.wrapped import WRAPPERS, to_device, train_wrapped
+from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
+
+
+def compare(rank: int, num_ranks: int, device: torch.device, deduplicate: bool) -> None:
+    collection = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate, device=device)
+    whole = Whole()
+    ours = torch.optim.Adam(collection.parameters(), lr=0.1)
+    theirs = torch.optim.Adam(whole.weights.values(), lr=0.1)
+    for step in range(3):
+        ours.zero_grad()
+        theirs.zero_grad()
+        expected = [whole.look_up(make_batch(other, step)) for other in range(num_ranks)]
+        results = collection(to_device(make_batch(rank, step), device))
+        for name, value in expected[rank].items():
+            torch.testing.assert_close(results[name].cpu(), value, rtol=1e-4, atol=1e-5)
+        loss_of(results).backward()
+        torch.stack([loss_of(result) for result in expected]).mean().backward()
+        ours.step()
+        theirs.step()
+    collection.to("cpu")
+    check_rows(collection, whole, rank, num_ranks, tolerance=1e-3)
+
+
+def measure_deduplication(device: torch.device) -> dict[str, float]:
+    """Milliseconds of a forward and backward pass over histories with repeating keys, with and without."""
+    table = RoutedTable(
+        name="items",
+        embedding_dim=128,
+        features=("item",),
+        num_embeddings=200_000,
+        routing="hash_roundrobin",
+        pooling="sum",
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    keys = (200_000 ** torch.rand(400_000, generator=generator, dtype=torch.float64)).to(torch.int64)
+    lengths = torch.full((800,), 500)
+    batch = KeyBatch(features=["item"], values=keys.to(device), lengths=lengths.to(device), batch_sizes=[800])
+    results: dict[str, float] = {"keys": keys.numel(), "distinct_keys": batch.values.unique().numel()}
+    for deduplicate in (False, True):
+        collection = RoutedEmbeddingCollection([table], deduplicate=deduplicate, device=device)
+        times = []
+        for _ in range(23):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            collection(batch)["item"].square().sum().backward()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        slowest = torch.tensor(statistics.median(times[3:]) * 1000, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        results["deduplicated_ms" if deduplicate else "plain_ms"] = float(slowest)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    target = parser.parse_args().json
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    figures = measure_deduplication(device)
+    for deduplicate in (False, True):
+        compare(dist.get_rank(), dist.get_world_size(), device, deduplicate)
+    for name in WRAPPERS:
+        train_wrapped(name, dist.get_rank(), dist.get_world_size(), device, 2e-3)
+    if dist.get_rank() == 0:
+        print(figures)
+        if target is not None:
+            about = {"device": torch.cuda.get_device_name(), "ranks": dist.get_world_size(), "torch": torch.__version__}
+            target.write_text(json.dumps(about | figures, indent=1) + "\n")
+        print("the collection over NCCL equals one process holding the whole tables, also under", ", ".join(WRAPPERS))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

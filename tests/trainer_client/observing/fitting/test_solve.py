@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_client.observing.fitting import fit_times
+
+
+def _observations(seed: int, count: int = 200) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.zipf(1.2, (count, 32)), 4096).astype(float)
+    return np.column_stack([np.full(count, 32.0), lengths.sum(1), (lengths * (lengths + 1) / 2).sum(1)])
+
+
+@given(st.floats(1e-5, 1e-1), st.floats(1e-8, 1e-4), st.floats(0, 50), st.integers(0, 100))
+def test_recovers_exact_coefficients(per_token: float, per_pair: float, fixed: float, seed: int) -> None:
+    terms = _observations(seed)
+    times = terms @ [0.0, per_token, per_pair] + fixed
+    fit = fit_times(terms, times)
+    assert fit is not None
+    predicted = terms @ fit.coefficients + fit.fixed
+    assert np.allclose(predicted, times, rtol=1e-3)
+    assert fit.explained > 0.999
+    assert fit.coefficients[0] == 0.0  # the same in every observation: part of the fixed time
+
+
+@pytest.mark.parametrize("factor", [3.0, 10.0, 1e6])
+@pytest.mark.parametrize("every", [20, 5])
+def test_outliers_do_not_count(every: int, factor: float) -> None:
+    terms = _observations(1)
+    clean = terms @ [0.0, 1e-3, 1e-6] + 3.0
+    times = clean * (1 + 0.01 * np.random.default_rng(0).standard_normal(len(clean)))
+    times[::every] *= factor
+    fit = fit_times(terms, times)
+    assert fit is not None
+    assert np.allclose(terms @ fit.coefficients + fit.fixed, clean, rtol=0.05)
+    good = 200 - 200 // every
+    assert good - 10 <= fit.observations <= good
+    assert fit.explained > 0.95
+
+
+def test_colinear_terms_share_the_time() -> None:
+    terms = _observations(4)
+    terms = np.column_stack([terms, 2 * terms[:, 1]])
+    times = terms @ [0.0, 1e-3, 1e-6, 0.0] + 3.0
+    fit = fit_times(terms, times)
+    assert fit is not None
+    assert np.allclose(terms @ fit.coefficients + fit.fixed, times, rtol=1e-3)
+    assert np.all(fit.coefficients >= 0)
+
+
+def test_bounds_hold() -> None:
+    terms = _observations(2)
+    fit = fit_times(terms, terms @ [0.0, 1e-3, -1e-7] + 50.0, upper=np.array([np.inf, 5e-4, np.inf]))
+    assert fit is not None
+    assert np.all(fit.coefficients >= 0)
+    assert fit.coefficients[1] <= 5e-4 * (1 + 1e-9)
+
+
+def test_no_fit_from_too_little() -> None:
+    terms = _observations(3)
+    assert fit_times(terms[:5], np.ones(5)) is None
+    assert fit_times(np.ones((50, 3)), np.ones(50)) is None
+    assert fit_times(np.zeros((0, 3)), np.zeros(0)) is None
+    assert fit_times(terms, np.full(200, np.nan)) is None

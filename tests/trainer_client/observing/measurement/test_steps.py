@@ -1,0 +1,107 @@
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.trainer_client.ranks import run_ranks
+from trainer_client.observing.measurement import Breakdown, StepTimer, gather_breakdown
+
+SLOW = 0.08
+
+
+def _train(rank: int) -> dict[str, Any]:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    timer = StepTimer("cpu")
+    timer.watch(model.parameters())
+    for step in range(4):
+        time.sleep(0.01)
+        timer.batch_ready()
+        loss = model(torch.randn(3, 4)).sum()
+        time.sleep(SLOW if rank == step % 2 else 0.0)  # the ranks take turns at being slow
+        loss.backward()
+        timer.gradients_ready()
+        time.sleep(0.005)
+        timer.end_step()
+    times = timer.finished()
+    timer.close()
+    breakdown = gather_breakdown(times)
+    dist.barrier()
+    return {"times": times, "breakdown": breakdown, "summary": breakdown.summary()}
+
+
+def test_waiting_is_told_from_computing() -> None:
+    results = run_ranks(2, _train)
+    breakdown = results[0]["breakdown"]
+    assert np.array_equal(breakdown.compute, results[1]["breakdown"].compute)
+    assert breakdown.compute.shape == (4, 2)
+    for step in range(1, 4):  # the first one starts when each process happens to
+        slow, fast = step % 2, 1 - step % 2
+        assert breakdown.compute[step, slow] >= 1e3 * SLOW
+        # how much less depends on what else the machine does
+        assert breakdown.compute[step, fast] < breakdown.compute[step, slow]
+        assert breakdown.waiting[step, fast] > 0
+        assert breakdown.waiting[step, slow] == 0
+        assert breakdown.data[step].min() >= 10
+        assert breakdown.optimizer[step].min() >= 5
+    assert breakdown.compute_imbalance[1:].min() > 1
+    assert results[0]["summary"]["step_ms_median"] >= 1e3 * SLOW
+    for rank in range(2):
+        totals = [step.total for step in results[rank]["times"]]
+        assert [step.step for step in results[rank]["times"]] == [0, 1, 2, 3]
+        phases = breakdown.data + breakdown.compute + breakdown.waiting + breakdown.communication + breakdown.optimizer
+        assert phases[:, rank] == pytest.approx(totals)
+
+
+def _differ(rank: int) -> str:
+    timer = StepTimer("cpu")
+    for _ in range(2 + rank):
+        timer.end_step()
+    with pytest.raises(ValueError, match=r"the ranks pass \[2, 3\] steps"):
+        gather_breakdown(timer.finished())
+    return "raised"
+
+
+def test_ranks_with_different_steps_are_told() -> None:
+    assert run_ranks(2, _differ) == ["raised", "raised"]
+
+
+def test_a_backward_pass_with_missing_gradients_is_compute_all_the_same() -> None:
+    used, unused = nn.Linear(2, 1), nn.Linear(2, 1)
+    timer = StepTimer("cpu")
+    timer.watch([*used.parameters(), *unused.parameters()])
+    for _ in range(2):
+        timer.batch_ready()
+        used(torch.ones(1, 2)).sum().backward()
+        timer.gradients_ready()
+        timer.end_step()
+    for step in timer.finished():
+        assert step.compute > 0
+        assert step.communication == 0
+
+
+def test_the_last_of_several_backward_passes_ends_compute() -> None:
+    model = nn.Linear(2, 1)
+    timer = StepTimer("cpu")
+    timer.watch(model.parameters())
+    for _ in range(2):
+        timer.batch_ready()
+        model(torch.ones(1, 2)).sum().backward()
+        time.sleep(SLOW)
+        model(torch.ones(1, 2)).sum().backward()
+        timer.gradients_ready()
+        timer.end_step()
+    assert all(step.compute >= 1e3 * SLOW for step in timer.finished())
+
+
+def test_the_phases_of_known_times() -> None:
+    # (ranks, steps, phases): rank 0 computes 30 ms and waits for rank 1, which computes 50.
+    breakdown = Breakdown.of(np.array([[[1.0, 30.0, 25.0, 2.0]], [[1.0, 50.0, 5.0, 2.0]]]))
+    assert breakdown.waiting.tolist() == [[20.0, 0.0]]
+    assert breakdown.communication.tolist() == [[5.0, 5.0]]
+    assert breakdown.step.tolist() == [58.0]
+    assert breakdown.compute_imbalance.tolist() == [1.25]

@@ -1,0 +1,23 @@
+"""Batches of any nesting, taken apart into tensors whose rows belong to samples, and put together again."""
+
+from trainer_client.balancing.batches.arriving import Arriving, is_on_device
+from trainer_client.balancing.batches.flat import FlatBatch
+from trainer_client.balancing.batches.flatten import flatten
+from trainer_client.balancing.batches.paths import lookup, read_lengths
+from trainer_client.balancing.batches.schema import FieldSchema, Schema
+from trainer_client.balancing.batches.spec import BatchError, BatchSpec, MaxLength, Padded
+
+__all__ = [
+    "Arriving",
+    "BatchError",
+    "BatchSpec",
+    "FieldSchema",
+    "FlatBatch",
+    "MaxLength",
+    "Padded",
+    "Schema",
+    "flatten",
+    "is_on_device",
+    "lookup",
+    "read_lengths",
+]

@@ -1,0 +1,85 @@
+"""Lists with one Python object for each sample: each object travels as its pickle, a jagged field of bytes."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer_client.balancing.batches.nodes import Parts, Taken
+from trainer_client.balancing.batches.spec import BatchError
+
+
+def pickled(values: Any, path: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of all objects, one after the other, and (n,) int64 how many each has.
+
+    Raises:
+        BatchError: If an object cannot be pickled.
+    """
+    pickles = []
+    for sample, value in enumerate(values):
+        try:
+            pickles.append(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        except Exception as error:
+            raise BatchError(
+                f"sample {sample} of {path!r} is a {type(value).__qualname__} that cannot be sent to another rank "
+                f"({error}); drop it from the batch, or replace it by what can be pickled"
+            ) from error
+    sizes = torch.tensor([len(one) for one in pickles], dtype=torch.int64, device="cpu")
+    return torch.frombuffer(bytearray(b"".join(pickles)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())], sizes
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectsNode:
+    """A list, tuple or NumPy array with one object for each sample.
+
+    Attributes:
+        path: Where it is, and its jagged column.
+        values: The leaf of the bytes.
+        kind: list, tuple or a subclass of them, or `numpy.ndarray`.
+        dtype: Of an array; of strings without their width.
+        shape: Of each sample in an array.
+    """
+
+    path: str
+    values: int
+    kind: type[Any]
+    dtype: np.dtype[Any] | None = None
+    shape: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(value: Any, path: str, leaf: int) -> ObjectsNode:
+        """The node of such a list or array."""
+        if not isinstance(value, np.ndarray):
+            return ObjectsNode(path, leaf, type(value))
+        dtype = np.dtype(value.dtype.kind) if value.dtype.kind in "US" else value.dtype
+        return ObjectsNode(path, leaf, np.ndarray, dtype, value.shape[1:])
+
+    def build(self, parts: Parts) -> Any:
+        """See `Node`."""
+        data = parts.tensor(self.values).numpy().data
+        ends = list(accumulate(parts.lengths_on_host(self.path), initial=0))
+        objects = [pickle.loads(data[since:until]) for since, until in pairwise(ends)]
+        if self.kind is not np.ndarray:
+            return self.kind(objects)
+        if self.dtype == np.object_:
+            array = np.empty((len(objects), *self.shape), dtype=object)
+            for index, one in enumerate(objects):
+                array[index] = one
+            return array
+        return np.array(objects, dtype=self.dtype).reshape(len(objects), *self.shape)
+
+    def take(self, value: Any, taken: Taken) -> bool:
+        """See `Node`."""
+        if type(value) is not self.kind:
+            return False
+        if self.kind is np.ndarray and (self.of(value, self.path, self.values) != self or not value.ndim):
+            return False
+        data, sizes = pickled(value, self.path)
+        taken.tensors.append(data)
+        taken.lengths.append(sizes)
+        return True

@@ -1,0 +1,318 @@
+"""One pass over a user's batch, to its nodes, tensors and lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer_client.balancing.batches import arrays, jagged
+from trainer_client.balancing.batches.containers import container, is_bare
+from trainer_client.balancing.batches.derived import DerivedNode
+from trainer_client.balancing.batches.nodes import BatchSizeNode, Node, SharedNode, TensorNode
+from trainer_client.balancing.batches.objects import ObjectsNode, pickled
+from trainer_client.balancing.batches.padding import PaddedNode, fits
+from trainer_client.balancing.batches.remedies import name_of, remedy, tensor_problem, type_name
+from trainer_client.balancing.batches.spec import BatchError, Declarations, Derive, MaxLength, Padded
+from trainer_client.balancing.batches.structure import Leaf
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Draft:
+    """A leaf whose columns are still known by path.
+
+    Attributes:
+        path, rows, columns, field_paths, label, on_host, padding: As those of a `Leaf`.
+        tensor: The tensor; one that is padded still has its padding.
+    """
+
+    path: str
+    tensor: torch.Tensor
+    rows: int
+    columns: tuple[str, ...] = ()
+    field_paths: tuple[str, ...]
+    label: str = ""
+    on_host: bool = False
+    padding: Padded | None = None
+
+    def leaf(self, order: dict[str, int]) -> Leaf:
+        """The leaf."""
+        return Leaf(
+            path=self.path,
+            dtype=self.tensor.dtype,
+            shape=tuple(self.tensor.shape[1 if self.padding is None else 2 :]),
+            rows=self.rows,
+            columns=tuple(order[path] for path in self.columns),
+            field_paths=self.field_paths,
+            label=self.label,
+            on_host=self.on_host,
+            padding=self.padding,
+        )
+
+
+class Walk:
+    """One pass over a batch."""
+
+    def __init__(self, declarations: Declarations) -> None:
+        self.drafts: list[Draft] = []
+        self.columns: dict[str, torch.Tensor] = {}
+        self.jagged: list[tuple[str, ...]] = []  # columns of each jagged tensor
+        self.shared: list[str] = []
+        self.holds_values = False  # the nodes do: shared ones, of this batch alone
+        self.reads_lengths = False  # nodes do, on the host
+        self._declarations = declarations
+        self._sizes: list[tuple[str, int]] = []
+        self._rows_from: list[tuple[Draft, str]] = []
+        self._needed: list[tuple[str, str]] = []  # columns that derived values need
+
+    def node(self, value: Any, path: str) -> Node:
+        """The node of a value."""
+        declared = self._declarations
+        if declared.is_shared(path):
+            self.shared.append(path)
+            self.holds_values |= value is not None
+            return SharedNode(value)
+        derive = declared.derive(path)
+        if derive is not None:
+            return self._derived(derive, path)
+        if value is None:
+            declared.none_at(path)
+            return SharedNode(None)
+        if declared.is_batch_size(path):
+            return _batch_size(value, path)
+        if jagged.is_keyed_jagged_tensor(value):
+            return self._keyed(value, path)
+        if jagged.is_jagged_tensor(value):
+            return self._jagged(value, path)
+        if jagged.is_nested(value):
+            return self._nested(value, path)
+        if isinstance(value, torch.Tensor):
+            return self._dense(value, path)
+        if type(value) is np.ndarray:
+            return self._array(value, path)
+        if isinstance(value, list | tuple) and self._holds_objects(value, path):
+            return self._objects(value, path)
+        if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+            raise BatchError(remedy(value, path))
+        node = container(value, lambda item, name: self.node(item, join(path, name)))
+        if node is None:
+            raise BatchError(remedy(value, path))
+        return node
+
+    def _holds_objects(self, values: Any, path: str) -> bool:
+        """Whether a list holds one object for each sample: by declaration, or strings, numbers and the like."""
+        if self._declarations.holds_objects(path):
+            return True
+        return _holds_bare_objects(values) and not self._declarations.declares_parts(path, len(values))
+
+    def _derived(self, derive: Derive, path: str) -> Node:
+        if not isinstance(derive, MaxLength):
+            return DerivedNode(path, derive)
+        self._needed.append((path, derive.path))
+        self.reads_lengths = True
+        return DerivedNode(path, derive, derive.path)
+
+    def _dense(self, tensor: torch.Tensor, path: str, label: str = "", on_host: bool = False) -> Node:
+        self._check_tensor(tensor, path)
+        rows, padding = self._declarations.rows(path), self._declarations.padding(path)
+        draft = Draft(path=path, tensor=tensor, rows=0, field_paths=(path,), label=label, on_host=on_host)
+        if padding is not None:
+            return self._padded(draft, padding)
+        if isinstance(rows, str):
+            self._rows_from.append((draft, rows))
+        else:
+            draft.rows = 1 if rows is None else rows
+            samples, rest = divmod(tensor.shape[0], draft.rows)
+            if rest:
+                raise BatchError(
+                    f"{name_of(path)} has {tensor.shape[0]} rows, which rows_per_sample = {rows} does not divide"
+                )
+            self._sizes.append((path, samples))
+        return TensorNode(self._add(draft))
+
+    def _padded(self, draft: Draft, padding: Padded) -> Node:
+        path, tensor = draft.path, draft.tensor
+        if self._declarations.rows(path) is not None:
+            raise BatchError(f"{path!r} is both in padded and in rows_per_sample; declare it once")
+        if tensor.dim() < 2:
+            raise BatchError(
+                f"{path!r} is in padded, but has the shape {tuple(tensor.shape)}; give (samples, width, …)"
+            )
+        if not fits(padding.value, tensor.dtype):
+            raise BatchError(f"padded[{path!r}] has the value {padding.value}, which {tensor.dtype} cannot hold")
+        draft.padding = padding
+        self.reads_lengths = True
+        if padding.lengths is None:
+            self.jagged.append((path,))
+            width = torch.full(tensor.shape[:1], tensor.shape[1], dtype=torch.int64, device="cpu")
+            self._add_column(path, width, tensor.shape[0])
+            draft.columns = (path,)
+        else:
+            self._rows_from.append((draft, padding.lengths))
+            self._sizes.append((path, tensor.shape[0]))
+        return PaddedNode(self._add(draft), padding.lengths or path, padding)
+
+    def _array(self, array: NDArray[Any], path: str) -> Node:
+        if not array.ndim:
+            raise BatchError(remedy(array, path))
+        if self._declarations.holds_objects(path) or not arrays.is_numeric(array):
+            return self._objects(array, path)
+        node = self._dense(arrays.as_tensor(array), path, label=arrays.unit(array), on_host=True)
+        dtype = array.dtype.newbyteorder("=")
+        if isinstance(node, TensorNode):
+            return arrays.ArrayNode(node.leaf, dtype)
+        raise BatchError(f"{path!r} is in padded, which is for tensors; convert it with torch.from_numpy")
+
+    def _objects(self, values: Any, path: str) -> Node:
+        data, sizes = pickled(values, path)
+        self.jagged.append((path,))
+        self.reads_lengths = True
+        self._add_column(path, sizes, len(values))
+        leaf = self._add(
+            Draft(path=path, tensor=data, rows=0, columns=(path,), field_paths=(path,), label="objects", on_host=True)
+        )
+        return ObjectsNode.of(values, path, leaf)
+
+    def _jagged(self, value: Any, path: str) -> Node:
+        self._refuse_rows(path)
+        lengths = jagged.jagged_lengths(value)
+        self.jagged.append((path,))
+        self._add_column(path, lengths, lengths.numel())
+        values = self._add(Draft(path=path, tensor=value.values(), rows=0, columns=(path,), field_paths=(path,)))
+        weights = self._weights(value, path, (path,))
+        return jagged.JaggedNode(path, values, weights, lengths.dtype)
+
+    def _keyed(self, value: Any, path: str) -> Node:
+        self._refuse_rows(path)
+        jagged.check_keyed(value, path)
+        keys, stride = tuple(value.keys()), value.stride()
+        columns = tuple(join(path, key) for key in keys)
+        lengths = jagged.jagged_lengths(value)
+        self.jagged.append(columns)
+        for index, column in enumerate(columns):
+            self._add_column(column, lengths[index * stride : (index + 1) * stride], stride)
+        values = self._add(Draft(path=path, tensor=value.values(), rows=0, columns=columns, field_paths=columns))
+        weights = self._weights(value, path, columns)
+        return jagged.KeyedNode(keys, columns, values, weights, lengths.dtype)
+
+    def _weights(self, value: Any, path: str, columns: tuple[str, ...]) -> int | None:
+        weights = value.weights_or_none()
+        if weights is None:
+            return None
+        return self._add(
+            Draft(
+                path=join(path, "weights"),
+                tensor=weights,
+                rows=0,
+                columns=columns,
+                field_paths=tuple(f"{column}.weights" for column in columns),
+            )
+        )
+
+    def _nested(self, value: torch.Tensor, path: str) -> Node:
+        self._refuse_rows(path)
+        values, offsets = jagged.nested_parts(value, path)
+        self.jagged.append((path,))
+        self._add_column(path, torch.diff(offsets), offsets.numel() - 1)
+        return jagged.NestedNode(
+            path, self._add(Draft(path=path, tensor=values, rows=0, columns=(path,), field_paths=(path,)))
+        )
+
+    def _refuse_rows(self, path: str) -> None:
+        if self._declarations.rows(path) is not None:
+            raise BatchError(f"rows_per_sample names {path!r}, whose lengths are known; declare tensors only")
+
+    def _check_tensor(self, tensor: torch.Tensor, path: str) -> None:
+        problem = tensor_problem(tensor, path)
+        if problem:
+            raise BatchError(problem)
+
+    def _add(self, draft: Draft) -> int:
+        self._check_tensor(draft.tensor, draft.path)
+        self.drafts.append(draft)
+        return len(self.drafts) - 1
+
+    def _add_column(self, path: str, lengths: torch.Tensor, samples: int) -> None:
+        if path in self.columns:
+            raise BatchError(f"two jagged fields have the path {path!r}; rename one")
+        self.columns[path] = lengths
+        self._sizes.append((path, samples))
+
+    def resolve_rows(self) -> None:
+        """Gives flattened and padded tensors the column that another field's lengths or counts make."""
+        counts = {
+            draft.path: draft.tensor
+            for draft in self.drafts
+            if draft.rows == 1 and draft.tensor.dim() == 1 and draft.tensor.dtype in (torch.int32, torch.int64)
+        }
+        for draft, source in self._rows_from:
+            if source not in self.columns:
+                if source not in counts:
+                    declared = "rows_per_sample" if draft.padding is None else "padded"
+                    raise BatchError(
+                        f"{declared} of {draft.path!r} names {source!r}, which is neither a jagged field nor an "
+                        "int32 or int64 tensor with one count per sample"
+                    )
+                self.columns[source] = counts[source]
+            draft.columns = (source,)
+        for path, source in self._needed:
+            if source not in self.columns:
+                if source not in counts:
+                    raise BatchError(
+                        f"derived[{path!r}] is the longest {source!r}, which is neither a jagged field nor an "
+                        "int32 or int64 tensor with one count per sample"
+                    )
+                self.columns[source] = counts[source]
+
+    def sources(self, order: dict[str, int]) -> tuple[tuple[int, list[int]], ...]:
+        """Where the lengths are; see `Recipe`."""
+        places = {draft.path: index for index, draft in enumerate(self.drafts)}
+        own = [(-1 - index, [order[path] for path in paths]) for index, paths in enumerate(self.jagged) if paths]
+        known = {path for paths in self.jagged for path in paths}
+        return (*own, *((places[path], [order[path]]) for path in order if path not in known))
+
+    def check_sizes(self) -> int:
+        """The number of samples.
+
+        Raises:
+            BatchError: If fields disagree, there are none, or two have one path.
+        """
+        if not self._sizes:
+            raise BatchError("the batch has no tensor with samples; at least one must not be shared")
+        first_path, first = self._sizes[0]
+        for path, samples in self._sizes[1:]:
+            if samples != first:
+                raise BatchError(
+                    f"batch sizes disagree: {name_of(first_path)} holds {first} samples, {name_of(path)} {samples}; "
+                    "declare rows_per_sample for a flattened tensor, objects for a list with one entry for each "
+                    "sample, or shared for a value common to all samples"
+                )
+        seen: set[str] = set()
+        for path in (path for draft in self.drafts for path in draft.field_paths):
+            if path in seen:
+                raise BatchError(f"two fields have the path {path!r}; rename one")
+            seen.add(path)
+        return first
+
+
+def join(path: str, part: object) -> str:
+    """The path of a part of what is at `path`."""
+    return f"{path}.{part}" if path else str(part)
+
+
+def _holds_bare_objects(values: Any) -> bool:
+    """Whether a list or tuple holds strings, numbers or other objects, one for each sample, but no named ones."""
+    if not values or hasattr(values, "_fields"):
+        return False
+    return all(value is None or is_bare(value) for value in values) and any(value is not None for value in values)
+
+
+def _batch_size(value: Any, path: str) -> BatchSizeNode:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return BatchSizeNode(None)
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.dtype.is_floating_point:
+        return BatchSizeNode(value.dtype)
+    raise BatchError(f"batch_size names {path!r}, which is {type_name(value)}; give an int or a 0-d integer tensor")

@@ -1,0 +1,110 @@
+"""Cost of a sequence in an HSTU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer_client.balancing.costs.base import (
+    ATTENTION_WITH_BACKWARD,
+    MATMUL_WITH_BACKWARD,
+    SampleCost,
+    check_fields,
+    check_sizes,
+    check_sources,
+    count_positions,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HSTUCost(SampleCost):
+    """FLOPs of one sample in the layers of an HSTU (Zhai et al., arXiv 2402.17152).
+
+    A sequence of `s = ctx + hist + cand` positions: contextual features, the history, and candidates to be ranked.
+    Context attends to context and history; a history position to the context and to itself and earlier history; a
+    candidate to context, history and itself. With E the width, H heads of width D, the (query, key) pairs are
+
+        pairs = s * (ctx + hist) - hist * (hist - 1) / 2 + cand
+
+    where the second term is the causal half that is not computed (MFU figures usually take hist² / 2, which leaves
+    out half of the diagonal). A pair costs 2·D for its score and 2·D for its share of the output, in every head:
+
+        attention = 4 * H * D * pairs
+
+    Each position is projected to U, V, Q and K (2 · E · 4·H·D) and from the heads back (2 · H·D · E):
+
+        products = 10 * E * H * D * s
+
+    FLOPs per layer and sample are attention + products forward, 3.5 * attention + 3 * products with the backward pass:
+    every product has two more, and attention kernels compute the scores again. Normalisation, gating and position
+    bias, which do not depend on matrix units, are left out.
+
+    Attributes:
+        num_layers: Layers.
+        width: Width E of the embeddings between layers.
+        num_heads: Heads H.
+        head_dim: Width D of queries and keys of a head.
+        value_dim: Width of values and gates of a head; default: `head_dim`. With it set to V, a pair costs 2·(D + V),
+            a position 2·E·H·(2·D + 2·V) + 2·H·V·E.
+        history: Jagged field(s) that make up the history; interleaved items and actions are two fields that add up.
+        candidates: Jagged field(s), or an integer tensor with the number of candidates of each sample, or a number
+            for all.
+        context: Contextual positions: a number for all samples, or field(s).
+        history_includes_candidates: The history's fields hold the candidates too, at their end.
+        backward: Whether to count the backward pass.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    head_dim: int
+    history: str | Sequence[str]
+    value_dim: int | None = None
+    candidates: int | str | Sequence[str] | None = None
+    context: int | str | Sequence[str] | None = None
+    history_includes_candidates: bool = False
+    backward: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_layers", "width", "num_heads", "head_dim")
+        if self.value_dim is not None:
+            check_sizes(self, "value_dim")
+        check_fields(self, "history")
+        check_sources(self, "candidates", "context")
+
+    def __call__(self, batch: Any) -> NDArray[np.float64]:
+        """(n,) FLOPs of each sample in all layers; see `SampleCost`."""
+        history = np.asarray(count_positions(batch, self.history), dtype=np.float64)
+        candidates = count_positions(batch, self.candidates)
+        context = count_positions(batch, self.context)
+        if self.history_includes_candidates:
+            rest = history - candidates
+            if rest.size and rest.min() < 0:
+                raise ValueError(
+                    f"sample {int(rest.argmin())} has more candidates than positions in {self.history!r}; "
+                    "history_includes_candidates says that these hold the candidates too"
+                )
+            history = rest
+        return self.flops(history, candidates, context)
+
+    def flops(
+        self,
+        history: NDArray[np.float64],
+        candidates: NDArray[np.float64] | float = 0.0,
+        context: NDArray[np.float64] | float = 0.0,
+    ) -> NDArray[np.float64]:
+        """(n,) FLOPs from counts of positions."""
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        positions = context + history + candidates
+        pairs = positions * (context + history) - history * (history - 1) / 2 + candidates
+        attention = 2.0 * self.num_heads * (self.head_dim + value_dim) * pairs
+        projections = 2 * (self.head_dim + value_dim) + value_dim
+        products = 2.0 * self.width * self.num_heads * projections * positions
+        if self.backward:
+            attention, products = ATTENTION_WITH_BACKWARD * attention, MATMUL_WITH_BACKWARD * products
+        result: NDArray[np.float64] = self.num_layers * (attention + products)
+        return result

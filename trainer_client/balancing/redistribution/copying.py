@@ -1,0 +1,95 @@
+"""Copying wherever the memory is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from evenkeel.partitioning.preparing import KernelSet, ready
+from evenkeel.partitioning.slices import Slice
+from trainer_client.balancing.redistribution.copies import WHOLE, Job, describe_samples
+from trainer_client.balancing.redistribution.copy_cpu import copy_on_host
+
+
+def piece_bytes(device: torch.device) -> int:
+    """Bytes above which a piece is cut for the device."""
+    if device.type != "cuda":
+        return WHOLE
+    from trainer_client.balancing.redistribution.copy_cuda import PIECE_BYTES
+
+    return PIECE_BYTES
+
+
+def copy(words: torch.Tensor, job: Job, stream: int = 0, *, beside: bool = False) -> None:
+    """Copies on a stream of the current device, if the description is there, or on the host.
+
+    Args:
+        words: The description.
+        job: The job in it.
+        stream: The stream's handle.
+        beside: Whether kernels that are launched later shall find room.
+    """
+    if words.is_cuda:
+        from trainer_client.balancing.redistribution.copy_cuda import copy_on_device
+
+        copy_on_device(words, job, stream, beside=beside)
+    else:
+        copy_on_host(words.numpy(), job)
+
+
+def copy_described(words: NDArray[np.int64], job: Job, device: torch.device) -> None:
+    """The same for a description on the host, on the current stream; the host does not wait for its copy."""
+    described = torch.from_numpy(words)
+    if device.type != "cuda":
+        copy(described, job)
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        copy(described.pin_memory().to(device, non_blocking=True), job, stream)
+
+
+def warm_up(device: torch.device | str | None = None) -> None:
+    """Compiles the kernels of the host and of a CUDA device, or loads them from caches, so that no training step does.
+
+    Args:
+        device: Where batches will be; None for the host only.
+    """
+    ready([KERNELS])
+    load_on_device(device)
+
+
+def load_on_device(device: torch.device | str | None) -> None:
+    """The part of a CUDA device alone; nothing for others."""
+    if device is not None and torch.device(device).type == "cuda":
+        from trainer_client.balancing.redistribution.copy_cuda import load
+
+        load(torch.device(device))
+
+
+def load_on_host() -> None:
+    """Calls every kernel of the host once."""
+    from trainer_client.balancing.redistribution.fields import FieldTable
+    from trainer_client.balancing.redistribution.moves import describe, measure
+
+    nothing = np.zeros(0, dtype=np.int64)
+    table = np.zeros((0, 0), dtype=np.int64)
+    begin = np.zeros(2, dtype=np.int64)
+    nowhere = Slice(
+        rank=0,
+        destinations=np.zeros(0, dtype=np.int32),
+        sources=np.zeros(0, dtype=np.int32),
+        source_counts=np.zeros(0, dtype=np.int32),
+        source_totals=table,
+    )
+    fields = FieldTable.of(())
+    amounts = measure(nowhere, table, fields, 1, WHOLE)
+    words = np.zeros(amounts.num_words, dtype=np.int64)
+    describe(words, amounts, nowhere, table, fields, nothing, nothing, nothing, 0, 0, most=WHOLE, join=True)
+    described = describe_samples(nothing, begin, table, begin, fields, np.zeros((1, 0), np.int64), nothing, most=WHOLE)
+    copy_described(*described, torch.device("cpu"))
+
+
+KERNELS = KernelSet(sources=Path(__file__).parent, load=f"{__name__}:load_on_host", parts=(f"{__name__}:load_on_host",))

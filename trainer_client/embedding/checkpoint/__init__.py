@@ -1,0 +1,17 @@
+"""Checkpoints of routed tables that load under any routing and number of ranks."""
+
+from trainer_client.embedding.checkpoint.convert import Conversion, convert, open_checkpoint
+from trainer_client.embedding.checkpoint.errors import CheckpointError, RoutingMismatchError
+from trainer_client.embedding.checkpoint.live import load, save
+from trainer_client.embedding.checkpoint.record import TableRecord
+
+__all__ = [
+    "CheckpointError",
+    "Conversion",
+    "RoutingMismatchError",
+    "TableRecord",
+    "convert",
+    "load",
+    "open_checkpoint",
+    "save",
+]

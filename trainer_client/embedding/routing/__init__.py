@@ -1,0 +1,43 @@
+"""Which rank owns an embedding key, and putting the keys of a batch into the order of their owners."""
+
+from trainer_client.embedding.routing.bucketize import Bucketized, block_bucketize
+from trainer_client.embedding.routing.cpu import warm_up
+from trainer_client.embedding.routing.fbgemm_adapter import block_bucketize_sparse_features
+from trainer_client.embedding.routing.kjt import bucketize_kjt, torchrec_uses_evenkeel
+from trainer_client.embedding.routing.modes import (
+    DIST_TYPES,
+    MAX_RANKS,
+    DistType,
+    Routing,
+    RoutingLike,
+    as_routing,
+    block_size,
+    continuous,
+    hash_roundrobin,
+    roundrobin,
+)
+from trainer_client.embedding.routing.reference import owners, route
+from trainer_client.embedding.routing.skew import SkewReport, report
+
+__all__ = [
+    "DIST_TYPES",
+    "MAX_RANKS",
+    "Bucketized",
+    "DistType",
+    "Routing",
+    "RoutingLike",
+    "SkewReport",
+    "as_routing",
+    "block_bucketize",
+    "block_bucketize_sparse_features",
+    "block_size",
+    "bucketize_kjt",
+    "continuous",
+    "hash_roundrobin",
+    "owners",
+    "report",
+    "roundrobin",
+    "route",
+    "torchrec_uses_evenkeel",
+    "warm_up",
+]

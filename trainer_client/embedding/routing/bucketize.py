@@ -1,0 +1,129 @@
+"""Bucketize: put each index into the bucket of the rank that owns it, in one stable pass."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import trainer_client.embedding.routing.operator  # noqa: F401  (registers the operator)
+from trainer_client.embedding.routing.modes import RoutingLike, as_routings, check_num_ranks
+
+
+class Bucketized(NamedTuple):
+    """Result of ``block_bucketize``.
+
+    Attributes:
+        lengths: (num_ranks x rows): indices of each (rank, feature, row) cell, rank-major, in the dtype of the input.
+        indices: (num_indices): what is sent, cell by cell, in the order of the input inside each cell.
+        weights: (num_indices): the weights in the order of ``indices``, if weights were given.
+        positions: (num_indices): place of each of ``indices`` in its input row, if asked for.
+        permutation: (num_indices): for each input index its place in ``indices``, if asked for.
+    """
+
+    lengths: Tensor
+    indices: Tensor
+    weights: Tensor | None
+    positions: Tensor | None
+    permutation: Tensor | None
+
+
+@lru_cache(maxsize=512)
+def _remembered(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return _remembered(values, device)
+
+
+def _as_tensor(values: Tensor | Sequence[int] | None, like: Tensor) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.to(device=like.device, dtype=torch.int64)
+    remembered: Tensor = _on_device(tuple(values) if values is not None else (), like.device)
+    return remembered
+
+
+def _codes(routing: RoutingLike | Sequence[RoutingLike]) -> tuple[list[int], list[int], bool]:
+    routings = as_routings(routing)
+    if len(set(routings)) == 1:
+        routings = routings[:1]
+    return [r.code for r in routings], [r.mix for r in routings], any(r.code == 0 for r in routings)
+
+
+def _check(
+    lengths: Tensor, indices: Tensor, weights: Tensor | None, num_features: int, batch_sizes: Tensor | None, modes: int
+) -> None:
+    for name, tensor in (("lengths", lengths), ("indices", indices)):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} have dtype {tensor.dtype}; use int32 or int64 (indices also uint64)")
+        if tensor.dim() != 1:
+            raise ValueError(f"{name} have shape {tuple(tensor.shape)}; flatten them to one dimension")
+    if indices.device != lengths.device:
+        raise ValueError(f"lengths are on {lengths.device} and indices on {indices.device}; move one of them")
+    if weights is not None and (weights.numel() != indices.numel() or weights.dim() != 1):
+        raise ValueError(f"weights have shape {tuple(weights.shape)}; give one for each of {indices.numel()} indices")
+    if modes not in (1, num_features):
+        raise ValueError(f"routing names {modes} modes for {num_features} features; give one, or one per feature")
+    if batch_sizes is None and num_features and lengths.numel() % num_features:
+        raise ValueError(f"{lengths.numel()} lengths do not divide by {num_features} features; give batch_sizes")
+    if batch_sizes is not None and batch_sizes.numel() != num_features:
+        raise ValueError(f"batch_sizes has {batch_sizes.numel()} entries for {num_features} features; give one each")
+
+
+def block_bucketize(
+    lengths: Tensor,
+    indices: Tensor,
+    block_sizes: Tensor | Sequence[int] | None,
+    num_ranks: int,
+    routing: RoutingLike | Sequence[RoutingLike] = "roundrobin",
+    *,
+    weights: Tensor | None = None,
+    positions: bool = False,
+    permutation: bool = True,
+    batch_sizes: Tensor | Sequence[int] | None = None,
+) -> Bucketized:
+    """Sorts indices by the rank that owns them, keeping their order inside each (rank, feature, row) cell.
+
+    On CUDA nothing is copied from or to the host and the host does not wait, so the call can be captured in a CUDA
+    graph (after one call outside of it, which loads the kernels). Sequences of ``block_sizes`` and ``batch_sizes`` are
+    copied to the device once and remembered.
+
+    Args:
+        lengths: (features x batch): indices of each row, feature-major; int32 or int64.
+        indices: (num_indices): keys, row after row; int32, int64 or uint64. A key has one owner whatever its dtype.
+        block_sizes: (features): rows of each feature's table that a rank holds under ``continuous``; None if no feature
+            is routed so.
+        num_ranks: 1 to 4096.
+        routing: A mode's name, a mode object, or one of these per feature.
+        weights: (num_indices): carried along.
+        positions: Also return each index's place in its row.
+        permutation: Also return each input index's place in the output.
+        batch_sizes: (features): rows of each feature where they differ; they add up to the number of lengths.
+
+    Returns:
+        The bucketized batch; ``positions`` and ``permutation`` have the dtype of ``indices`` (int64 for uint64).
+
+    Raises:
+        ValueError: if a size, dtype or shape does not fit; on the CPU also if the lengths do not add up.
+    """
+    check_num_ranks(num_ranks)
+    modes, mixes, needs_blocks = _codes(routing)
+    named = 1 if isinstance(routing, RoutingLike) else len(routing)
+    if needs_blocks and block_sizes is None:
+        raise ValueError("block_sizes is None, but continuous routing needs the rows a rank holds of each table")
+    blocks = _as_tensor(block_sizes, indices)
+    batches = _as_tensor(batch_sizes, indices) if batch_sizes is not None else None
+    sized = blocks if block_sizes is not None else batches
+    num_features = sized.numel() if sized is not None else named
+    keys = indices.view(torch.int64) if indices.dtype == torch.uint64 else indices
+    if num_features or lengths.numel():
+        _check(lengths, keys, weights, num_features, batches, named)
+    outputs = torch.ops.evenkeel.block_bucketize(
+        lengths.contiguous(), keys.contiguous(), blocks, num_ranks, modes or [1], mixes or [0],
+        weights.contiguous() if weights is not None else None, positions, permutation, batches,
+    )  # fmt: skip
+    result = Bucketized(*outputs)
+    return result._replace(indices=result.indices.view(torch.uint64)) if indices.dtype == torch.uint64 else result

@@ -1,0 +1,130 @@
+"""Routing in plain torch operations: the definition that the fast paths are tested against. Works on any device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer_client.embedding.routing.modes import Routing, check_num_ranks
+
+_LOW = 0xFFFFFFFF
+_MIN = -(1 << 63)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift(keys: Tensor, by: int) -> Tensor:
+    return (keys >> by) & ((1 << 64 - by) - 1)
+
+
+def fmix64(keys: Tensor) -> Tensor:
+    """MurmurHash3 finaliser of int64 numbers, read as unsigned."""
+    keys = keys ^ _shift(keys, 33)
+    keys = keys * _signed(0xFF51AFD7ED558CCD)
+    keys = keys ^ _shift(keys, 33)
+    keys = keys * _signed(0xC4CEB9FE1A85EC53)
+    return keys ^ _shift(keys, 33)
+
+
+def _divide_by_ranks(keys: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Unsigned quotient and remainder, by long division in base 2**32."""
+    high, low = _shift(keys, 32), keys & _LOW
+    rest = (high % num_ranks << 32) + low
+    return (high // num_ranks << 32) + rest // num_ranks, rest % num_ranks
+
+
+def _divide_by_block(keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Unsigned quotient and remainder for blocks below 2**63, halving keys so that the signed division applies."""
+    quotient = _shift(keys, 1) // block << 1
+    rest = keys - quotient * block
+    over = (rest < 0) | (rest >= block)
+    return quotient + over, torch.where(over, rest - block, rest)
+
+
+def as_int64(keys: Tensor) -> Tensor:
+    """Keys as the int64 numbers that routing reads: int32 sign-extended, uint64 bit for bit.
+
+    Raises:
+        ValueError: if the dtype is none of int32, int64, uint64.
+    """
+    if keys.dtype == torch.uint64:
+        return keys.view(torch.int64)
+    if keys.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"keys have dtype {keys.dtype}; use int32, int64 or uint64")
+    return keys.to(torch.int64)
+
+
+def route(keys: Tensor, routing: Routing, *, num_ranks: int, block_size: int = 0) -> tuple[Tensor, Tensor]:
+    """Owner of each key, and the index that is sent to it.
+
+    Args:
+        keys: Any shape; int32, int64 or uint64.
+        routing: The table's mode.
+        num_ranks: Ranks that share the table.
+        block_size: Rows a rank under ``continuous``, below 2**63; other modes ignore it.
+
+    Returns:
+        Owners as int64 and indices in the keys' dtype (the low half of an out-of-range quotient for int32), in the
+        shape of ``keys``.
+
+    Raises:
+        ValueError: if ``num_ranks`` or a dtype is out of range.
+    """
+    check_num_ranks(num_ranks)
+    wide = as_int64(keys)
+    if routing.dist_type == "roundrobin":
+        return _divide_by_ranks(wide, num_ranks)[1], keys
+    if routing.dist_type == "hash_roundrobin":
+        return _divide_by_ranks(fmix64(wide ^ routing.mix), num_ranks)[1], keys
+    quotient, remainder = _divide_by_ranks(wide, num_ranks)
+    if block_size > 0:
+        limit = min(block_size * num_ranks, 1 << 64)
+        # Unsigned comparison: flip the sign bit of both sides.
+        inside = (wide ^ _MIN) <= ((limit - 1) - (1 << 63))
+        block, within = _divide_by_block(wide, block_size)
+        remainder, quotient = torch.where(inside, block, remainder), torch.where(inside, within, quotient)
+    sent = quotient.view(torch.uint64) if keys.dtype == torch.uint64 else quotient.to(keys.dtype)
+    return remainder, sent
+
+
+def owners(keys: Tensor, routing: Routing, *, num_ranks: int, block_size: int = 0) -> Tensor:
+    """Rank that owns each key, as int64 in the shape of ``keys``; see ``route``."""
+    return route(keys, routing, num_ranks=num_ranks, block_size=block_size)[0]
+
+
+def bucketize(
+    lengths: Tensor,
+    indices: Tensor,
+    block_sizes: Sequence[int],
+    num_ranks: int,
+    routings: Sequence[Routing],
+    *,
+    weights: Tensor | None = None,
+    batch_sizes: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """The definition of ``block_bucketize``: a stable sort of the indices by owner.
+
+    Indices come sorted by (feature, row), so sorting them stably by owner sorts them by (owner, feature, row).
+    Arguments and results as in ``routing.block_bucketize``, with one block size and one mode per feature.
+    """
+    num_features, num_rows = len(block_sizes), lengths.numel()
+    sizes = list(batch_sizes) if batch_sizes is not None else [num_rows // max(num_features, 1)] * num_features
+    assert sum(sizes) == num_rows, (sizes, num_rows)
+    counts = lengths.to(torch.int64)
+    row = torch.repeat_interleave(torch.arange(num_rows, device=indices.device), counts)
+    position = torch.arange(indices.numel(), device=indices.device) - (counts.cumsum(0) - counts)[row]
+    owner, sent = torch.empty_like(row), indices.clone()
+    row_start, start = 0, 0
+    for size, block, routing in zip(sizes, block_sizes, routings, strict=True):
+        stop = start + int(counts[row_start : row_start + size].sum())
+        owner[start:stop], sent[start:stop] = route(indices[start:stop], routing, num_ranks=num_ranks, block_size=block)
+        row_start, start = row_start + size, stop
+    order = torch.argsort(owner, stable=True)
+    slot = torch.empty_like(order)
+    slot[order] = torch.arange(order.numel(), device=order.device)
+    new_lengths = torch.bincount(owner * num_rows + row, minlength=num_ranks * num_rows).to(lengths.dtype)
+    new_weights = weights[order] if weights is not None else None
+    narrow = torch.int64 if indices.dtype == torch.uint64 else indices.dtype
+    return new_lengths, sent[order], new_weights, position[order].to(narrow), slot.to(narrow)

@@ -1,0 +1,110 @@
+"""How evenly a batch's keys spread over ranks, and whether another routing could do better."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_client.embedding.routing.modes import RoutingLike, as_routings
+from trainer_client.embedding.routing.reference import as_int64, owners
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotKey:
+    """A key that occurs often: its feature, value and number of occurrences."""
+
+    feature: str
+    key: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkewReport:
+    """Spread of a batch's keys.
+
+    Attributes:
+        keys_per_rank: Occurrences that each rank would look up.
+        max_over_mean: Load of the fullest rank over the mean; 1 is even, 0 a batch without keys.
+        best_max_over_mean: No owner function that gives a key one owner can stay below this: of the heaviest
+            ``j * ranks + 1`` keys some rank owns ``j + 1``.
+        hottest: The heaviest keys.
+    """
+
+    keys_per_rank: tuple[int, ...]
+    max_over_mean: float
+    best_max_over_mean: float
+    hottest: tuple[HotKey, ...]
+
+    def __str__(self) -> str:
+        spread = f"keys per rank {min(self.keys_per_rank):,} to {max(self.keys_per_rank):,}"
+        best = f"no routing can do better than {self.best_max_over_mean:.3f}"
+        lines = [f"{spread}, max/mean {self.max_over_mean:.3f} ({best})"]
+        lines += [f"  {hot.feature} {hot.key}: {hot.count:,}" for hot in self.hottest]
+        return "\n".join(lines)
+
+
+def lower_bound(counts: Tensor, num_ranks: int) -> float:
+    """Least possible load of the fullest rank.
+
+    Args:
+        counts: (keys): occurrences of each distinct key.
+        num_ranks: Ranks.
+    """
+    ordered = counts.sort(descending=True).values.to(torch.float64)
+    padded = torch.cat([torch.zeros(1, dtype=torch.float64, device=ordered.device), ordered.cumsum(0)])
+    j = torch.arange((ordered.numel() - 1) // num_ranks + 1, device=ordered.device)
+    last = j * num_ranks + 1  # the keys in question, of which the j + 1 lightest may share a rank
+    pigeonhole = padded[last] - padded[last - j - 1]
+    return max(float(ordered.sum()) / num_ranks, float(pigeonhole.max()))
+
+
+def report(
+    kjt: Any,
+    *,
+    num_ranks: int,
+    routing: RoutingLike | Sequence[RoutingLike] = "roundrobin",
+    block_sizes: Sequence[int] | None = None,
+    top: int = 5,
+) -> SkewReport:
+    """Reports the spread of a KeyedJaggedTensor's keys; a diagnosis that copies the batch to the host.
+
+    Args:
+        kjt: A KeyedJaggedTensor.
+        num_ranks: Ranks.
+        routing: A mode, or one per feature.
+        block_sizes: Rows a rank of each feature's table, for ``continuous``.
+        top: Number of hottest keys.
+
+    Raises:
+        ValueError: if the numbers of modes, block sizes and features differ.
+    """
+    names = list(kjt.keys())
+    modes = as_routings(routing)
+    modes = modes * len(names) if len(modes) == 1 else modes
+    blocks = list(block_sizes) if block_sizes is not None else [0] * len(names)
+    if len(modes) != len(names) or len(blocks) != len(names):
+        raise ValueError(f"{len(modes)} modes and {len(blocks)} block sizes for {len(names)} features; give one each")
+    load = torch.zeros(num_ranks, dtype=torch.int64, device="cpu")
+    counts, hottest = [torch.zeros(0, dtype=torch.int64, device="cpu")], []
+    values = as_int64(kjt.values()).cpu()
+    at = 0
+    for name, mode, block, length in zip(names, modes, blocks, kjt.length_per_key(), strict=True):
+        keys = values[at : at + length]
+        at += length
+        load += torch.bincount(owners(keys, mode, num_ranks=num_ranks, block_size=block), minlength=num_ranks)
+        unique, count = torch.unique(keys, return_counts=True)
+        counts.append(count)
+        heavy = count.topk(min(top, count.numel()))
+        hottest += [
+            HotKey(feature=name, key=int(unique[i]), count=int(c))
+            for c, i in zip(heavy.values.tolist(), heavy.indices.tolist(), strict=True)
+        ]
+    every, total = torch.cat(counts), int(load.sum())
+    return SkewReport(
+        keys_per_rank=tuple(load.tolist()),
+        max_over_mean=int(load.max()) * num_ranks / total if total else 0.0,
+        best_max_over_mean=lower_bound(every, num_ranks) * num_ranks / total if total else 0.0,
+        hottest=tuple(sorted(hottest, key=lambda hot: -hot.count)[:top]),
+    )

@@ -1,0 +1,16 @@
+"""Row-wise sharded embeddings whose keys are routed by any mode: key exchange, lookup at the owner, exchange back."""
+
+from trainer_client.embedding.tables.clipping import clip_grad_norm_
+from trainer_client.embedding.tables.collection import RoutedEmbeddingCollection
+from trainer_client.embedding.tables.config import KeyBatch, RoutedTable
+from trainer_client.embedding.tables.tables import BlockTable, KeyTable, OwnedTable
+
+__all__ = [
+    "BlockTable",
+    "KeyBatch",
+    "KeyTable",
+    "OwnedTable",
+    "RoutedEmbeddingCollection",
+    "RoutedTable",
+    "clip_grad_norm_",
+]

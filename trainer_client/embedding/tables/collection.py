@@ -1,0 +1,300 @@
+"""A collection of row-wise sharded tables: bucketize, All2All, lookup at the owner, All2All back, unbucketize."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer_client.embedding.routing import block_bucketize, warm_up
+from trainer_client.embedding.routing.reference import as_int64
+from trainer_client.embedding.tables.communicators import exchange_group
+from trainer_client.embedding.tables.config import KeyBatch, RoutedTable
+from trainer_client.embedding.tables.exchange import (
+    all_to_all,
+    cut,
+    differentiable_all_to_all,
+    divide_gradient,
+    exchange_counts,
+)
+from trainer_client.embedding.tables.local import RankLocal
+from trainer_client.embedding.tables.part import module_name, rows_of_other_ranks
+from trainer_client.embedding.tables.tables import BlockTable, KeyTable
+from trainer_client.embedding.tables.together import Status, raise_together
+
+TableFactory = Callable[[RoutedTable, int, int, torch.device], nn.Module]
+
+
+def default_table(table: RoutedTable, rank: int, num_ranks: int, device: torch.device) -> nn.Module:
+    """A block of rows under ``continuous``, a table of keys under the other modes."""
+    if table.mode.dist_type == "continuous":
+        return BlockTable(table, rank=rank, num_ranks=num_ranks, device=device)
+    return KeyTable(table, rank=rank, num_ranks=num_ranks, device=device)
+
+
+def _as_group(ranks: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if not isinstance(ranks, DeviceMesh):
+        return ranks
+    if ranks.ndim != 1:
+        raise ValueError(
+            f"process_group is a mesh of {ranks.ndim} dimensions; pass the one whose ranks share the tables, such as "
+            "mesh['dp']"
+        )
+    return ranks.get_group()
+
+
+def _seat(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank among those that share the tables, and their number."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+class RoutedEmbeddingCollection(RankLocal):
+    """Embeddings of several tables, each sharded by rows over the ranks under a routing of its own.
+
+    ``DistributedDataParallel`` and ``fully_shard`` leave it as it is wherever it stands in a model. The gradient of a
+    row is the sum over all ranks divided by ``gradient_divide_factor``: with the default it is averaged over ranks, as
+    those wrappers average the gradients of other parameters.
+
+    Args:
+        tables: The tables. Those of equal dimension share one exchange.
+        process_group: Ranks that share the tables, as a group or a mesh of one dimension such as ``mesh["dp"]``; the
+            default group if there is one, else this process alone.
+        device: Where the tables live.
+        deduplicate: Send each distinct key of a table once per rank and batch. Pays where keys repeat, as in histories;
+            costs a sort of the batch's keys.
+        gradient_divide_factor: What the sum of all ranks' gradients is divided by; the number of ranks by default. Take
+            1 for losses whose gradients are to be summed over ranks.
+        make_table: Builds a rank's part of a table (table, rank, ranks, device), for other storage than this module's.
+
+    Raises:
+        ValueError: if two tables share a name or a feature, the factor is not positive, or a mesh has several
+            dimensions.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[RoutedTable],
+        *,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        device: torch.device | str = "cpu",
+        deduplicate: bool = False,
+        gradient_divide_factor: float | None = None,
+        make_table: TableFactory = default_table,
+    ) -> None:
+        super().__init__()
+        for kind, names in (
+            ("table", [table.name for table in tables]),
+            ("feature", [feature for table in tables for feature in table.features]),
+        ):
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise ValueError(f"{kind} {twice!r} is named twice; names must be unique")
+        self.configs = tuple(tables)
+        self.group = _as_group(process_group)
+        self.rank, self.num_ranks = _seat(self.group)
+        if self.num_ranks > 1:
+            exchange_group(self.group)  # made while all ranks are here
+        self.deduplicate = deduplicate
+        self.gradient_divide_factor = self.num_ranks if gradient_divide_factor is None else gradient_divide_factor
+        if not self.gradient_divide_factor > 0:
+            raise ValueError(f"gradient_divide_factor is {gradient_divide_factor}; give a number above 0")
+        if torch.device(device).type == "cpu":
+            warm_up()
+        self._device = torch.device(device)
+        self.tables: dict[str, Any] = {}
+        for table in tables:
+            built = make_table(table, self.rank, self.num_ranks, torch.device(device))
+            name = module_name(table.name, self.rank, self.num_ranks)
+            while name in self._modules:
+                name += "_"
+            self.add_module(name, built)
+            self.tables[table.name] = built
+        dims = sorted({table.embedding_dim for table in tables})
+        self._groups = [[table for table in tables if table.embedding_dim == dim] for dim in dims]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes come from other ranks: nothing to compile
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        """Looks up a batch.
+
+        Args:
+            batch: A KeyBatch or KeyedJaggedTensor with all features of all tables.
+
+        Returns:
+            By feature: (keys x dim) in the order of the batch for tables without pooling, else (rows x dim).
+
+        Raises:
+            ValueError: on all ranks in the same step, if on one a feature is missing or a table does not take a key.
+        """
+        try:
+            parts = self._parts(batch)
+        except Exception as problem:
+            self._fail(problem, len(self._features(self._groups[0])))
+        results: dict[str, Tensor] = {}
+        for part, tables in zip(parts, self._groups, strict=True):
+            results.update(self._pool(self._look_up(part, tables), part, tables))
+        return results
+
+    def _parts(self, batch: Any) -> list[KeyBatch]:
+        """What each exchange is about."""
+        keys = KeyBatch.of(batch)
+        keys = replace(keys, values=as_int64(keys.values))  # what travels is the same on all ranks
+        if keys.weights is not None and keys.weights.numel() != keys.values.numel():
+            raise ValueError(f"weights has {keys.weights.numel()} elements, but there are {keys.values.numel()} keys")
+        return [keys.select([feature for table in tables for feature in table.features]) for tables in self._groups]
+
+    def _features(self, tables: Sequence[RoutedTable]) -> list[RoutedTable]:
+        """The table of each column of an exchange: of each feature, or of each table where keys are sent once."""
+        return list(tables) if self.deduplicate else [table for table in tables for _ in table.features]
+
+    def _fail(self, problem: Exception, num_columns: int) -> NoReturn:
+        """Raises an error that this rank has before an exchange, on all ranks."""
+        if self.num_ranks > 1:
+            group = exchange_group(self.group)
+            counts = torch.zeros(self.num_ranks, num_columns + 1, dtype=torch.int64)
+            counts[:, -1] = 1
+            exchange_counts(counts.to(self._device), group)
+            raise_together(problem, group)
+        raise problem
+
+    def _look_up(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> Tensor:
+        """Embeddings (num_keys x dim) of a part's keys, in its order."""
+        columns = self._features(tables)
+        if not self.deduplicate:
+            return self._exchange(part.values, part.lengths, part.batch_sizes, columns)
+        try:
+            sizes = [sum(counts) for counts in self._keys_per_feature(part, tables)]
+            unique = [torch.unique(keys, return_inverse=True) for keys in cut(part.values, sizes)]
+            lengths = torch.tensor([keys.numel() for keys, _ in unique], device=part.values.device)
+        except Exception as problem:
+            self._fail(problem, len(columns))
+        found = self._exchange(torch.cat([keys for keys, _ in unique]), lengths, [1] * len(tables), columns)
+        pieces = cut(found, [keys.numel() for keys, _ in unique])
+        return torch.cat([piece.index_select(0, inverse) for piece, (_, inverse) in zip(pieces, unique, strict=True)])
+
+    def _keys_per_feature(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> list[list[int]]:
+        sums = iter(torch.stack([rows.sum() for rows in cut(part.lengths, part.batch_sizes)]).tolist())
+        return [[next(sums) for _ in table.features] for table in tables]
+
+    def _exchange(
+        self, values: Tensor, lengths: Tensor, batch_sizes: Sequence[int], tables: list[RoutedTable]
+    ) -> Tensor:
+        """Embeddings of keys whose features (one table each) have ``batch_sizes`` rows."""
+        try:
+            sent = block_bucketize(
+                lengths,
+                values,
+                [
+                    table.rows_per_rank(self.num_ranks) if table.mode.dist_type == "continuous" else 1
+                    for table in tables
+                ],
+                self.num_ranks,
+                [table.mode for table in tables],
+                batch_sizes=list(batch_sizes),
+            )
+            rows = cut(sent.lengths.view(self.num_ranks, -1), batch_sizes, 1)
+        except Exception as problem:
+            self._fail(problem, len(tables))
+        assert sent.permutation is not None
+        counts = torch.stack([cells.sum(1) for cells in rows] + [sent.lengths.new_zeros(self.num_ranks)], dim=1)
+        if self.num_ranks == 1:
+            found = self._look_up_owned(sent.indices, [column[:-1] for column in counts.tolist()], tables)
+        else:
+            found = self._look_up_at_owners(sent.indices, counts, tables)
+        # Divided before it travels to the owners, as a sum over ranks may not fit into a narrow type.
+        found = divide_gradient(found, self.gradient_divide_factor)
+        return found.index_select(0, sent.permutation.to(torch.int64))
+
+    def _look_up_at_owners(self, indices: Tensor, counts: Tensor, tables: list[RoutedTable]) -> Tensor:
+        """Embeddings of keys in the order in which bucketize has put them for their owners; see `exchange_counts`."""
+        group = exchange_group(self.group)
+        to_each, from_each = exchange_counts(counts, group)
+        if any(count[-1] for count in from_each):
+            raise_together(None, group)
+        outgoing, incoming = [count[:-1] for count in to_each], [count[:-1] for count in from_each]
+        send, receive = [sum(count) for count in outgoing], [sum(count) for count in incoming]
+        keys = all_to_all(indices, receive, send, group)
+        problem = None
+        try:
+            found = self._look_up_owned(keys, incoming, tables)
+        except Exception as raised:  # the others wait for rows: they get some, and are told
+            problem = raised
+            found = torch.zeros(len(keys), tables[0].embedding_dim, dtype=tables[0].dtype, device=keys.device)
+        refuses = any(getattr(self.tables[table.name], "refuses", True) for table in tables)
+        status = Status(problem, keys.device, group) if refuses else None
+        found = differentiable_all_to_all(found, send, receive, group)
+        if status is not None:
+            status.check()
+        elif problem is not None:
+            raise problem
+        return found
+
+    def _look_up_owned(self, keys: Tensor, incoming: list[list[int]], tables: list[RoutedTable]) -> Tensor:
+        """Embeddings of received keys, which come by source rank, then feature; one lookup a table."""
+        names = [table.name for table in tables] * len(incoming)
+        sizes = [count for counts in incoming for count in counts]
+        segments = cut(keys, sizes)
+        found: list[Tensor] = [keys.new_empty(0)] * len(segments)
+        for name in dict.fromkeys(names):
+            mine = [i for i, other in enumerate(names) if other == name]
+            looked_up: Tensor = self.tables[name](torch.cat([segments[i] for i in mine]))
+            for i, piece in zip(mine, cut(looked_up, [sizes[i] for i in mine]), strict=True):
+                found[i] = piece
+        return torch.cat(found)
+
+    def _pool(self, found: Tensor, part: KeyBatch, tables: Sequence[RoutedTable]) -> dict[str, Tensor]:
+        per_feature = [count for counts in self._keys_per_feature(part, tables) for count in counts]
+        weights = cut(part.weights, per_feature) if part.weights is not None else [None] * len(per_feature)
+        lengths = cut(part.lengths, part.batch_sizes)
+        modes = [table.pooling for table in tables for _ in table.features]
+        results = {}
+        for name, rows, weight, length, mode in zip(
+            part.features, cut(found, per_feature), weights, lengths, modes, strict=True
+        ):
+            if mode == "none":
+                results[name] = rows
+                continue
+            scaled = rows if weight is None else rows * weight[:, None].to(rows.dtype)
+            row_ids = torch.repeat_interleave(
+                torch.arange(length.numel(), device=rows.device), length, output_size=rows.shape[0]
+            )
+            pooled = rows.new_zeros(length.numel(), rows.shape[1]).index_add(0, row_ids, scaled)
+            results[name] = pooled / length.clamp(min=1)[:, None] if mode == "mean" else pooled
+        return results
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        for name, module in self._modules.items():
+            table = next(table for table in self.configs if self.tables[table.name] is module)
+            problem = rows_of_other_ranks(table, state_dict, prefix, name)
+            if problem is not None:
+                lists[-1].append(problem)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.group)] = self.group  # the copy's ranks are the same
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise ValueError(
+                "a collection with a process_group cannot be pickled, as the group cannot; save its state_dict(), or "
+                "its tables with trainer_client.embedding.checkpoint.save"
+            )
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        rank, num_ranks = _seat(None)
+        if (rank, num_ranks) != (self.rank, self.num_ranks):
+            raise ValueError(
+                f"the pickled collection has the rows of rank {self.rank} of {self.num_ranks}, and this is rank {rank} "
+                f"of {num_ranks}; save with trainer_client.embedding.checkpoint.save and load with checkpoint.load"
+            )

@@ -1,0 +1,122 @@
+"""What a user declares: the tables, and the keys of a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from trainer_client.embedding.routing import Routing, RoutingLike, as_routing, block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedTable:
+    """One embedding table, sharded by rows.
+
+    Attributes:
+        name: Unique in its collection.
+        embedding_dim: Columns.
+        features: Features looked up in it.
+        num_embeddings: Rows over all ranks: the size of a ``continuous`` table, the expected number of keys otherwise.
+        routing: How keys choose their rank.
+        pooling: ``none`` returns one vector a key, ``sum`` and ``mean`` one a row of the batch.
+        capacity: Rows a rank can hold when keys are inserted on first sight; 1.5 times the even share by default, and
+            never less than 1024.
+        seed: Seed of the initial values, which depend on it, the key and the column only.
+        dtype: Of the values.
+
+    Raises:
+        ValueError: if a size is not positive or the pooling is unknown.
+    """
+
+    name: str
+    embedding_dim: int
+    features: tuple[str, ...]
+    num_embeddings: int
+    routing: RoutingLike = "roundrobin"
+    pooling: Literal["none", "sum", "mean"] = "none"
+    capacity: int | None = None
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for field in ("embedding_dim", "num_embeddings"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"table {self.name}: {field} is {getattr(self, field)}; give at least 1")
+        if self.pooling not in ("none", "sum", "mean"):
+            raise ValueError(f"table {self.name}: pooling is {self.pooling!r}; choose none, sum or mean")
+        if self.capacity is not None and self.capacity < 1:
+            raise ValueError(f"table {self.name}: capacity is {self.capacity}; give at least 1")
+        as_routing(self.routing)
+
+    @property
+    def mode(self) -> Routing:
+        """The routing as a mode object."""
+        return as_routing(self.routing)
+
+    def rows_per_rank(self, num_ranks: int) -> int:
+        """Rows that a rank holds at most."""
+        even = block_size(self.num_embeddings, num_ranks)
+        if self.mode.dist_type == "continuous":
+            return even
+        return self.capacity if self.capacity is not None else max(1024, even + even // 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyBatch:
+    """Jagged keys of several features, as a KeyedJaggedTensor holds them.
+
+    Attributes:
+        features: Their names.
+        values: (num_keys): keys, feature after feature, row after row.
+        lengths: (sum of batch sizes): keys of each row.
+        batch_sizes: Rows of each feature.
+        weights: (num_keys): weights for pooling.
+    """
+
+    features: Sequence[str]
+    values: Tensor
+    lengths: Tensor
+    batch_sizes: Sequence[int]
+    weights: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: Any) -> Self:
+        """Takes a KeyBatch as it is, and reads a TorchRec KeyedJaggedTensor."""
+        if isinstance(batch, cls):
+            return batch
+        return cls(
+            features=batch.keys(),
+            values=batch.values(),
+            lengths=batch.lengths().view(-1),
+            batch_sizes=batch.stride_per_key(),
+            weights=batch.weights_or_none(),
+        )
+
+    def select(self, names: Sequence[str]) -> Self:
+        """The features named, in that order. The host reads the lengths once if the order changes.
+
+        Raises:
+            ValueError: if a feature is missing.
+        """
+        if list(names) == list(self.features):
+            return self
+        missing = [name for name in names if name not in self.features]
+        if missing:
+            raise ValueError(f"the batch has no feature {missing[0]!r}; it has {', '.join(self.features)}")
+        rows = torch.tensor([0, *self.batch_sizes], device="cpu").cumsum(0).tolist()
+        ends = [0, *self.lengths.cumsum(0).cpu().tolist()]
+        picked = [list(self.features).index(name) for name in names]
+        spans = [(ends[rows[i]], ends[rows[i + 1]]) for i in picked]
+
+        def cut(tensor: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+            return torch.cat([tensor[a:b] for a, b in spans])
+
+        return type(self)(
+            features=list(names),
+            values=cut(self.values, spans),
+            lengths=cut(self.lengths, [(rows[i], rows[i + 1]) for i in picked]),
+            batch_sizes=[self.batch_sizes[i] for i in picked],
+            weights=cut(self.weights, spans) if self.weights is not None else None,
+        )

@@ -1,0 +1,264 @@
+"""The part of a table that one rank owns: by blocks of rows, or by keys inserted on first sight."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainer_client.embedding.routing import owners
+from trainer_client.embedding.routing.reference import as_int64
+from trainer_client.embedding.routing.reference import fmix64 as mix
+from trainer_client.embedding.tables.config import RoutedTable
+from trainer_client.embedding.tables.part import TablePart
+
+
+def initial_rows(keys: Tensor, table: RoutedTable) -> Tensor:
+    """First values of rows, uniform in +-1/sqrt(num_embeddings); a function of seed, key and column only.
+
+    Args:
+        keys: (n): int64.
+        table: Gives columns, seed, scale and dtype.
+
+    Returns:
+        (n x embedding_dim), the same on every device and under every routing.
+    """
+    columns = torch.arange(1, table.embedding_dim + 1, device=keys.device)
+    drawn = mix(mix(keys + table.seed * 0x5851F42D4C957F2D % (1 << 62))[:, None] + columns * 0x1F123BB5159A55E5)
+    unit = ((drawn >> 40) & 0xFFFFFF).to(torch.float64) / (1 << 23) - 1
+    rows: Tensor = unit / table.num_embeddings**0.5
+    return rows.to(table.dtype)
+
+
+class OwnedTable(Protocol):
+    """What the collection and the checkpoints ask of a rank's part of a table."""
+
+    weight: nn.Parameter
+    refuses: bool
+    """Whether a lookup may raise on one rank alone, so that the others must be told; alike on all ranks."""
+
+    def __call__(self, indices: Tensor) -> Tensor:
+        """Embeddings (n x dim) of what bucketize sent (n)."""
+
+    def held_keys(self) -> Tensor:
+        """Keys held here (n), in the order of the first n rows of ``weight``."""
+
+    def place(self, keys: Tensor) -> Tensor:
+        """Rows of ``weight`` for keys (n); new ones take the next free rows in the order in which they come."""
+
+    def reset_parameters(self) -> None:
+        """Makes the table as it was when it was new."""
+
+
+class BlockTable(TablePart):
+    """A block of consecutive rows of a ``continuous`` table.
+
+    Args:
+        table: The declaration.
+        rank: Which block.
+        num_ranks: Number of blocks.
+        device: Where it lives.
+    """
+
+    def __init__(self, table: RoutedTable, *, rank: int, num_ranks: int, device: torch.device) -> None:
+        super().__init__(table, rank=rank, num_ranks=num_ranks)
+        block = table.rows_per_rank(num_ranks)
+        self.first = min(rank * block, table.num_embeddings)
+        self.rows = min(table.num_embeddings - self.first, block)
+        self.weight = nn.Parameter(torch.empty(self.rows, table.embedding_dim, dtype=table.dtype, device=device))
+        self.reset_parameters()
+
+    @property
+    def refuses(self) -> bool:
+        """Only on the CPU is a key that is outside of the table noticed by the host."""
+        return self.weight.device.type == "cpu"
+
+    def reset_parameters(self) -> None:
+        """Gives all rows their first values."""
+        self.weight.data.copy_(initial_rows(self.held_keys(), self.table))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Embeddings of rows of this block.
+
+        Raises:
+            ValueError: on the CPU, if a row is outside of the table.
+        """
+        self.check_weight()
+        if (
+            indices.device.type == "cpu"
+            and indices.numel()
+            and not 0 <= int(indices.min()) <= int(indices.max()) < self.rows
+        ):
+            raise ValueError(
+                f"table {self.table.name}: a key is outside of 0 to {self.table.num_embeddings - 1}; "
+                "continuous routing takes row numbers only, the other modes take any key"
+            )
+        return functional.embedding(indices, self.weight)
+
+    def held_keys(self) -> Tensor:
+        """Keys held here, in the order of the rows."""
+        return torch.arange(self.first, self.first + self.rows, device=self.weight.device)
+
+    def place(self, keys: Tensor) -> Tensor:
+        """Rows of keys.
+
+        Raises:
+            ValueError: if a key is not a row of this block.
+        """
+        rows = keys - self.first
+        wrong = (rows < 0) | (rows >= self.rows)
+        if bool(wrong.any()):
+            raise ValueError(
+                f"table {self.table.name}: key {int(keys[wrong][0])} is outside of this rank's rows {self.first} to "
+                f"{self.first + self.rows - 1}; continuous tables hold row numbers only"
+            )
+        return rows
+
+
+class KeyTable(TablePart):
+    """Rows for arbitrary 64-bit keys, inserted on first sight while training.
+
+    A small reference table: sorted keys with the row of each, kept on the device. Rows keep their place, so an
+    optimizer's state stays with them. Where nothing is trained, in evaluation and under ``torch.no_grad``, an unknown
+    key reads as its initial values and takes no row.
+
+    Args:
+        table: The declaration.
+        rank: Which part.
+        num_ranks: Ranks that share the table.
+        device: Where it lives.
+    """
+
+    sorted_keys: Tensor
+    sorted_rows: Tensor
+    refuses = True  # when it is full
+
+    def __init__(self, table: RoutedTable, *, rank: int, num_ranks: int, device: torch.device) -> None:
+        super().__init__(table, rank=rank, num_ranks=num_ranks)
+        self.rows = table.rows_per_rank(num_ranks)
+        self.weight = nn.Parameter(torch.empty(self.rows, table.embedding_dim, dtype=table.dtype, device=device))
+        # As long as the table has rows from the start, so that copies and averages of a model can take them over.
+        self.register_buffer("sorted_keys", torch.empty(self.rows, dtype=torch.int64, device=device))
+        self.register_buffer("sorted_rows", torch.empty(self.rows, dtype=torch.int64, device=device))
+        self._copied: tuple[int, ...] | None = None  # the map's state when this copy was made with its free rows zero
+        self._looked = 0  # at the free rows of a copy
+        self.reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy remembers the map that it was made with, to notice an average that leaves the map behind."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        blank = self.weight.device.type != "meta" and not bool(self.weight.data[self._used :].any())
+        self._copied, self._looked = self._state() if blank else None, 0
+
+    def reset_parameters(self) -> None:
+        """Forgets all keys."""
+        self.weight.data.zero_()
+        self.sorted_keys.zero_()
+        self.sorted_rows.fill_(-1)
+        self._keep(0)
+
+    def _state(self) -> tuple[int, ...]:
+        """Another value whenever the buffers are other ones or written to."""
+        buffers = self.sorted_keys, self.sorted_rows
+        return tuple(n for b in buffers for n in (id(b), 0 if b.is_inference() else b._version))
+
+    def _keep(self, used: int) -> None:
+        self._used, self._known = used, self._state()
+
+    @property
+    def used(self) -> int:
+        """Rows that are taken.
+
+        Raises:
+            ValueError: if something else than this table wrote to its buffers, and what they hold is no map of keys.
+        """
+        if self._known != self._state():
+            self._keep(self._count())
+        return self._used
+
+    def _count(self) -> int:
+        used = int((self.sorted_rows >= 0).sum())
+        keys, rows = self.sorted_keys[:used], self.sorted_rows[:used].sort().values
+        fine = (rows == torch.arange(used, device=rows.device)).all() & (keys[1:] > keys[:-1]).all()
+        if self.table.mode.dist_type != "continuous":
+            fine &= (owners(keys, self.table.mode, num_ranks=self.num_ranks) == self.rank).all()
+        if not bool(fine):
+            raise ValueError(
+                f"table {self.table.name}: its keys were overwritten by something that is no part of it, such as a "
+                "broadcast from another rank, or an average that includes buffers; leave the tables out of that, and "
+                "load a checkpoint or call reset_parameters()"
+            )
+        return used
+
+    def _check_copy(self) -> None:
+        """Looks now and then whether a copy got rows from elsewhere without their keys.
+
+        Raises:
+            ValueError: if it did: all keys that came since would be read as unknown.
+        """
+        if self._copied is None or self._copied != self._state():
+            return
+        self._looked += 1
+        if self._looked & (self._looked - 1) == 0 and bool(self.weight.data[self._used :].any()):
+            raise ValueError(
+                f"table {self.table.name}: rows that no key holds were written in this copy, as by an average over "
+                "parameters() alone; copy the model's buffers as well, which hold its keys (as AveragedModel does)"
+            )
+
+    def find(self, keys: Tensor) -> Tensor:
+        """Rows of int64 keys (n); -1 where a key is unknown."""
+        used = self.used
+        if used == 0:
+            return torch.full_like(keys, -1)
+        at = torch.searchsorted(self.sorted_keys[:used], keys).clamp_(max=used - 1)
+        return torch.where(self.sorted_keys[at] == keys, self.sorted_rows[at], -1)
+
+    def place(self, keys: Tensor) -> Tensor:
+        """Rows of keys; new ones take the next free rows, in the order in which they come, with their initial values.
+
+        Raises:
+            ValueError: if the table is full.
+        """
+        rows = self.find(keys)
+        new = _distinct(keys[rows < 0])
+        if new.numel() == 0:
+            return rows
+        used, total = self.used, self.used + new.numel()
+        if total > self.rows:
+            raise ValueError(
+                f"table {self.table.name}: {total} keys do not fit into the {self.rows} rows of this rank; raise its "
+                "capacity"
+            )
+        taken = torch.arange(used, total, device=keys.device)
+        self.weight.data[used:total] = initial_rows(new, self.table).to(self.weight.dtype)
+        merged, order = torch.sort(torch.cat([self.sorted_keys[:used], new]))
+        self.sorted_rows[:total] = torch.cat([self.sorted_rows[:used], taken])[order]
+        self.sorted_keys[:total] = merged
+        self._keep(total)
+        return self.find(keys)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Embeddings of keys."""
+        self.check_weight()
+        keys = as_int64(indices)
+        if self.training and torch.is_grad_enabled():
+            return functional.embedding(self.place(keys), self.weight)
+        self._check_copy()
+        rows = self.find(keys)
+        known = functional.embedding(rows.clamp(min=0), self.weight)
+        return torch.where((rows < 0)[:, None], initial_rows(keys, self.table).to(known.dtype), known)
+
+    def held_keys(self) -> Tensor:
+        """Keys held here, in the order of the rows."""
+        keys = torch.empty_like(self.sorted_keys[: self.used])
+        keys[self.sorted_rows[: self.used]] = self.sorted_keys[: self.used]
+        return keys
+
+
+def _distinct(keys: Tensor) -> Tensor:
+    """Each key once, in the order in which they first come."""
+    distinct, place = torch.unique(keys, return_inverse=True)
+    first = torch.full_like(distinct, keys.numel())
+    first.scatter_reduce_(0, place, torch.arange(keys.numel(), device=keys.device), "amin")
+    ordered: Tensor = distinct[first.argsort()]
+    return ordered

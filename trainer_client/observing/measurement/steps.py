@@ -1,0 +1,207 @@
+"""Where the time of training steps goes, on each rank and over all ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+
+from trainer_client.observing.measurement.clock import Mark, mark
+
+PHASES = ("data", "compute", "communication", "optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """One step on one rank, in milliseconds of the device's stream.
+
+    Attributes:
+        step: Number of the step.
+        data: Until the batch was there: exposed redistribution, and the host if it was late.
+        compute: Forward and backward pass, to the last gradient.
+        communication: From there until all gradients were averaged: exposed communication and waiting for others.
+        optimizer: The rest.
+    """
+
+    step: int
+    data: float
+    compute: float
+    communication: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return self.data + self.compute + self.communication + self.optimizer
+
+
+class StepTimer:
+    """Times the phases of each step by events, read some steps later.
+
+    timer = StepTimer(device)
+    timer.watch(model.parameters())          # finds the end of compute
+    for batch in loader:
+        timer.batch_ready()
+        loss(model(batch)).backward()
+        timer.gradients_ready()
+        optimizer.step()
+        timer.end_step()
+    times = timer.finished()
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._number = 0
+        self._gradients = 0
+        self._begin = mark(self._device)
+        self._marks: dict[str, Mark] = {}
+        self._pending: deque[tuple[int, Mark, dict[str, Mark]]] = deque()
+        self._remove: list[Callable[[], None]] = []
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Lets the last gradient of a backward pass mark the end of compute; each of `parameters` must get one.
+
+        Of several backward passes in a step the last one counts. Parameters that are trained inside the backward pass,
+        as TorchRec's sharded tables are, get no gradient: leave them out.
+        """
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+        def counted(_: torch.Tensor) -> None:
+            self._gradients += 1
+            if self._gradients == len(parameters):
+                self._gradients = 0
+                self.compute_done()
+
+        for parameter in parameters:
+            handle = parameter.register_post_accumulate_grad_hook(counted)  # type: ignore[no-untyped-call]
+            self._remove.append(handle.remove)
+
+    def batch_ready(self) -> None:
+        """The batch is there."""
+        self._marks["data"] = mark(self._device)
+
+    def compute_done(self) -> None:
+        """This rank's gradients are computed."""
+        self._marks["compute"] = mark(self._device)
+
+    def gradients_ready(self) -> None:
+        """All ranks' gradients are averaged; without a mark of the last gradient, all until here was compute."""
+        now = mark(self._device)
+        self._marks.setdefault("compute", now)
+        self._marks["communication"] = now
+
+    def end_step(self) -> None:
+        """The step is over and the next one begins."""
+        end = mark(self._device)
+        self._marks["optimizer"] = end
+        self._pending.append((self._number, self._begin, self._marks))
+        self._number += 1
+        self._begin, self._marks, self._gradients = end, {}, 0
+
+    def finished(self) -> list[StepTimes]:
+        """The steps that the device has finished since the last call."""
+        done = []
+        while self._pending and self._pending[0][2]["optimizer"].ready():
+            number, before, marks = self._pending.popleft()
+            times = {}
+            for phase in PHASES:
+                after = marks.get(phase, before)
+                times[phase] = after.since(before)
+                before = after
+            done.append(StepTimes(step=number, **times))
+        return done
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for remove in self._remove:
+            remove()
+        self._remove.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Steps of all ranks; arrays are (steps, ranks), in milliseconds.
+
+    Attributes:
+        data: Exposed redistribution and the host.
+        compute: Own forward and backward pass.
+        waiting: For the slowest rank's compute.
+        communication: Exposed communication besides.
+        optimizer: The rest.
+    """
+
+    data: NDArray[np.float64]
+    compute: NDArray[np.float64]
+    waiting: NDArray[np.float64]
+    communication: NDArray[np.float64]
+    optimizer: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, times: NDArray[np.float64]) -> Breakdown:
+        """From the times of all ranks.
+
+        Args:
+            times: (ranks, steps, 4) milliseconds of `PHASES`.
+        """
+        data, compute, communication, optimizer = (times[:, :, phase].T for phase in range(len(PHASES)))
+        # A rank waits until the slowest has computed, counted from when both had their batch.
+        finish = data + compute
+        waiting = np.minimum(finish.max(axis=1, keepdims=True) - finish, communication)
+        return cls(
+            data=data, compute=compute, waiting=waiting, communication=communication - waiting, optimizer=optimizer
+        )
+
+    @property
+    def step(self) -> NDArray[np.float64]:
+        """(steps,) duration of each step: of the rank that took longest."""
+        total = self.data + self.compute + self.waiting + self.communication + self.optimizer
+        longest: NDArray[np.float64] = total.max(axis=1)
+        return longest
+
+    @property
+    def compute_imbalance(self) -> NDArray[np.float64]:
+        """(steps,) max/mean of measured compute time over the ranks."""
+        ratio: NDArray[np.float64] = self.compute.max(axis=1) / self.compute.mean(axis=1)
+        return ratio
+
+    def summary(self) -> dict[str, float]:
+        """Medians and the 99th percentile of the step, means of the phases over steps and ranks, in milliseconds."""
+        return {
+            "step_ms_median": float(np.median(self.step)),
+            "step_ms_p99": float(np.quantile(self.step, 0.99)),
+            "step_ms_mean": float(self.step.mean()),
+            "data_ms": float(self.data.mean()),
+            "compute_ms": float(self.compute.mean()),
+            "waiting_ms": float(self.waiting.mean()),
+            "communication_ms": float(self.communication.mean()),
+            "optimizer_ms": float(self.optimizer.mean()),
+            "compute_imbalance": float(self.compute_imbalance.mean()),
+        }
+
+
+def gather_breakdown(times: Sequence[StepTimes], group: dist.ProcessGroup | None = None) -> Breakdown:
+    """The breakdown over all ranks; collective, so call it between steps or at the end.
+
+    Args:
+        times: This rank's steps; the same number on all ranks.
+        group: The ranks; default: all, or this one alone where torch.distributed is not initialised.
+
+    Raises:
+        ValueError: If the ranks pass different steps.
+    """
+    own = np.array([[getattr(step, phase) for phase in PHASES] for step in times], dtype=np.float64).reshape(-1, 4)
+    if not (dist.is_available() and dist.is_initialized()):
+        return Breakdown.of(own[None])
+    gathered: list[NDArray[np.float64] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    tables = [table for table in gathered if table is not None]
+    counts = [len(table) for table in tables]
+    if len(set(counts)) > 1:
+        raise ValueError(f"the ranks pass {counts} steps; pass the same steps on all ranks")
+    return Breakdown.of(np.stack(tables))
