@@ -27,7 +27,7 @@ FUNCTIONS = (
     "tests/trainer_client/planning/test_histograms.py",
     "tests/trainer_client/planning/test_proposer.py",
     "tests/trainer_client/embedding/routing/",
-    "tests/trainer_client/test_configuration.py",
+    "tests/trainer_client/balancing/test_configuration.py",
 )
 
 WAIT_MOST = ("tests/services/", "tests/faults/")

@@ -11,7 +11,7 @@ import torch.distributed  # noqa: F401
 
 import services.balancer.server
 import services.planner.app  # noqa: F401
-import trainer_client  # noqa: F401
+import trainer_client.balancing.costs  # noqa: F401
 from evenkeel import partitioning
 from trainer_client.balancing import redistribution
 
