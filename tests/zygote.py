@@ -24,7 +24,10 @@ from typing import Any
 START_SECONDS = 900.0  # compiles all kernels first, if nothing has yet
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed", "trainer_client.balancing.loader", "trainer_client.balancing.costs"])  # all that benchmarks want
+# All that benchmarks want.
+context.set_forkserver_preload(
+    ["torch.distributed", "trainer_client.balancing.loader", "trainer_client.balancing.costs"]
+)
 _environment_at_start = dict(os.environ)
 _is_warm = False
 
