@@ -43,7 +43,7 @@ class Target:
         """A connection.
 
         Raises:
-            OSError: if it is refused.
+            OSError: If it is refused.
         """
         name = None if tls is None else "localhost"
         reader, writer = await asyncio.wait_for(

@@ -29,7 +29,7 @@ CASES = ("long histories", "2 x 32 rows of 16,384", "multi-hot", "one-hot", "wid
 
 
 def make_case(name: str, *, device: torch.device, seed: int, shrink: int = 1) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Lengths (features x rows), indices, and number of features of one of ``CASES``."""
+    """Lengths (features x rows), indices, and number of features of one of `CASES`."""
     generator = torch.Generator().manual_seed(seed)
     features, rows, limit = {
         "long histories": (3, 256, 0),

@@ -50,8 +50,8 @@ class Case:
     Attributes:
         name: What it is called in the output.
         modes: Modes that tables may have; all where empty.
-        ratio: Fraction of the rows that HBM holds; the planner's choice where ``None``.
-        budget: HBM that tables may use, over what all of them in HBM take; ample where ``None``.
+        ratio: Fraction of the rows that HBM holds; the planner's choice where `None`.
+        budget: HBM that tables may use, over what all of them in HBM take; ample where `None`.
         optimizer: Fused optimizer of the tables.
         theirs: Whether TorchRec's planner makes the sharding plan under our constraints, instead of us.
     """
@@ -102,7 +102,7 @@ class Run:
 
 
 def ask(run: Run, case: Case, tables: tuple[Table, ...]) -> tuple[PlanRequest, Plan]:
-    """The planner's answer for ``case``."""
+    """The planner's answer for `case`."""
     pinned = tuple(replace(table, modes=case.modes, ratio=case.ratio) for table in tables)
     topology = Topology(ranks=run.ranks, hbm_bytes=1 << 45, host_bytes=None)
     step = Step(samples_per_rank=run.samples)

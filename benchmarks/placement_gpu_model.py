@@ -1,4 +1,4 @@
-"""The model of :mod:`benchmarks.placement_gpu`: tables, keys, and where FBGEMM's kernels keep the tables' bytes."""
+"""The model of `benchmarks.placement_gpu`: tables, keys, and where FBGEMM's kernels keep the tables' bytes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def table_bytes_by_kernel(parallel: torch.nn.Module, request: PlanRequest, found
 
 
 def _kernels(parallel: torch.nn.Module) -> Iterator[tuple[list[str], torch.nn.Module]]:
-    """Table names and module of each of FBGEMM's kernels; sharded modules hide them from ``modules()``."""
+    """Table names and module of each of FBGEMM's kernels; sharded modules hide them from `modules()`."""
     for sharded in parallel.modules():
         for lookup in getattr(sharded, "_lookups", ()):
             for wrapper in lookup.modules():

@@ -38,9 +38,9 @@ def ask_planner(
         token: The bearer token itself, instead.
 
     Raises:
-        PlannerError: The service refused or could not be reached.
-        ValueError: The address or a file of the credentials cannot be used, or a token of a file would be sent in the
-            clear.
+        PlannerError: If the service refused or could not be reached.
+        ValueError: If the address or a file of the credentials cannot be used, or a token of a file would be sent in
+            the clear.
     """
     place = urlsplit(url)
     if place.scheme not in ("http", "https") or not place.hostname:

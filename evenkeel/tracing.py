@@ -65,7 +65,7 @@ def open_provider(
         attributes: of the resource.
 
     Raises:
-        ValueError: if the endpoint is no URL.
+        ValueError: If the endpoint is no URL.
     """
     if processor is None:
         exporter = OTLPSpanExporter(endpoint=traces_url(endpoint or ""), timeout=_EXPORT_SECONDS)
@@ -91,7 +91,7 @@ def traces_url(endpoint: str) -> str:
     """The URL that spans are posted to.
 
     Raises:
-        ValueError: if the endpoint is no URL.
+        ValueError: If the endpoint is no URL.
     """
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:

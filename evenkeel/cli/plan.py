@@ -79,7 +79,7 @@ def build_request(
     """The request of a file's content and of flags, which go before it.
 
     Raises:
-        InvalidInputError: A field is missing, unknown or impossible.
+        InvalidInputError: If a field is missing, unknown or impossible.
     """
     value: dict[str, Any] = {"tables": content} if isinstance(content, list) else dict(_object(content))
     if topology is not None:

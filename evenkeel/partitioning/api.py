@@ -93,9 +93,9 @@ def partition(
         The assignment with its loads, the lower bound beside it, and what moves.
 
     Raises:
-        ImpossiblePartitionError: if no assignment is within the memory caps.
-        PartitionNotFoundError: if none was found.
-        ValueError: if an argument is wrong; the message names it and its remedy.
+        ImpossiblePartitionError: If no assignment is within the memory caps.
+        PartitionNotFoundError: If none was found.
+        ValueError: If an argument is wrong; the message names it and its remedy.
     """
     if operator.index(min_samples) < 0:
         raise ValueError(f"min_samples is {min_samples}; pass a number of samples, 0 or more")

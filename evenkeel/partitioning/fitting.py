@@ -31,7 +31,7 @@ def check_possible(problem: Problem) -> None:
     """Refuse what plainly cannot fit.
 
     Raises:
-        ImpossiblePartitionError: if the samples need more than all ranks hold, or one more than any rank does.
+        ImpossiblePartitionError: If the samples need more than all ranks hold, or one more than any rank does.
     """
     terms = problem.terms
     if terms.memory.size == 0:
@@ -75,7 +75,7 @@ def check_held(memory: ArrayLike, caps: ArrayLike, destinations: NDArray[np.int3
     """Checks an assignment against the caps in the numbers that were given, of which the units are roundings.
 
     Raises:
-        PartitionNotFoundError: if a rank holds more than rounding explains: where some samples take many billion times
+        PartitionNotFoundError: If a rank holds more than rounding explains: where some samples take many billion times
             the memory of others, units that hold them all are too coarse for the smallest.
     """
     held = np.asarray(caps, np.float64)
@@ -95,8 +95,8 @@ def fit_memory(problem: Problem, start: NDArray[np.int32]) -> NDArray[np.int32]:
     Memory is searched as costs are, with the caps as limits; small instances are searched through to the end.
 
     Raises:
-        ImpossiblePartitionError: if there is provably none.
-        PartitionNotFoundError: if the search ended without one.
+        ImpossiblePartitionError: If there is provably none.
+        PartitionNotFoundError: If the search ended without one.
     """
     terms = problem.terms
     if terms.memory.size == 0:

@@ -37,7 +37,7 @@ def strategy_named(name: str) -> Strategy:
     does every rank computes the plan for itself, and be installed on all of them and on the balancer.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: If there is none.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]

@@ -202,7 +202,7 @@ def slice_plan(destinations: ArrayLike, counts_at_home: ArrayLike, lengths: Arra
         The slices of all ranks; a rank has at most as many sources as it receives samples.
 
     Raises:
-        ValueError: if the shapes disagree or a destination is no rank.
+        ValueError: If the shapes disagree or a destination is no rank.
     """
     ranks, counts, values = _plan_arrays(destinations, counts_at_home, lengths)
     bad = _check_destinations(ranks, counts.size)
@@ -222,7 +222,7 @@ def plan_digest(destinations: ArrayLike, counts_at_home: ArrayLike, lengths: Arr
         lengths: (n, fields) values of each jagged field of each sample.
 
     Raises:
-        ValueError: if the shapes disagree.
+        ValueError: If the shapes disagree.
     """
     ranks, counts, values = _plan_arrays(destinations, counts_at_home, lengths)
     digest = hashlib.sha256(usedforsecurity=False)  # has processor instructions: a third of blake2b's time

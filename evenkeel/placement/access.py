@@ -19,7 +19,7 @@ _MAX_BINS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zipf:
-    """Key ``i`` of ``rows`` keys is looked up with a probability proportional to ``i ** -exponent``.
+    """Key `i` of `rows` keys is looked up with a probability proportional to `i ** -exponent`.
 
     Attributes:
         exponent: Zero is uniform; recommendation data is usually between 0.6 and 1.3.
@@ -35,7 +35,7 @@ class Zipf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Observed frequencies: bin ``b`` holds ``keys[b]`` keys that were looked up ``lookups[b]`` times together.
+    """Observed frequencies: bin `b` holds `keys[b]` keys that were looked up `lookups[b]` times together.
 
     Keys of the table that are in no bin count as never looked up.
 
@@ -99,7 +99,7 @@ class Popularity:
 
     Attributes:
         keys: Number of keys of each bin.
-        probability: Chance that one lookup is for one given key of the bin. ``sum(keys * probability)`` is one.
+        probability: Chance that one lookup is for one given key of the bin. `sum(keys * probability)` is one.
     """
 
     keys: FloatArray
@@ -107,7 +107,7 @@ class Popularity:
 
 
 def popularity(access: Zipf | Histogram, rows: int) -> Popularity:
-    """Bins of equal popularity of the keys of a table with ``rows`` rows."""
+    """Bins of equal popularity of the keys of a table with `rows` rows."""
     return _zipf(access.exponent, rows) if isinstance(access, Zipf) else _observed(access, rows)
 
 

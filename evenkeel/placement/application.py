@@ -28,7 +28,7 @@ class DynamicEmbOptions:
         dist_type: How keys are routed to ranks.
         bucket_capacity: Rows of a bucket of the index.
         init_capacity: Rows of the table on one rank, in whole buckets.
-        score_strategy: Name of the member of ``DynamicEmbScoreStrategy``.
+        score_strategy: Name of the member of `DynamicEmbScoreStrategy`.
     """
 
     caching: bool
@@ -46,8 +46,8 @@ class TorchRecOptions:
     Attributes:
         sharding_type: Name of the sharding type.
         compute_kernel: Name of the kernel.
-        load_factor: Part of the rows that the cache holds; ``None`` without a cache.
-        cache_algorithm: ``LRU`` or ``LFU``.
+        load_factor: Part of the rows that the cache holds; `None` without a cache.
+        cache_algorithm: `LRU` or `LFU`.
         ranks: Ranks of the shards, where they are not on all.
     """
 
@@ -62,7 +62,7 @@ def dynamicemb_options(request: PlanRequest, plan: Plan) -> dict[str, DynamicEmb
     """DynamicEmb options by table name.
 
     Raises:
-        InvalidInputError: The plan is for another runtime, or has no placements.
+        InvalidInputError: If the plan is for another runtime, or has no placements.
     """
     options = {}
     for table, placement in _pairs(request, plan, Runtime.DYNAMICEMB):
@@ -83,7 +83,7 @@ def torchrec_options(request: PlanRequest, plan: Plan) -> dict[str, TorchRecOpti
     """TorchRec options by table name.
 
     Raises:
-        InvalidInputError: The plan is for another runtime, or has no placements.
+        InvalidInputError: If the plan is for another runtime, or has no placements.
     """
     options = {}
     for table, placement in _pairs(request, plan, Runtime.TORCHREC):
@@ -99,7 +99,7 @@ def torchrec_options(request: PlanRequest, plan: Plan) -> dict[str, TorchRecOpti
 
 
 def lines_to_paste(request: PlanRequest, plan: Plan) -> str:
-    """Python lines that put ``plan`` into a job; empty for a plan without placements."""
+    """Python lines that put `plan` into a job; empty for a plan without placements."""
     if not plan.placements:
         return ""
     return _dynamicemb_lines(request, plan) if plan.runtime is Runtime.DYNAMICEMB else _torchrec_lines(request, plan)

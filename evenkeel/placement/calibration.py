@@ -19,7 +19,7 @@ EXPONENT = 1.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """A step of a module of equal tables on one GPU, as ``trainer_client.planning.measuring`` writes it.
+    """A step of a module of equal tables on one GPU, as `trainer_client.planning.measuring` writes it.
 
     Attributes:
         mode: Mode of the tables.
@@ -28,7 +28,7 @@ class MeasuredStep:
         tables: Number of tables.
         rows: Rows of a table.
         dim: Width of an embedding.
-        ids: Lookups of a table and step, from a power law of exponent 1.05 unless ``access`` says otherwise.
+        ids: Lookups of a table and step, from a power law of exponent 1.05 unless `access` says otherwise.
         optimizer: Optimizer of the tables.
         access: Access statistics, where the keys were others.
     """
@@ -65,7 +65,7 @@ def measured_steps(records: Sequence[dict[str, Any]]) -> tuple[MeasuredStep, ...
     """Steps from raw records, whose other fields are ignored.
 
     Raises:
-        InvalidInputError: A field is missing or wrong.
+        InvalidInputError: If a field is missing or wrong.
     """
     from evenkeel.placement.codec import decode
 
@@ -87,12 +87,12 @@ def calibrated_profile(
 
     Args:
         base: Where everything comes from that was not measured.
-        raw: What ``trainer_client.planning.measuring.measure`` returned.
+        raw: What `trainer_client.planning.measuring.measure` returned.
         name: Name of the new profile.
         steps: Measured steps by runtime.
 
     Raises:
-        InvalidInputError: The measurements are incomplete or impossible.
+        InvalidInputError: If the measurements are incomplete or impossible.
     """
     for field in ("hbm_gather", "host_gather", "device", "date"):
         require(field in raw, field, None, "is missing", "give the output of the measurement")
@@ -121,10 +121,10 @@ def calibrated_profile(
 def fit_runtime(
     profile: HardwareProfile, runtime: Runtime, steps: Sequence[MeasuredStep]
 ) -> tuple[RuntimeCosts, tuple[FitError, ...]]:
-    """Constants of ``runtime`` that predict ``steps`` best, and how well they do.
+    """Constants of `runtime` that predict `steps` best, and how well they do.
 
     Raises:
-        InvalidInputError: There are no steps, or one is impossible.
+        InvalidInputError: If there are no steps, or one is impossible.
     """
     samples = [_measurement(profile, runtime, step) for step in steps]
     prior = profile.costs(runtime)

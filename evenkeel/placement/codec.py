@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def encode(value: object) -> Any:
-    """Dataclasses, enums and tuples as dictionaries, strings and lists. A union's member writes its ``kind``."""
+    """Dataclasses, enums and tuples as dictionaries, strings and lists. A union's member writes its `kind`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
         kind = getattr(type(value), "kind", None)
@@ -31,10 +31,10 @@ def encode(value: object) -> Any:
 
 
 def decode(cls: type[T], value: object, path: str = "") -> T:
-    """The dataclass ``cls`` from plain JSON values.
+    """The dataclass `cls` from plain JSON values.
 
     Raises:
-        InvalidInputError: A field is unknown, missing, of the wrong type or refused by the dataclass.
+        InvalidInputError: If a field is unknown, missing, of the wrong type or refused by the dataclass.
     """
     require(isinstance(value, Mapping), path or "request", value, "is no object", "give its fields by name")
     given = dict(typing.cast(Mapping[str, object], value))

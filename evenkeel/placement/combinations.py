@@ -61,7 +61,7 @@ class Combinations:
 
 
 def enumerate_combinations(group: Group) -> Combinations:
-    """All sets of modules of ``group`` that may be open together."""
+    """All sets of modules of `group` that may be open together."""
     sides = {side: [m for m, module in enumerate(group.modules) if module.side == side] for side in (-1, 0, 1)}
     subsets = [s for size in range(len(sides[-1]) + 1) for s in combinations(sides[-1], size)]
     first: tuple[tuple[int, ...], ...] = ((), *((m,) for m in sides[0]))

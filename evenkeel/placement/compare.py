@@ -68,7 +68,7 @@ class Comparison:
     """Two plans.
 
     Attributes:
-        own: The user's plan as the runtime would really run it, whether it fits or not; ``None`` where it cannot run.
+        own: The user's plan as the runtime would really run it, whether it fits or not; `None` where it cannot run.
         fits: Whether it keeps both budgets.
         problems: What keeps it from running or fitting, and what the runtime would silently change.
         best: The best plan.
@@ -85,11 +85,11 @@ class Comparison:
 def compare(
     request: PlanRequest, own: tuple[OwnPlacement, ...], *, should_stop: Callable[[], bool] | None = None
 ) -> Comparison:
-    """Judge the placements ``own`` against the best plan of ``request``.
+    """Judge the placements `own` against the best plan of `request`.
 
     Raises:
-        InvalidInputError: A table is unknown, missing or named twice, or as for ``plan``.
-        SolveCancelledError: ``should_stop`` answered true.
+        InvalidInputError: If a table is unknown, missing or named twice, or as for `plan`.
+        SolveCancelledError: If `should_stop` answered true.
     """
     wanted = _by_table(request, own)
     effective, problems = _pooled(request, wanted)

@@ -32,7 +32,7 @@ class DualPoint:
 
 @dataclass(slots=True)
 class Dual:
-    """All points visited, best first known as ``best``."""
+    """All points visited, best first known as `best`."""
 
     points: list[DualPoint] = field(default_factory=list)
 

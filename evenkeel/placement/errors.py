@@ -7,7 +7,7 @@ class InvalidInputError(ValueError):
     """A value that the planner cannot use.
 
     Attributes:
-        field: Path of the offending field, such as ``tables[3].rows``.
+        field: Path of the offending field, such as `tables[3].rows`.
         value: The value as given.
         problem: What is wrong with it.
         remedy: What to give instead.
@@ -29,6 +29,6 @@ class InvalidInputError(ValueError):
 
 
 def require(condition: bool, field: str, value: object, problem: str, remedy: str) -> None:
-    """Raise :class:`InvalidInputError` unless ``condition`` holds."""
+    """Raise `InvalidInputError` unless `condition` holds."""
     if not condition:
         raise InvalidInputError(field, value, problem, remedy)

@@ -44,7 +44,7 @@ class Measurement:
 
 
 def predict_seconds(profile: HardwareProfile, costs: RuntimeCosts, measurement: Measurement) -> float:
-    """What the model says of the step that ``measurement`` measured."""
+    """What the model says of the step that `measurement` measured."""
     total = fixed_seconds(costs, measurement.mode)
     ratio = np.array([measurement.ratio])
     for load, rows in zip(measurement.loads, measurement.cache_rows, strict=True):
@@ -60,11 +60,11 @@ def fit_costs(
     scale_host: bool = False,
     weight: float = 0.15,
 ) -> RuntimeCosts:
-    """The constants that predict ``measurements`` best, by relative error, none of them far from ``prior`` for nothing.
+    """The constants that predict `measurements` best, by relative error, none of them far from `prior` for nothing.
 
     Modes share launches and index, so what is expected beforehand are ratios: the fixed costs of CACHING and of tables
-    in host memory over that of HBM_ONLY as in ``prior``, and the factors of a row as they are there. Each costs the fit
-    what it is off by, ``weight`` times as much as a measurement that is off by the same factor: measurements decide
+    in host memory over that of HBM_ONLY as in `prior`, and the factors of a row as they are there. Each costs the fit
+    what it is off by, `weight` times as much as a measurement that is off by the same factor: measurements decide
     where they tell anything, and the rest follows. What no measurement bears on keeps its ratio to the others.
 
     Args:
@@ -75,7 +75,7 @@ def fit_costs(
         weight: Weight of what is expected.
 
     Raises:
-        InvalidInputError: There is no measurement, or one is not positive.
+        InvalidInputError: If there is no measurement, or one is not positive.
     """
     require(len(measurements) > 0, "measurements", 0, "are none", "measure at least one mode")
     for index, measurement in enumerate(measurements):

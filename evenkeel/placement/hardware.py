@@ -26,7 +26,7 @@ class RuntimeCosts:
         host_fixed_s: The same for tables in host memory.
         miss_factor: Time of a missed row over that of two random host gathers of the row with its state.
         contention_rows: Cache rows per unique key at which eviction doubles the cost of a miss. The cost of a
-            missed row grows by ``1 + (contention_rows / (cache rows / unique keys)) ** 2``.
+            missed row grows by `1 + (contention_rows / (cache rows / unique keys)) ** 2`.
         host_factor: Time of a row in host memory over that of a random host gather of it.
         hybrid_hit: Part of the lookups of a HYBRID table that HBM serves, per unit of its HBM ratio.
         workspace_bytes: HBM in use on a rank outside of tables and step (context, code, communicators, allocator).
@@ -122,18 +122,18 @@ class HardwareProfile:
             require(key in known, f"runtimes.{key}", key, "is no runtime", f"use one of: {', '.join(known)}")
 
     def hbm_row_s(self, row_bytes: float) -> float:
-        """Time to gather one random row of ``row_bytes`` from HBM, in seconds."""
+        """Time to gather one random row of `row_bytes` from HBM, in seconds."""
         return _row_seconds(self.hbm_gather, row_bytes)
 
     def host_row_s(self, row_bytes: float) -> float:
-        """Time to gather one random row of ``row_bytes`` from host memory, in seconds."""
+        """Time to gather one random row of `row_bytes` from host memory, in seconds."""
         return _row_seconds(self.host_gather, row_bytes)
 
     def costs(self, runtime: Runtime) -> RuntimeCosts:
-        """The constants of ``runtime``.
+        """The constants of `runtime`.
 
         Raises:
-            InvalidInputError: The profile was not measured with this runtime.
+            InvalidInputError: If the profile was not measured with this runtime.
         """
         known = ", ".join(self.runtimes) or "none"
         remedy = f"calibrate it, or plan for one of: {known}"
@@ -165,10 +165,10 @@ def builtin_profiles() -> dict[str, HardwareProfile]:
 
 
 def builtin_profile(name: str) -> HardwareProfile:
-    """The built-in profile called ``name``.
+    """The built-in profile called `name`.
 
     Raises:
-        InvalidInputError: There is none of that name.
+        InvalidInputError: If there is none of that name.
     """
     profiles = builtin_profiles()
     require(name in profiles, "hardware", name, "is no built-in profile", f"use one of: {', '.join(profiles)}")
@@ -176,10 +176,10 @@ def builtin_profile(name: str) -> HardwareProfile:
 
 
 def parse_profile(value: object) -> HardwareProfile:
-    """A profile from the JSON value that :func:`profile_json` gives.
+    """A profile from the JSON value that `profile_json` gives.
 
     Raises:
-        InvalidInputError: A field is missing, unknown or impossible.
+        InvalidInputError: If a field is missing, unknown or impossible.
     """
     try:
         return decode(HardwareProfile, value)

@@ -1,7 +1,7 @@
 """Unique keys of a step and the miss rate of a cache, from how often keys are looked up.
 
-With ``p_i`` the popularity of key ``i`` and ``n`` lookups a step, a step touches key ``i`` with the chance
-``q_i = 1 - (1 - p_i) ** n``. A cache works on the unique keys of a step, so rates are among unique keys.
+With `p_i` the popularity of key `i` and `n` lookups a step, a step touches key `i` with the chance
+`q_i = 1 - (1 - p_i) ** n`. A cache works on the unique keys of a step, so rates are among unique keys.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepKeys:
     Attributes:
         lookups: Lookups of a step.
         unique: Expected number of different keys among them.
-        cached: Cache sizes in rows, ascending, at which ``miss_rate`` is tabulated.
+        cached: Cache sizes in rows, ascending, at which `miss_rate` is tabulated.
         miss_rate: Fraction of a step's unique keys that are not in a cache of that size.
     """
 
@@ -39,21 +39,21 @@ class StepKeys:
     miss_rate: FloatArray
 
     def misses(self, cache_rows: FloatArray) -> FloatArray:
-        """Miss rate among unique keys for caches of ``cache_rows`` rows (all ranks together)."""
+        """Miss rate among unique keys for caches of `cache_rows` rows (all ranks together)."""
         return np.clip(np.interp(cache_rows, self.cached, self.miss_rate, left=1.0), 0.0, 1.0)
 
 
 def unique_keys(keys: Popularity, lookups: float) -> float:
-    """Expected number of different keys among ``lookups`` independent lookups."""
+    """Expected number of different keys among `lookups` independent lookups."""
     return float(keys.keys @ _touched(keys, lookups))
 
 
 def che_curve(keys: Popularity, lookups: float, points: int = 160) -> tuple[FloatArray, FloatArray]:
     """Cache sizes and LRU miss rates among unique keys of a step, by Che's approximation.
 
-    A cache of ``K`` rows holds what was touched in the last ``T`` steps, where ``T`` solves
-    ``sum(1 - (1 - q_i) ** T) = K``; the step then hits ``sum(q_i * (1 - (1 - q_i) ** T))`` rows. Both sides are
-    tabulated over ``T``, which is what makes one table of a curve as cheap as one point.
+    A cache of `K` rows holds what was touched in the last `T` steps, where `T` solves
+    `sum(1 - (1 - q_i) ** T) = K`; the step then hits `sum(q_i * (1 - (1 - q_i) ** T))` rows. Both sides are
+    tabulated over `T`, which is what makes one table of a curve as cheap as one point.
 
     Source: Che, Tung and Wang 2002; Fricker, Robert and Roberts, arXiv 1202.3974.
     """
@@ -82,7 +82,7 @@ _LEAST_LOOKUPS = 1e-9
 
 @lru_cache(maxsize=8192)
 def step_keys(access: Access, rows: int, lookups: float, eviction: Eviction) -> StepKeys:
-    """What a step of ``lookups`` lookups (all ranks) asks of a table of ``rows`` rows."""
+    """What a step of `lookups` lookups (all ranks) asks of a table of `rows` rows."""
     if lookups < _LEAST_LOOKUPS:
         return StepKeys(0.0, 0.0, np.array([0.0]), np.array([0.0]))
     if isinstance(access, MissCurve):
@@ -96,7 +96,7 @@ def step_keys(access: Access, rows: int, lookups: float, eviction: Eviction) -> 
 
 
 def _touched(keys: Popularity, lookups: float) -> FloatArray:
-    """The chance ``q_i`` that a step touches one key of each bin."""
+    """The chance `q_i` that a step touches one key of each bin."""
     with np.errstate(divide="ignore"):
         chance: FloatArray = -np.expm1(lookups * np.log1p(-np.minimum(keys.probability, 1 - 1e-16)))
     return chance

@@ -44,7 +44,7 @@ class KnapsackResult:
     """A choice of options.
 
     Attributes:
-        choice: (items,) chosen option of each item; ``None`` where none is feasible below the cutoff.
+        choice: (items,) chosen option of each item; `None` where none is feasible below the cutoff.
         cost: Its cost; infinite without a choice.
         bound: No feasible choice costs less, or less than the cutoff.
         proved: Whether the search ended by itself, not by its time limit.
@@ -74,7 +74,7 @@ def without_dominated(problem: Knapsack, block: int = 4_000_000) -> Knapsack:
 
 
 def price(problem: Knapsack, prices: FloatArray) -> tuple[DualPoint, FloatArray, IntArray]:
-    """The dual at ``prices``, the priced cost of every option, and the minimiser."""
+    """The dual at `prices`, the priced cost of every option, and the minimiser."""
     priced = problem.cost + prices[0] * problem.use[0] + prices[1] * problem.use[1]
     choice = priced.argmin(axis=1)
     items = np.arange(len(choice))
@@ -109,7 +109,7 @@ def solve_knapsack(
         cutoff: Choices that cost this or more are of no interest.
         gap: Relative gap to prove.
         time_limit_s: Seconds left for the whole search.
-        should_stop: Asked now and then; see :func:`~evenkeel.placement.milp.solve_milp`.
+        should_stop: Asked now and then; see `evenkeel.placement.milp.solve_milp`.
     """
     if not len(problem.cost):
         return KnapsackResult(np.zeros(0, dtype=np.int64), 0.0, 0.0, True)
@@ -161,7 +161,7 @@ class _Incumbent:
         self.cost = cutoff
 
     def offer(self, choice: IntArray, *, improve: bool = False) -> None:
-        """Take ``choice`` if it is feasible and better; with ``improve``, spend what budget it leaves first."""
+        """Take `choice` if it is feasible and better; with `improve`, spend what budget it leaves first."""
         items = np.arange(len(choice))
         use = self.problem.use[:, items, choice].sum(axis=1)
         if improve and np.any(use > self.problem.budget + SLACK):

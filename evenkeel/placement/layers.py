@@ -1,8 +1,8 @@
 """Breadth-first branch and bound for a multiple-choice knapsack, in arrays: wide layers instead of a tree.
 
 Items are decided one after another, the most consequential first. A state is a partial choice: its cost and what it
-leaves of the budgets. Under any prices ``p``, finishing it costs at least ``cost + (sum over undecided items of their
-least priced cost) - p . left``; the maximum over a few dozen prices around the dual optimum is nearly the linear
+leaves of the budgets. Under any prices `p`, finishing it costs at least `cost + (sum over undecided items of their
+least priced cost) - p . left`; the maximum over a few dozen prices around the dual optimum is nearly the linear
 relaxation, and is evaluated for all states of a layer at once. A state that costs no less than another and leaves no
 more of either budget is dropped: whatever completes it completes the other.
 """
@@ -70,7 +70,7 @@ class Layers:
 def prepare_layers(
     cost: FloatArray, use: FloatArray, budget: FloatArray, prices: FloatArray, useful: npt.NDArray[np.bool_]
 ) -> Layers:
-    """Arrange a knapsack for :func:`search_layers`.
+    """Arrange a knapsack for `search_layers`.
 
     Args:
         cost: (items, options) costs; infinite where there is no option.
@@ -110,7 +110,7 @@ def _from_the_end(values: FloatArray) -> FloatArray:
 def search_layers(
     layers: Layers, cutoff: float, *, most_states: int, is_over: Callable[[], bool] = lambda: False
 ) -> LayerResult:
-    """The cheapest feasible choice below ``cutoff``, exactly unless more than ``most_states`` states are alive at once.
+    """The cheapest feasible choice below `cutoff`, exactly unless more than `most_states` states are alive at once.
 
     Beyond, the states of the lowest bound go on and the result is not complete.
 
@@ -156,7 +156,7 @@ def search_layers(
 def _expand(
     layers: Layers, layer: int, spent: FloatArray, left: FloatArray, cutoff: float
 ) -> tuple[IntArray, IntArray, FloatArray, FloatArray, FloatArray]:
-    """Every state with every option of the next item that may still end below ``cutoff``.
+    """Every state with every option of the next item that may still end below `cutoff`.
 
     Returns:
         Parent state, option, cost, what is left of the budgets, and lower bound of each.
@@ -199,8 +199,8 @@ def undominated(spent: FloatArray, left: FloatArray) -> IntArray:
 def _beaten(first: FloatArray, second: FloatArray) -> npt.NDArray[np.bool_]:
     """Which elements have an earlier one that is no less in both, by halves: n log n, in arrays.
 
-    At each level, blocks of positions fall into a left and a right half; in descending order of ``first``, an element
-    of the right half is beaten if the largest ``second`` among the left half's so far is no less than its own.
+    At each level, blocks of positions fall into a left and a right half; in descending order of `first`, an element
+    of the right half is beaten if the largest `second` among the left half's so far is no less than its own.
     """
     num = len(first)
     height = np.unique(second, return_inverse=True)[1].astype(np.int64)

@@ -23,7 +23,7 @@ class MilpResult:
     """Outcome of a mixed-integer program.
 
     Attributes:
-        values: Value of each column; ``None`` without a feasible point.
+        values: Value of each column; `None` without a feasible point.
         objective: Its objective; infinite without a feasible point.
         bound: No feasible point is below this.
         proved: Whether HiGHS finished (optimal within the gap, or infeasible).
@@ -48,7 +48,7 @@ def solve_milp(
     start: FloatArray | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> MilpResult:
-    """Minimise ``cost @ x`` with ``row_lower <= matrix @ x <= row_upper`` and ``0 <= x <= upper``.
+    """Minimise `cost @ x` with `row_lower <= matrix @ x <= row_upper` and `0 <= x <= upper`.
 
     Args:
         cost: Cost of each column.
@@ -63,7 +63,7 @@ def solve_milp(
         should_stop: Asked now and then; the program is given up once it answers true.
 
     Raises:
-        SolveCancelledError: ``should_stop`` answered true.
+        SolveCancelledError: If `should_stop` answered true.
     """
     if should_stop is not None and should_stop():
         raise SolveCancelledError

@@ -134,9 +134,9 @@ class Topology:
 
     Attributes:
         ranks: Number of ranks (GPUs).
-        ranks_per_host: Ranks that share one host's memory; all on one host where ``None``.
+        ranks_per_host: Ranks that share one host's memory; all on one host where `None`.
         hbm_bytes: HBM of one rank; 0 plans without any GPU memory.
-        host_bytes: Host memory of one host; unlimited where ``None``, 0 plans without any.
+        host_bytes: Host memory of one host; unlimited where `None`, 0 plans without any.
         hbm_reserved_fraction: Part of the HBM that the tables may not use (model, activations, communication).
         hbm_reserved_bytes: The same in bytes, on top of the fraction.
         host_reserved_fraction: Part of the host memory that the tables may not use.
@@ -179,7 +179,7 @@ class Topology:
 
     @property
     def host_budget(self) -> int | None:
-        """Bytes that tables may use on one host; ``None`` is unlimited."""
+        """Bytes that tables may use on one host; `None` is unlimited."""
         if self.host_bytes is None:
             return None
         return max(0, math.floor(self.host_bytes * (1 - self.host_reserved_fraction)) - self.host_reserved_bytes)
@@ -205,13 +205,13 @@ class Step:
 
 
 def whole(value: object, name: str, low: int, high: int) -> None:
-    """Raise unless ``value`` is a whole number within bounds."""
+    """Raise unless `value` is a whole number within bounds."""
     ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     require(ok, name, value, "is out of range", f"give a whole number from {low} to {high}")
 
 
 def number(value: object, name: str, low: float, high: float) -> None:
-    """Raise unless ``value`` is a finite number within bounds."""
+    """Raise unless `value` is a finite number within bounds."""
     ok = (
         isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
     )

@@ -74,7 +74,7 @@ def shards_of(table: Table, ranks: int) -> tuple[int, int, int]:
 
 
 def rank_load(request: PlanRequest, table: Table) -> RankLoad:
-    """What a step asks of one shard of ``table``."""
+    """What a step asks of one shard of `table`."""
     ranks, step = request.topology.ranks, request.step
     _, dim, shards = shards_of(table, ranks)
     own = table.ids_per_sample * step.samples_per_rank
@@ -105,9 +105,9 @@ def rank_load(request: PlanRequest, table: Table) -> RankLoad:
 
 
 def table_options(request: PlanRequest, table: Table, grid: FloatArray, cache_dim: int = 0) -> TableOptions:
-    """Every placement of ``table`` on the ratios of ``grid`` (or its pinned one), whole-table figures.
+    """Every placement of `table` on the ratios of `grid` (or its pinned one), whole-table figures.
 
-    ``cache_dim`` is the width of the cache that it would share, where the runtime has shared caches.
+    `cache_dim` is the width of the cache that it would share, where the runtime has shared caches.
     """
     profile, topology = request.profile, request.topology
     costs, load = profile.costs(request.runtime), rank_load(request, table)
@@ -147,10 +147,10 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray, cache_di
 
 
 def build_problem(request: PlanRequest, grid: FloatArray | None = None) -> Problem:
-    """The optimisation problem of ``request``.
+    """The optimisation problem of `request`.
 
     Raises:
-        InvalidInputError: The modes or the ratio of a table leave it no placement.
+        InvalidInputError: If the modes or the ratio of a table leave it no placement.
     """
     if grid is None:
         grid = ratio_grid(len(request.tables), request.solver.ratio_steps)
@@ -232,8 +232,8 @@ def _fitting(request: PlanRequest, table: Table, options: TableOptions) -> Table
 def _fixed_share(request: PlanRequest, table: Table) -> float:
     """Part of a module's fixed time that the average rank pays for one table.
 
-    Shards that live on one rank fuse with the others of that rank: with ``n`` shards on ``ranks`` ranks, each pays for
-    one module of ``n / ranks`` shards.
+    Shards that live on one rank fuse with the others of that rank: with `n` shards on `ranks` ranks, each pays for
+    one module of `n / ranks` shards.
     """
     if table.sharding in (Sharding.ROW_WISE, Sharding.DATA_PARALLEL):
         return 1.0

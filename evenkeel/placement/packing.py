@@ -66,7 +66,7 @@ class Packed:
 def improve_packing(
     shelves: Shelves, rank: IntArray, enough: float, is_over: Callable[[], bool] = lambda: False
 ) -> Packed | None:
-    """Move and swap items while the slowest rank gets faster; ``None`` where nothing found fits.
+    """Move and swap items while the slowest rank gets faster; `None` where nothing found fits.
 
     Args:
         shelves: What to place.
@@ -185,7 +185,7 @@ def _hull(seconds: FloatArray, hbm: FloatArray) -> Hull:
 
 
 def _least_seconds(hulls: list[Hull], items: IntArray, room: float) -> float:
-    """Least time of a rank with ``items``, the last ratio in part: the linear relaxation."""
+    """Least time of a rank with `items`, the last ratio in part: the linear relaxation."""
     if not len(items):
         return 0.0
     chosen = [hulls[item] for item in items]

@@ -107,7 +107,7 @@ def _shards(request: PlanRequest, problem: Problem) -> list[_Shard]:
 
 
 def _whole(request: PlanRequest, problem: Problem, shard: _Shard) -> FloatArray:
-    """(3, modules) time and HBM on the rank that holds ``shard``, and memory on its host."""
+    """(3, modules) time and HBM on the rank that holds `shard`, and memory on its host."""
     group = problem.groups[shard.group]
     time = group.time[0] + np.array([module.fixed for module in group.modules])
     ranks = request.topology.ranks / shard.copies
@@ -130,7 +130,7 @@ def single_rank_tables(request: PlanRequest) -> list[int]:
 
 
 def _place(request: PlanRequest, problem: Problem, solution: Solution) -> Placed | None:
-    """Ranks for the shards of ``solution`` as it is."""
+    """Ranks for the shards of `solution` as it is."""
     assert solution.modules is not None
     shards = _shards(request, problem)
     if not shards:
@@ -170,7 +170,7 @@ def _repack(
     limits: Limits,
     end: float,
 ) -> Placed | None:
-    """Ranks and ratios of single-rank shards together, from ``best`` on; column shards keep their ratio."""
+    """Ranks and ratios of single-rank shards together, from `best` on; column shards keep their ratio."""
     shards = _shards(request, problem)
     if not shards:
         return best

@@ -11,8 +11,8 @@ from evenkeel.placement.model import Mode, Runtime, Sharding
 class Status(StrEnum):
     """Outcome of planning.
 
-    ``OPTIMAL`` is proved within the gap that was asked for; ``FEASIBLE`` is the best found when the time was up, with
-    its gap; ``UNKNOWN`` means that the time was up before anything was found or excluded.
+    `OPTIMAL` is proved within the gap that was asked for; `FEASIBLE` is the best found when the time was up, with
+    its gap; `UNKNOWN` means that the time was up before anything was found or excluded.
     """
 
     OPTIMAL = "OPTIMAL"
@@ -82,7 +82,7 @@ class Budget:
     """A resource: what there is, what the plan takes, and what one more GiB would save.
 
     Attributes:
-        limit_bytes: What tables may use; ``None`` where there is no limit.
+        limit_bytes: What tables may use; `None` where there is no limit.
         used_bytes: What the plan uses.
         seconds_per_gib: Shadow price: time of a step that another GiB saves, at the optimum of the relaxation.
     """
@@ -112,11 +112,11 @@ class Shortage:
     """Why nothing fits, and what would.
 
     Attributes:
-        binding: ``hbm``, ``host`` or ``both``: the budget that no plan can keep, given the other.
-        hbm_shortfall_bytes: HBM that is missing on a rank, host memory being what it is; ``None`` if no HBM would do.
+        binding: `hbm`, `host` or `both`: the budget that no plan can keep, given the other.
+        hbm_shortfall_bytes: HBM that is missing on a rank, host memory being what it is; `None` if no HBM would do.
         host_shortfall_bytes: Host memory that is missing on a host, likewise.
-        smallest_hbm_bytes: Smallest HBM of a rank that works, reservations and workspace included; ``None`` if none.
-        smallest_host_bytes: Smallest memory of a host that works, reservation included; ``None`` if none.
+        smallest_hbm_bytes: Smallest HBM of a rank that works, reservations and workspace included; `None` if none.
+        smallest_host_bytes: Smallest memory of a host that works, reservation included; `None` if none.
         tables: The tables that take most of the binding budget even in the most frugal plan, largest first.
         explanation: All of it in a sentence.
     """
@@ -145,8 +145,8 @@ class Plan:
         hbm: HBM of the fullest rank, the runtime's workspace not included.
         host: Memory of a host.
         workspace_bytes: HBM of a rank that the runtime takes before any table.
-        split: What splitting fused groups would buy; ``None`` where no group is fused or it was not asked for.
-        shortage: Why nothing fits; ``None`` where something does.
+        split: What splitting fused groups would buy; `None` where no group is fused or it was not asked for.
+        shortage: Why nothing fits; `None` where something does.
         hardware: Name of the hardware profile.
         version: Version of this form.
     """

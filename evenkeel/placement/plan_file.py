@@ -36,7 +36,7 @@ def loads(text: str) -> PlanFile:
     """A plan file from its text.
 
     Raises:
-        InvalidInputError: It is no plan file, of another version, or a field is wrong.
+        InvalidInputError: If it is no plan file, of another version, or a field is wrong.
     """
     try:
         value = json.loads(text)

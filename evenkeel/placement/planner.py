@@ -41,8 +41,8 @@ def plan(
         clock: Seconds, for the time limit.
 
     Raises:
-        InvalidInputError: A table has no placement that can run.
-        SolveCancelledError: ``should_stop`` answered true.
+        InvalidInputError: If a table has no placement that can run.
+        SolveCancelledError: If `should_stop` answered true.
     """
     problem = build_problem(request)
     limits = Limits(

@@ -102,7 +102,7 @@ class Solution:
     """A choice of a module for each table.
 
     Attributes:
-        modules: For each group, the module of each of its tables; ``None`` where no choice is feasible.
+        modules: For each group, the module of each of its tables; `None` where no choice is feasible.
         cost: Cost of the choice (seconds a step, or units of a budget); infinite without one.
         bound: No choice costs less.
         proved: Whether the search ended by itself, not by its time limit.

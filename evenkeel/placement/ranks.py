@@ -35,7 +35,7 @@ class Shards:
 def place_shards(
     shards: Shards, ranks: int, local_ranks: int, hbm_room: float, host_room: float
 ) -> tuple[IntArray, float] | None:
-    """A rank for each shard, and the time of the slowest rank; ``None`` where the shards do not fit this way.
+    """A rank for each shard, and the time of the slowest rank; `None` where the shards do not fit this way.
 
     Args:
         shards: What to place.

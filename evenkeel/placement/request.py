@@ -71,12 +71,12 @@ class PlanRequest:
 
 
 def parse_topology(text: str) -> tuple[str, Topology]:
-    """Profile name and topology from a short form such as ``h200x8`` or ``h100x64/8`` (8 ranks a host).
+    """Profile name and topology from a short form such as `h200x8` or `h100x64/8` (8 ranks a host).
 
     HBM and host memory are those of the profile.
 
     Raises:
-        InvalidInputError: It is no such form, or the profile is unknown.
+        InvalidInputError: If it is no such form, or the profile is unknown.
     """
     name, _, counts = text.rpartition("x")
     ranks, _, per_host = counts.partition("/")
@@ -105,9 +105,9 @@ class AccessHolder:
 
 
 def decode_access(value: object) -> Access:
-    """Access statistics from the JSON value that :func:`~evenkeel.placement.codec.encode` gives.
+    """Access statistics from the JSON value that `evenkeel.placement.codec.encode` gives.
 
     Raises:
-        InvalidInputError: They are of no known kind, or a field is wrong.
+        InvalidInputError: If they are of no known kind, or a field is wrong.
     """
     return decode(AccessHolder, {"access": value}).access

@@ -44,7 +44,7 @@ def explain_shortage(request: PlanRequest, problem: Problem, limits: Limits) -> 
 
 
 def smallest_hbm_bytes(request: PlanRequest, units: float) -> int:
-    """The least HBM of a rank whose budget, reservations and workspace taken off, holds ``units``."""
+    """The least HBM of a rank whose budget, reservations and workspace taken off, holds `units`."""
     topology = request.topology
     workspace = request.profile.costs(request.runtime).workspace_bytes if request.tables else 0
     need = math.ceil(units * UNIT / _PAGE) * _PAGE + workspace + topology.hbm_reserved_bytes
@@ -55,7 +55,7 @@ def smallest_hbm_bytes(request: PlanRequest, units: float) -> int:
 
 
 def smallest_host_bytes(request: PlanRequest, units: float) -> int:
-    """The least memory of a host whose budget, reservation taken off, holds ``units``."""
+    """The least memory of a host whose budget, reservation taken off, holds `units`."""
     topology = request.topology
     need = math.ceil(units * UNIT / _PAGE) * _PAGE + topology.host_reserved_bytes
     total = _grow(need, topology.host_reserved_fraction)

@@ -31,10 +31,10 @@ class Limits:
     """When a search may stop early.
 
     Attributes:
-        gap: Relative gap to prove above ``exact_tables`` tables; up to those the optimum is proved.
+        gap: Relative gap to prove above `exact_tables` tables; up to those the optimum is proved.
         exact_tables: Number of tables up to which the optimum is proved whatever the gap.
         time_limit_s: Time after which the best found is returned with its gap.
-        should_stop: Asked now and then; once true, the search raises ``SolveCancelledError``.
+        should_stop: Asked now and then; once true, the search raises `SolveCancelledError`.
         clock: Seconds, for the time limit.
     """
 
@@ -49,7 +49,7 @@ def solve(problem: Problem, limits: Limits | None = None) -> Solution:
     """The cheapest choice of modules within both budgets.
 
     Raises:
-        SolveCancelledError: ``limits.should_stop`` answered true.
+        SolveCancelledError: If `limits.should_stop` answered true.
     """
     limits = limits or Limits()
     if not problem.groups:
@@ -233,7 +233,7 @@ class _Search:
         return True
 
     def _candidates(self, cutoff: float, most: int) -> tuple[list[tuple[int, ...]], list[float], bool]:
-        """Joint combinations whose dual bound is below ``cutoff``, in ascending order, ``most`` at each stage.
+        """Joint combinations whose dual bound is below `cutoff`, in ascending order, `most` at each stage.
 
         Returns:
             The combinations, their bounds, and whether none was dropped for want of room.

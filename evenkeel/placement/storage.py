@@ -1,6 +1,6 @@
 """Bytes that DynamicEmb takes on the fullest rank, in HBM and in host memory, for each mode and ratio.
 
-Row-wise shards hold ``ceil(rows / ranks)`` rows, so rank 0 is the fullest. A row takes its embedding and its optimizer
+Row-wise shards hold `ceil(rows / ranks)` rows, so rank 0 is the fullest. A row takes its embedding and its optimizer
 state, rounded up to 16 bytes. The index (key, digest, scores, reference count, bucket counter) is in HBM for the rows
 of every tier, and a cache has an index of its own.
 """
@@ -40,7 +40,7 @@ class Footprint:
 
 
 def round_up(value: IntArray | int, step: int) -> IntArray:
-    """The next multiple of ``step``."""
+    """The next multiple of `step`."""
     return -(-np.asarray(value, dtype=np.int64) // step) * step
 
 
@@ -57,7 +57,7 @@ def row_bytes(table: Table, *, training: bool) -> int:
 
 
 def index_bytes(rows: IntArray | int, score_words: int) -> IntArray:
-    """Bytes of the index of ``rows`` rows: key 8, digest 1, scores 8 each, reference count 4, and 4 a bucket."""
+    """Bytes of the index of `rows` rows: key 8, digest 1, scores 8 each, reference count 4, and 4 a bucket."""
     rows = np.asarray(rows, dtype=np.int64)
     per_row = 8 + 1 + 8 * score_words + 4
     return rows * per_row + -(-rows // BUCKET_ROWS) * 4
@@ -66,10 +66,10 @@ def index_bytes(rows: IntArray | int, score_words: int) -> IntArray:
 def dynamicemb_footprint(
     table: Table, mode: Mode, ratios: npt.NDArray[np.float64], ranks: int, *, training: bool
 ) -> Footprint:
-    """Bytes of ``table`` on the fullest of ``ranks`` ranks in ``mode`` at each of ``ratios``.
+    """Bytes of `table` on the fullest of `ranks` ranks in `mode` at each of `ratios`.
 
     Raises:
-        AssertionError: A ratio outside (0, 1) for CACHING or HYBRID.
+        AssertionError: If a ratio for CACHING or HYBRID is outside (0, 1).
     """
     row = row_bytes(table, training=training)
     capacity = int(round_up(-(-table.rows // ranks), BUCKET_ROWS))

@@ -37,12 +37,12 @@ def torchrec_footprint(
     training: bool,
     cache_dim: int = 0,
 ) -> Footprint:
-    """Bytes of a shard of ``rows`` by ``dim`` of ``table`` in ``mode`` at each of ``ratios``.
+    """Bytes of a shard of `rows` by `dim` of `table` in `mode` at each of `ratios`.
 
-    ``cache_dim`` is the width of the cache, where that is more than ``dim``.
+    `cache_dim` is the width of the cache, where that is more than `dim`.
 
     Raises:
-        AssertionError: A mode that TorchRec does not have (HYBRID).
+        AssertionError: If TorchRec does not have the mode (HYBRID).
     """
     weights = rows * dim * table.value_bytes
     follows, pinned = state_bytes(table, dim, training=training)

@@ -30,7 +30,7 @@ class RankLoad:
         received: Lookups that this shard serves in a step, repeated keys included.
         served: Output rows of this shard in a step: the lookups, or where they are pooled one row a sample and feature.
         sent: Output rows that one rank receives for its own samples.
-        shards: Shards that the keys are spread over: a cache of this shard is ``1 / shards`` of all caches.
+        shards: Shards that the keys are spread over: a cache of this shard is `1 / shards` of all caches.
         embedding_bytes: Bytes of an embedding in the shard.
         row_bytes: Bytes of a row with its optimizer state.
         uncached_state_bytes: Bytes of optimizer state of a row that no cache holds.
@@ -87,9 +87,9 @@ def mode_seconds(
     ratios: FloatArray,
     cache_rows: FloatArray,
 ) -> FloatArray:
-    """Seconds a step for the rows of one table at each of ``ratios``, fixed cost not included.
+    """Seconds a step for the rows of one table at each of `ratios`, fixed cost not included.
 
-    A missed row of a cache with ``rho`` rows per unique key costs ``1 + (contention_rows / rho) ** 2`` times that of an
+    A missed row of a cache with `rho` rows per unique key costs `1 + (contention_rows / rho) ** 2` times that of an
     ample cache: the rows of the step itself may not be evicted, and the fewer others there are the longer a free slot
     is sought.
     """

@@ -29,7 +29,7 @@ class CurvePoint:
 
     Attributes:
         hbm_bytes: HBM of a rank, reservations included.
-        seconds: Time of a step; ``None`` where nothing fits.
+        seconds: Time of a step; `None` where nothing fits.
         bound_seconds: No plan is faster.
     """
 
@@ -83,11 +83,11 @@ def what_if(
         request: The request at the budgets of today.
         points: Number of HBM sizes between the smallest that works and the largest that is of use.
         hbm_bytes: HBM sizes to plan for instead.
-        should_stop: See :func:`~evenkeel.placement.planner.plan`.
+        should_stop: See `evenkeel.placement.planner.plan`.
 
     Raises:
-        InvalidInputError: A number of points or an HBM size that makes no sense, or as for ``plan``.
-        SolveCancelledError: ``should_stop`` answered true.
+        InvalidInputError: If a number of points or an HBM size makes no sense, or as for `plan`.
+        SolveCancelledError: If `should_stop` answered true.
     """
     require(0 <= points <= MAX_POINTS, "points", points, "is out of range", f"give 0 to {MAX_POINTS}")
     require(len(hbm_bytes) <= MAX_POINTS, "hbm_bytes", len(hbm_bytes), "is too many sizes", f"at most {MAX_POINTS}")

@@ -42,8 +42,8 @@ def read_request(data: bytes, *, max_fields: int) -> pb.Join | Iterator[pb.Submi
         max_fields: fields that a schema may have.
 
     Raises:
-        DecodeError: if it is none; also while the submissions are taken.
-        OversizedError: if a part of it is too large.
+        DecodeError: If it is none; also while the submissions are taken.
+        OversizedError: If a part of it is too large.
     """
     if len(data) <= SMALL_BYTES:
         request = pb.BalanceRequest.FromString(data)
@@ -68,8 +68,8 @@ def read_join_message(data: bytes, *, max_fields: int) -> pb.Join:
     """A Join.
 
     Raises:
-        DecodeError: if it is none.
-        OversizedError: if it holds more than a Join can need.
+        DecodeError: If it is none.
+        OversizedError: If it holds more than a Join can need.
     """
     if len(data) > 3 * SMALL_BYTES:
         if len(data) > _JOIN_BYTES:
@@ -85,8 +85,8 @@ def read_submit_message(data: bytes) -> pb.Submit:
     """A Submit.
 
     Raises:
-        DecodeError: if it is none.
-        OversizedError: if it holds more than its arrays.
+        DecodeError: If it is none.
+        OversizedError: If it holds more than its arrays.
     """
     if len(data) > SMALL_BYTES // 16:
         for number, kind, begin, end in walk(data, 0, len(data), most=_MAX_PARTS):
@@ -99,8 +99,8 @@ def read_round_message(data: bytes, *, max_fields: int) -> pb.BalanceRoundReques
     """A BalanceRoundRequest.
 
     Raises:
-        DecodeError: if it is none.
-        OversizedError: if its parts hold more than they can need.
+        DecodeError: If it is none.
+        OversizedError: If its parts hold more than they can need.
     """
     if len(data) <= SMALL_BYTES:
         return pb.BalanceRoundRequest.FromString(data)
@@ -117,8 +117,8 @@ def walk(data: bytes, begin: int, end: int, *, most: int) -> Iterator[tuple[int,
     """The fields of a serialised message: number, wire type, and where its content begins and ends.
 
     Raises:
-        DecodeError: if it is no message.
-        OversizedError: if it has more than `most` fields.
+        DecodeError: If it is no message.
+        OversizedError: If it has more than `most` fields.
     """
     found = 0
     while begin < end:

@@ -75,7 +75,7 @@ class BalancerServer:
             spans: gets the spans of traced rounds, instead of the collector that the settings name.
 
         Raises:
-            ValueError: if the strategy does not exist, a file of TLS or tokens cannot be used, the collector's URL is
+            ValueError: If the strategy does not exist, a file of TLS or tokens cannot be used, the collector's URL is
                 none, or plaintext would be served beyond this machine without leave.
         """
         known = tuple(strategies())
@@ -123,7 +123,7 @@ class BalancerServer:
         """Binds the port, compiles what needs compiling, and reports SERVING.
 
         Raises:
-            OSError: if the port cannot be bound.
+            OSError: If the port cannot be bound.
         """
         settings = self._settings
         # A round that met a kernel not yet compiled would be taken for stuck: the port opens when all is compiled.

@@ -98,7 +98,7 @@ def open_tracer(endpoint: str | None, *, instance: int, processor: SpanProcessor
         processor: what gets the spans instead.
 
     Raises:
-        ValueError: if the endpoint is no URL, or OpenTelemetry is not installed.
+        ValueError: If the endpoint is no URL, or OpenTelemetry is not installed.
     """
     if endpoint is None and processor is None:
         return None

@@ -27,7 +27,7 @@ def read_join(message: pb.Join, limits: Limits, strategies: tuple[str, ...], def
     """Checks a rank's introduction.
 
     Raises:
-        RefusedError: if something about it is wrong; always fatal to the stream.
+        RefusedError: If something about it is wrong; always fatal to the stream.
     """
     spoken = [version for version in PROTOCOL_VERSIONS if version in message.protocol_versions[:_MOST_VERSIONS]]
     if not spoken:
@@ -74,7 +74,7 @@ def read_ranks(message: pb.Join) -> tuple[int, ...]:
     """The ranks that a stream speaks for; its Join must have been checked.
 
     Raises:
-        RefusedError: if they are no ranks, come twice, or lack the Join's own.
+        RefusedError: If they are no ranks, come twice, or lack the Join's own.
     """
     if len(message.ranks) > message.world_size:
         said = f"{len(message.ranks)} ranks of {message.world_size}"
@@ -92,7 +92,7 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits) -> Submiss
     """Checks a rank's part in a round.
 
     Raises:
-        RefusedError: if something about it is wrong; concerns this round of this rank only.
+        RefusedError: If something about it is wrong; concerns this round of this rank only.
     """
     n = message.num_samples
     if n > limits.max_samples_per_rank:

@@ -104,8 +104,8 @@ def load(
         environment: variables to look at; the process's own when None.
 
     Raises:
-        ValueError: if a setting is unknown or wrong, or the file is missing; the message names it as it was given.
-        SystemExit: if `--help` was asked for.
+        ValueError: If a setting is unknown or wrong, or the file is missing; the message names it as it was given.
+        SystemExit: If `--help` was asked for.
     """
     prefix = kind.model_config["env_prefix"]
     variables = read_variables(prefix, kind.model_fields, os.environ if environment is None else environment)

@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to :func:`serve` and tells its port."""
+    """A server that leaves signals to `serve` and tells its port."""
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]

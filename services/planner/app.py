@@ -91,7 +91,7 @@ def create_app(settings: Settings, metrics: Metrics | None = None) -> FastAPI:
 
 
 def create_metrics_app(app: FastAPI) -> Starlette:
-    """The application of the metrics port: ``/metrics``, ``/healthz``, ``/readyz``."""
+    """The application of the metrics port: `/metrics`, `/healthz`, `/readyz`."""
 
     async def show(request: Request) -> Response:
         del request

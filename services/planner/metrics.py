@@ -70,7 +70,7 @@ class Metrics:
         )
 
     def planned(self, plan: Plan, seconds: float) -> None:
-        """Count a plan that took ``seconds`` to make."""
+        """Count a plan that took `seconds` to make."""
         self.plans.labels(plan.status.value).inc()
         self.solve_seconds.labels(plan.status.value).observe(seconds)
         if plan.gap is not None:

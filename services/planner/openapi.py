@@ -34,7 +34,7 @@ _ENTRY = re.compile(r"^    (\w+): (.*)$")
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """What the ``Attributes:`` section of a docstring says of each attribute."""
+    """What the `Attributes:` section of a docstring says of each attribute."""
     lines = inspect.cleandoc(cls.__doc__ or "").splitlines()
     docs: dict[str, str] = {}
     current = None
@@ -71,7 +71,7 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Serves the completed document at ``/openapi.json``."""
+    """Serves the completed document at `/openapi.json`."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -89,7 +89,7 @@ def install_openapi(app: FastAPI) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the document, or with ``--check`` tells whether the file is up to date."""
+    """Writes the document, or with `--check` tells whether the file is up to date."""
     from services.planner.app import create_app
     from services.planner.settings import Settings
 

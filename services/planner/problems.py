@@ -89,7 +89,7 @@ def problem_response(
 
 
 def field_path(location: Sequence[int | str]) -> str:
-    """A path such as ``tables[0].rows`` from the location that pydantic gives."""
+    """A path such as `tables[0].rows` from the location that pydantic gives."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f"{'.' if path else ''}{part}"
@@ -97,7 +97,7 @@ def field_path(location: Sequence[int | str]) -> str:
 
 
 def install_problem_handlers(app: FastAPI) -> None:
-    """Answers every error of ``app`` with a problem document."""
+    """Answers every error of `app` with a problem document."""
 
     @app.exception_handler(InvalidInputError)
     async def invalid_input(request: Request, error: InvalidInputError) -> Response:

@@ -175,10 +175,10 @@ class PlanBody(Body):
     """How hard to search."""
 
     def to_request(self, longest_seconds: float) -> PlanRequest:
-        """The core's request, its time limit cut to ``longest_seconds``.
+        """The core's request, its time limit cut to `longest_seconds`.
 
         Raises:
-            InvalidInputError: The fields contradict each other.
+            InvalidInputError: If the fields contradict each other.
         """
         wanted = set(PlanBody.model_fields)
         value = self.model_dump(include=wanted)

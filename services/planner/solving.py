@@ -39,11 +39,11 @@ class SolverPool:
         is_gone: Callable[[], Awaitable[bool]],
         time_limit_s: float,
     ) -> T:
-        """Run ``work`` on a thread; it is given a function that tells it to stop.
+        """Run `work` on a thread; it is given a function that tells it to stop.
 
         Raises:
-            ServiceError: Too many requests wait, or the search did not end within its limit and a grace.
-            ClientGoneError: The client went away.
+            ServiceError: If too many requests wait, or the search did not end within its limit and a grace.
+            ClientGoneError: If the client went away.
         """
         if self._waiting >= self._queue_size and self._running >= self._workers:
             detail = f"{self._running} requests are being solved and {self._waiting} wait; try again"

@@ -38,9 +38,9 @@ def explore(size: Size, tell: Callable[[int], None] = lambda _states: None, *, s
         symmetric: Visit one of the states that differ only in which rank is which.
 
     Raises:
-        ViolationError: At the first state in which an invariant fails, or from which nothing can happen although the
-            job is not over. Every event either sends, decides or agrees on something for the first time, so there are
-            no cycles: a job that can always go on ends.
+        ViolationError: If an invariant fails in a state, or nothing can happen from it although the job is not over; at
+            the first such state. Every event either sends, decides or agrees on something for the first time, so
+            there are no cycles: a job that can always go on ends.
     """
     world = World(size, symmetric=symmetric)
     first = world.first()

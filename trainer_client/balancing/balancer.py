@@ -260,7 +260,7 @@ class Balancer:
             of all ranks are over: no rank has data left, or one has left its loop.
 
         Raises:
-            ProgramOrderError: On all ranks, if one redistributes its batches in another order than it submitted them.
+            ProgramOrderError: If one redistributes its batches in another order than it submitted them; on all ranks.
         """
         stream = self.stream(loader)
         outcome = stream.outcome(ticket)

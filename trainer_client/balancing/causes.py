@@ -66,7 +66,7 @@ def require_service(groups: Groups, connection: Connection) -> None:
     """Waits until the streams of all ranks are joined. Collective among the ranks that speak to the service.
 
     Raises:
-        ServiceRequiredError: On all ranks, if one has a cause that does not pass, or time is up.
+        ServiceRequiredError: If one has a cause that does not pass, or time is up; on all ranks.
     """
     started = time.monotonic()
     while True:

@@ -60,7 +60,7 @@ def read_configuration(content: Mapping[str, Any]) -> Configuration:
     """The same from what a file holds.
 
     Raises:
-        ValueError: See `load_configuration`.
+        ValueError: If `load_configuration` would.
     """
     known = ("cost", "balance", "pipeline")
     if not isinstance(content, Mapping):

@@ -25,7 +25,7 @@ def take_seat(groups: Groups, options: BalanceOptions) -> NodeSeat | None:
         options: Rank 0's options.
 
     Raises:
-        ConnectionError: On all ranks, if `node_leader` is True and some rank cannot reach its leader.
+        ConnectionError: If `node_leader` is True and some rank cannot reach its leader; on all ranks.
     """
     wanted = options.node_leader
     if wanted is False or (wanted == "auto" and groups.world_size < AUTO_RANKS):

@@ -118,9 +118,9 @@ def agree_on_template(flat: FlatBatch | None, groups: Groups, name: str) -> Flat
         name: Of the loader whose stream opens.
 
     Raises:
-        ProgramOrderError: On all ranks, if they begin different loaders.
-        SchemaMismatchError: On all ranks, if their batches differ in their fields.
-        NoDataError: On all ranks, if none has a batch.
+        ProgramOrderError: If they begin different loaders; on all ranks.
+        SchemaMismatchError: If their batches differ in their fields; on all ranks.
+        NoDataError: If none has a batch; on all ranks.
     """
     told = (None, 0) if flat is None else (flat.schema.lines, flat.num_samples)
     said = groups.gather_objects((name, *told))

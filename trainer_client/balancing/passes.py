@@ -141,7 +141,7 @@ class Pass:
         """Waits until nothing of a pass that was left is in flight on this rank.
 
         Raises:
-            BaseException: What ended the last moves, such as the error of a process group.
+            BaseException: If the last moves failed; their own error, such as that of a process group.
         """
         drained = self._drained.wait(seconds)
         if self._failure is not None:

@@ -19,7 +19,7 @@ def raise_mismatch(schemas: Sequence[tuple[str, ...] | None]) -> NoReturn:
         schemas: One readable line per field, by rank; None for a rank that has seen no batch.
 
     Raises:
-        SchemaMismatchError: Always.
+        SchemaMismatchError: If it is called; it does nothing else.
     """
     known = [(rank, lines) for rank, lines in enumerate(schemas) if lines is not None]
     first_rank, first = known[0]

@@ -198,7 +198,7 @@ class BatchStream:
         """Takes part in a round after this rank's data has ended, with no sample.
 
         Raises:
-            NoDataError: On all ranks, if none of them has ever had a batch.
+            NoDataError: If none of them has ever had a batch; on all ranks.
         """
         self._open(None, device)
         trace = None if self._tracer is None else self._tracer.begin(self._next_round)

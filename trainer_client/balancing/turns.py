@@ -55,7 +55,7 @@ class Turns:
             after: Number of the pass before; -1 at first.
 
         Raises:
-            BaseException: What ended the agreements, if one has failed.
+            BaseException: If an agreement has failed; its own error.
             TimeoutError: If the other ranks do not end theirs.
         """
         with self._moved:
@@ -68,7 +68,7 @@ class Turns:
         Waits until that earlier round has been agreed on, or the pass has ended.
 
         Raises:
-            BaseException: What ended the agreements, if one has failed.
+            BaseException: If an agreement has failed; its own error.
             TimeoutError: If the other ranks do not get there.
         """
         with self._moved:

@@ -1,8 +1,8 @@
 """Compiling CUDA source with the compiler library that PyTorch's CUDA wheels bring, and launching what comes out.
 
 NVRTC needs no compiler or headers at the user's site, gives machine code for exactly the GPU at hand, and, unlike
-Triton, leaves shared memory and warp votes to the kernel. The image is kept on disk (``EVENKEEL_CACHE_DIR``, else
-``$XDG_CACHE_HOME/evenkeel``, else ``~/.cache/evenkeel``), so that only the first process ever compiles.
+Triton, leaves shared memory and warp votes to the kernel. The image is kept on disk (`EVENKEEL_CACHE_DIR`, else
+`$XDG_CACHE_HOME/evenkeel`, else `~/.cache/evenkeel`), so that only the first process ever compiles.
 """
 
 import ctypes
@@ -65,10 +65,10 @@ def compile_cubin(source: str, options: Sequence[str]) -> bytes:
 
     Args:
         source: The source text.
-        options: NVRTC options, ``--gpu-architecture=sm_NN`` among them.
+        options: NVRTC options, `--gpu-architecture=sm_NN` among them.
 
     Raises:
-        CudaError: with the compiler's log if the source does not compile.
+        CudaError: If the source does not compile; with the compiler's log.
     """
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"evenkeel.cu", 0, None, None):
@@ -99,7 +99,7 @@ def cache_directory() -> Path:
 
 
 def cached_cubin(source: str, options: Sequence[str]) -> bytes:
-    """As ``compile_cubin``, from the disk cache if the same source was compiled with the same options before."""
+    """As `compile_cubin`, from the disk cache if the same source was compiled with the same options before."""
     identity = "\0".join([source, *options, str(torch.version.cuda)]).encode()
     path = cache_directory() / f"{hashlib.sha256(identity).hexdigest()}.cubin"
     try:
@@ -155,7 +155,7 @@ class Module:
         """Launches a kernel whose one parameter is a ctypes structure passed by value.
 
         Raises:
-            CudaError: if the driver refuses.
+            CudaError: If the driver refuses.
         """
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         _check(

@@ -14,13 +14,13 @@ __all__ = ["PlannerClient", "PlannerError"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerClient:
-    """Asks the planner at ``url``, or plans in this process where there is none.
+    """Asks the planner at `url`, or plans in this process where there is none.
 
     Attributes:
-        url: Address of the service, such as ``http://planner:8080``; embedded where ``None``.
+        url: Address of the service, such as `http://planner:8080`; embedded where `None`.
         timeout_s: Time to wait for an answer, on top of the request's own time limit.
         token: Bearer token, where the service wants one.
-        credentials: Files instead: a token, the authorities of an ``https://`` address, a client certificate.
+        credentials: Files instead: a token, the authorities of an `https://` address, a client certificate.
     """
 
     url: str | None = None
@@ -29,17 +29,17 @@ class PlannerClient:
     credentials: Credentials | None = None
 
     def plan(self, request: PlanRequest) -> Plan:
-        """The plan of ``request``.
+        """The plan of `request`.
 
         Raises:
-            PlannerError: The service refused or could not be reached.
-            ValueError: The address or a file of the credentials cannot be used.
-            InvalidInputError: The request contradicts itself (without a service).
+            PlannerError: If the service refused or could not be reached.
+            ValueError: If the address or a file of the credentials cannot be used.
+            InvalidInputError: If the request contradicts itself (without a service).
         """
         if self.url is None:
             return plan(request)
         return ask_planner(self.url, request, timeout_s=self.timeout_s, credentials=self.credentials, token=self.token)
 
     async def plan_async(self, request: PlanRequest) -> Plan:
-        """The same as :meth:`plan`, off the event loop."""
+        """The same as `plan`, off the event loop."""
         return await asyncio.to_thread(self.plan, request)

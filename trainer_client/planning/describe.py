@@ -22,18 +22,18 @@ def describe_configs(
     group: str = "",
     **same: Any,
 ) -> tuple[Table, ...]:
-    """Tables of the planner from TorchRec's ``EmbeddingConfig`` or ``EmbeddingBagConfig``.
+    """Tables of the planner from TorchRec's `EmbeddingConfig` or `EmbeddingBagConfig`.
 
     Args:
         configs: The configurations.
         optimizer: Optimizer of the tables.
         ids_per_sample: Mean number of lookups of a sample by table name; the number of its features by default.
-        access: Access statistics by table name, for instance of a :class:`KeyHistogram`.
+        access: Access statistics by table name, for instance of a `KeyHistogram`.
         group: Name of the module that owns the tables.
-        same: Fields of :class:`~evenkeel.placement.Table` that all tables share.
+        same: Fields of `evenkeel.placement.Table` that all tables share.
 
     Raises:
-        InvalidInputError: A data type that no runtime keeps, or statistics of a table that is not there.
+        InvalidInputError: If no runtime keeps a table's data type, or statistics are of a table that is not there.
     """
     configs = list(configs)
     names = {config.name for config in configs}
@@ -68,14 +68,14 @@ def describe_configs(
 
 
 def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
-    """Tables of all embedding collections of ``model``, each in the group of its module's path.
+    """Tables of all embedding collections of `model`, each in the group of its module's path.
 
     Args:
         model: The model, before sharding.
-        options: As for :func:`describe_configs`, ``group`` excepted; statistics by table name may name any table.
+        options: As for `describe_configs`, `group` excepted; statistics by table name may name any table.
 
     Raises:
-        InvalidInputError: As for :func:`describe_configs`, or a table that is in two modules.
+        InvalidInputError: If `describe_configs` would, or a table is in two modules.
     """
     found: dict[str, Table] = {}
     given: dict[str, Any] = {what: dict(options.pop(what, None) or {}) for what in ("ids_per_sample", "access")}
@@ -96,7 +96,7 @@ def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
 
 
 def embedding_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Path and module of every unsharded embedding collection of TorchRec in ``model``."""
+    """Path and module of every unsharded embedding collection of TorchRec in `model`."""
     from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 
     kinds = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)

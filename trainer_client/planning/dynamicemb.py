@@ -10,19 +10,19 @@ from evenkeel.placement.application import DynamicEmbOptions, dynamicemb_options
 
 
 def dynamicemb_constraints(request: PlanRequest, plan: Plan, **options: Any) -> dict[str, Any]:
-    """``DynamicEmbParameterConstraints`` by table name, to give to DynamicEmb's planner.
+    """`DynamicEmbParameterConstraints` by table name, to give to DynamicEmb's planner.
 
-    Without DynamicEmb installed, use :func:`~evenkeel.placement.application.dynamicemb_options` for the bare values, or
-    :func:`~evenkeel.placement.application.lines_to_paste` for source lines.
+    Without DynamicEmb installed, use `evenkeel.placement.application.dynamicemb_options` for the bare values, or
+    `evenkeel.placement.application.lines_to_paste` for source lines.
 
     Args:
         request: The request.
         plan: Its plan.
-        options: Further arguments of every table's ``DynamicEmbTableOptions``.
+        options: Further arguments of every table's `DynamicEmbTableOptions`.
 
     Raises:
-        InvalidInputError: The plan is for another runtime or for other tables.
-        ModuleNotFoundError: DynamicEmb is not installed.
+        InvalidInputError: If the plan is for another runtime or for other tables.
+        ModuleNotFoundError: If DynamicEmb is not installed.
     """
     library = importlib.import_module("dynamicemb")
     constraints = importlib.import_module("dynamicemb.planner").DynamicEmbParameterConstraints

@@ -18,9 +18,9 @@ class KeyHistogram:
     """Counts the lookups of a sample of the keys exactly, and scales up.
 
     Which keys are in the sample is decided by a hash of the key, so a key is either counted in every batch or never.
-    While more than ``max_keys`` keys would be counted, the sampled share is halved and the others are forgotten. With
-    a share ``s`` and ``n`` keys counted, the number of keys of any frequency is known with a relative standard error
-    of about ``1 / sqrt(n_f)``, ``n_f`` being the counted keys of that frequency; the few most frequent keys are kept
+    While more than `max_keys` keys would be counted, the sampled share is halved and the others are forgotten. With
+    a share `s` and `n` keys counted, the number of keys of any frequency is known with a relative standard error
+    of about `1 / sqrt(n_f)`, `n_f` being the counted keys of that frequency; the few most frequent keys are kept
     whatever the sample, so that the head of the distribution is exact from the time a key got there.
     """
 
@@ -32,7 +32,7 @@ class KeyHistogram:
             heavy_keys: Most frequent keys kept whatever the sample.
 
         Raises:
-            InvalidInputError: A number of keys below one.
+            InvalidInputError: If a number of keys is below one.
         """
         if max_keys < 1 or not 0 <= heavy_keys <= max_keys:
             raise InvalidInputError("max_keys", max_keys, "is too small", "give at least 1, and more than heavy_keys")
@@ -86,7 +86,7 @@ class KeyHistogram:
         """The frequencies in log-spaced bins, for a plan request to carry.
 
         Raises:
-            InvalidInputError: Nothing was observed.
+            InvalidInputError: If nothing was observed.
         """
         if not len(self._keys):
             raise InvalidInputError("lookups", 0, "has none observed", "observe at least one batch")

@@ -23,7 +23,7 @@ EXPONENT = 1.05
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int, warmup: int = 3) -> float:
-    """Median time of ``work``, in seconds, by events on CUDA and by the clock on the CPU."""
+    """Median time of `work`, in seconds, by events on CUDA and by the clock on the CPU."""
     times = []
     for turn in range(warmup + repeats):
         if device.type == "cuda":
@@ -180,7 +180,7 @@ def measure(
     """All measurements, as plain values.
 
     Args:
-        device_name: ``cuda``, or ``cpu`` to try the way without a GPU.
+        device_name: `cuda`, or `cpu` to try the way without a GPU.
         table_bytes: Size of the table that gathers are from; well above the caches.
         gathered_rows: Rows of a gather.
         repeats: Timed repetitions, of which the median counts.

@@ -59,11 +59,11 @@ class Proposal:
 
 
 class ExactProposer:
-    """A ``Proposer`` for ``EmbeddingShardingPlanner(proposers=[ExactProposer()])``; it can be used again.
+    """A `Proposer` for `EmbeddingShardingPlanner(proposers=[ExactProposer()])`; it can be used again.
 
-    A plan is rated by its slowest rank. No rank is faster than the mean, nor than the slowest shard, so with ``f(t)``
-    the least mean time of options whose shards take at most ``t``, no plan is rated below the ``t`` where ``f(t) = t``.
-    That ``t`` is found by bisection, ``f`` by an exact knapsack over all HBM and all host memory, and proposals start
+    A plan is rated by its slowest rank. No rank is faster than the mean, nor than the slowest shard, so with `f(t)`
+    the least mean time of options whose shards take at most `t`, no plan is rated below the `t` where `f(t) = t`.
+    That `t` is found by bisection, `f` by an exact knapsack over all HBM and all host memory, and proposals start
     from its choice. What fits in sum may not fit on ranks, or not evenly, so others follow with less HBM in all and
     with smaller shards, and then changes of the best plan where its slowest rank is. TorchRec's own proposers come
     last, so that a search that is not cut short misses none of their plans (up to the sizes where they are hopeless).
@@ -110,7 +110,7 @@ class ExactProposer:
             self._offer(np.where(np.isfinite(self._space.perf), self._space.hbm, np.inf).argmin(axis=1))
 
     def propose(self) -> list[Any] | None:
-        """The next choice, best first; ``None`` at the end."""
+        """The next choice, best first; `None` at the end."""
         if self._space is None or self._done or not self._space.options:
             return None
         if self._queue and self._count < self.proposals:
@@ -171,7 +171,7 @@ class ExactProposer:
         return None
 
     def _change(self, choice: Choice, plan: list[Any]) -> None:
-        """Queue other options for the tables that weigh most on the slowest rank of ``plan``."""
+        """Queue other options for the tables that weigh most on the slowest rank of `plan`."""
         assert self._space is not None
         load: dict[int, float] = {}
         own: dict[int, dict[str, float]] = {}

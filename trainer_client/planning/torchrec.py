@@ -18,10 +18,10 @@ _CURVE = tuple((step + 1) / 50 for step in range(50))
 
 
 def parameter_constraints(request: PlanRequest, plan: Plan) -> dict[str, Any]:
-    """``ParameterConstraints`` by table name, for TorchRec's own planner.
+    """`ParameterConstraints` by table name, for TorchRec's own planner.
 
     Raises:
-        InvalidInputError: The plan is for another runtime or for other tables.
+        InvalidInputError: If the plan is for another runtime or for other tables.
     """
     from torchrec.distributed.planner.types import ParameterConstraints
 
@@ -36,9 +36,9 @@ def parameter_constraints(request: PlanRequest, plan: Plan) -> dict[str, Any]:
 
 
 def sharding_plan(model: nn.Module, request: PlanRequest, plan: Plan, *, device: str = "cuda") -> ShardingPlan:
-    """A complete ``ShardingPlan`` that ``DistributedModelParallel`` accepts, without TorchRec's planner.
+    """A complete `ShardingPlan` that `DistributedModelParallel` accepts, without TorchRec's planner.
 
-    On ``cpu`` every sharded table is ``fused``: there is no other memory to choose.
+    On `cpu` every sharded table is `fused`: there is no other memory to choose.
 
     Args:
         model: The model that the plan's tables are in, before sharding.
@@ -47,7 +47,7 @@ def sharding_plan(model: nn.Module, request: PlanRequest, plan: Plan, *, device:
         device: Type of the devices of the job.
 
     Raises:
-        InvalidInputError: The plan is for another runtime or for other tables, or does not place a table of the model.
+        InvalidInputError: If the plan is for another runtime or other tables, or does not place a table of the model.
     """
     from torchrec.distributed.types import (
         EmbeddingModuleShardingPlan,
@@ -82,15 +82,15 @@ def sharding_plan(model: nn.Module, request: PlanRequest, plan: Plan, *, device:
 
 
 def miss_curve(statistics: Any, lookups_per_step: float) -> MissCurve:
-    """The planner's miss curve from TorchRec's ``CacheStatistics``.
+    """The planner's miss curve from TorchRec's `CacheStatistics`.
 
     Args:
-        statistics: A ``CacheStatistics``: ``expected_lookups`` (distinct values in a global batch) and
-            ``expected_miss_rate(load_factor)``.
+        statistics: A `CacheStatistics`: `expected_lookups` (distinct values in a global batch) and
+            `expected_miss_rate(load_factor)`.
         lookups_per_step: Lookups of a global batch, repeated keys included.
 
     Raises:
-        InvalidInputError: The statistics contradict each other.
+        InvalidInputError: If the statistics contradict each other.
     """
     rates = tuple(min(1.0, max(0.0, float(statistics.expected_miss_rate(fraction)))) for fraction in _CURVE)
     unique = float(statistics.expected_lookups) / lookups_per_step if lookups_per_step > 0 else 1.0

@@ -58,7 +58,7 @@ class Arena:
         """An arena of this process and of whoever is sent its descriptor.
 
         Raises:
-            OSError: if there are no more descriptors.
+            OSError: If there are no more descriptors.
         """
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # a process that went mad cannot pull memory from under the other
@@ -98,7 +98,7 @@ class Arena:
         """Reads a message; its arrays are the shared memory itself, good until the next message.
 
         Raises:
-            MessageError: if it is none.
+            MessageError: If it is none.
         """
         try:
             memory = self._mapped(nbytes, grow=False)

@@ -70,7 +70,7 @@ def read_result(arena: Arena, nbytes: int) -> Plan | PlanFailure:
     """Reads the outcome of a partition; its arrays are copies.
 
     Raises:
-        MessageError: if it is none.
+        MessageError: If it is none.
     """
     header, arrays = arena.read(nbytes)
     try:

@@ -101,7 +101,7 @@ class Zygote:
         """Asks for a worker, which can be given work at once.
 
         Raises:
-            OSError: if this process has no more descriptors, or the zygote has ended.
+            OSError: If this process has no more descriptors, or the zygote has ended.
         """
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -157,7 +157,7 @@ class Worker:
         """Tells of the round that was written.
 
         Raises:
-            OSError: if the worker has ended.
+            OSError: If the worker has ended.
         """
         self.end.send(MESSAGE.pack(nbytes, is_cheap))
 
@@ -165,7 +165,7 @@ class Worker:
         """Length of the plan that it has written; None if it has ended.
 
         Raises:
-            BlockingIOError: if it says nothing.
+            BlockingIOError: If it says nothing.
         """
         try:
             data = self.end.recv(MESSAGE.size)

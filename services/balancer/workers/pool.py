@@ -81,7 +81,7 @@ class WorkerPool:
         """Returns when plans can be computed: all kernels are compiled.
 
         Raises:
-            RuntimeError: if the process that compiles them ends.
+            RuntimeError: If the process that compiles them ends.
         """
         await self._staff.start()
 

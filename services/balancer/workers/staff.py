@@ -72,7 +72,7 @@ class Staff:
         """Returns when workers can be hired: all kernels are compiled.
 
         Raises:
-            RuntimeError: if the zygote ends before.
+            RuntimeError: If the zygote ends before.
         """
         self._started = asyncio.get_running_loop().create_future()
         self._attach(self._zygote or Zygote.start())
@@ -82,7 +82,7 @@ class Staff:
         """A worker that has nothing to do.
 
         Raises:
-            OSError: if none can be forked.
+            OSError: If none can be forked.
         """
         worker = self._idle.popitem()[1] if self._idle else self._fork()
         self._hired[worker.number] = worker

@@ -20,7 +20,7 @@ def for_dump(record: TableRecord) -> TableRecord:
     """The record with all optimizer state in one array, which is all that a dump can hold.
 
     Raises:
-        CheckpointError: if values or state are not float32.
+        CheckpointError: If values or state are not float32.
     """
     state = [name for name in sorted(record.arrays) if name not in _OF_A_DUMP]
     arrays = {name: spec for name, spec in record.arrays.items() if name not in state}

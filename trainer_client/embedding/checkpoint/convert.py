@@ -22,7 +22,7 @@ from trainer_client.embedding.routing.modes import check_num_ranks
 Checkpoint = dcp.DcpCheckpoint | DynamicEmbDump
 Format = Literal["dcp", "dynamicemb"]
 Progress = Callable[[int, int], None]
-"""Called with rows done and rows to do; for a ``torch.distributed.checkpoint`` target each row counts twice."""
+"""Called with rows done and rows to do; for a `torch.distributed.checkpoint` target each row counts twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ def open_checkpoint(
 
     Args:
         path: Its directory.
-        routing: For DynamicEmb dumps that do not name their mode; see ``DynamicEmbDump``.
+        routing: For DynamicEmb dumps that do not name their mode; see `DynamicEmbDump`.
         num_embeddings: Sizes of continuous tables that the dump does not give.
 
     Raises:
-        CheckpointError: if there is no checkpoint of a known format.
+        CheckpointError: If there is no checkpoint of a known format.
     """
     path = Path(path)
     recover(path)
@@ -107,7 +107,7 @@ class _Run:
         """Checks that no key came twice.
 
         Raises:
-            CheckpointError: naming the file and the key.
+            CheckpointError: If one did; names the file and the key.
         """
         for rank in range(self.new[name].num_ranks):
             key = spool.find_repeated(rank, self.work)
@@ -131,10 +131,10 @@ def convert(
 
     Rows stream through in chunks, and memory does not grow with their number: it holds at most four chunks (65,536 rows
     each with keys, values and optimizer state) or 96 MiB of keys, whichever is more. The target appears under its name
-    when it is complete; until then an older one stays. An interrupted conversion leaves its work in ``.NAME.writing``
+    when it is complete; until then an older one stays. An interrupted conversion leaves its work in `.NAME.writing`
     beside the target; called again with the same arguments on the same files it goes on after the last chunk that it
     had finished, and the result is, byte for byte, that of an uninterrupted one. While it is written, a dump takes the
-    space of the result, a ``torch.distributed.checkpoint`` directory twice that.
+    space of the result, a `torch.distributed.checkpoint` directory twice that.
 
     Args:
         source: An open checkpoint.
@@ -146,7 +146,7 @@ def convert(
         progress: Told after every chunk.
 
     Raises:
-        CheckpointError: if the source is damaged, or cannot be expressed in the target's format.
+        CheckpointError: If the source is damaged, or cannot be expressed in the target's format.
     """
     check_num_ranks(num_ranks)
     target, target_format = Path(target), target_format or source.format  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""Checkpoints in the format of ``torch.distributed.checkpoint``: each rank's rows in chunks, and the routing record.
+"""Checkpoints in the format of `torch.distributed.checkpoint`: each rank's rows in chunks, and the routing record.
 
-Entries are ``TABLE/RANK/ARRAY/CHUNK``, with ``keys`` as one more array, and ``evenkeel.record``, the record's JSON text
+Entries are `TABLE/RANK/ARRAY/CHUNK`, with `keys` as one more array, and `evenkeel.record`, the record's JSON text
 as bytes. Chunks are read and written one at a time, each a file.
 """
 
@@ -264,7 +264,7 @@ class DcpCheckpoint:
         path: Its directory.
 
     Raises:
-        CheckpointError: if it has no readable metadata or routing record.
+        CheckpointError: If it has no readable metadata or routing record.
     """
 
     format = "dcp"
@@ -305,10 +305,10 @@ class DcpCheckpoint:
         return str(self.path / self._file(_entry(table, rank, "keys", 0)))
 
     def rows(self, table: str, rank: int, *, first: int = 0) -> Iterator[Rows]:
-        """Chunks of a table's rows on a rank, from chunk ``first`` on.
+        """Chunks of a table's rows on a rank, from chunk `first` on.
 
         Raises:
-            CheckpointError: if a file is missing, damaged, or holds other rows than were saved.
+            CheckpointError: If a file is missing, damaged, or holds other rows than were saved.
         """
         record = self.records[table]
         for chunk, group in itertools.groupby(_outline(record, rank).items(), lambda item: item[1][1]):

@@ -24,7 +24,7 @@ def _repeated(keys: NDArray[np.int64]) -> int | None:
 def find_repeated(pieces: Iterable[torch.Tensor], total: int, scratch: Path, *, limit: int = LIMIT) -> int | None:
     """A key that comes twice, or None.
 
-    Up to ``limit`` keys are sorted in memory. More are first cut by a hash into files of about half as many each.
+    Up to `limit` keys are sorted in memory. More are first cut by a hash into files of about half as many each.
 
     Args:
         pieces: int64 keys, some at a time.

@@ -1,7 +1,7 @@
 """DynamicEmb's dump directories: raw little-endian arrays a rank and table, without headers.
 
-``NAME_opt_args.json`` and, for each rank R of W, ``NAME_emb_{keys,values,scores,opt_values}.rank_R.world_size_W`` and
-``NAME_counter_{keys,frequencies}.rank_R.world_size_W``. A counter is read as a table of its own, ``NAME/counter``.
+`NAME_opt_args.json` and, for each rank R of W, `NAME_emb_{keys,values,scores,opt_values}.rank_R.world_size_W` and
+`NAME_counter_{keys,frequencies}.rank_R.world_size_W`. A counter is read as a table of its own, `NAME/counter`.
 """
 
 import json
@@ -43,12 +43,12 @@ class DynamicEmbDump:
 
     Args:
         path: The directory.
-        routing: Mode of tables whose ``opt_args`` do not name it; without it they count as roundrobin, with a warning.
-        num_embeddings: Sizes of continuous tables, by name, where ``opt_args`` do not give them.
+        routing: Mode of tables whose `opt_args` do not name it; without it they count as roundrobin, with a warning.
+        num_embeddings: Sizes of continuous tables, by name, where `opt_args` do not give them.
         chunk_rows: Rows read at a time.
 
     Raises:
-        CheckpointError: if a rank's file is missing or does not hold whole rows.
+        CheckpointError: If a rank's file is missing or does not hold whole rows.
     """
 
     format = "dynamicemb"
@@ -145,10 +145,10 @@ class DynamicEmbDump:
         return str(self.path / file_name(table, "keys", rank, self.records[table].num_ranks))
 
     def rows(self, table: str, rank: int, *, first: int = 0) -> Iterator[Rows]:
-        """Chunks of a table's rows on a rank, from chunk ``first`` on.
+        """Chunks of a table's rows on a rank, from chunk `first` on.
 
         Raises:
-            CheckpointError: if a key is on a rank that does not own it.
+            CheckpointError: If a key is on a rank that does not own it.
         """
         record = self.records[table]
         keys_file = self.where(table, rank)
@@ -170,14 +170,14 @@ def check_seed(record: TableRecord) -> None:
     """Checks that a dump can express a routing.
 
     Raises:
-        CheckpointError: if the routing has a seed, which DynamicEmb does not know.
+        CheckpointError: If the routing has a seed, which DynamicEmb does not know.
     """
     if record.routing.seed:
         raise CheckpointError(f"table {record.name}: DynamicEmb has no routing seed; use hash_roundrobin with seed 0")
 
 
 def write_options(path: Path, record: TableRecord) -> None:
-    """Writes a table's ``opt_args``."""
+    """Writes a table's `opt_args`."""
     if not record.name.endswith(COUNTER):
         options = record.extra | {"dist_type": record.routing.dist_type}
         if record.num_embeddings:

@@ -25,7 +25,7 @@ def begin(target: Path, *, overwrite: bool, keep: bool = False) -> Path:
         keep: Whether what an interrupted attempt left in the staging directory stays there.
 
     Raises:
-        CheckpointError: if the target exists and may not be replaced.
+        CheckpointError: If the target exists and may not be replaced.
     """
     recover(target)
     if target.exists() and not overwrite:
@@ -66,7 +66,7 @@ def publish(target: Path, result: Path | None = None) -> None:
 
 
 def recover(target: Path) -> None:
-    """Puts the old checkpoint back if a process died between the two renamings of ``publish``."""
+    """Puts the old checkpoint back if a process died between the two renamings of `publish`."""
     replaced = _replaced_path(target)
     if replaced.exists() and not target.exists():
         replaced.rename(target)

@@ -37,7 +37,7 @@ class Journal:
         entries: What was found, oldest first; empty if the work begins anew.
 
     Raises:
-        CheckpointError: if another process has the journal open.
+        CheckpointError: If another process has the journal open.
     """
 
     def __init__(self, path: Path, identity: Entry) -> None:

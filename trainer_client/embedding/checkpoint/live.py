@@ -105,7 +105,7 @@ def save(
     optimizer: Optimizers = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves a collection's rows with ``torch.distributed.checkpoint``; all of its ranks call it together.
+    """Saves a collection's rows with `torch.distributed.checkpoint`; all of its ranks call it together.
 
     The directory takes its name when every rank has written its rows; until then an older checkpoint of that name
     stays.
@@ -117,8 +117,8 @@ def save(
         overwrite: Whether an existing checkpoint may be replaced.
 
     Raises:
-        CheckpointError: on all ranks, if the directory exists and may not be replaced, the optimizer does not hold a
-            table, or it keeps something that belongs neither to a row nor to the whole table as one number.
+        CheckpointError: If the directory exists and may not be replaced, the optimizer does not hold a table, or it
+            keeps something that belongs neither to a row nor to the whole table as one number; on all ranks.
     """
     path = Path(path)
     problem: Exception | None = None
@@ -197,8 +197,8 @@ def load_table(
         Rows loaded.
 
     Raises:
-        CheckpointError: if the table is missing, of another shape, or has a key twice.
-        RoutingMismatchError: if the routing differs and ``convert`` is off.
+        CheckpointError: If the table is missing, of another shape, or has a key twice.
+        RoutingMismatchError: If the routing differs and `convert` is off.
     """
     return _check_fit(
         checkpoint, table, owned, rank=rank, num_ranks=num_ranks, optimizer=optimizer, convert=convert
@@ -317,9 +317,9 @@ def load(
         Rows of each table over all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if the checkpoint does not fit any of them or lacks the optimizer's state, before
-            anything is changed, or if it turns out to be damaged; the collection must not be used then.
-        RoutingMismatchError: if the routing differs and ``convert`` is off.
+        CheckpointError: If the checkpoint does not fit any of them or lacks the optimizer's state, before anything is
+            changed, or if it turns out to be damaged; the collection must not be used then. On all ranks.
+        RoutingMismatchError: If the routing differs and `convert` is off.
     """
     problem: Exception | None = None
     fitting: list[_Load] = []

@@ -27,7 +27,7 @@ def owner_of(optimizers: Optimizers, weight: nn.Parameter, table: str) -> Optimi
     """The optimizer that trains a table; None if none is given, or none need be because the table is frozen.
 
     Raises:
-        CheckpointError: if optimizers are given, and none has the table.
+        CheckpointError: If optimizers are given, and none has the table.
     """
     given: Iterable[Optimizer] = [optimizers] if isinstance(optimizers, Optimizer) else optimizers or []
     for optimizer in given:
@@ -60,7 +60,7 @@ class Layout:
         """Finds out by trying, or from a checkpoint's record where the optimizer cannot be made anew.
 
         Raises:
-            CheckpointError: if it keeps something that is neither, so that no other routing could take it over.
+            CheckpointError: If it keeps something that is neither, so that no other routing could take it over.
         """
         name = type(optimizer).__name__
         now = dict(optimizer.state.get(weight, {}))
@@ -144,7 +144,7 @@ def check_state(layout: Layout, record: TableRecord, where: object) -> None:
     """Checks that an optimizer can go on with the state of a checkpoint.
 
     Raises:
-        CheckpointError: if the checkpoint has none, or that of another kind.
+        CheckpointError: If the checkpoint has none, or that of another kind.
     """
     saved = {name.removeprefix(PREFIX) for name in record.arrays if name.startswith(PREFIX)} | record.scalars.keys()
     if not saved and not record.optimizer and layout.names:

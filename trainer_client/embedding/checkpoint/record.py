@@ -12,7 +12,7 @@ from trainer_client.embedding.routing.modes import HASH_IDENTITY
 
 FORMAT_VERSION = 2
 READS = (1, 2)
-"""Versions that this release reads; version 1 has no ``optimizer`` and no ``fresh``."""
+"""Versions that this release reads; version 1 has no `optimizer` and no `fresh`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +20,8 @@ class ArraySpec:
     """One array with a row for each key.
 
     Attributes:
-        dtype: Name of the torch dtype, such as ``float32``.
-        shape: Shape of one row: ``(dim,)``, or ``()`` for one number a row.
+        dtype: Name of the torch dtype, such as `float32`.
+        shape: Shape of one row: `(dim,)`, or `()` for one number a row.
     """
 
     dtype: str
@@ -36,15 +36,15 @@ class TableRecord:
         name: The table's name.
         routing: Mode and seed that decided where the rows lie.
         num_ranks: Ranks that the rows lie on.
-        num_embeddings: Size of the table, which gives the block size under ``continuous``; 0 if not known.
+        num_embeddings: Size of the table, which gives the block size under `continuous`; 0 if not known.
         rows: Rows on each rank.
-        arrays: Values and optimizer state, by name; ``values`` is always there.
+        arrays: Values and optimizer state, by name; `values` is always there.
         scalars: State that is one number for the whole table, such as the optimizer's step.
         optimizer: Class of the optimizer whose state is there; empty if it was saved without.
         fresh: By array of optimizer state, the numbers of a row that no key had taken yet; empty if there was none.
         digests: By rank, CRC-32 of each chunk's keys and arrays; empty for formats that have none.
         chunk_rows: Rows of a chunk.
-        hash_identity: Which hash ``hash_roundrobin`` means.
+        hash_identity: Which hash `hash_roundrobin` means.
         format_version: Of this record.
         extra: What the format carries besides and that is handed on.
     """
@@ -66,10 +66,10 @@ class TableRecord:
 
     @property
     def block(self) -> int:
-        """Rows a rank under ``continuous``.
+        """Rows a rank under `continuous`.
 
         Raises:
-            CheckpointError: if the table's size is needed and not known.
+            CheckpointError: If the table's size is needed and not known.
         """
         if self.routing.dist_type != "continuous":
             return 0
@@ -105,11 +105,11 @@ def from_json(text: str, *, where: str) -> list[TableRecord]:
     """Records of JSON text.
 
     Args:
-        text: What ``to_json`` gave.
+        text: What `to_json` gave.
         where: The file, for errors.
 
     Raises:
-        CheckpointError: if the text is no record, or of a version or hash that this release does not know.
+        CheckpointError: If the text is no record, or of a version or hash that this release does not know.
     """
     try:
         document = json.loads(text)

@@ -48,7 +48,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name such as ``float32``."""
+    """The dtype of a name such as `float32`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -66,7 +66,7 @@ def check_owner(rows: Rows, record: TableRecord, rank: int) -> None:
     """Checks that a rank owns all of some rows.
 
     Raises:
-        CheckpointError: naming the file and the first key that is out of place.
+        CheckpointError: If it does not; names the file and the first key that is out of place.
     """
     owner = owners(rows.keys, record.routing, num_ranks=record.num_ranks, block_size=record.block)
     wrong = owner != rank

@@ -57,14 +57,14 @@ class Spool:
                 file.write(data)
 
     def state(self) -> Entry:
-        """Rows of each rank, and the CRC-32 of each file, for ``restore``."""
+        """Rows of each rank, and the CRC-32 of each file, for `restore`."""
         return {"rows": list(self._counts), "sums": {array: list(sums) for array, sums in self._sums.items()}}
 
     def restore(self, states: Sequence[Entry]) -> int:
         """Goes back to the last of some states, oldest first, that all files still hold, and drops what follows it.
 
         Returns:
-            Its place in ``states``; -1 if none holds and the files are empty now.
+            Its place in `states`; -1 if none holds and the files are empty now.
         """
         held = len(states) - 1
         for array in self._arrays:

@@ -12,14 +12,14 @@ from trainer_client.embedding.routing.modes import RoutingLike, as_routings, che
 
 
 class Bucketized(NamedTuple):
-    """Result of ``block_bucketize``.
+    """Result of `block_bucketize`.
 
     Attributes:
         lengths: (num_ranks x rows): indices of each (rank, feature, row) cell, rank-major, in the dtype of the input.
         indices: (num_indices): what is sent, cell by cell, in the order of the input inside each cell.
-        weights: (num_indices): the weights in the order of ``indices``, if weights were given.
-        positions: (num_indices): place of each of ``indices`` in its input row, if asked for.
-        permutation: (num_indices): for each input index its place in ``indices``, if asked for.
+        weights: (num_indices): the weights in the order of `indices`, if weights were given.
+        positions: (num_indices): place of each of `indices` in its input row, if asked for.
+        permutation: (num_indices): for each input index its place in `indices`, if asked for.
     """
 
     lengths: Tensor
@@ -88,13 +88,13 @@ def block_bucketize(
     """Sorts indices by the rank that owns them, keeping their order inside each (rank, feature, row) cell.
 
     On CUDA nothing is copied from or to the host and the host does not wait, so the call can be captured in a CUDA
-    graph (after one call outside of it, which loads the kernels). Sequences of ``block_sizes`` and ``batch_sizes`` are
+    graph (after one call outside of it, which loads the kernels). Sequences of `block_sizes` and `batch_sizes` are
     copied to the device once and remembered.
 
     Args:
         lengths: (features x batch): indices of each row, feature-major; int32 or int64.
         indices: (num_indices): keys, row after row; int32, int64 or uint64. A key has one owner whatever its dtype.
-        block_sizes: (features): rows of each feature's table that a rank holds under ``continuous``; None if no feature
+        block_sizes: (features): rows of each feature's table that a rank holds under `continuous`; None if no feature
             is routed so.
         num_ranks: 1 to 4096.
         routing: A mode's name, a mode object, or one of these per feature.
@@ -104,10 +104,10 @@ def block_bucketize(
         batch_sizes: (features): rows of each feature where they differ; they add up to the number of lengths.
 
     Returns:
-        The bucketized batch; ``positions`` and ``permutation`` have the dtype of ``indices`` (int64 for uint64).
+        The bucketized batch; `positions` and `permutation` have the dtype of `indices` (int64 for uint64).
 
     Raises:
-        ValueError: if a size, dtype or shape does not fit; on the CPU also if the lengths do not add up.
+        ValueError: If a size, dtype or shape does not fit; on the CPU also if the lengths do not add up.
     """
     check_num_ranks(num_ranks)
     modes, mixes, needs_blocks = _codes(routing)

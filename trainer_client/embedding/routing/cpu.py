@@ -2,7 +2,7 @@
 
 Output slots follow from one cursor per rank: the rank-major output, with its cells in (feature, row) order, is a stable
 partition of the whole index array by owner. Each thread takes one run of rows through both passes. What is left to pay
-on large batches is the first touch of the new lengths (ranks x rows), so they come from ``calloc`` on huge pages, whose
+on large batches is the first touch of the new lengths (ranks x rows), so they come from `calloc` on huge pages, whose
 zeros are the kernel's, and no thread writes them but where there are keys.
 """
 
@@ -41,7 +41,7 @@ def _modulo(key: Any, ranks: Any, power_of_two: bool) -> Any:
 def _route(keys: Array, spans: Array, owners: Array, sent: Array, counts: Array, mixed: bool) -> None:
     """Writes each key's owner and, where any span is continuous, the index sent to it; counts keys per rank.
 
-    ``spans`` (spans, 5) has first and last key, mode, mix and block size of runs of keys that are routed alike.
+    `spans` (spans, 5) has first and last key, mode, mix and block size of runs of keys that are routed alike.
     """
     num_ranks = counts.size
     ranks = np.uint64(num_ranks)
@@ -104,7 +104,7 @@ def _scatter(
     keys: Array, owners: Array, lengths: Array, column: int, cursors: Array, new_keys: Array, cells: Array,
     num_rows: int, slots: Array,
 ) -> None:  # fmt: skip
-    """Places the keys of rows ``column`` and on, and writes their cells: ``cells[rank * num_rows + row]``."""
+    """Places the keys of rows `column` and on, and writes their cells: `cells[rank * num_rows + row]`."""
     one, stride = np.uint64(1), np.uint64(num_rows)
     before = np.empty_like(cursors)
     at = np.uint64(0)
@@ -176,7 +176,7 @@ def _row_bounds(row_ends: Array, num_ranks: int) -> list[int]:
 
 
 def _zeros(like: Tensor, size: int) -> Tensor:
-    """Zeros that nothing has touched yet: numpy asks for them from ``calloc``, on huge pages where there are many."""
+    """Zeros that nothing has touched yet: numpy asks for them from `calloc`, on huge pages where there are many."""
     return torch.from_numpy(np.zeros(size, dtype=like.numpy().dtype))
 
 
@@ -197,7 +197,7 @@ def block_bucketize(
     permutation: bool = True,
     batch_sizes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The CPU kernel of ``evenkeel::block_bucketize``; arguments as the operator's."""
+    """The CPU kernel of `evenkeel::block_bucketize`; arguments as the operator's."""
     num_rows, num_keys = lengths.numel(), indices.numel()
     num_features = max(len(modes), block_sizes.numel(), batch_sizes.numel() if batch_sizes is not None else 1)
     counts, keys = lengths.numpy(), indices.numpy()
@@ -253,7 +253,7 @@ def _check_sums(lengths: Array, total: int, num_keys: int, batch_sizes: Tensor |
 def _spans(
     ends: Array, starts: list[int], bounds: list[int], modes: list[int], mixes: list[int], blocks: list[int]
 ) -> list[Array]:
-    """What :func:`_route` is told, for each thread: runs of keys that are routed alike."""
+    """What `_route` is told, for each thread: runs of keys that are routed alike."""
     one = len(modes) == 1 and (modes[0] != 0 or len(blocks) == 1)
     starts = [0] if one else starts
     spans = []

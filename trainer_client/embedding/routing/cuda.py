@@ -1,4 +1,4 @@
-"""The CUDA kernel of ``evenkeel::block_bucketize``: workspace, launches, and the remembered module of each device."""
+"""The CUDA kernel of `evenkeel::block_bucketize`: workspace, launches, and the remembered module of each device."""
 
 import ctypes
 from functools import cache
@@ -34,7 +34,7 @@ def _count_threads(num_ranks: int) -> int:
 
 
 def scatter_shape(num_keys: int) -> tuple[int, int]:
-    """Threads of a block of ``scatter_tile``, and blocks a multiprocessor.
+    """Threads of a block of `scatter_tile`, and blocks a multiprocessor.
 
     Small blocks overlap better where there are many, larger ones finish sooner where there are few.
     """
@@ -95,13 +95,13 @@ def block_bucketize(
     permutation: bool = True,
     batch_sizes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The CUDA kernel of ``evenkeel::block_bucketize``; arguments as the operator's.
+    """The CUDA kernel of `evenkeel::block_bucketize`; arguments as the operator's.
 
     Lengths that are negative or do not add up to the indices stop the GPU with a message, as a failed device-side
     assertion of PyTorch does.
 
     Raises:
-        ValueError: if there are 2**31 indices or more.
+        ValueError: If there are 2**31 indices or more.
     """
     num_rows, num_keys = lengths.numel(), indices.numel()
     if num_keys >= _MAX_KEYS:

@@ -25,11 +25,11 @@ def block_bucketize_sparse_features(
     *,
     routing: RoutingLike | Sequence[RoutingLike] = "continuous",
 ) -> Bucketized:
-    """Drop-in for ``torch.ops.fbgemm.block_bucketize_sparse_features``.
+    """Drop-in for `torch.ops.fbgemm.block_bucketize_sparse_features`.
 
     Args:
-        lengths: As in ``block_bucketize``, like every argument not named here.
-        indices: As in ``block_bucketize``.
+        lengths: As in `block_bucketize`, like every argument not named here.
+        indices: As in `block_bucketize`.
         bucketize_pos: Return positions.
         sequence: Return the permutation.
         block_sizes: (features): rows a rank.
@@ -38,13 +38,13 @@ def block_bucketize_sparse_features(
         batch_size_per_feature: Rows of each feature where they differ.
         max_B: Not needed.
         block_bucketize_pos: Uneven blocks; not supported.
-        keep_orig_idx: Send keys instead of rows; not supported with ``continuous``, what the other modes always do.
+        keep_orig_idx: Send keys instead of rows; not supported with `continuous`, what the other modes always do.
         total_num_blocks: Two-level blocks; not supported.
         keep_orig_idx_per_feature: Not supported.
         routing: A mode or one per feature, beyond FBGEMM's arguments.
 
     Raises:
-        ValueError: if an argument that is not supported is given.
+        ValueError: If an argument that is not supported is given.
     """
     for name, value in (
         ("block_bucketize_pos", block_bucketize_pos),

@@ -25,16 +25,16 @@ def bucketize_kjt(
     Args:
         kjt: The batch; features may differ in batch size.
         num_ranks: Ranks.
-        block_sizes: Rows a rank of each feature's table; None if no feature is ``continuous``.
+        block_sizes: Rows a rank of each feature's table; None if no feature is `continuous`.
         routing: A mode, or one per feature.
         permutation: Also return each input value's place in the result.
         positions: Put each value's place in its row where weights go, in place of the batch's own weights.
 
     Returns:
-        A KeyedJaggedTensor of ``num_ranks`` times the features, rank after rank, and the permutation or None.
+        A KeyedJaggedTensor of `num_ranks` times the features, rank after rank, and the permutation or None.
 
     Raises:
-        ValueError: as ``block_bucketize``.
+        ValueError: If `block_bucketize` would.
     """
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -1,17 +1,17 @@
 """The ways of choosing the rank that owns an embedding key.
 
-With ``W`` ranks, key ``k`` read as an unsigned 64-bit number (int32 keys are sign-extended, so a key has one owner
-whatever the dtype that carries it) and ``blk`` the feature's block size, ``ceil(rows / W)``:
+With `W` ranks, key `k` read as an unsigned 64-bit number (int32 keys are sign-extended, so a key has one owner
+whatever the dtype that carries it) and `blk` the feature's block size, `ceil(rows / W)`:
 
 ================== =========================================== =========================================
 mode               owner                                       index sent to the owner
 ================== =========================================== =========================================
-``continuous``     ``k // blk`` if ``k < blk * W`` else ``k % W``  ``k % blk`` in range, else ``k // W``
-``roundrobin``     ``k % W``                                   ``k``
-``hash_roundrobin`` ``fmix64(k ^ fmix64(seed)) % W``            ``k``
+`continuous`     `k // blk` if `k < blk * W` else `k % W`  `k % blk` in range, else `k // W`
+`roundrobin`     `k % W`                                   `k`
+`hash_roundrobin` `fmix64(k ^ fmix64(seed)) % W`            `k`
 ================== =========================================== =========================================
 
-``fmix64`` is the finaliser of MurmurHash3's 64-bit variant (Austin Appleby, public domain). ``fmix64(0)`` is 0, so
+`fmix64` is the finaliser of MurmurHash3's 64-bit variant (Austin Appleby, public domain). `fmix64(0)` is 0, so
 seed 0 is the plain hash.
 """
 
@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 
 
 def fmix64(key: int) -> int:
-    """MurmurHash3's 64-bit finaliser of ``key`` modulo 2**64."""
+    """MurmurHash3's 64-bit finaliser of `key` modulo 2**64."""
     key &= _MASK
     key ^= key >> 33
     key = key * 0xFF51AFD7ED558CCD & _MASK
@@ -42,12 +42,12 @@ class Routing:
     """How one table's keys are spread over ranks.
 
     Attributes:
-        dist_type: One of ``DIST_TYPES``.
+        dist_type: One of `DIST_TYPES`.
         seed: Seed of the hash, 0 <= seed < 2**64. A non-zero seed makes the owner independent of a hash table behind
-            it that uses the same hash. Only ``hash_roundrobin`` has one.
+            it that uses the same hash. Only `hash_roundrobin` has one.
 
     Raises:
-        ValueError: if the mode is unknown, the seed is out of range, or a mode without a hash is given a seed.
+        ValueError: If the mode is unknown, the seed is out of range, or a mode without a hash is given a seed.
     """
 
     dist_type: DistType = "roundrobin"
@@ -109,7 +109,7 @@ def as_routing(routing: RoutingLike) -> Routing:
     """Returns the mode that a name or a mode object stands for.
 
     Raises:
-        ValueError: if the name is unknown.
+        ValueError: If the name is unknown.
     """
     if isinstance(routing, Routing):
         return routing
@@ -128,10 +128,10 @@ def as_routings(routing: RoutingLike | Sequence[RoutingLike]) -> tuple[Routing, 
 
 
 def check_num_ranks(num_ranks: int) -> int:
-    """Returns ``num_ranks``.
+    """Returns `num_ranks`.
 
     Raises:
-        ValueError: if it is not between 1 and ``MAX_RANKS``.
+        ValueError: If it is not between 1 and `MAX_RANKS`.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"num_ranks is {num_ranks}; give 1 to {MAX_RANKS}")
@@ -139,5 +139,5 @@ def check_num_ranks(num_ranks: int) -> int:
 
 
 def block_size(num_rows: int, num_ranks: int) -> int:
-    """Rows of a continuous table that a rank holds: ``ceil(num_rows / num_ranks)``."""
+    """Rows of a continuous table that a rank holds: `ceil(num_rows / num_ranks)`."""
     return -(-num_rows // num_ranks)

@@ -1,4 +1,4 @@
-"""The registered operator ``evenkeel::block_bucketize``: CPU and CUDA kernels and the fake kernel for tracing."""
+"""The registered operator `evenkeel::block_bucketize`: CPU and CUDA kernels and the fake kernel for tracing."""
 
 from typing import Any
 

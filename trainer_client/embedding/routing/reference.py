@@ -47,7 +47,7 @@ def as_int64(keys: Tensor) -> Tensor:
     """Keys as the int64 numbers that routing reads: int32 sign-extended, uint64 bit for bit.
 
     Raises:
-        ValueError: if the dtype is none of int32, int64, uint64.
+        ValueError: If the dtype is none of int32, int64, uint64.
     """
     if keys.dtype == torch.uint64:
         return keys.view(torch.int64)
@@ -63,14 +63,14 @@ def route(keys: Tensor, routing: Routing, *, num_ranks: int, block_size: int = 0
         keys: Any shape; int32, int64 or uint64.
         routing: The table's mode.
         num_ranks: Ranks that share the table.
-        block_size: Rows a rank under ``continuous``, below 2**63; other modes ignore it.
+        block_size: Rows a rank under `continuous`, below 2**63; other modes ignore it.
 
     Returns:
         Owners as int64 and indices in the keys' dtype (the low half of an out-of-range quotient for int32), in the
-        shape of ``keys``.
+        shape of `keys`.
 
     Raises:
-        ValueError: if ``num_ranks`` or a dtype is out of range.
+        ValueError: If `num_ranks` or a dtype is out of range.
     """
     check_num_ranks(num_ranks)
     wide = as_int64(keys)
@@ -90,7 +90,7 @@ def route(keys: Tensor, routing: Routing, *, num_ranks: int, block_size: int = 0
 
 
 def owners(keys: Tensor, routing: Routing, *, num_ranks: int, block_size: int = 0) -> Tensor:
-    """Rank that owns each key, as int64 in the shape of ``keys``; see ``route``."""
+    """Rank that owns each key, as int64 in the shape of `keys`; see `route`."""
     return route(keys, routing, num_ranks=num_ranks, block_size=block_size)[0]
 
 
@@ -104,10 +104,10 @@ def bucketize(
     weights: Tensor | None = None,
     batch_sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """The definition of ``block_bucketize``: a stable sort of the indices by owner.
+    """The definition of `block_bucketize`: a stable sort of the indices by owner.
 
     Indices come sorted by (feature, row), so sorting them stably by owner sorts them by (owner, feature, row).
-    Arguments and results as in ``routing.block_bucketize``, with one block size and one mode per feature.
+    Arguments and results as in `routing.block_bucketize`, with one block size and one mode per feature.
     """
     num_features, num_rows = len(block_sizes), lengths.numel()
     sizes = list(batch_sizes) if batch_sizes is not None else [num_rows // max(num_features, 1)] * num_features

@@ -28,7 +28,7 @@ class SkewReport:
         keys_per_rank: Occurrences that each rank would look up.
         max_over_mean: Load of the fullest rank over the mean; 1 is even, 0 a batch without keys.
         best_max_over_mean: No owner function that gives a key one owner can stay below this: of the heaviest
-            ``j * ranks + 1`` keys some rank owns ``j + 1``.
+            `j * ranks + 1` keys some rank owns `j + 1`.
         hottest: The heaviest keys.
     """
 
@@ -74,11 +74,11 @@ def report(
         kjt: A KeyedJaggedTensor.
         num_ranks: Ranks.
         routing: A mode, or one per feature.
-        block_sizes: Rows a rank of each feature's table, for ``continuous``.
+        block_sizes: Rows a rank of each feature's table, for `continuous`.
         top: Number of hottest keys.
 
     Raises:
-        ValueError: if the numbers of modes, block sizes and features differ.
+        ValueError: If the numbers of modes, block sizes and features differ.
     """
     names = list(kjt.keys())
     modes = as_routings(routing)

@@ -23,24 +23,24 @@ def _power_sum(norms: Iterable[Tensor], norm_type: float) -> Tensor | None:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clips the gradients of a model with routed tables, as ``torch.nn.utils.clip_grad_norm_`` clips those of others.
+    """Clips the gradients of a model with routed tables, as `torch.nn.utils.clip_grad_norm_` clips those of others.
 
     PyTorch's own function would take the norm of the rows of each rank, which differ, and scale the gradients that
     ranks share by different factors. Here the norm is that of all rows of all ranks and of the other parameters; all
     ranks that share tables call this together.
 
     Args:
-        model: A model that holds collections anywhere, under ``DistributedDataParallel`` or ``fully_shard`` or neither.
+        model: A model that holds collections anywhere, under `DistributedDataParallel` or `fully_shard` or neither.
         max_norm: What the norm is brought down to.
-        norm_type: Of the norm, ``inf`` included.
+        norm_type: Of the norm, `inf` included.
         error_if_nonfinite: Whether a norm that is no finite number is an error.
 
     Returns:
         The norm before, the same on all ranks.
 
     Raises:
-        ValueError: if a part of the model is under ``FullyShardedDataParallel``, whose shards only it can add up.
-        RuntimeError: on all ranks, if the norm is not finite and ``error_if_nonfinite`` is set.
+        ValueError: If a part of the model is under `FullyShardedDataParallel`, whose shards only it can add up.
+        RuntimeError: If the norm is not finite and `error_if_nonfinite` is set; on all ranks.
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(

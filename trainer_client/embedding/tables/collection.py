@@ -30,7 +30,7 @@ TableFactory = Callable[[RoutedTable, int, int, torch.device], nn.Module]
 
 
 def default_table(table: RoutedTable, rank: int, num_ranks: int, device: torch.device) -> nn.Module:
-    """A block of rows under ``continuous``, a table of keys under the other modes."""
+    """A block of rows under `continuous`, a table of keys under the other modes."""
     if table.mode.dist_type == "continuous":
         return BlockTable(table, rank=rank, num_ranks=num_ranks, device=device)
     return KeyTable(table, rank=rank, num_ranks=num_ranks, device=device)
@@ -55,13 +55,13 @@ def _seat(group: dist.ProcessGroup | None) -> tuple[int, int]:
 class RoutedEmbeddingCollection(RankLocal):
     """Embeddings of several tables, each sharded by rows over the ranks under a routing of its own.
 
-    ``DistributedDataParallel`` and ``fully_shard`` leave it as it is wherever it stands in a model. The gradient of a
-    row is the sum over all ranks divided by ``gradient_divide_factor``: with the default it is averaged over ranks, as
+    `DistributedDataParallel` and `fully_shard` leave it as it is wherever it stands in a model. The gradient of a
+    row is the sum over all ranks divided by `gradient_divide_factor`: with the default it is averaged over ranks, as
     those wrappers average the gradients of other parameters.
 
     Args:
         tables: The tables. Those of equal dimension share one exchange.
-        process_group: Ranks that share the tables, as a group or a mesh of one dimension such as ``mesh["dp"]``; the
+        process_group: Ranks that share the tables, as a group or a mesh of one dimension such as `mesh["dp"]`; the
             default group if there is one, else this process alone.
         device: Where the tables live.
         deduplicate: Send each distinct key of a table once per rank and batch. Pays where keys repeat, as in histories;
@@ -71,7 +71,7 @@ class RoutedEmbeddingCollection(RankLocal):
         make_table: Builds a rank's part of a table (table, rank, ranks, device), for other storage than this module's.
 
     Raises:
-        ValueError: if two tables share a name or a feature, the factor is not positive, or a mesh has several
+        ValueError: If two tables share a name or a feature, the factor is not positive, or a mesh has several
             dimensions.
     """
 
@@ -127,7 +127,7 @@ class RoutedEmbeddingCollection(RankLocal):
             By feature: (keys x dim) in the order of the batch for tables without pooling, else (rows x dim).
 
         Raises:
-            ValueError: on all ranks in the same step, if on one a feature is missing or a table does not take a key.
+            ValueError: If on one rank a feature is missing or a table does not take a key; on all in the same step.
         """
         try:
             parts = self._parts(batch)
@@ -182,7 +182,7 @@ class RoutedEmbeddingCollection(RankLocal):
     def _exchange(
         self, values: Tensor, lengths: Tensor, batch_sizes: Sequence[int], tables: list[RoutedTable]
     ) -> Tensor:
-        """Embeddings of keys whose features (one table each) have ``batch_sizes`` rows."""
+        """Embeddings of keys whose features (one table each) have `batch_sizes` rows."""
         try:
             sent = block_bucketize(
                 lengths,

@@ -18,16 +18,16 @@ class RoutedTable:
         name: Unique in its collection.
         embedding_dim: Columns.
         features: Features looked up in it.
-        num_embeddings: Rows over all ranks: the size of a ``continuous`` table, the expected number of keys otherwise.
+        num_embeddings: Rows over all ranks: the size of a `continuous` table, the expected number of keys otherwise.
         routing: How keys choose their rank.
-        pooling: ``none`` returns one vector a key, ``sum`` and ``mean`` one a row of the batch.
+        pooling: `none` returns one vector a key, `sum` and `mean` one a row of the batch.
         capacity: Rows a rank can hold when keys are inserted on first sight; 1.5 times the even share by default, and
             never less than 1024.
         seed: Seed of the initial values, which depend on it, the key and the column only.
         dtype: Of the values.
 
     Raises:
-        ValueError: if a size is not positive or the pooling is unknown.
+        ValueError: If a size is not positive or the pooling is unknown.
     """
 
     name: str
@@ -98,7 +98,7 @@ class KeyBatch:
         """The features named, in that order. The host reads the lengths once if the order changes.
 
         Raises:
-            ValueError: if a feature is missing.
+            ValueError: If a feature is missing.
         """
         if list(names) == list(self.features):
             return self

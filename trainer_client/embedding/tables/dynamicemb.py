@@ -1,6 +1,6 @@
-"""DynamicEmb's tables behind a ``RoutedEmbeddingCollection``: ``make_table=dynamicemb_tables(optimizer="adam")``.
+"""DynamicEmb's tables behind a `RoutedEmbeddingCollection`: `make_table=dynamicemb_tables(optimizer="adam")`.
 
-Written against DynamicEmb's ``BatchedDynamicEmbeddingTablesV2`` and its ``dump`` and ``load``; only ``table_options``
+Written against DynamicEmb's `BatchedDynamicEmbeddingTablesV2` and its `dump` and `load`; only `table_options`
 is tested, since the rest needs a GPU and DynamicEmb. **It has not been run yet.** DynamicEmb updates its rows in the
 backward pass with an optimizer of its own, so these tables have no parameters for yours.
 """
@@ -24,7 +24,7 @@ OPTIMIZERS = {
     "adagrad": "EXACT_ADAGRAD",
     "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
 }
-"""FBGEMM's ``EmbOptimType`` of each optimizer."""
+"""FBGEMM's `EmbOptimType` of each optimizer."""
 
 
 def _state_bytes(optimizer: str, dim: int, item: int) -> int:
@@ -35,16 +35,16 @@ def _state_bytes(optimizer: str, dim: int, item: int) -> int:
 def table_options(
     table: RoutedTable, *, num_ranks: int, optimizer: str = "adam", hbm_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Arguments of ``DynamicEmbTableOptions`` for a rank's part of a table.
+    """Arguments of `DynamicEmbTableOptions` for a rank's part of a table.
 
     Args:
         table: Its declaration.
         num_ranks: Ranks that share it.
-        optimizer: One of ``OPTIMIZERS``.
+        optimizer: One of `OPTIMIZERS`.
         hbm_bytes: Bytes of values and optimizer state to keep in HBM on each rank; all of them by default.
 
     Raises:
-        ValueError: if DynamicEmb cannot hold such a table.
+        ValueError: If DynamicEmb cannot hold such a table.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
@@ -74,10 +74,10 @@ class DynamicEmbTable(nn.Module):
 
     Args:
         table: The declaration.
-        options: Arguments of ``DynamicEmbTableOptions``.
-        optimizer: One of ``OPTIMIZERS``.
+        options: Arguments of `DynamicEmbTableOptions`.
+        optimizer: One of `OPTIMIZERS`.
         device: A CUDA device.
-        arguments: More arguments of ``BatchedDynamicEmbeddingTablesV2``, such as ``learning_rate``.
+        arguments: More arguments of `BatchedDynamicEmbeddingTablesV2`, such as `learning_rate`.
     """
 
     refuses = False  # it evicts or grows where there is no room
@@ -122,10 +122,10 @@ class DynamicEmbTable(nn.Module):
     def dump(self, path: Path | str, *, group: dist.ProcessGroup | None = None) -> None:
         """Writes the table into a DynamicEmb dump directory, which exists; all ranks call it together.
 
-        ``evenkeel checkpoint convert`` re-routes such directories.
+        `evenkeel checkpoint convert` re-routes such directories.
 
         Raises:
-            ValueError: if the routing has a seed, which a dump cannot record.
+            ValueError: If the routing has a seed, which a dump cannot record.
         """
         if self.table.mode.seed:
             raise ValueError(
@@ -138,7 +138,7 @@ class DynamicEmbTable(nn.Module):
         """Reads a dump that was written, or converted, for this routing and number of ranks.
 
         Raises:
-            ValueError: if this release of DynamicEmb would silently leave out rows of ``hash_roundrobin``.
+            ValueError: If this release of DynamicEmb would silently leave out rows of `hash_roundrobin`.
         """
         if self.table.mode.dist_type == "hash_roundrobin" and find_spec("dynamicemb.key_ownership") is None:
             raise ValueError(
@@ -149,15 +149,15 @@ class DynamicEmbTable(nn.Module):
 
 
 class dynamicemb_tables:  # noqa: N801  (used as a function)
-    """A ``make_table`` for ``RoutedEmbeddingCollection``.
+    """A `make_table` for `RoutedEmbeddingCollection`.
 
     Args:
-        optimizer: One of ``OPTIMIZERS``.
+        optimizer: One of `OPTIMIZERS`.
         hbm_bytes: Bytes of values and optimizer state to keep in HBM on each rank, a table; all of them by default.
-        arguments: More arguments of ``BatchedDynamicEmbeddingTablesV2``, such as ``learning_rate``.
+        arguments: More arguments of `BatchedDynamicEmbeddingTablesV2`, such as `learning_rate`.
 
     Raises:
-        ImportError: when a table is made and DynamicEmb is not installed.
+        ImportError: If a table is made and DynamicEmb is not installed.
     """
 
     def __init__(self, *, optimizer: str = "adam", hbm_bytes: int | None = None, **arguments: Any) -> None:

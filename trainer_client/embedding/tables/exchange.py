@@ -14,7 +14,7 @@ def cut(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...
 
 
 def all_to_all(rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Sends ``send[r]`` rows to each rank r, in order, and receives ``receive[r]`` rows from it."""
+    """Sends `send[r]` rows to each rank r, in order, and receives `receive[r]` rows from it."""
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
     return received
@@ -52,7 +52,7 @@ def divide_gradient(rows: Tensor, by: float) -> Tensor:
 def differentiable_all_to_all(
     rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """As ``all_to_all``; the gradient travels back the same way."""
+    """As `all_to_all`; the gradient travels back the same way."""
     result: Tensor = _AllToAll.apply(rows, receive, send, group)  # type: ignore[no-untyped-call]
     return result
 

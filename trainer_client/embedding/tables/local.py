@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 class RankLocal(nn.Module):
     """A module whose parameters and buffers, and those of all modules within it, are this rank's own.
 
-    Wherever it is nested, ``DistributedDataParallel`` neither compares, broadcasts nor averages them, and
-    ``fully_shard``, ``FullyShardedDataParallel`` and ``replicate`` do not manage them. An optimizer gets them from
-    ``model.parameters()`` as it gets all others.
+    Wherever it is nested, `DistributedDataParallel` neither compares, broadcasts nor averages them, and
+    `fully_shard`, `FullyShardedDataParallel` and `replicate` do not manage them. An optimizer gets them from
+    `model.parameters()` as it gets all others.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def local_names(model: nn.Module) -> set[str]:
 
 
 def _leave_out_of(wrapper: type[DistributedDataParallel]) -> None:
-    """Lets ``DistributedDataParallel`` leave out what is rank-local; it looks for names to ignore at the root only."""
+    """Lets `DistributedDataParallel` leave out what is rank-local; it looks for names to ignore at the root only."""
     build = wrapper.__init__
 
     @functools.wraps(build)
@@ -79,7 +79,7 @@ _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKe
 
 @functools.cache
 def _let_optimizers_take_both_kinds() -> None:
-    """Makes optimizers go through a group parameter by parameter that holds tables beside ``fully_shard``'s tensors.
+    """Makes optimizers go through a group parameter by parameter that holds tables beside `fully_shard`'s tensors.
 
     On GPUs PyTorch's optimizers take all parameters of a group in one call by default, and fail where some of them are
     distributed tensors and others are not.

@@ -65,7 +65,7 @@ class TablePart(RankLocal):
         """Checks that no wrapper has taken the rows apart or put others in their place.
 
         Raises:
-            ValueError: naming the remedy.
+            ValueError: If one has; names the remedy.
         """
         kind = type(self.weight).__name__ if hasattr(self.weight, "device_mesh") else tuple(self.weight.shape)
         if kind != (self.rows, self.table.embedding_dim):

@@ -41,17 +41,17 @@ class OwnedTable(Protocol):
         """Embeddings (n x dim) of what bucketize sent (n)."""
 
     def held_keys(self) -> Tensor:
-        """Keys held here (n), in the order of the first n rows of ``weight``."""
+        """Keys held here (n), in the order of the first n rows of `weight`."""
 
     def place(self, keys: Tensor) -> Tensor:
-        """Rows of ``weight`` for keys (n); new ones take the next free rows in the order in which they come."""
+        """Rows of `weight` for keys (n); new ones take the next free rows in the order in which they come."""
 
     def reset_parameters(self) -> None:
         """Makes the table as it was when it was new."""
 
 
 class BlockTable(TablePart):
-    """A block of consecutive rows of a ``continuous`` table.
+    """A block of consecutive rows of a `continuous` table.
 
     Args:
         table: The declaration.
@@ -81,7 +81,7 @@ class BlockTable(TablePart):
         """Embeddings of rows of this block.
 
         Raises:
-            ValueError: on the CPU, if a row is outside of the table.
+            ValueError: If a row is outside of the table; checked on the CPU.
         """
         self.check_weight()
         if (
@@ -103,7 +103,7 @@ class BlockTable(TablePart):
         """Rows of keys.
 
         Raises:
-            ValueError: if a key is not a row of this block.
+            ValueError: If a key is not a row of this block.
         """
         rows = keys - self.first
         wrong = (rows < 0) | (rows >= self.rows)
@@ -119,7 +119,7 @@ class KeyTable(TablePart):
     """Rows for arbitrary 64-bit keys, inserted on first sight while training.
 
     A small reference table: sorted keys with the row of each, kept on the device. Rows keep their place, so an
-    optimizer's state stays with them. Where nothing is trained, in evaluation and under ``torch.no_grad``, an unknown
+    optimizer's state stays with them. Where nothing is trained, in evaluation and under `torch.no_grad`, an unknown
     key reads as its initial values and takes no row.
 
     Args:
@@ -170,7 +170,7 @@ class KeyTable(TablePart):
         """Rows that are taken.
 
         Raises:
-            ValueError: if something else than this table wrote to its buffers, and what they hold is no map of keys.
+            ValueError: If something else than this table wrote to its buffers, and what they hold is no map of keys.
         """
         if self._known != self._state():
             self._keep(self._count())
@@ -194,7 +194,7 @@ class KeyTable(TablePart):
         """Looks now and then whether a copy got rows from elsewhere without their keys.
 
         Raises:
-            ValueError: if it did: all keys that came since would be read as unknown.
+            ValueError: If it did: all keys that came since would be read as unknown.
         """
         if self._copied is None or self._copied != self._state():
             return
@@ -217,7 +217,7 @@ class KeyTable(TablePart):
         """Rows of keys; new ones take the next free rows, in the order in which they come, with their initial values.
 
         Raises:
-            ValueError: if the table is full.
+            ValueError: If the table is full.
         """
         rows = self.find(keys)
         new = _distinct(keys[rows < 0])

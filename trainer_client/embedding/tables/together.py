@@ -38,8 +38,8 @@ def raise_together(problem: Exception | None, group: dist.ProcessGroup | None) -
         group: The ranks.
 
     Raises:
-        ValueError: if it was one.
-        RuntimeError: if it was anything else.
+        ValueError: If it was one.
+        RuntimeError: If it was anything else.
     """
     told: list[Any] = [None] * dist.get_world_size(group)
     own = None if problem is None else (isinstance(problem, ValueError), f"{type(problem).__name__}: {problem}")

@@ -188,7 +188,7 @@ class RankExporter:
             kjt: A batch's KeyedJaggedTensor, best on the host: the one that is measured is copied there.
             num_ranks: Ranks that own the keys.
             routing: A mode, or one per feature.
-            block_sizes: Rows a rank of each feature's table, for ``continuous``.
+            block_sizes: Rows a rank of each feature's table, for `continuous`.
             every: Calls from one that measures to the next; the others cost nothing.
 
         Raises:

@@ -1,6 +1,6 @@
 """Copies on a GPU against plain indexing on the host, bit by bit; for CUDA's checkers too.
 
-``[compute-sanitizer --tool memcheck] python -m tests.trainer_client.balancing.redistribution.cuda_checks [--few]``
+`[compute-sanitizer --tool memcheck] python -m tests.trainer_client.balancing.redistribution.cuda_checks [--few]`
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def attempt(root: Path, target_format: Format, kill_at: int) -> int | None:
-    """One attempt in a process of its own, killed at its ``kill_at``-th call from Python into C.
+    """One attempt in a process of its own, killed at its `kill_at`-th call from Python into C.
 
     Returns:
         The calls that a whole attempt takes, or None if it was killed.

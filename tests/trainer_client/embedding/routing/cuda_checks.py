@@ -1,7 +1,7 @@
-"""Checks of the CUDA kernels, on a GPU: ``python -m tests.trainer_client.embedding.routing.cuda_checks``.
+"""Checks of the CUDA kernels, on a GPU: `python -m tests.trainer_client.embedding.routing.cuda_checks`.
 
 Compares random batches with the definition bit for bit over poisoned memory, replays a CUDA graph with new inputs, and
-compiles with Inductor. ``--few`` is a small set for compute-sanitizer.
+compiles with Inductor. `--few` is a small set for compute-sanitizer.
 """
 
 import argparse

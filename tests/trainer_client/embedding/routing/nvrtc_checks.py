@@ -1,6 +1,6 @@
 """Compiles every variant of the CUDA sources; needs NVRTC and no GPU.
 
-``python -m tests.trainer_client.embedding.routing.nvrtc_checks [--library libnvrtc.so.13] [--architecture sm_90]``
+`python -m tests.trainer_client.embedding.routing.nvrtc_checks [--library libnvrtc.so.13] [--architecture sm_90]`
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """TorchRec's row-wise sharded modules with and without Evenkeel's bucketize; needs GPUs, TorchRec and FBGEMM.
 
-``torchrun --nproc-per-node 2 -m tests.trainer_client.embedding.routing.torchrec_checks``
+`torchrun --nproc-per-node 2 -m tests.trainer_client.embedding.routing.torchrec_checks`
 """
 
 import os

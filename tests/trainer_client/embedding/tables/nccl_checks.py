@@ -1,6 +1,6 @@
 """The collection over NCCL against one process holding the whole tables.
 
-``torchrun --nproc-per-node 2 -m tests.trainer_client.embedding.tables.nccl_checks [--json FILE]``
+`torchrun --nproc-per-node 2 -m tests.trainer_client.embedding.tables.nccl_checks [--json FILE]`
 """
 
 import argparse
