@@ -216,8 +216,8 @@ def two_ranks(
     values = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with path.open("w") as log:
         # Until kernels are compiled, batches stay as loaded: not what these tests are about.
-        subprocess.run([sys.executable, "-m", "evenkeel.cli", "warm-up"], cwd=ROOT, env=values, stdout=log, stderr=log,
-                       timeout=300, check=True)  # fmt: skip
+        warm_up = [sys.executable, "-m", "trainer_client.cli", "warm-up"]
+        subprocess.run(warm_up, cwd=ROOT, env=values, stdout=log, stderr=log, timeout=300, check=True)
         process = subprocess.Popen(command, cwd=ROOT, env=values, stdout=log, stderr=log)
     try:
         yield TwoRanks(process, stop, path)

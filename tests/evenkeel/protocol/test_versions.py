@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from evenkeel.cli.app import app
 from tests.balancer_process import BalancerProcess, running_balancer
 from tests.evenkeel.protocol.relay import old_server
 from tests.evenkeel.protocol.wire_v1 import Stub, enum_value, handler, message
@@ -25,6 +24,7 @@ from tests.services.security.jobs import RunningJob, join
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
 from tests.trainer_client.ranks import run_ranks
 from trainer_client.balancing.service import Connection
+from trainer_client.cli.app import app
 
 SECONDS = 30.0
 BALANCED = enum_value("Decision.Outcome", "OUTCOME_BALANCED")

@@ -8,10 +8,10 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.placement_model import MEASURED, ROWS
-from evenkeel.cli.calibrate import calibrate_command
 from evenkeel.placement import Runtime, builtin_profile
 from evenkeel.placement.calibration import fit_runtime, measured_steps
 from evenkeel.placement.hardware import parse_profile
+from trainer_client.cli.calibrate import calibrate_command
 from trainer_client.planning.measuring import measure
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from evenkeel.cli.connection_options import BalancerOption, CaOption, TokenOption
+from trainer_client.cli.connection_options import BalancerOption, CaOption, TokenOption
 
 
 def top(
@@ -29,9 +29,9 @@ def top(
     import grpc
 
     from evenkeel.addresses import endpoints
-    from evenkeel.cli.calls import connected, explain, read_address
-    from evenkeel.cli.sessions import watch
     from evenkeel.credentials import read_credentials
+    from trainer_client.cli.calls import connected, explain, read_address
+    from trainer_client.cli.sessions import watch
 
     try:
         address = read_address(balancer)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from evenkeel.placement import InvalidInputError, Runtime, builtin_profile
-from evenkeel.placement.calibration import FitError, calibrated_profile, measured_steps
-from evenkeel.placement.hardware import profile_json
+if TYPE_CHECKING:  # what solves and measures is imported when the command runs
+    from evenkeel.placement import Runtime
+    from evenkeel.placement.calibration import FitError
 
 
 def calibrate_command(
@@ -33,6 +32,10 @@ def calibrate_command(
     Measures random gathers from HBM and host memory by row width, the link, launches, and FBGEMM's kernels where they
     are installed, and fits the constants of the cost model to them.
     """
+    from evenkeel.placement import InvalidInputError, Runtime, builtin_profile
+    from evenkeel.placement.calibration import calibrated_profile, measured_steps
+    from evenkeel.placement.hardware import profile_json
+
     console = Console(stderr=True)
     try:
         values = _measure(console, device, table_gib) if raw is None else json.loads(raw.read_text("utf-8"))
@@ -55,17 +58,16 @@ def calibrate_command(
 
 def _measure(console: Console, device: str, table_gib: float) -> dict[str, Any]:
     try:
-        measuring = importlib.import_module("trainer_client.planning.measuring")
+        from trainer_client.planning import measuring
     except ModuleNotFoundError as error:
         raise RuntimeError(f"measuring needs torch: {error}; install it, or give --raw") from None
     with console.status("measuring", spinner="line") as status:
-        result: dict[str, Any] = measuring.measure(
+        return measuring.measure(
             device,
             table_bytes=int(table_gib * 2**30),
             gathered_rows=min(1 << 20, max(256, int(table_gib * 2**30) >> 13)),
             progress=status.update,
         )
-    return result
 
 
 def _show(console: Console, values: dict[str, Any], errors: dict[Runtime, tuple[FitError, ...]]) -> None:

@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from evenkeel.cli.calls import Calls
-from evenkeel.cli.session_rows import Row, lines, render
 from evenkeel.protocol import balancer_pb2 as pb
+from trainer_client.cli.calls import Calls
+from trainer_client.cli.session_rows import Row, lines, render
 
 _FIRST_SECONDS = 0.5
 Seen: TypeAlias = dict[str, tuple[float, int]]

@@ -1,13 +1,11 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from evenkeel.cli.checkpoint import app
 from tests.trainer_client.embedding.checkpoint.dumps import KEYS, check_rows, opened, write_dump
+from trainer_client.cli.checkpoint import app
 from trainer_client.embedding.routing import hash_roundrobin, roundrobin
 
 RUNNER = CliRunner()
@@ -46,8 +44,3 @@ def test_errors_are_one_line_and_exit_code_one(arguments: list[str], message: st
     result = RUNNER.invoke(app, [argument.format(tmp_path) for argument in arguments])
     assert result.exit_code == 1
     assert message in result.output.replace("\n", " ")
-
-
-def test_the_module_needs_no_torch() -> None:
-    script = "import sys; sys.modules['torch'] = None; import evenkeel.cli.checkpoint"
-    subprocess.run([sys.executable, "-c", script], check=True)

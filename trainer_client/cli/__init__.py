@@ -1,5 +1,5 @@
 """The command line: `evenkeel COMMAND`."""
 
-from evenkeel.cli.app import main
+from trainer_client.cli.app import main
 
 __all__ = ["main"]

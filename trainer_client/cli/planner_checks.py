@@ -9,7 +9,7 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
-from evenkeel.cli.findings import Finding, Status
+from trainer_client.cli.findings import Finding, Status
 
 _MAX_SKEW_SECONDS = 30.0
 

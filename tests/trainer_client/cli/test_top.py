@@ -16,11 +16,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from evenkeel.cli.app import app
-from evenkeel.cli.session_rows import Row, render
 from tests.balancer_process import BalancerProcess, running_balancer
 from tests.services.security.authorities import channel
 from tests.services.security.jobs import RunningJob
+from trainer_client.cli.app import app
+from trainer_client.cli.session_rows import Row, render
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_jobs_are_found_on_whichever_balancer_they_live(
 
 
 def test_it_ends_quietly_when_nobody_reads_on(balancer: BalancerProcess) -> None:
-    top = f"{shlex.quote(sys.executable)} -m evenkeel.cli top --interval 0.1 --balancer {balancer.address}"
+    top = f"{shlex.quote(sys.executable)} -m trainer_client.cli top --interval 0.1 --balancer {balancer.address}"
     for command in (f"{top} | head -n 1; exit ${{PIPESTATUS[0]}}", f"{top} --count 1 >&-"):
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, ""), command

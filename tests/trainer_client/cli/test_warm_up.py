@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.cli.warm_up import passed_over_folder
 from evenkeel.partitioning import KERNELS
 from evenkeel.partitioning.kernel_cache import KernelFolder
+from trainer_client.cli.warm_up import passed_over_folder
 
 
 def test_a_folder_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

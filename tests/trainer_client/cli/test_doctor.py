@@ -15,11 +15,11 @@ import trustme
 import yaml
 from typer.testing import CliRunner
 
-from evenkeel.cli.app import app
 from evenkeel.variables import KNOWN
 from services.security.tokens import hash_token
 from tests.balancer_process import BalancerProcess, running_balancer
 from tests.services.security.authorities import Files, write_certificate
+from trainer_client.cli.app import app
 
 TOKEN = "d" * 43
 

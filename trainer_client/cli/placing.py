@@ -1,70 +1,21 @@
-"""`evenkeel plan`: where each embedding table should live."""
+"""What `evenkeel plan` does: makes a request, has it planned here or by a service, and shows the plan."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from evenkeel.cli.connection_options import TokenOption
-from evenkeel.credentials import Credentials, read_credentials
-from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Status, parse_topology
-from evenkeel.placement.application import lines_to_paste
+from evenkeel.credentials import Credentials
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest, parse_topology, plan
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.hardware import HardwareProfile, parse_profile
-from evenkeel.placement.plan_file import PlanFile, dumps
-
-INFEASIBLE_EXIT = 3
-
-
-def plan_command(
-    tables: Annotated[Path, typer.Argument(help="YAML or JSON: a list of tables, or a whole request.", dir_okay=False)],
-    topology: Annotated[
-        str | None, typer.Option(help="Machines in short, such as h200x8 or h100x64/8 (8 ranks a host).")
-    ] = None,
-    hbm_gib: Annotated[float | None, typer.Option(help="HBM of one rank, in GiB, instead of the profile's.")] = None,
-    host_gib: Annotated[
-        float | None, typer.Option(help="Memory of one host, in GiB, instead of the profile's.")
-    ] = None,
-    runtime: Annotated[str | None, typer.Option(help="dynamicemb or torchrec.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples of a batch on one rank.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Hardware profile written by `evenkeel calibrate`.")] = None,
-    url: Annotated[str | None, typer.Option(help="Ask the planner at this address instead of planning here.")] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="Authorities of the planner; EVENKEEL_TLS_CA.")] = None,
-    token_file: TokenOption = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan file here.")] = None,
-    code: Annotated[bool, typer.Option("--code", help="Print the lines to paste into a job.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")] = False,
-) -> None:
-    """Choose where each embedding table should live: HBM, host memory, or both.
-
-    Exits with 3 where nothing fits, and says what would.
-    """
-    try:
-        request = build_request(_read(tables), topology, hbm_gib, host_gib, runtime, samples, _profile(profile))
-        found = _solve(request, url, read_credentials(tls_ca, token_file), quiet=as_json or code)
-    except (InvalidInputError, OSError, RuntimeError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    text = dumps(PlanFile(request=request, plan=found))
-    if output is not None:
-        output.write_text(text)
-    if as_json:
-        typer.echo(text, nl=False)
-    elif code:
-        typer.echo(lines_to_paste(request, found), nl=False)
-    else:
-        show_plan(Console(), found)
-        if output is not None:
-            typer.echo(f"plan written to {output}")
-    if found.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        raise typer.Exit(INFEASIBLE_EXIT)
+from evenkeel.planner_calls import ask_planner
 
 
 def build_request(
@@ -140,20 +91,27 @@ def show_plan(console: Console, plan: Plan) -> None:
         console.print(f"splitting the fused groups into {count} modules would save {saved:.3g} ms a step")
 
 
-def _solve(request: PlanRequest, url: str | None, credentials: Credentials, *, quiet: bool) -> Plan:
+def solve(request: PlanRequest, url: str | None, credentials: Credentials, *, quiet: bool) -> Plan:
+    """The plan of a request, made here where `url` is None.
+
+    Raises:
+        PlannerError: The service refused or could not be reached.
+        ValueError: The request, the address or a file of the credentials cannot be used.
+    """
     console = Console(stderr=True)
     with console.status("planning", spinner="line") if not quiet else Console(quiet=True).status(""):
         if url is None:
-            from evenkeel.placement import plan
-
             return plan(request)
-        from evenkeel.planner_calls import ask_planner
-
         return ask_planner(url, request, credentials=credentials)
 
 
-def _profile(path: Path | None) -> HardwareProfile | None:
-    return None if path is None else parse_profile(_read(path))
+def read_profile(path: Path | None) -> HardwareProfile | None:
+    """The hardware profile of a file.
+
+    Raises:
+        InvalidInputError: If it is none.
+    """
+    return None if path is None else parse_profile(read(path))
 
 
 def _object(content: object) -> dict[str, Any]:
@@ -162,7 +120,13 @@ def _object(content: object) -> dict[str, Any]:
     return content
 
 
-def _read(path: Path) -> object:
+def read(path: Path) -> object:
+    """The content of a YAML or JSON file.
+
+    Raises:
+        OSError: If it cannot be read.
+        InvalidInputError: If it is neither YAML nor JSON.
+    """
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:

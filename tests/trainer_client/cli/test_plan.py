@@ -10,11 +10,11 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from evenkeel.cli.plan import plan_command
 from evenkeel.placement.plan_file import loads
 from services.security.tokens import hash_token
 from tests.services.planner.serving import served
 from tests.services.security.authorities import write_certificate
+from trainer_client.cli.plan import plan_command
 
 TABLES = """
 - {name: user, rows: 4000000, dim: 64}
@@ -137,5 +137,5 @@ def test_a_service_behind_tls_and_a_token_gives_the_same_plan(
 
 
 def test_the_command_needs_no_torch() -> None:
-    check = "import evenkeel.cli.plan, evenkeel.cli.calibrate, sys; assert 'torch' not in sys.modules"
+    check = "import trainer_client.cli.plan, trainer_client.cli.calibrate, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True)

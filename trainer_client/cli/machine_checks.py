@@ -10,8 +10,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from evenkeel import __version__
-from evenkeel.cli.findings import Finding, Status
 from evenkeel.variables import misspelt
+from trainer_client.cli.findings import Finding, Status
 
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 _TIMEX_BYTES = 512  # more than struct timex has on any architecture

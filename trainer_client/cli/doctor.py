@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evenkeel.cli.connection_options import BalancerOption, CaOption, TokenOption
-from evenkeel.cli.findings import Finding, Status
+from trainer_client.cli.connection_options import BalancerOption, CaOption, TokenOption
+from trainer_client.cli.findings import Finding, Status
 
 _COLORS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red", Status.SKIP: "dim"}
 
@@ -58,19 +58,19 @@ def _checks(
     token_file: Path | None,
     timeout: float,
 ) -> Iterator[tuple[str, Callable[[], list[Finding]]]]:
-    from evenkeel.cli.machine_checks import check_clock, check_gpus, check_packages, check_variables
+    from trainer_client.cli.machine_checks import check_clock, check_gpus, check_packages, check_variables
 
     yield "variables", check_variables
     if balancer in ("embedded", "off"):
         yield "balancer", lambda: [Finding("balancer", Status.SKIP, f"EVENKEEL_BALANCER is {balancer!r}: none is used")]
     elif balancer:
-        from evenkeel.cli.balancer_checks import check_balancers
+        from trainer_client.cli.balancer_checks import check_balancers
 
         yield "balancer", lambda: check_balancers(balancer, job, tls_ca, token_file, timeout)
     else:
         yield "balancer", lambda: [Finding("balancer", Status.SKIP, "no address given", "pass --balancer host:port")]
     if planner:
-        from evenkeel.cli.planner_checks import check_planner
+        from trainer_client.cli.planner_checks import check_planner
 
         yield "planner", lambda: check_planner(planner, tls_ca, timeout, now=time.time)
     yield "clock", check_clock

@@ -1,10 +1,12 @@
 """`evenkeel`: what a user does from a terminal.
 
-Commands import what they need when they run: `evenkeel plan` needs neither torch nor grpcio.
+Commands import what they need when they run: the list of them appears at once, and `evenkeel plan` needs neither torch
+nor grpcio.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from typing import Annotated
@@ -12,16 +14,22 @@ from typing import Annotated
 import typer
 
 from evenkeel import __version__
-from evenkeel.cli import checkpoint
-from evenkeel.cli.calibrate import calibrate_command
-from evenkeel.cli.doctor import doctor
-from evenkeel.cli.plan import plan_command
-from evenkeel.cli.top import top
-from evenkeel.cli.warm_up import warm_up
+from trainer_client.cli import checkpoint
+from trainer_client.cli.calibrate import calibrate_command
+from trainer_client.cli.doctor import doctor
+from trainer_client.cli.plan import plan_command
+from trainer_client.cli.top import top
+from trainer_client.cli.warm_up import warm_up
+
+_WITHOUT_TORCH = (
+    "PyTorch is not installed here: checkpoint, and calibrate without --raw, need it. Install the build for your CUDA "
+    "version."
+)
 
 app = typer.Typer(
     name="evenkeel",
     help="Planning and balancing for multi-GPU recommender training.",
+    epilog=None if importlib.util.find_spec("torch") else _WITHOUT_TORCH,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
