@@ -32,8 +32,8 @@ from benchmarks.partitioning_plot import draw
 from benchmarks.partitioning_times import STRATEGIES, measure_times
 from evenkeel.partitioning import partition, plan_digest, slice_plan, warm_up
 from evenkeel.partitioning.bounds import crowding_bound
+from evenkeel.partitioning.exchanging import exchange_from
 from evenkeel.partitioning.problem import Problem, with_crowding
-from evenkeel.partitioning.refine import exchange_from
 from evenkeel.partitioning.starts import at_home, differenced, longest_first
 
 PARTS = ("grid", "nodes", "memory", "times")

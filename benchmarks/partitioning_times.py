@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from benchmarks.partitioning_draws import COSTS, LENGTHS, as_problem
 from evenkeel.partitioning import partition
+from evenkeel.partitioning.differencing import difference_equal_counts
+from evenkeel.partitioning.exchanging import CHOICES, MOST_CHOICES, exchange_plainly
 from evenkeel.partitioning.groups import everyone
-from evenkeel.partitioning.karmarkar_karp import difference_equal_counts
-from evenkeel.partitioning.minimal_move import exchange_plainly
 from evenkeel.partitioning.problem import Problem
-from evenkeel.partitioning.refine import CHOICES, MOST_CHOICES
 from evenkeel.partitioning.sorting import ascending_order
 from evenkeel.partitioning.starts import at_home
 

@@ -1,9 +1,8 @@
 """Which rank should train which sample: pure functions over numpy arrays."""
 
-from evenkeel.partitioning.api import partition
+from evenkeel.partitioning.api import Partition, partition
 from evenkeel.partitioning.errors import ImpossiblePartitionError, PartitionError, PartitionNotFoundError
 from evenkeel.partitioning.registry import strategies
-from evenkeel.partitioning.result import Partition
 from evenkeel.partitioning.slices import Slice, Slices, plan_digest, slice_plan
 from evenkeel.partitioning.warming import KERNELS, warm_up
 

@@ -1,6 +1,7 @@
-"""The public function over arrays."""
+"""The public function over arrays, and its answer."""
 
 import operator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,9 +12,37 @@ from evenkeel.partitioning.filling import fill
 from evenkeel.partitioning.fitting import check_held, check_possible
 from evenkeel.partitioning.problem import Problem, counts_and_loads, make_problem
 from evenkeel.partitioning.registry import strategy_named
-from evenkeel.partitioning.result import Partition
 
 Sums: TypeAlias = NDArray[Any]  # int64 or float64, as the costs are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """An assignment of samples to ranks, and what it costs to get there.
+
+    Attributes:
+        destinations: (n,) int32, the rank that trains each sample.
+        loads: (num_ranks,) summed cost of each rank; int64 for integer costs, else float64.
+        lower_bound: no assignment of whole samples has a smaller maximum of load over speed.
+        imbalance: max/mean of load over speed; 1.0 when all loads are zero.
+        home_loads: (num_ranks,) loads if every sample stayed at home.
+        home_imbalance: max/mean of home load over speed.
+        moved_samples: samples that leave their home.
+        moved_size: their summed size.
+        moved_size_between_nodes: the part of it that crosses nodes; 0.0 without `nodes`.
+        strategy: name of the strategy that was asked.
+    """
+
+    destinations: NDArray[np.int32]
+    loads: NDArray[np.int64] | NDArray[np.float64]
+    lower_bound: float
+    imbalance: float
+    home_loads: NDArray[np.int64] | NDArray[np.float64]
+    home_imbalance: float
+    moved_samples: int
+    moved_size: float
+    moved_size_between_nodes: float
+    strategy: str
 
 
 @kernel

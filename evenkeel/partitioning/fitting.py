@@ -7,9 +7,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.bounds import bound_on_largest, crowding_bound
 from evenkeel.partitioning.errors import ImpossiblePartitionError, PartitionNotFoundError
+from evenkeel.partitioning.exchanging import exchange_from
 from evenkeel.partitioning.exhaustive import least_overflow
 from evenkeel.partitioning.problem import ROUNDING, Problem
-from evenkeel.partitioning.refine import exchange_from
 from evenkeel.partitioning.sorting import ascending_order
 from evenkeel.partitioning.starts import differenced, longest_first
 

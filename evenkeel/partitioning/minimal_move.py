@@ -1,94 +1,69 @@
-"""Start from where the samples are and exchange as few as possible until every rank is within its limit."""
+"""The default strategy: start from where the samples are and move as few as possible."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import ZERO, kernel
-from evenkeel.partitioning.heaviest_first import push, sink
-from evenkeel.partitioning.rows import Rows, Terms, build_rows, exchange, read_rows
-from evenkeel.partitioning.swaps import cheapest_exchange, fullest_fill
+from evenkeel.partitioning.errors import PartitionError
+from evenkeel.partitioning.exchanging import exchange_from
+from evenkeel.partitioning.fitting import fit_memory
+from evenkeel.partitioning.nodes import balance_nodes
+from evenkeel.partitioning.problem import Problem, with_crowding
+from evenkeel.partitioning.starts import at_home, differenced, longest_first
 
-TAKERS = 16  # ranks that a rank above its limit turns to in vain before the plain pass leaves it as it is
+
+def _limit(problem: Problem) -> float:
+    return float((problem.terms.limits / problem.terms.speeds).max())
 
 
-@kernel
-def plain_pass(terms: Terms, rows: Rows, ranks: NDArray[np.int64], choices: int, slack: NDArray[np.float64]) -> int:
-    """Bring each of `ranks` above its limit down to it, heaviest first, by exchanges with those that have most slack.
+def _near(problem: Problem) -> float:
+    """What is near the plain bound, also where `with_crowding` has raised the limits: twice the tolerance above it."""
+    return problem.bound * (1.0 + 2.0 * problem.tolerance)
 
-    Of the exchanges with the `choices` ranks of most slack the one is taken that moves least for the load it takes off.
-    `slack` is (num_ranks,) to work in.
 
-    Returns:
-        Number of ranks that stay above their limits.
+def _done(problem: Problem, least: float) -> bool:
+    """Whether no other start is tried: all are within their limits, and near the bound if any partition can be."""
+    limit = _limit(problem)
+    return least <= 0 and (least + limit <= _near(problem) or limit / (1.0 + problem.tolerance) > _near(problem))
+
+
+def _better(problem: Problem, overload: float, least: float) -> bool:
+    """Whether a partition that moves nearly everything is worth it: `overload` is what it leaves, not `least`.
+
+    It gains more than the tolerance; or `least` is further than that from its limit; or it alone is near the bound.
     """
-    heap, givers = np.empty(ranks.size, np.int64), np.empty(ranks.size, np.int64)
-    size, num_givers = ZERO, ZERO
-    for r in ranks:
-        slack[r] = (terms.limits[r] - rows.load[r]) / terms.speeds[r]
-        if slack[r] > 0:
-            heap[size] = r
-            size += 1
-        elif slack[r] < 0:
-            givers[num_givers] = r
-            num_givers += 1
-            slack[r] = -slack[r]
-    for i in range(size // 2 - 1, -1, -1):
-        sink(heap, size, i, slack)
-    for i in range(num_givers // 2 - 1, -1, -1):
-        sink(givers, num_givers, i, slack)
-    aside = np.empty(TAKERS, np.int64)
-    stuck = 0
-    while num_givers > 0:
-        giver = givers[0]
-        num_givers -= 1
-        givers[0] = givers[num_givers]
-        sink(givers, num_givers, ZERO, slack)
-        num_aside = 0
-        while rows.load[giver] > terms.limits[giver] and num_aside < TAKERS and size > 0 and slack[heap[0]] > 0:
-            place, i, j = cheapest_exchange(terms, rows, giver, heap, min(choices, size))
-            if place < 0:
-                place, i, j = fullest_fill(terms, rows, giver, heap, min(choices, size))
-            if place >= 0:
-                taker = heap[place]
-                exchange(terms, rows, giver, i, taker, j)
-                slack[taker] = (terms.limits[taker] - rows.load[taker]) / terms.speeds[taker]
-                sink(heap, size, place, slack)
-            else:
-                for place in range(min(choices, size, TAKERS - num_aside) - 1, -1, -1):
-                    aside[num_aside] = heap[place]
-                    num_aside += 1
-                    size -= 1
-                    heap[place] = heap[size]
-                    sink(heap, size, place, slack)
-        for i in range(num_aside):
-            push(heap, size, aside[i], slack)
-            size += 1
-        slack[giver] = (terms.limits[giver] - rows.load[giver]) / terms.speeds[giver]
-        if slack[giver] > 0:
-            push(heap, size, giver, slack)
-            size += 1
-        stuck += slack[giver] < 0
-    return stuck
+    limit = _limit(problem)
+    return (
+        least + limit > (overload + limit) * (1.0 + problem.tolerance)
+        or (least > problem.tolerance * limit and overload < least)
+        or least + limit > _near(problem) >= overload + limit
+    )
 
 
-@kernel
-def exchange_plainly(
-    terms: Terms,
-    order: NDArray[np.int32],
-    ranks: NDArray[np.int64],
-    begin: NDArray[np.int64],
-    choices: int,
-    destinations: NDArray[np.int32],
-) -> int:
-    """The plain pass inside each group of ranks, `ranks[begin[g]:begin[g + 1]]`; `destinations` change in place.
+def minimal_move(problem: Problem) -> NDArray[np.int32]:
+    """Start at home; exchange as little as possible until the load is within tolerance of the bound.
 
-    Returns:
-        Number of ranks that stay above their limits.
+    Where that ends short, the other methods' partitions are searched from as well, inside the nodes first. They move
+    nearly everything, and are taken where that gains enough.
     """
-    rows = build_rows(terms, order, destinations)
-    slack = np.empty(terms.limits.size, np.float64)
-    stuck = 0
-    for group in range(begin.size - 1):
-        stuck += plain_pass(terms, rows, ranks[begin[group] : begin[group + 1]], choices, slack)
-    read_rows(rows, ranks, destinations)
-    return stuck
+    if problem.num_nodes in (1, problem.num_ranks) or problem.terms.memory.size:
+        start = fit_memory(problem, at_home(problem))
+        best, least = exchange_from(problem, start, plain=True, effort=1)
+    else:
+        best, least = balance_nodes(problem)
+        if least > 0:
+            best, least = exchange_from(problem, best, plain=True, effort=1)
+    if least <= 0:
+        return best
+    problem = with_crowding(problem)
+    best, least = exchange_from(problem, best, plain=False, effort=4)
+    for method, effort in ((longest_first, 8), (differenced, 4)):
+        if _done(problem, least):
+            break
+        try:
+            other = fit_memory(problem, method(problem))
+        except PartitionError:
+            continue
+        other, overload = exchange_from(problem, other, plain=False, effort=effort)
+        if _better(problem, overload, least):
+            best, least = other, overload
+    return best

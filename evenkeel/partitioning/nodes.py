@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.exchanging import exchange_from
 from evenkeel.partitioning.groups import by_node
 from evenkeel.partitioning.problem import Problem, with_limits
-from evenkeel.partitioning.refine import exchange_from
 from evenkeel.partitioning.starts import at_home, kept_at_home, kinds_of_ranks, match_home, place_in_groups, spill
 
 

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.portfolio import karmarkar_karp, lpt, minimal_move
+from evenkeel.partitioning.karmarkar_karp import karmarkar_karp
+from evenkeel.partitioning.lpt import lpt
+from evenkeel.partitioning.minimal_move import minimal_move
 from evenkeel.partitioning.problem import Problem
 
 Strategy: TypeAlias = Callable[[Problem], NDArray[np.int32]]

@@ -4,9 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.differencing import difference_equal_counts, difference_free_counts
 from evenkeel.partitioning.greedy import place_longest_first
 from evenkeel.partitioning.groups import Groups, everyone
-from evenkeel.partitioning.karmarkar_karp import difference_equal_counts, difference_free_counts
 from evenkeel.partitioning.matching import match_sets
 from evenkeel.partitioning.problem import Problem
 

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import partition
 from evenkeel.partitioning.bounds import crowding_bound
+from evenkeel.partitioning.differencing import difference_equal_counts, difference_free_counts
 from evenkeel.partitioning.errors import PartitionError
+from evenkeel.partitioning.exchanging import exchange_plainly
 from evenkeel.partitioning.exhaustive import least_overflow
 from evenkeel.partitioning.greedy import place_longest_first
 from evenkeel.partitioning.groups import everyone
-from evenkeel.partitioning.karmarkar_karp import difference_equal_counts, difference_free_counts
 from evenkeel.partitioning.matching import EXACT, match_sets
-from evenkeel.partitioning.minimal_move import exchange_plainly
 from evenkeel.partitioning.preparing import KernelSet, ready
 from evenkeel.partitioning.registry import BUILT_IN
 from evenkeel.partitioning.rows import Terms

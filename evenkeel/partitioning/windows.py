@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.api import partition
+from evenkeel.partitioning.api import Partition, partition
 from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.regrouping import GIANT, regroup, step_bounds
-from evenkeel.partitioning.result import Partition
 from evenkeel.partitioning.slices import Slice, Slices, plan_digest, slice_plan
 
 # How full the batches of heavy samples are made, as a share of what their heaviest sample leaves room for. The fullest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from evenkeel.harmless import harmless
+from evenkeel.tracing_guard import harmless
 from services.balancer.answers import reason_name
 from services.balancer.effects import Decided
 

@@ -15,11 +15,11 @@ from trainer_client.balancing.agreement import ProgramOrderError
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.causes import require_service
 from trainer_client.balancing.groups import Groups, node_name
-from trainer_client.balancing.identity import SessionName, name_session
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.membership import Ranks
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.schemas import raise_mismatch
+from trainer_client.balancing.session_names import SessionName, name_session
 from trainer_client.balancing.tracing import StreamTracer, tracer_of
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is

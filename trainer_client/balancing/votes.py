@@ -148,11 +148,6 @@ _BATCH = struct.Struct("<QQdd")
 VOTE_BYTES = _LAYOUT.size
 
 
-def vote_bytes(window: int) -> int:
-    """Bytes of a packed vote on a round of so many batches."""
-    return VOTE_BYTES + (window * _BATCH.size if window > 1 else 0)
-
-
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """MurmurHash3's 64-bit finaliser, elementwise."""
     values = values ^ (values >> np.uint64(33))

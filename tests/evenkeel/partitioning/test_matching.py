@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from evenkeel.partitioning import partition
-from evenkeel.partitioning.assignment import heaviest_assignment
-from evenkeel.partitioning.karmarkar_karp import difference_equal_counts
-from evenkeel.partitioning.matching import EXACT
+from evenkeel.partitioning.differencing import difference_equal_counts
+from evenkeel.partitioning.matching import EXACT, heaviest_assignment
 from evenkeel.partitioning.sorting import ascending_order
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning import registry
-from evenkeel.partitioning.portfolio import lpt
+from evenkeel.partitioning.lpt import lpt
 from evenkeel.partitioning.problem import Problem
 from services.balancer.workers import zygote as zygotes
 from services.balancer.workers.nursery import Zygote

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from evenkeel.harmless import harmless
+from evenkeel.tracing_guard import harmless
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -1,4 +1,4 @@
-"""A guard for what must never cost a step: traces and the like."""
+"""Keeps what goes wrong in tracing away from the step; needs no OpenTelemetry, unlike `evenkeel.tracing`."""
 
 from __future__ import annotations
 

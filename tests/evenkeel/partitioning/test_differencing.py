@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.partitioning.karmarkar_karp import difference_equal_counts, difference_free_counts
+from evenkeel.partitioning.differencing import difference_equal_counts, difference_free_counts
 from evenkeel.partitioning.sorting import ascending_order
 from tests.evenkeel.partitioning.reference import karmarkar_karp_sets
 
