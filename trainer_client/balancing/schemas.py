@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from trainer_client.balancing.agreement import SchemaMismatchError
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.batches.schema import remedy
+from trainer_client.balancing.batches.structure import remedy
 
 NAMES = "give loaders of different batches different names (BalancedLoader(name=…))"
 

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.derived import settle
 from trainer_client.balancing.batches.overwritten import Watch
-from trainer_client.balancing.batches.schema import Schema
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
-from trainer_client.balancing.batches.structure import LENGTHS_DTYPE, Structure
+from trainer_client.balancing.batches.structure import LENGTHS_DTYPE, Schema, Structure
 
 
 class FlatBatch:

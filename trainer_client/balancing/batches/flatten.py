@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from trainer_client.balancing.batches.flat import FlatBatch
 from trainer_client.balancing.batches.padding import without_padding
 from trainer_client.balancing.batches.recall import Match, Recipe, recall, remember
-from trainer_client.balancing.batches.schema import FieldSchema, Schema
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec, Declarations
-from trainer_client.balancing.batches.structure import Leaf, Structure
+from trainer_client.balancing.batches.structure import FieldSchema, Leaf, Schema, Structure
 from trainer_client.balancing.batches.walk import Walk
 
 _MAX_LENGTH = 2**31 - 1

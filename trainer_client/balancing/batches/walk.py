@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches import arrays, jagged
+from trainer_client.balancing.batches import jagged
 from trainer_client.balancing.batches.containers import container, is_bare
 from trainer_client.balancing.batches.derived import DerivedNode
 from trainer_client.balancing.batches.nodes import BatchSizeNode, Node, SharedNode, TensorNode
-from trainer_client.balancing.batches.objects import ObjectsNode, pickled
+from trainer_client.balancing.batches.objects import ArrayNode, ObjectsNode, as_tensor, is_numeric, pickled, unit
 from trainer_client.balancing.batches.padding import PaddedNode, fits
 from trainer_client.balancing.batches.remedies import name_of, remedy, tensor_problem, type_name
 from trainer_client.balancing.batches.spec import BatchError, Declarations, Derive, MaxLength, Padded
@@ -158,12 +158,12 @@ class Walk:
     def _array(self, array: NDArray[Any], path: str) -> Node:
         if not array.ndim:
             raise BatchError(remedy(array, path))
-        if self._declarations.holds_objects(path) or not arrays.is_numeric(array):
+        if self._declarations.holds_objects(path) or not is_numeric(array):
             return self._objects(array, path)
-        node = self._dense(arrays.as_tensor(array), path, label=arrays.unit(array), on_host=True)
+        node = self._dense(as_tensor(array), path, label=unit(array), on_host=True)
         dtype = array.dtype.newbyteorder("=")
         if isinstance(node, TensorNode):
-            return arrays.ArrayNode(node.leaf, dtype)
+            return ArrayNode(node.leaf, dtype)
         raise BatchError(f"{path!r} is in padded, which is for tensors; convert it with torch.from_numpy")
 
     def _objects(self, values: Any, path: str) -> Node:

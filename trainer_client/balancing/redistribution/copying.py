@@ -1,7 +1,10 @@
-"""Copying wherever the memory is."""
+"""Copying wherever the memory is; on a device in one kernel launch."""
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +13,60 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.preparing import KernelSet, ready
 from evenkeel.partitioning.slices import Slice
-from trainer_client.balancing.redistribution.copies import WHOLE, Job, describe_samples
-from trainer_client.balancing.redistribution.copy_cpu import copy_on_host
+from trainer_client.balancing.redistribution.copies import WHOLE, Job, copy_on_host, describe_samples
+from trainer_client.cuda.nvrtc import Module
+
+PIECE_BYTES = 4096  # one warp each: enough of them to fill a device from a few MiB on
+_KERNEL = "copy_pieces"
+_THREADS = 256
+# Collectives need whole multiprocessors: a kernel beside them fills half of the device, which keeps its memory busy.
+_THREADS_BESIDE = 1024
+_Parameters = ctypes.c_int64 * (1 + len(Job._fields))
+
+
+def source() -> str:
+    """The CUDA source."""
+    return files("trainer_client.balancing.redistribution").joinpath("kernels", "copy_pieces.cu").read_text()
+
+
+@cache
+def _module(device: int) -> tuple[Module, int]:
+    return Module(source(), [_KERNEL], {}, device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def load(device: torch.device) -> None:
+    """Compiles the kernel, or reads it from the disk cache, and loads it on a device."""
+    with torch.cuda.device(device):
+        _module(torch.cuda.current_device())
+
+
+def copy_on_device(words: torch.Tensor, job: Job, stream: int, *, beside: bool = False) -> None:
+    """Copies on a stream of the current device.
+
+    Args:
+        words: The description, on the device; aligned to 16 bytes.
+        job: The job in it.
+        stream: The stream's handle.
+        beside: Leave half of the device to kernels that are launched later, as those of a collective.
+    """
+    if not job.items:
+        return
+    module, multiprocessors = _module(words.device.index)
+    threads = _THREADS_BESIDE if beside else _THREADS
+    blocks = -(-32 * job.items // threads)
+    module.launch(
+        _KERNEL,
+        blocks=min(blocks, multiprocessors // 2) if beside else blocks,
+        threads=threads,
+        shared=0,
+        stream=stream,
+        parameters=_Parameters(words.data_ptr(), *job),
+    )
 
 
 def piece_bytes(device: torch.device) -> int:
     """Bytes above which a piece is cut for the device."""
-    if device.type != "cuda":
-        return WHOLE
-    from trainer_client.balancing.redistribution.copy_cuda import PIECE_BYTES
-
-    return PIECE_BYTES
+    return PIECE_BYTES if device.type == "cuda" else WHOLE
 
 
 def copy(words: torch.Tensor, job: Job, stream: int = 0, *, beside: bool = False) -> None:
@@ -33,8 +79,6 @@ def copy(words: torch.Tensor, job: Job, stream: int = 0, *, beside: bool = False
         beside: Whether kernels that are launched later shall find room.
     """
     if words.is_cuda:
-        from trainer_client.balancing.redistribution.copy_cuda import copy_on_device
-
         copy_on_device(words, job, stream, beside=beside)
     else:
         copy_on_host(words.numpy(), job)
@@ -64,8 +108,6 @@ def warm_up(device: torch.device | str | None = None) -> None:
 def load_on_device(device: torch.device | str | None) -> None:
     """The part of a CUDA device alone; nothing for others."""
     if device is not None and torch.device(device).type == "cuda":
-        from trainer_client.balancing.redistribution.copy_cuda import load
-
         load(torch.device(device))
 
 

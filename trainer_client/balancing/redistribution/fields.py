@@ -1,4 +1,9 @@
-"""The fields of a batch in the order in which they travel."""
+"""The fields of a batch in the order in which they travel, and where every byte of them lies in the buffers.
+
+A buffer holds one block per peer, in rank order; a block holds one segment per field, in field order. Segments begin
+at multiples of 16 bytes, so that a segment can be read in words of any dtype. Sender and receiver compute the same
+layout, the one from its lengths, the other from the totals of its slice: no sizes are exchanged.
+"""
 
 from __future__ import annotations
 
@@ -78,3 +83,40 @@ class FieldTable:
             totals: (peers, num_jagged) values per jagged column.
         """
         return np.column_stack([totals, counts])[:, self.column] * self.unit_bytes
+
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """The blocks of some peers in one buffer.
+
+    Attributes:
+        sizes: (peers, F) bytes of each segment.
+        offsets: (peers, F) where it begins.
+        block_bytes: (peers,) bytes of each block, padding included.
+    """
+
+    sizes: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    block_bytes: NDArray[np.int64]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return int(self.block_bytes.sum())
+
+
+def lay_out(fields: FieldTable, counts: NDArray[np.int64], totals: NDArray[np.int64]) -> Blocks:
+    """Places the segments of some peers.
+
+    Args:
+        fields: The fields.
+        counts: (peers,) samples of each peer.
+        totals: (peers, num_jagged) values per jagged column.
+    """
+    sizes = fields.segment_bytes(counts, totals)
+    padded = (sizes + (ALIGNMENT - 1)) & -ALIGNMENT
+    ends = np.cumsum(padded.ravel()).reshape(padded.shape)
+    return Blocks(sizes=sizes, offsets=ends - padded, block_bytes=padded.sum(axis=1))

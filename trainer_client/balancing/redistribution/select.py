@@ -15,8 +15,7 @@ from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.redistribution.copies import describe_samples
 from trainer_client.balancing.redistribution.copying import copy_described, piece_bytes
-from trainer_client.balancing.redistribution.fields import FieldTable
-from trainer_client.balancing.redistribution.layout import lay_out
+from trainer_client.balancing.redistribution.fields import FieldTable, lay_out
 
 
 def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int) -> FlatBatch:

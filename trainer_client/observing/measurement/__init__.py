@@ -8,8 +8,7 @@ from trainer_client.observing.measurement.balance_log import (
     Sink,
     plot_balance,
 )
-from trainer_client.observing.measurement.devices import peak_tflops
-from trainer_client.observing.measurement.flops import AttentionWork, ProductWork, Work
+from trainer_client.observing.measurement.flops import AttentionWork, ProductWork, Work, peak_tflops
 from trainer_client.observing.measurement.steps import Breakdown, StepTimer, StepTimes, gather_breakdown
 from trainer_client.observing.measurement.tracker import ModulePerf, PerfTracker
 

@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.observing.measurement.clock import Mark, mark
-from trainer_client.observing.measurement.devices import peak_tflops
-from trainer_client.observing.measurement.flops import Work
+from trainer_client.observing.measurement.flops import Work, peak_tflops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

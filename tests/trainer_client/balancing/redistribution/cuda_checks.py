@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.redistribution_check import bytes_of, random_batch
-from trainer_client.balancing.redistribution import copy_cuda, gather_samples, warm_up
+from trainer_client.balancing.redistribution import copying, gather_samples, warm_up
 from trainer_client.balancing.redistribution.regroup import pick
 
 
@@ -29,7 +29,7 @@ def main() -> None:
         chosen = [np.flatnonzero(rng.random(batch.num_samples) < 0.6) for batch in batches]
         wanted = [(index, int(sample)) for index, samples in enumerate(chosen) for sample in samples]
         expected = gather_samples(batches, wanted)
-        with mock.patch.object(copy_cuda, "PIECE_BYTES", (1, 40, 4096, 1 << 20)[seed % 4]):
+        with mock.patch.object(copying, "PIECE_BYTES", (1, 40, 4096, 1 << 20)[seed % 4]):
             found = pick([batch.to(device) for batch in batches], chosen)
         for leaf, one, other in zip(expected.structure.leaves, found.tensors, expected.tensors, strict=True):
             assert bytes_of(one) == bytes_of(other), f"{leaf.path}, seed {seed}"

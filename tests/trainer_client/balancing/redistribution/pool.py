@@ -84,9 +84,9 @@ def move_overlapping(flat: FlatBatch, pieces: list[Slice], world_size: int) -> l
 
 def compiled_by(flat: FlatBatch, piece: Slice, world_size: int) -> dict[str, tuple[int, int]]:
     """In a rank: machine code versions of each kernel after warm-up, and after a redistribution by read-only slices."""
-    from trainer_client.balancing.redistribution import copies, copy_cpu, moves, warm_up
+    from trainer_client.balancing.redistribution import copies, moves, warm_up
 
-    kernels = [copies._describe_samples, copy_cpu._copy, moves._measure, moves._describe]
+    kernels = [copies._describe_samples, copies._copy, moves._measure, moves._describe]
     warm_up()
     before = [len(each.signatures) for each in kernels]
     for name in Slice.__slots__[1:]:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning.slices import Slice
-from trainer_client.balancing.redistribution.copies import WHOLE, describe_samples
-from trainer_client.balancing.redistribution.copy_cpu import copy_on_host
+from trainer_client.balancing.redistribution.copies import WHOLE, copy_on_host, describe_samples
 from trainer_client.balancing.redistribution.fields import FieldTable
 from trainer_client.balancing.redistribution.moves import measure
 

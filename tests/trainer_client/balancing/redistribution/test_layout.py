@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from evenkeel.partitioning.slices import Slice, slice_plan
 from tests.trainer_client.random_batches import Case, cases
 from trainer_client.balancing.redistribution.copies import WHOLE
-from trainer_client.balancing.redistribution.fields import FieldTable
-from trainer_client.balancing.redistribution.layout import ALIGNMENT, lay_out
+from trainer_client.balancing.redistribution.fields import ALIGNMENT, FieldTable, lay_out
 from trainer_client.balancing.redistribution.moves import Amounts, measure
 
 
