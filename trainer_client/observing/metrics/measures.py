@@ -28,7 +28,7 @@ def key_skew(
         kjt: A KeyedJaggedTensor; it is copied to the host.
         num_ranks: Ranks that own the keys.
         routing: A mode, or one per feature.
-        block_sizes: Rows a rank of each feature's table, for ``continuous``.
+        block_sizes: Rows a rank of each feature's table, for `continuous`.
 
     Raises:
         ValueError: If the numbers of modes, block sizes and features differ.
