@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.references.bucketize import bucketize
 from evenkeel.partitioning import slice_plan
 from evenkeel.partitioning.sorting import ascending_order
 from trainer_client.balancing.redistribution.copies import WHOLE, Job, copy_on_host, describe_samples
@@ -16,7 +17,6 @@ from trainer_client.balancing.redistribution.fields import FieldTable
 from trainer_client.balancing.redistribution.moves import describe, measure
 from trainer_client.embedding.routing import as_routing, block_bucketize
 from trainer_client.embedding.routing.modes import Routing
-from trainer_client.embedding.routing.reference import bucketize
 
 Rng = np.random.Generator
 Bytes = NDArray[np.uint8]

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.references.redistribution import redistribute_reference
 from evenkeel.partitioning import slice_plan
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.balancing.redistribution import redistribute, redistribute_reference, start
+from trainer_client.balancing.redistribution import redistribute, start
 
 
 def random_batch(rng: np.random.Generator, samples: int) -> FlatBatch:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.references.redistribution import redistribute_reference
 from evenkeel.partitioning.slices import Slice
 from trainer_client import BalanceOptions, Balancer
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.kernels import _preparation
 from trainer_client.balancing.redistribution import Pending
-from trainer_client.balancing.redistribution.reference import redistribute_reference
 from trainer_client.balancing.stream import BatchStream
 from trainer_client.balancing.votes import Vote
 

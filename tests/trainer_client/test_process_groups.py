@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer
-from trainer_client.embedding.tables.communicators import exchange_group
+from trainer_client.embedding.tables.exchange import exchange_group
 from trainer_client.observing.fitting import CostFitter, SequenceTerms
 
 

@@ -95,7 +95,7 @@ def solve(request: PlanRequest, url: str | None, credentials: Credentials, *, qu
     """The plan of a request, made here where `url` is None.
 
     Raises:
-        PlannerError: The service refused or could not be reached.
+        PlannerError: If the service refused or could not be reached.
         ValueError: The request, the address or a file of the credentials cannot be used.
     """
     console = Console(stderr=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.preparing import KernelSet, ready
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.redistribution.copies import WHOLE, Job, copy_on_host, describe_samples
-from trainer_client.cuda.nvrtc import Module
+from trainer_client.nvrtc import Module
 
 PIECE_BYTES = 4096  # one warp each: enough of them to fill a device from a few MiB on
 _KERNEL = "copy_pieces"

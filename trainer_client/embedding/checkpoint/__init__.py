@@ -1,9 +1,8 @@
 """Checkpoints of routed tables that load under any routing and number of ranks."""
 
 from trainer_client.embedding.checkpoint.convert import Conversion, convert, open_checkpoint
-from trainer_client.embedding.checkpoint.errors import CheckpointError, RoutingMismatchError
 from trainer_client.embedding.checkpoint.live import load, save
-from trainer_client.embedding.checkpoint.record import TableRecord
+from trainer_client.embedding.checkpoint.record import CheckpointError, RoutingMismatchError, TableRecord
 
 __all__ = [
     "CheckpointError",

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_client.embedding.checkpoint.errors import CheckpointError
-from trainer_client.embedding.checkpoint.record import ArraySpec, TableRecord
+from trainer_client.embedding.checkpoint.record import ArraySpec, CheckpointError, TableRecord
 from trainer_client.embedding.checkpoint.rows import Rows, check_owner, torch_dtype
 from trainer_client.embedding.routing import DIST_TYPES, Routing, as_routing
 

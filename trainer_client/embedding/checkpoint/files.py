@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from trainer_client.embedding.checkpoint.errors import CheckpointError
+from trainer_client.embedding.checkpoint.record import CheckpointError
 
 
 def staging_path(target: Path) -> Path:

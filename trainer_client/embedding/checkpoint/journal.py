@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from trainer_client.embedding.checkpoint.errors import CheckpointError
+from trainer_client.embedding.checkpoint.record import CheckpointError
 
 Entry = dict[str, Any]
 

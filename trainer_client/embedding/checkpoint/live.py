@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_client.embedding.checkpoint import dcp, files
-from trainer_client.embedding.checkpoint.arrays import for_dcp, reshape
 from trainer_client.embedding.checkpoint.convert import Checkpoint, open_checkpoint
-from trainer_client.embedding.checkpoint.errors import CheckpointError, RoutingMismatchError
 from trainer_client.embedding.checkpoint.optimizers import (
     Layout,
     Optimizers,
@@ -23,8 +21,8 @@ from trainer_client.embedding.checkpoint.optimizers import (
     prepare_state,
     read_state,
 )
-from trainer_client.embedding.checkpoint.record import ArraySpec, TableRecord
-from trainer_client.embedding.checkpoint.rows import Rows, repeated_key
+from trainer_client.embedding.checkpoint.record import ArraySpec, CheckpointError, RoutingMismatchError, TableRecord
+from trainer_client.embedding.checkpoint.rows import Rows, for_dcp, repeated_key, reshape
 from trainer_client.embedding.routing import owners
 from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
 

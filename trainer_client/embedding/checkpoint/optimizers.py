@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_client.embedding.checkpoint.errors import CheckpointError
-from trainer_client.embedding.checkpoint.record import TableRecord
+from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord
 from trainer_client.embedding.checkpoint.rows import torch_dtype
 
 PREFIX = "optimizer."

@@ -1,4 +1,4 @@
-"""What a checkpoint says about each table, beside its rows."""
+"""What a checkpoint says about each table, beside its rows, and what can be wrong with it."""
 
 import dataclasses
 import json
@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from trainer_client.embedding.checkpoint.errors import CheckpointError
 from trainer_client.embedding.routing import Routing, block_size
 from trainer_client.embedding.routing.modes import HASH_IDENTITY
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, incomplete, or does not fit; the message names the file and the remedy."""
+
+
+class RoutingMismatchError(CheckpointError):
+    """A checkpoint was saved under another routing, and conversion is switched off."""
+
 
 FORMAT_VERSION = 2
 READS = (1, 2)

@@ -1,8 +1,7 @@
 """Which rank owns an embedding key, and putting the keys of a batch into the order of their owners."""
 
-from trainer_client.embedding.routing.bucketize import Bucketized, block_bucketize
+from trainer_client.embedding.routing.bucketize import Bucketized, block_bucketize, block_bucketize_sparse_features
 from trainer_client.embedding.routing.cpu import warm_up
-from trainer_client.embedding.routing.fbgemm_adapter import block_bucketize_sparse_features
 from trainer_client.embedding.routing.kjt import bucketize_kjt, torchrec_uses_evenkeel
 from trainer_client.embedding.routing.modes import (
     DIST_TYPES,
@@ -16,7 +15,7 @@ from trainer_client.embedding.routing.modes import (
     hash_roundrobin,
     roundrobin,
 )
-from trainer_client.embedding.routing.reference import owners, route
+from trainer_client.embedding.routing.ownership import owners, route
 from trainer_client.embedding.routing.skew import SkewReport, report
 
 __all__ = [

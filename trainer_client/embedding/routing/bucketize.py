@@ -1,14 +1,58 @@
-"""Bucketize: put each index into the bucket of the rank that owns it, in one stable pass."""
+"""Bucketize: put each index into the bucket of the rank that owns it, in one stable pass.
+
+The operator `evenkeel::block_bucketize` has CPU and CUDA kernels and a fake kernel for tracing.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import trainer_client.embedding.routing.operator  # noqa: F401  (registers the operator)
+from trainer_client.embedding.routing import cpu
 from trainer_client.embedding.routing.modes import RoutingLike, as_routings, check_num_ranks
+
+Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+_library = torch.library.Library("evenkeel", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "block_bucketize(Tensor lengths, Tensor indices, Tensor block_sizes, SymInt num_ranks, int[] modes, int[] mixes, "
+    "Tensor? weights=None, bool positions=False, bool permutation=True, Tensor? batch_sizes=None) "
+    "-> (Tensor, Tensor, Tensor?, Tensor?, Tensor?)"
+)
+
+
+def _cuda(*arguments: Any) -> Outputs:
+    from trainer_client.embedding.routing.cuda import block_bucketize
+
+    return block_bucketize(*arguments)
+
+
+def _fake(
+    lengths: Tensor,
+    indices: Tensor,
+    _block_sizes: Tensor,
+    num_ranks: int,
+    _modes: list[int],
+    _mixes: list[int],
+    weights: Tensor | None = None,
+    positions: bool = False,
+    permutation: bool = True,
+    _batch_sizes: Tensor | None = None,
+) -> Outputs:
+    return (
+        lengths.new_empty(num_ranks * lengths.numel()),
+        indices.new_empty(indices.numel()),
+        weights.new_empty(weights.numel()) if weights is not None else None,
+        indices.new_empty(indices.numel()) if positions else None,
+        indices.new_empty(indices.numel()) if permutation else None,
+    )
+
+
+_library.impl("block_bucketize", cpu.block_bucketize, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("block_bucketize", _cuda, "CUDA")  # type: ignore[no-untyped-call]
+torch.library.register_fake("evenkeel::block_bucketize", _fake, lib=_library)
 
 
 class Bucketized(NamedTuple):
@@ -130,3 +174,58 @@ def block_bucketize(
     )  # fmt: skip
     result = Bucketized(*outputs)
     return result._replace(indices=result.indices.view(torch.uint64)) if indices.dtype == torch.uint64 else result
+
+
+def block_bucketize_sparse_features(
+    lengths: Tensor,
+    indices: Tensor,
+    bucketize_pos: bool,
+    sequence: bool,
+    block_sizes: Tensor,
+    my_size: int,
+    weights: Tensor | None = None,
+    batch_size_per_feature: Tensor | None = None,
+    max_B: int = -1,  # noqa: N803
+    block_bucketize_pos: Sequence[Tensor] | None = None,
+    keep_orig_idx: bool = False,
+    total_num_blocks: Tensor | None = None,
+    keep_orig_idx_per_feature: Tensor | None = None,
+    *,
+    routing: RoutingLike | Sequence[RoutingLike] = "continuous",
+) -> Bucketized:
+    """Drop-in for `torch.ops.fbgemm.block_bucketize_sparse_features`.
+
+    Args:
+        lengths: As in `block_bucketize`, like every argument not named here.
+        indices: As in `block_bucketize`.
+        bucketize_pos: Return positions.
+        sequence: Return the permutation.
+        block_sizes: (features): rows a rank.
+        my_size: Number of ranks.
+        weights: Carried along.
+        batch_size_per_feature: Rows of each feature where they differ.
+        max_B: Not needed.
+        block_bucketize_pos: Uneven blocks; not supported.
+        keep_orig_idx: Send keys instead of rows; not supported with `continuous`, what the other modes always do.
+        total_num_blocks: Two-level blocks; not supported.
+        keep_orig_idx_per_feature: Not supported.
+        routing: A mode or one per feature, beyond FBGEMM's arguments.
+
+    Raises:
+        ValueError: If an argument that is not supported is given.
+    """
+    for name, value in (
+        ("block_bucketize_pos", block_bucketize_pos),
+        ("total_num_blocks", total_num_blocks),
+        ("keep_orig_idx_per_feature", keep_orig_idx_per_feature),
+        ("keep_orig_idx", True if keep_orig_idx and routing == "continuous" else None),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{name} is given, which Evenkeel's bucketize does not have; call FBGEMM's operator for it"
+            )
+    del max_B
+    return block_bucketize(
+        lengths, indices, block_sizes, my_size, routing, weights=weights, positions=bucketize_pos, permutation=sequence,
+        batch_sizes=batch_size_per_feature,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from trainer_client.cuda.nvrtc import Module
+from trainer_client.nvrtc import Module
 
 _SCAN_THREADS, _TILE_THREADS = 256, 512
 _FEW_ROWS = 1 << 14

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_client.embedding.routing import block_bucketize, warm_up
-from trainer_client.embedding.routing.reference import as_int64
-from trainer_client.embedding.tables.communicators import exchange_group
+from trainer_client.embedding.routing.ownership import as_int64
 from trainer_client.embedding.tables.config import KeyBatch, RoutedTable
 from trainer_client.embedding.tables.exchange import (
+    Status,
     all_to_all,
     cut,
     differentiable_all_to_all,
     divide_gradient,
     exchange_counts,
+    exchange_group,
+    raise_together,
 )
-from trainer_client.embedding.tables.local import RankLocal
-from trainer_client.embedding.tables.part import module_name, rows_of_other_ranks
+from trainer_client.embedding.tables.part import RankLocal, module_name, rows_of_other_ranks
 from trainer_client.embedding.tables.tables import BlockTable, KeyTable
-from trainer_client.embedding.tables.together import Status, raise_together
 
 TableFactory = Callable[[RoutedTable, int, int, torch.device], nn.Module]
 

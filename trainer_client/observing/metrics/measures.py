@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from evenkeel import __version__
 from trainer_client.balancing import RoundReport
 from trainer_client.embedding.routing.modes import RoutingLike, as_routings
-from trainer_client.embedding.routing.reference import as_int64, owners
+from trainer_client.embedding.routing.ownership import as_int64, owners
 
 
 def key_skew(

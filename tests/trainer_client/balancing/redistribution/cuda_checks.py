@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from benchmarks.redistribution_check import bytes_of, random_batch
-from trainer_client.balancing.redistribution import copying, gather_samples, warm_up
+from benchmarks.references.redistribution import gather_samples
+from trainer_client.balancing.redistribution import copying, warm_up
 from trainer_client.balancing.redistribution.regroup import pick
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies
 
+from benchmarks.references.redistribution import redistribute_reference
 from evenkeel.partitioning.slices import Slice, slice_plan
 from tests.trainer_client.balancing.redistribution.pool import (
     GlooRanks,
@@ -17,7 +18,7 @@ from tests.trainer_client.balancing.redistribution.pool import (
 )
 from tests.trainer_client.random_batches import Case, assert_same, cases
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.balancing.redistribution import redistribute, redistribute_reference, start
+from trainer_client.balancing.redistribution import redistribute, start
 from trainer_client.balancing.redistribution.exchange import OVERLAP_BYTES
 
 # Ranks that wait for one that raised make shrinking take minutes.

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.references.redistribution import gather_samples
 from tests.trainer_client.random_batches import Case, assert_same, cases
-from trainer_client.balancing.redistribution import gather_samples
 from trainer_client.balancing.redistribution.regroup import pick
 
 

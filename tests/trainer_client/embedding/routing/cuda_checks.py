@@ -9,8 +9,9 @@ import itertools
 
 import torch
 
+from benchmarks.references.bucketize import bucketize as reference
 from tests.trainer_client.embedding.routing.batches import MODES, Batch, make_batch
-from trainer_client.embedding.routing import Bucketized, block_bucketize, continuous, reference
+from trainer_client.embedding.routing import Bucketized, block_bucketize, continuous
 
 
 def on_gpu(batch: Batch, *, positions: bool, permutation: bool) -> Bucketized:
@@ -28,7 +29,7 @@ def on_gpu(batch: Batch, *, positions: bool, permutation: bool) -> Bucketized:
 
 
 def check(batch: Batch, *, positions: bool = True, permutation: bool = True) -> None:
-    expected = reference.bucketize(
+    expected = reference(
         batch.lengths,
         batch.indices,
         batch.block_sizes,
@@ -110,7 +111,7 @@ def graph() -> None:
         keys.add_(shift)
         lengths.copy_(lengths.flip(0))
         captured.replay()
-        expected = reference.bucketize(lengths.cpu(), keys.cpu(), first.block_sizes, 7, first.routings)
+        expected = reference(lengths.cpu(), keys.cpu(), first.block_sizes, 7, first.routings)
         for mine, other in zip(result, expected, strict=True):
             assert mine is None or other is None or torch.equal(mine.cpu(), other)
 

@@ -7,8 +7,8 @@ import argparse
 import ctypes
 import itertools
 
+from trainer_client import nvrtc
 from trainer_client.balancing.redistribution import copying
-from trainer_client.cuda import nvrtc
 from trainer_client.embedding.routing import cuda
 
 

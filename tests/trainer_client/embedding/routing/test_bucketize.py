@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.references.bucketize import bucketize as reference
 from tests.trainer_client.embedding.routing.batches import MODES, Batch, make_batch
 from tests.trainer_client.embedding.routing.strategies import batches
-from trainer_client.embedding.routing import Bucketized, block_bucketize, continuous, hash_roundrobin, reference
-from trainer_client.embedding.routing.fbgemm_adapter import block_bucketize_sparse_features
+from trainer_client.embedding.routing import Bucketized, block_bucketize, continuous, hash_roundrobin
+from trainer_client.embedding.routing.bucketize import block_bucketize_sparse_features
 
 
 def run(batch: Batch, *, positions: bool = True, permutation: bool = True) -> Bucketized:
@@ -38,7 +39,7 @@ def assert_same(ours: tuple[torch.Tensor | None, ...], theirs: tuple[torch.Tenso
 @settings(max_examples=150, deadline=None)
 @given(batches())
 def test_equals_the_definition_in_every_mode(batch: Batch) -> None:
-    expected = reference.bucketize(
+    expected = reference(
         batch.lengths,
         batch.indices,
         batch.block_sizes,
@@ -82,9 +83,7 @@ def test_a_batch_of_several_chunks_equals_the_definition() -> None:
         weight_dtype=torch.float32,
     )
     assert batch.indices.numel() > 300_000
-    expected = reference.bucketize(
-        batch.lengths, batch.indices, batch.block_sizes, 13, batch.routings, weights=batch.weights
-    )
+    expected = reference(batch.lengths, batch.indices, batch.block_sizes, 13, batch.routings, weights=batch.weights)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -99,7 +98,7 @@ def test_blocks_near_the_largest_keys(num_ranks: int) -> None:
     keys = torch.tensor([0, 1, 2**62, 2**62 + 1, 2**63 - 1, -1, -(2**63), -(2**62), 2**52 - 1, 2**52])
     for block in (0, 1, 2, 2**32 // num_ranks, 2**52, 2**62 - 1, 2**62, 2**63 - 1):
         ours = block_bucketize(torch.tensor([keys.numel()]), keys, [block], num_ranks, "continuous")
-        expected = reference.bucketize(torch.tensor([keys.numel()]), keys, [block], num_ranks, [continuous()])
+        expected = reference(torch.tensor([keys.numel()]), keys, [block], num_ranks, [continuous()])
         assert_same(ours, (*expected[:3], None, expected[4]))
         owners = [continuous().owner(key, num_ranks=num_ranks, block_size=block) for key in keys.tolist()]
         assert torch.equal(ours.lengths, torch.bincount(torch.tensor(owners), minlength=num_ranks))

@@ -4,20 +4,156 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from scipy.optimize import lsq_linear
 
+from trainer_client.balancing.batches import BatchError, lookup
 from trainer_client.checks import check_whole
-from trainer_client.observing.fitting.solve import Fit, fit_times
-from trainer_client.observing.fitting.terms import Terms
 from trainer_client.observing.measurement import StepTimes
 from trainer_client.process_groups import make_group
+
+
+class Terms(Protocol):
+    """Numbers per sample that the time of a batch is a weighted sum of."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One name per term."""
+        ...
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """(n, terms) float64 on the batch's device; nothing is read from it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceTerms:
+    """Samples, tokens, attended pairs and candidates of sequences.
+
+    With h history positions, c context positions among them, and k candidates, attention computes
+    `h (h + 1) / 2 + k (h + 1)` pairs.
+
+    Attributes:
+        history: Path(s) of lengths that add up to the history: integer tensors, or jagged fields.
+        candidates: Path(s) of the candidates.
+        context: Context positions of each sample.
+    """
+
+    history: str | Sequence[str]
+    candidates: str | Sequence[str] | None = None
+    context: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One name per term."""
+        return ("samples", "tokens", "pairs", "candidates") if self.candidates else ("samples", "tokens", "pairs")
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """(n, terms) float64 on the batch's device."""
+        history = _count(batch, self.history) + self.context
+        candidates = _count(batch, self.candidates) if self.candidates else torch.zeros_like(history)
+        pairs = history * (history + 1) / 2 + candidates * (history + 1)
+        columns = [torch.ones_like(history), history + candidates, pairs]
+        return torch.stack([*columns, candidates] if self.candidates else columns, dim=1)
+
+
+def _count(batch: Any, source: str | Sequence[str]) -> torch.Tensor:
+    paths = (source,) if isinstance(source, str) else tuple(source)
+    counts = []
+    for path in paths:
+        value = lookup(batch, path)
+        lengths = value.lengths() if callable(getattr(value, "lengths", None)) else value
+        if not isinstance(lengths, torch.Tensor) or lengths.dim() != 1:
+            raise BatchError(f"{path!r} holds no lengths; name a jagged field or an integer tensor with one per sample")
+        counts.append(lengths.double())
+    return torch.stack(counts).sum(0)
+
+
+_VARIES = 1e-3  # a term whose deviation is a smaller share of its mean tells nothing apart from the fixed time
+_OUTLIER = 4.0  # deviations of the error
+_PASSES = 10  # of reweighting
+_EXACT = 1e-3  # errors of a smaller share of the median time weigh alike
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Coefficients of the time of a rank's step.
+
+    Attributes:
+        coefficients: (terms,) milliseconds per unit of each term, 0 or more.
+        fixed: Milliseconds that do not depend on the batch.
+        error: Mean absolute error over mean time, on the observations used.
+        explained: Share of the variance that is explained, 1 at best.
+        observations: Number used, without outliers.
+    """
+
+    coefficients: NDArray[np.float64]
+    fixed: float
+    error: float
+    explained: float
+    observations: int
+
+
+def fit_times(
+    terms: NDArray[np.float64], milliseconds: NDArray[np.float64], upper: NDArray[np.float64] | None = None
+) -> Fit | None:
+    """Least squares with bounds, without outliers: what is far from the fit of least absolute deviations.
+
+    That fit, by reweighted least squares, holds still while up to a fifth of the times are off by any factor, as those
+    of one stuck rank of eight are.
+
+    Args:
+        terms: (observations, terms) sums over each rank's batch.
+        milliseconds: (observations,) measured compute times.
+        upper: (terms,) largest allowed coefficients; default: none.
+
+    Returns:
+        The fit; None if there are too few observations, or none of the terms varies.
+    """
+    finite = np.isfinite(milliseconds) & np.isfinite(terms).all(axis=1) & (milliseconds > 0)
+    terms, milliseconds = terms[finite], milliseconds[finite]
+    varying = terms.std(axis=0) > _VARIES * np.abs(terms.mean(axis=0)) if len(terms) else np.zeros(0, dtype=bool)
+    if not varying.any() or len(terms) < 4 * (varying.sum() + 1):
+        return None
+    highest = np.full(terms.shape[1], np.inf) if upper is None else upper
+    scale = np.append(np.abs(terms[:, varying]).max(axis=0), 1.0)
+    table = np.column_stack([terms[:, varying], np.ones(len(terms))]) / scale
+    bounds = (np.zeros(len(scale)), np.append(highest[varying], np.inf) * scale)
+    weights = np.ones(len(table))
+    for _ in range(_PASSES):
+        solution = _solve(table * weights[:, None], milliseconds * weights, bounds)
+        errors = np.abs(milliseconds - table @ solution)
+        weights = 1 / np.sqrt(np.maximum(errors, _EXACT * np.median(milliseconds)))
+    spread = 1.4826 * float(np.median(errors))
+    used = errors <= max(_OUTLIER * spread, 1e-9 * float(milliseconds.mean()))
+    solution = _solve(table[used], milliseconds[used], bounds)
+    coefficients = np.zeros(terms.shape[1])
+    coefficients[varying] = solution[:-1] / scale[:-1]
+    chosen = milliseconds[used]
+    wrong = chosen - table[used] @ solution
+    variance = float(chosen.var())
+    return Fit(
+        coefficients=coefficients,
+        fixed=float(solution[-1]),
+        error=float(np.abs(wrong).mean() / chosen.mean()),
+        explained=float(1 - wrong.var() / variance) if variance else 0.0,
+        observations=int(used.sum()),
+    )
+
+
+def _solve(
+    table: NDArray[np.float64], milliseconds: NDArray[np.float64], bounds: tuple[NDArray[np.float64], ...]
+) -> NDArray[np.float64]:
+    solution: NDArray[np.float64] = lsq_linear(table, milliseconds, bounds=bounds, method="bvls").x
+    return solution
+
 
 logger = logging.getLogger(__name__)
 

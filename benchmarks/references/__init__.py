@@ -1,0 +1,1 @@
+"""Slow and plain definitions that fast paths are held against, in tests and benchmarks."""

@@ -1,1 +1,0 @@
-"""Compiling and launching CUDA kernels."""
