@@ -96,7 +96,7 @@ def solve(request: PlanRequest, url: str | None, credentials: Credentials, *, qu
 
     Raises:
         PlannerError: If the service refused or could not be reached.
-        ValueError: The request, the address or a file of the credentials cannot be used.
+        ValueError: If the request, the address or a file of the credentials cannot be used.
     """
     console = Console(stderr=True)
     with console.status("planning", spinner="line") if not quiet else Console(quiet=True).status(""):
