@@ -29,10 +29,11 @@ demo: $(READY)  ## Train on four ranks against a real balancer, balancing off an
 test: $(READY)  ## Run the tests
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)  # two lanes: tests/lanes.py
 
-lint: $(READY)  ## Check style, types and generated files
+lint: $(READY)  ## Check style, types, the direction of imports and generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	scripts/check_generated.sh
 
 format: $(READY)  ## Format the code and apply safe fixes

@@ -13,9 +13,7 @@ PREFIX = "spread://"
 HEADER = "evenkeel-job"
 
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|\[.*:.*\]")
-
-# gRPC hashes a header only where this says so; see its proposal A76.
-os.environ.setdefault("GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY", "true")
+_HASH_A_HEADER = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"  # gRPC does so only where this variable says it
 
 _SERVICE_CONFIG = json.dumps(
     {
@@ -86,6 +84,7 @@ def resolve(address: str, job: str) -> tuple[str, list[tuple[str, str]], tuple[t
     """
     if not address.startswith(PREFIX):
         return address, [], ()
+    os.environ.setdefault(_HASH_A_HEADER, "true")  # read at each start of a channel; see gRPC's proposal A76
     names = address.removeprefix(PREFIX)
     target = f"dns:///{names}"
     if "," in names:

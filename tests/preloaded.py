@@ -1,8 +1,9 @@
 """What the server has in memory that the processes of the tests are forked from: see `tests.zygote`."""
 
 import gc
+import os
 
-import services.balancer  # before gRPC, as in its own process: it says how much gRPC logs
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported, as in a balancer's own process
 
 # isort: split
 import grpc.aio  # noqa: F401

@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import os
 import sys
 from collections.abc import Coroutine
 from typing import Any
 
+# gRPC's core writes lines of its own format, one for each failed handshake of a stranger; it reads this when it is
+# first imported. What it has to say to the balancer comes as a status too.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+# isort: split
 from services.balancer.server import BalancerServer
 from services.balancer.settings import Settings, load_settings
 from services.balancer.workers.nursery import Zygote
