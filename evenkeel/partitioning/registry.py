@@ -1,8 +1,6 @@
 """The strategies by name."""
 
 from collections.abc import Callable
-from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias
 
 import numpy as np
@@ -13,22 +11,17 @@ from evenkeel.partitioning.karmarkar_karp import karmarkar_karp
 from evenkeel.partitioning.lpt import lpt
 from evenkeel.partitioning.minimal_move import minimal_move
 from evenkeel.partitioning.problem import Problem
+from evenkeel.plugins import Plugins
 
 Strategy: TypeAlias = Callable[[Problem], NDArray[np.int32]]
-ENTRY_POINTS = "evenkeel.strategies"
 
 BUILT_IN: dict[str, Strategy] = {"karmarkar_karp": karmarkar_karp, "lpt": lpt, "minimal_move": minimal_move}
-
-
-@lru_cache(maxsize=1)
-def _installed() -> dict[str, EntryPoint]:
-    """Strategies of installed packages; a name of ours stays ours."""
-    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS) if entry.name not in BUILT_IN}
+STRATEGIES: Plugins[Strategy] = Plugins("strategy", BUILT_IN, group="evenkeel.strategies")
 
 
 def strategies() -> tuple[str, ...]:
     """Names that `partition` takes as `strategy`: ours, and those of installed packages."""
-    return tuple(sorted({*BUILT_IN, *_installed()}))
+    return STRATEGIES.names
 
 
 def strategy_named(name: str) -> Strategy:
@@ -41,11 +34,8 @@ def strategy_named(name: str) -> Strategy:
     Raises:
         ValueError: If there is none.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if name in _installed():
-        return _checked(name, _installed()[name].load())
-    raise ValueError(f"strategy is {name!r}; pass one of {', '.join(map(repr, strategies()))}")
+    strategy = STRATEGIES.find(name)
+    return strategy if name in BUILT_IN else _checked(name, strategy)
 
 
 def _checked(name: str, strategy: Strategy) -> Strategy:

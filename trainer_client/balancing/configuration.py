@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from evenkeel.partitioning import strategies
+from evenkeel.partitioning.registry import STRATEGIES
 from trainer_client.balancing import BalanceOptions
 from trainer_client.balancing.costs import make_cost
-from trainer_client.balancing.pipelines import pipeline_names
+from trainer_client.balancing.pipelines.by_name import PIPELINES
 
 _DURATIONS = {"timeout", "group_timeout"}
 
@@ -69,8 +69,8 @@ def read_configuration(content: Mapping[str, Any]) -> Configuration:
         if key not in known:
             raise ValueError(f"there is no section {key!r}; use {', '.join(known)}")
     pipeline = content.get("pipeline")
-    if pipeline is not None and pipeline not in pipeline_names():
-        raise ValueError(f"there is no pipeline named {pipeline!r}; choose one of {', '.join(pipeline_names())}")
+    if pipeline is not None:
+        PIPELINES.check(pipeline)
     return Configuration(
         cost=_cost(content["cost"]) if "cost" in content else None,
         options=_options(content.get("balance") or {}),
@@ -99,9 +99,7 @@ def _options(section: Any) -> BalanceOptions:
             values[key] = timedelta(seconds=values[key])
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{key} is {section[key]!r}; give seconds as a number") from error
-    strategy = values.get("strategy", BalanceOptions().strategy)
-    if strategy not in strategies():
-        raise ValueError(f"strategy is {strategy!r}; choose one of {', '.join(strategies())}")
+    STRATEGIES.check(values.get("strategy", BalanceOptions().strategy))
     return BalanceOptions(**values)
 
 

@@ -41,6 +41,6 @@ async def start_server() -> AsyncIterator[StartServer]:
 @pytest.fixture
 def hostile_strategies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Has the servers of the test know `INSTALLED`; returns the folder of `hold`."""
-    monkeypatch.setattr(registry, "_installed", lambda: INSTALLED)
+    monkeypatch.setattr(registry.STRATEGIES, "installed", INSTALLED)
     monkeypatch.setenv(FOLDER, str(tmp_path))
     return tmp_path

@@ -59,7 +59,7 @@ def gorge(problem: Problem) -> NDArray[np.int32]:
 
 
 INSTALLED = {
-    function.__name__: EntryPoint(function.__name__, f"{__name__}:{function.__name__}", registry.ENTRY_POINTS)
+    function.__name__: EntryPoint(function.__name__, f"{__name__}:{function.__name__}", "evenkeel.strategies")
     for function in (segfault, hang, spin, hold, fail, gorge)
 }
 """As if a package were installed that adds them."""
@@ -74,5 +74,5 @@ def start_zygote() -> Zygote:
 
 
 def _serve(control: socket.socket) -> None:
-    registry._installed = lambda: INSTALLED  # type: ignore[assignment]
+    registry.STRATEGIES.installed = INSTALLED
     zygotes.run(control)

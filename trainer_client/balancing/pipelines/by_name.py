@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from importlib.metadata import entry_points
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from evenkeel.plugins import Plugins
+
 PipelineFactory = Callable[..., Any]
-ENTRY_POINTS = "evenkeel.pipelines"
 
-# Classes of torchrec.distributed.train_pipeline.
+
+def _torchrec(name: str, *arguments: Any, **options: Any) -> Any:
+    from torchrec.distributed import train_pipeline
+
+    return getattr(train_pipeline, name)(*arguments, **options)
+
+
 _TORCHREC = {
-    "base": "TrainPipelineBase",
-    "sparse_dist": "TrainPipelineSparseDist",
-    "prefetch": "PrefetchTrainPipelineSparseDist",
+    "base": partial(_torchrec, "TrainPipelineBase"),
+    "sparse_dist": partial(_torchrec, "TrainPipelineSparseDist"),
+    "prefetch": partial(_torchrec, "PrefetchTrainPipelineSparseDist"),
 }
-_registered: dict[str, PipelineFactory] = {}
-
-
-@lru_cache(maxsize=1)
-def _installed() -> dict[str, Any]:
-    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+PIPELINES: Plugins[PipelineFactory] = Plugins("pipeline", _TORCHREC, group="evenkeel.pipelines")
 
 
 def pipeline_names() -> tuple[str, ...]:
     """All names: TorchRec's pipelines, registered ones, and those of installed packages."""
-    return tuple(sorted({*_TORCHREC, *_registered, *_installed()}))
+    return PIPELINES.names
 
 
 def register_pipeline(name: str, factory: PipelineFactory) -> None:
@@ -44,9 +45,7 @@ def register_pipeline(name: str, factory: PipelineFactory) -> None:
     Raises:
         ValueError: If the name is taken.
     """
-    if name in pipeline_names() and _registered.get(name) is not factory:
-        raise ValueError(f"a pipeline named {name!r} is there already; choose another name")
-    _registered[name] = factory
+    PIPELINES.register(name, factory)
 
 
 def make_pipeline(
@@ -66,12 +65,4 @@ def make_pipeline(
         ValueError: If there is no such pipeline.
         ModuleNotFoundError: If it needs TorchRec and that is not installed.
     """
-    if name in _registered:
-        return _registered[name](model, optimizer, device, **options)
-    if name in _TORCHREC:
-        from torchrec.distributed import train_pipeline
-
-        return getattr(train_pipeline, _TORCHREC[name])(model, optimizer, device, **options)
-    if name in _installed():
-        return _installed()[name].load()(model, optimizer, device, **options)
-    raise ValueError(f"there is no pipeline named {name!r}; choose one of {', '.join(pipeline_names())}")
+    return PIPELINES.find(name)(model, optimizer, device, **options)

@@ -1,0 +1,70 @@
+"""Parts that are chosen by name: strategies, costs, pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Plugins(Generic[T]):
+    """The parts of one kind: ours, those that a program registers, and those of installed packages.
+
+    Attributes:
+        own: Ours and registered ones. A name of ours stays ours, whatever packages there are.
+    """
+
+    def __init__(self, kind: str, own: Mapping[str, T], *, group: str) -> None:
+        """Parts of one kind.
+
+        Args:
+            kind: What they are, for messages.
+            own: Ours.
+            group: The group of entry points by which an installed package adds its own.
+        """
+        self.own = dict(own)
+        self._kind, self._group = kind, group
+
+    @cached_property
+    def installed(self) -> dict[str, EntryPoint]:
+        """Those of installed packages, looked up once."""
+        return {entry.name: entry for entry in entry_points(group=self._group)}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, sorted."""
+        return tuple(sorted({*self.own, *self.installed}))
+
+    def register(self, name: str, part: T) -> None:
+        """Makes a part available under a name.
+
+        Raises:
+            ValueError: If the name is taken by another one.
+        """
+        if name in self.names and self.own.get(name) is not part:
+            raise ValueError(f"a {self._kind} named {name!r} is there already; choose another name")
+        self.own[name] = part
+
+    def find(self, name: str) -> T:
+        """The part of that name, imported now if a package brings it.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if name in self.own:
+            return self.own[name]
+        self.check(name)
+        found: Any = self.installed[name].load()
+        return found  # type: ignore[no-any-return]
+
+    def check(self, name: str) -> None:
+        """Whether there is such a part.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if name not in self.names:
+            raise ValueError(f"{self._kind} is {name!r}; choose one of {', '.join(self.names)}")
