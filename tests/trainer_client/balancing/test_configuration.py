@@ -42,7 +42,7 @@ def test_a_file_chooses_everything_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cost: {name: best}", r"no cost named 'best'; choose one of .*hstu, semantic_ids, tokens, transformer"),
+        ("cost: {name: best}", r"cost is 'best'; choose one of .*hstu, semantic_ids, tokens, transformer"),
         ("cost: {tokens: x}", "cost has no name"),
         ("cost: {name: tokens, tokens: x, wide: 3}", "options of the cost 'tokens'.*wide"),
         ("balance: {strategy: best}", "strategy is 'best'; choose one of .*karmarkar_karp, lpt, minimal_move"),
@@ -56,7 +56,7 @@ def test_a_file_chooses_everything_by_name(tmp_path: Path) -> None:
         ("cost: {name: tokens, tokens: 3}", "tokens is 3; name"),
         ("cost: {name: tokens, tokens: x, per_sample: 1.5}", "per_sample is 1.5"),
         ("cost: {name: semantic_ids, num_layers: 1, width: 4, num_heads: 1, items: x, targets: -1}", "targets is -1"),
-        ("pipeline: fast", "no pipeline named 'fast'; choose one of base, .*prefetch, sparse_dist"),
+        ("pipeline: fast", "pipeline is 'fast'; choose one of base, .*prefetch, sparse_dist"),
         ("costs: {}", "no section 'costs'; use cost, balance, pipeline"),
         ("- cost", "the configuration is list"),
     ],

@@ -189,7 +189,7 @@ def test_costs_by_name() -> None:
     assert make_cost("constant-for-test", value=2.0)(batch()).tolist() == [2, 2, 2]
     with pytest.raises(ValueError, match="is there already"):
         register_cost("constant-for-test", TokenCost)
-    with pytest.raises(ValueError, match="no cost named 'hst'; choose one of"):
+    with pytest.raises(ValueError, match="cost is 'hst'; choose one of"):
         make_cost("hst")
     with pytest.raises(ValueError, match=r"options of the cost 'tokens'.*layers"):
         make_cost("tokens", layers=2)

@@ -144,5 +144,5 @@ def test_pipelines_are_found_by_name() -> None:
     assert made[0][1] == {"depth": 3}
     with pytest.raises(ValueError, match="'sparse_dist' is there already"):
         register_pipeline("sparse_dist", lambda: None)
-    with pytest.raises(ValueError, match="no pipeline named 'unknown'; choose one of base,"):
+    with pytest.raises(ValueError, match="pipeline is 'unknown'; choose one of base,"):
         make_pipeline("unknown", model, optimizer, torch.device("cpu"))
