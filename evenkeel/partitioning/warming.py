@@ -29,6 +29,7 @@ KERNELS = KernelSet(
     load=f"{__name__}:load_all",
     parts=tuple(f"{__name__}:{part}" for part in ("compile_exchanges", "compile_starts", "compile_searches")),
 )
+"""What the searches compile, and how."""
 
 
 def warm_up() -> None:

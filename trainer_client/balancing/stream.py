@@ -136,7 +136,8 @@ class BatchStream:
 
         Args:
             first: The first batch, to be submitted later; None where there is none.
-            spec, device: As `submit_window`.
+            spec: How to read its fields; as in `submit_window`.
+            device: Where the batches will be trained; as in `submit_window`.
         """
         if self._worker is None:
             self._open(None if first is None else flatten(first, spec), device)

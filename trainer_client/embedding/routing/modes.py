@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_RANKS = 4096
+"""Ranks at most."""
 DistType = Literal["continuous", "roundrobin", "hash_roundrobin"]
+"""Name of a rule that says which rank owns a key."""
 DIST_TYPES: tuple[DistType, ...] = ("continuous", "roundrobin", "hash_roundrobin")
+"""All of them."""
 HASH_IDENTITY = "murmur3_fmix64_xor_seed"
 
 _MASK = (1 << 64) - 1
@@ -84,6 +87,7 @@ class Routing:
 
 
 RoutingLike = str | Routing
+"""A routing, or the name of its rule, with seed 0."""
 CONTINUOUS = Routing(dist_type="continuous")
 ROUNDROBIN = Routing(dist_type="roundrobin")
 HASH_ROUNDROBIN = Routing(dist_type="hash_roundrobin")

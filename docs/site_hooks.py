@@ -1,0 +1,83 @@
+"""What mkdocs cannot do alone: files beside `docs` that pages link to join the site, and the built site is checked."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\(((?:\.\./)+)([\w./-]+)")
+PUBLIC = (
+    "evenkeel/partitioning", "evenkeel/placement", "trainer_client", "trainer_client/balancing",
+    "trainer_client/balancing/batches", "trainer_client/balancing/costs", "trainer_client/balancing/pipelines",
+    "trainer_client/balancing/tracing", "trainer_client/embedding/routing", "trainer_client/embedding/tables",
+    "trainer_client/embedding/checkpoint", "trainer_client/planning", "trainer_client/observing/measurement",
+    "trainer_client/observing/metrics", "trainer_client/observing/fitting",
+)  # fmt: skip
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds what pages link to beside `docs`: texts of the repository's root, pictures of measurements."""
+    for page in Path(config["docs_dir"]).glob("*.md"):
+        for up, target in LINK.findall(page.read_text(encoding="utf-8")):
+            beside = up == "../" and (ROOT / target).is_file()
+            if beside and files.get_file_from_path(target) is None:
+                files.append(File.generated(config, target, abs_src_path=str(ROOT / target)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turns links between the root and `docs` into links within the site."""
+    if page.file.generated_by:
+        return re.sub(r"\]\(docs/", "](", markdown)
+    return markdown if "/" in page.file.src_uri else re.sub(r"\]\(\.\./", "](", markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Refuses a site that loads something from elsewhere, or lacks a public name.
+
+    Raises:
+        PluginError: If it does.
+    """
+    site = Path(config["site_dir"])
+    complaints = []
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        found = re.findall(r"<(?:script|img|iframe)\b[^>]*\bsrc=\"((?:https?:)?//[^\"]*)", text)
+        found += re.findall(r"<link\b[^>]*\brel=\"(?:stylesheet|preconnect|icon)\"[^>]*\bhref=\"((?:https?:)?//[^\"]*)", text)
+        complaints += [f"{page.relative_to(site)} loads {address}" for address in found]
+    anchors = {
+        anchor for page in site.glob("reference/*.html") for anchor in re.findall(r"\bid=\"([\w.]+)\"", page.read_text())
+    }
+    for package in PUBLIC:
+        lacking = (name for name, paths in public_names(package) if anchors.isdisjoint(paths))
+        complaints += [f"the reference lacks {name} of {package}" for name in lacking]
+    if complaints:
+        raise PluginError("\n".join(complaints))
+
+
+def public_names(package: str) -> Iterator[tuple[str, set[str]]]:
+    """What a package names in `__all__`, each with its paths: there, and where it comes from.
+
+    Raises:
+        PluginError: If there is no `__all__`.
+    """
+    tree = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))
+    here = package.replace("/", ".")
+    origins = {
+        alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            yield from ((name, {f"{here}.{name}", origins.get(name, here)}) for name in ast.literal_eval(node.value))
+            return
+    raise PluginError(f"{package} has no __all__")

@@ -1,0 +1,152 @@
+"""Writes what the reference says of settings and metrics from the code: `python -m scripts.write_reference`; `--check` only compares."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+import services.balancer.settings
+import services.planner.metrics
+import services.planner.settings
+from evenkeel.variables import KNOWN
+from services.balancer.server import BalancerServer
+from services.operations.settings import ServiceSettings
+from trainer_client.observing.measurement import PrometheusGauges
+from trainer_client.observing.metrics import RankMeasures
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "reference"
+COMPOSE = {
+    "CPUS": "Cores of each service.",
+    "GRAFANA_IMAGE": "Image of Grafana.",
+    "PROMETHEUS_IMAGE": "Image of Prometheus.",
+    "PROMETHEUS_URL": "Address under which readers of alerts find Prometheus.",
+    "PYTHON_IMAGE": "Base image of the services.",
+    "SECRETS": "Folder of the password, the certificates and the tokens.",
+    "VERSION": "Tag of the services' images.",
+}
+MARK = "<!-- Written by scripts/write_reference.py from the code. -->"
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the pages, or tells which are not as the code would have them."""
+    status = 0
+    for path, text in texts().items():
+        if "--check" not in arguments:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            print(f"{path} differs from what python -m scripts.write_reference writes", file=sys.stderr)
+            status = 1
+    return status
+
+
+def texts() -> dict[Path, str]:
+    """The pages by path."""
+    return {FOLDER / "settings.md": settings_page(), FOLDER / "metrics.md": metrics_page()}
+
+
+def settings_page() -> str:
+    """Every environment variable and setting.
+
+    Raises:
+        ValueError: If a file of compose uses a variable that nothing is said of, or the other way round.
+    """
+    defaults = dict(_compose_defaults())
+    if defaults.keys() != COMPOSE.keys():
+        raise ValueError(f"say what these variables of compose are for: {sorted(defaults.keys() ^ COMPOSE.keys())}")
+    parts = [
+        "# Settings", MARK,
+        "## Ranks and the command line",
+        "Read on every rank by `Balancer.connect`, `Balancer.from_env` and `RankExporter.from_env`, and by `evenkeel`.\n"
+        "Arguments go before variables. `evenkeel doctor` names variables that are likely misspelt.",
+        _table(("variable", "what it says"), ((f"`EVENKEEL_{name}`", text) for name, text in KNOWN.items())),
+    ]  # fmt: skip
+    for title, program, kind in (
+        ("Balancer", "services.balancer", services.balancer.settings.Settings),
+        ("Planner", "services.planner", services.planner.settings.Settings),
+    ):
+        prefix = kind.model_config["env_prefix"]
+        parts += [
+            f"## {title}",
+            f"`python -m {program}` takes each as a flag (`port_file` is `--port-file`), as a variable\n"
+            f"(`{prefix}PORT_FILE`) or from the YAML or TOML file that `config` names; what comes first in this list wins.\n"
+            "A variable of the prefix that names no setting ends the start.",
+            _table(("setting", "default", "what it says"), _settings(kind)),
+        ]
+    parts += [
+        "## Compose", "Read by `make up` and `docker compose`.",
+        _table(
+            ("variable", "default", "what it says"),
+            ((f"`EVENKEEL_{name}`", f"`{defaults[name]}`", text) for name, text in sorted(COMPOSE.items())),
+        ),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def _settings(kind: type[ServiceSettings]) -> Iterable[tuple[str, str, str]]:
+    for name, field in kind.model_fields.items():
+        default = "" if field.default_factory is not None or field.default is None else f"`{field.default}`"
+        yield f"`{name}`", default, " ".join((field.description or "").split())
+
+
+def _compose_defaults() -> Iterable[tuple[str, str]]:
+    for path in (ROOT / "docker-compose.yml", *sorted((ROOT / "deploy").glob("*.yml"))):
+        for name, default in re.findall(r"\$\{EVENKEEL_(\w+):-([^}]*)\}", path.read_text(encoding="utf-8")):
+            yield name, default.removesuffix("/services").removesuffix("/grafana_password")
+
+
+def metrics_page() -> str:
+    """Every metric of the services and the ranks."""
+    ranks, log = RankMeasures(job="", rank=0).registry, CollectorRegistry()
+    PrometheusGauges(log)
+    parts = [
+        "# Metrics", MARK,
+        "Units are seconds, bytes and ratios. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`. The services\n"
+        "also export what the Python client of Prometheus tells of a process (`process_…`, `python_gc_…`).",
+        "## Ranks",
+        "From a `RankExporter` ([deployment](../deployment.md#metrics-of-the-ranks)). Prometheus calls the label `job` "
+        "`exported_job`.",
+        _table(("metric", "type", "labels", "what it says"), _metrics(ranks)),
+        "From a `PrometheusGauges` of `trainer_client.observing.measurement`:",
+        _table(("metric", "type", "labels", "what it says"), _metrics(log)),
+        "## Balancer",
+        _table(("metric", "type", "labels", "what it says"), _metrics(asyncio.run(_balancer()))),
+        "## Planner",
+        _table(
+            ("metric", "type", "labels", "what it says"), _metrics(services.planner.metrics.Metrics().registry)
+        ),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+async def _balancer() -> CollectorRegistry:
+    """What a balancer that has started exports."""
+    server = BalancerServer(services.balancer.settings.Settings(port=0, workers=1))
+    await server.start()
+    await server.stop()
+    return server.metrics.registry
+
+
+def _metrics(registry: CollectorRegistry) -> Iterable[tuple[str, str, str, str]]:
+    labels = {
+        name: ", ".join(f"`{label}`" for label in getattr(collector, "_labelnames", ()))
+        for name, collector in registry._names_to_collectors.items()  # nothing public tells the labels
+    }
+    for family in sorted(registry.collect(), key=lambda family: family.name):
+        if family.name.startswith("evenkeel_"):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            yield f"`{name}`", family.type, labels[family.name], family.documentation
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
