@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint format types bench protos wheel clean
+.PHONY: help setup demo test lint format types bench protos wheel docs clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -49,8 +49,17 @@ protos:  ## Generate the stubs of evenkeel/protocol
 wheel: $(READY)  ## Build the wheel into dist/
 	$(BIN)/python -m build --quiet --wheel
 
+DOCS := .venv-docs
+docs: $(DOCS)/.ready  ## Build the documentation into out/site
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
+$(DOCS)/.ready: requirements/docs.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install -qq --disable-pip-version-check -r requirements/docs.txt
+	touch $@
+
 clean:  ## Remove everything that make made
-	rm -rf $(VENV) .venv-protos .venv-audit build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) .venv-protos .venv-audit build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .PHONY: up down test-compose
 SECRETS := $(or $(EVENKEEL_SECRETS),deploy/secrets)

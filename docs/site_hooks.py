@@ -50,10 +50,14 @@ def on_post_build(config: Any) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         found = re.findall(r"<(?:script|img|iframe)\b[^>]*\bsrc=\"((?:https?:)?//[^\"]*)", text)
-        found += re.findall(r"<link\b[^>]*\brel=\"(?:stylesheet|preconnect|icon)\"[^>]*\bhref=\"((?:https?:)?//[^\"]*)", text)
+        found += re.findall(
+            r"<link\b[^>]*\brel=\"(?:stylesheet|preconnect|icon)\"[^>]*\bhref=\"((?:https?:)?//[^\"]*)", text
+        )
         complaints += [f"{page.relative_to(site)} loads {address}" for address in found]
     anchors = {
-        anchor for page in site.glob("reference/*.html") for anchor in re.findall(r"\bid=\"([\w.]+)\"", page.read_text())
+        anchor
+        for page in site.glob("reference/*.html")
+        for anchor in re.findall(r"\bid=\"([\w.]+)\"", page.read_text())
     }
     for package in PUBLIC:
         lacking = (name for name, paths in public_names(package) if anchors.isdisjoint(paths))

@@ -1,4 +1,7 @@
-"""Writes what the reference says of settings and metrics from the code: `python -m scripts.write_reference`; `--check` only compares."""
+"""Writes what the reference says of settings and metrics, from the code.
+
+python -m scripts.write_reference [--check]
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,58 @@ COMPOSE = {
     "SECRETS": "Folder of the password, the certificates and the tokens.",
     "VERSION": "Tag of the services' images.",
 }
-MARK = "<!-- Written by scripts/write_reference.py from the code. -->"
+SETTINGS = """# Settings
+
+<!-- Written by scripts/write_reference.py from the code. -->
+
+## Ranks and the command line
+
+Read on every rank by `Balancer.connect`, `Balancer.from_env` and `RankExporter.from_env`, and by `evenkeel`. Arguments
+go before variables. `evenkeel doctor` names variables that are likely misspelt.
+
+{ranks}
+
+{services}
+
+## Compose
+
+Read by `make up` and `docker compose`.
+
+{compose}
+"""
+SERVICE = """## {title}
+
+`python -m {program}` takes each as a flag (`port_file` is `--port-file`), as a variable
+(`{prefix}PORT_FILE`) or from the YAML or TOML file that `config` names; what comes first in this list
+wins. A variable of the prefix that names no setting ends the start.
+
+{settings}"""
+METRICS = """# Metrics
+
+<!-- Written by scripts/write_reference.py from the code. -->
+
+Units are seconds, bytes and ratios. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`. The services also
+export what the Python client of Prometheus tells of a process (`process_…`, `python_gc_…`).
+
+## Ranks
+
+From a `RankExporter` ([deployment](../deployment.md#metrics-of-the-ranks)). Prometheus calls the label `job`
+`exported_job`.
+
+{ranks}
+
+From a `PrometheusGauges` of `trainer_client.observing.measurement`:
+
+{log}
+
+## Balancer
+
+{balancer}
+
+## Planner
+
+{planner}
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -59,33 +113,20 @@ def settings_page() -> str:
     defaults = dict(_compose_defaults())
     if defaults.keys() != COMPOSE.keys():
         raise ValueError(f"say what these variables of compose are for: {sorted(defaults.keys() ^ COMPOSE.keys())}")
-    parts = [
-        "# Settings", MARK,
-        "## Ranks and the command line",
-        "Read on every rank by `Balancer.connect`, `Balancer.from_env` and `RankExporter.from_env`, and by `evenkeel`.\n"
-        "Arguments go before variables. `evenkeel doctor` names variables that are likely misspelt.",
-        _table(("variable", "what it says"), ((f"`EVENKEEL_{name}`", text) for name, text in KNOWN.items())),
-    ]  # fmt: skip
+    parts = []
     for title, program, kind in (
         ("Balancer", "services.balancer", services.balancer.settings.Settings),
         ("Planner", "services.planner", services.planner.settings.Settings),
     ):
+        table = _table(("setting", "default", "what it says"), _settings(kind))
         prefix = kind.model_config["env_prefix"]
-        parts += [
-            f"## {title}",
-            f"`python -m {program}` takes each as a flag (`port_file` is `--port-file`), as a variable\n"
-            f"(`{prefix}PORT_FILE`) or from the YAML or TOML file that `config` names; what comes first in this list wins.\n"
-            "A variable of the prefix that names no setting ends the start.",
-            _table(("setting", "default", "what it says"), _settings(kind)),
-        ]
-    parts += [
-        "## Compose", "Read by `make up` and `docker compose`.",
-        _table(
-            ("variable", "default", "what it says"),
-            ((f"`EVENKEEL_{name}`", f"`{defaults[name]}`", text) for name, text in sorted(COMPOSE.items())),
-        ),
-    ]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
+        parts.append(SERVICE.format(title=title, program=program, prefix=prefix, settings=table))
+    compose = ((f"`EVENKEEL_{name}`", f"`{defaults[name]}`", text) for name, text in sorted(COMPOSE.items()))
+    return SETTINGS.format(
+        ranks=_table(("variable", "what it says"), ((f"`EVENKEEL_{name}`", text) for name, text in KNOWN.items())),
+        services="\n\n".join(parts),
+        compose=_table(("variable", "default", "what it says"), compose),
+    )
 
 
 def _settings(kind: type[ServiceSettings]) -> Iterable[tuple[str, str, str]]:
@@ -102,26 +143,14 @@ def _compose_defaults() -> Iterable[tuple[str, str]]:
 
 def metrics_page() -> str:
     """Every metric of the services and the ranks."""
-    ranks, log = RankMeasures(job="", rank=0).registry, CollectorRegistry()
+    log = CollectorRegistry()
     PrometheusGauges(log)
-    parts = [
-        "# Metrics", MARK,
-        "Units are seconds, bytes and ratios. A histogram `x` has the series `x_bucket`, `x_sum` and `x_count`. The services\n"
-        "also export what the Python client of Prometheus tells of a process (`process_…`, `python_gc_…`).",
-        "## Ranks",
-        "From a `RankExporter` ([deployment](../deployment.md#metrics-of-the-ranks)). Prometheus calls the label `job` "
-        "`exported_job`.",
-        _table(("metric", "type", "labels", "what it says"), _metrics(ranks)),
-        "From a `PrometheusGauges` of `trainer_client.observing.measurement`:",
-        _table(("metric", "type", "labels", "what it says"), _metrics(log)),
-        "## Balancer",
-        _table(("metric", "type", "labels", "what it says"), _metrics(asyncio.run(_balancer()))),
-        "## Planner",
-        _table(
-            ("metric", "type", "labels", "what it says"), _metrics(services.planner.metrics.Metrics().registry)
-        ),
-    ]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
+    return METRICS.format(
+        ranks=_metrics(RankMeasures(job="", rank=0).registry),
+        log=_metrics(log),
+        balancer=_metrics(asyncio.run(_balancer())),
+        planner=_metrics(services.planner.metrics.Metrics().registry),
+    )
 
 
 async def _balancer() -> CollectorRegistry:
@@ -132,15 +161,18 @@ async def _balancer() -> CollectorRegistry:
     return server.metrics.registry
 
 
-def _metrics(registry: CollectorRegistry) -> Iterable[tuple[str, str, str, str]]:
+def _metrics(registry: CollectorRegistry) -> str:
     labels = {
         name: ", ".join(f"`{label}`" for label in getattr(collector, "_labelnames", ()))
         for name, collector in registry._names_to_collectors.items()  # nothing public tells the labels
     }
-    for family in sorted(registry.collect(), key=lambda family: family.name):
-        if family.name.startswith("evenkeel_"):
-            name = f"{family.name}_total" if family.type == "counter" else family.name
-            yield f"`{name}`", family.type, labels[family.name], family.documentation
+    families = sorted(registry.collect(), key=lambda family: family.name)
+    rows = (
+        (f"`{each.name}{'_total' if each.type == 'counter' else ''}`", each.type, labels[each.name], each.documentation)
+        for each in families
+        if each.name.startswith("evenkeel_")
+    )
+    return _table(("metric", "type", "labels", "what it says"), rows)
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

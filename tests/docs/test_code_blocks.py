@@ -6,6 +6,7 @@ import os
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,6 +92,70 @@ def _run_on_a_mesh(rank: int, address: str) -> list[int]:
     exec(compile(block.replace("balancer:50051", address), "docs/meshes.md", "exec"), names)
     names["balancer"].close()
     return trained
+
+
+def _run_on_tables(_: int, folder: str) -> tuple[int, bool]:
+    from torchrec import KeyedJaggedTensor
+
+    device = torch.device("cpu")
+
+    def keys(*features: str) -> KeyedJaggedTensor:
+        count = len(features)
+        lengths = torch.ones(4 * count, dtype=torch.int64)
+        return KeyedJaggedTensor(keys=list(features), values=torch.arange(4).repeat(count), lengths=lengths)
+
+    class Ranker(nn.Module):
+        def __init__(self, collection: nn.Module) -> None:
+            super().__init__()
+            self.collection, self.score = collection, nn.Linear(64, 1)
+
+        def forward(self, batch: Any) -> Any:
+            return self.score(self.collection(batch)["item"])
+
+    names: dict[str, Any] = {
+        "kjt": keys("a", "b"), "block_sizes": torch.tensor([100, 100]), "num_ranks": 2, "device": device,
+        "torch": torch,
+        "DistributedDataParallel": lambda module, device_ids: nn.parallel.DistributedDataParallel(module),
+        "Ranker": Ranker, "batch": keys("item"), "loader": SimpleNamespace(loss_scale=0.25),
+    }  # fmt: skip
+    blocks = _blocks("docs/routing.md", "python")
+    for number, block in enumerate(blocks):
+        code = block.replace("/shared/", f"{folder}/").replace("10_000_000", "1_000")
+        exec(compile(code, f"docs/routing.md, block {number}", "exec"), names)
+        names["kjt"] = keys("item")
+    return len(blocks), (Path(folder) / "step-9000").is_dir()
+
+
+def _run_exporter(rank: int, folder: str) -> list[str]:
+    from torchrec import JaggedTensor
+
+    from trainer_client import BalancedLoader, Balancer, TokenCost
+
+    data = [{"history": JaggedTensor(values=torch.ones(6), lengths=torch.tensor([1, 2, 3]))} for _ in range(2)]
+    loader = BalancedLoader(data, Balancer.embedded(), cost=TokenCost(tokens="history"))
+    (block,) = _blocks("docs/deployment.md", "python")
+    code = block.replace("0.0.0.0", "127.0.0.1").replace("/shared/evenkeel-targets", folder)
+    code = code.replace("        ...", "        targets.extend(path.name for path in Path(folder).iterdir())")
+    targets: list[str] = []
+    names = {"rank": rank, "loader": loader, "targets": targets, "folder": folder, "Path": Path}
+    exec(compile(code, "docs/deployment.md", "exec"), names)
+    return targets
+
+
+def test_the_tables_are_trained_and_saved(tmp_path: Path) -> None:
+    assert run_ranks(1, _run_on_tables, str(tmp_path)) == [(4, True)]
+
+
+def test_the_exporter_tells_its_address(tmp_path: Path) -> None:
+    ((first, second),) = run_ranks(1, _run_exporter, str(tmp_path))
+    assert first == second
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_page_with_python_is_run() -> None:
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} | {"README.md"}
+    run = {*TEXTS, "docs/meshes.md", "docs/routing.md", "docs/deployment.md", "docs/tutorial.md"}
+    assert {page for page in pages if _blocks(page, "python")} == run
 
 
 def test_the_mesh_gives_peers_the_same_samples() -> None:

@@ -1,9 +1,36 @@
-"""The reference of settings and metrics is what the code says, and names every one of them."""
+"""What is written from code is as the code would have it, and lacks nothing that others name."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from scripts.write_reference import FOLDER, differing, texts
-from services.balancer.settings import Settings
-from tests.deploy.test_files import exported_names
+import pytest
+
+from tests import zygote
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("writer", ["scripts.write_reference", "scripts.draw_pictures"])
+def test_files_are_what_their_writer_writes(writer: str) -> None:
+    done = zygote.run(writer, "--check", timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_metrics_that_alerts_and_dashboards_read_are_on_the_page() -> None:
+    page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"^\| `(\w+)`", page, re.M))
+    files = [*(ROOT / "deploy/grafana/dashboards").glob("*.json"), *(ROOT / "deploy/prometheus/rules").glob("*.yml")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    read = set(re.findall(r"(?<![\w:])evenkeel_(?:balancer|planner|trainer)_\w+(?![\w:])", text))
+    assert len(read) > 20
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in read} - known == set()
+
+
+def test_settings_of_the_documentation_are_on_the_page() -> None:
+    page = (ROOT / "docs/reference/settings.md").read_text(encoding="utf-8")
+    for text in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]:
+        for service, name in re.findall(r"EVENKEEL_(BALANCER|PLANNER)_([A-Z][A-Z_]*[A-Z])", text.read_text("utf-8")):
+            section = page.split(f"## {service.capitalize()}\n")[1].split("\n## ")[0]
+            assert f"| `{name.lower()}` |" in section, (text.name, service, name)

@@ -92,7 +92,9 @@ class RankMeasures:
         self._load = self._gauge(
             "load", "Predicted work of this rank's part of the last batch, in units of the cost.", "loader", "when"
         )
-        self._mean_load = self._gauge("mean_load", "Predicted work of a rank's part of the last batch, mean over all ranks.", "loader")
+        self._mean_load = self._gauge(
+            "mean_load", "Predicted work of a rank's part of the last batch, mean over all ranks.", "loader"
+        )
         self._samples = self._counter("samples_total", "Samples that this rank trained.", "loader")
         self._excess = self._histogram(
             "imbalance_excess_ratio",

@@ -1,0 +1,1 @@
+"""The programs of docs/tutorial.md: two plain loops, and the same balanced."""

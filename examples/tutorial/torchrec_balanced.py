@@ -1,0 +1,50 @@
+"""The loop of `torchrec_plain`, balanced."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from examples.tutorial.tables import WIDTH, Batches, make_tables, shard
+from examples.tutorial.telling import tell
+from trainer_client import BalancedLoader, Balancer, TokenCost
+from trainer_client.balancing.pipelines import balanced_batches
+
+
+class Model(nn.Module):
+    """Sharded tables, a dense layer, the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = make_tables()
+        self.score = nn.Linear(WIDTH, 1)
+
+    def forward(self, balanced: Any) -> Any:
+        """The loss, and what `tell` wants."""
+        batch = balanced.batch
+        logits = self.score(self.tables(batch.features)["history"]).squeeze(-1)
+        loss = binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum") * balanced.loss_scale
+        return loss, (batch.features["history"].lengths(), loss.detach())
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model, optimizer = shard(Model())
+pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
+balancer = Balancer.from_env()
+loader = BalancedLoader(Batches(), balancer, cost=TokenCost(tokens="features.history"))
+batches = balanced_batches(loader)
+step = 0
+while True:
+    try:
+        tokens, loss = pipeline.progress(batches)
+    except StopIteration:
+        break
+    tell(step, tokens, loss)
+    step += 1
+
+balancer.close()
+dist.destroy_process_group()
