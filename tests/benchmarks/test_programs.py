@@ -17,7 +17,7 @@ from benchmarks.programs.language import BalancerPlan, Close, LoaderPlan, Loop, 
 from benchmarks.programs.shrink import shrink
 
 MEANS = Means(ranks=(2, 4))
-SHORT = 24  # programs
+SHORT = 16  # programs
 
 TRAINING = Program(
     seed=0,

@@ -251,14 +251,14 @@ async def test_a_round_that_cannot_end_in_time_is_refused_or_gets_the_cheapest_s
 
 
 async def test_a_round_that_waited_too_long_is_said_to_have_waited(start: Start) -> None:
-    pool = await start(budget=20.0)
+    pool = await start(budget=6.0)
     size, session = pool.task()[0].size, SessionKey("job", "", "")
     for is_cheap in (False, True):
-        pool.pool._estimator.learn(session, size, 5.0, is_cheap=is_cheap)
+        pool.pool._estimator.learn(session, size, 1.5, is_cheap=is_cheap)
     first, _ = pool.task("hang", seconds=60)
     assert pool.pool.submit(first) is None
-    second = pool.submit(seconds=6.0)
-    await asyncio.sleep(1.0)
+    second = pool.submit(seconds=2.0)
+    await asyncio.sleep(0.7)
     pool.pool.cancel(first)
     late = await second
     assert reason(late) is Reason.QUEUED
