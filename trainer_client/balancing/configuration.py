@@ -104,7 +104,7 @@ def _options(section: Any) -> BalanceOptions:
 
 
 def _number(key: str, value: Any) -> Any:
-    """YAML reads 1e-3 as text."""
+    """A duration or tolerance as a number: YAML takes 1e-3, which has no dot, for text."""
     if key in (*_DURATIONS, "tolerance") and isinstance(value, str):
         try:
             return float(value)

@@ -27,7 +27,8 @@ def _entry(line: bytes) -> Entry | None:
 class Journal:
     """A file of entries, locked while it is open. A line that was cut off, and all behind it, do not count.
 
-    Nothing is forced to the disk: entries carry the checksums of what they speak of, and who resumes compares.
+    Nothing is forced to the disk: entries carry checksums of the files they speak of, which a run
+    that resumes compares with the files.
 
     Args:
         path: The file; its directory holds the work that the entries speak of.

@@ -1,7 +1,7 @@
 """A collection of row-wise sharded tables: bucketize, All2All, lookup at the owner, All2All back, unbucketize."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Self
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_client.embedding.routing import block_bucketize, warm_up
 from trainer_client.embedding.routing.ownership import as_int64
-from trainer_client.embedding.tables.config import KeyBatch, RoutedTable
+from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, TableFactory
 from trainer_client.embedding.tables.exchange import (
     Status,
     all_to_all,
@@ -25,8 +25,6 @@ from trainer_client.embedding.tables.exchange import (
 )
 from trainer_client.embedding.tables.part import RankLocal, module_name, rows_of_other_ranks
 from trainer_client.embedding.tables.tables import BlockTable, KeyTable
-
-TableFactory = Callable[[RoutedTable, int, int, torch.device], nn.Module]
 
 
 def default_table(table: RoutedTable, rank: int, num_ranks: int, device: torch.device) -> nn.Module:

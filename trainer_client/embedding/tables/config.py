@@ -1,11 +1,11 @@
 """What a user declares: the tables, and the keys of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer_client.embedding.routing import Routing, RoutingLike, as_routing, block_size
 
@@ -120,3 +120,7 @@ class KeyBatch:
             batch_sizes=[self.batch_sizes[i] for i in picked],
             weights=cut(self.weights, spans) if self.weights is not None else None,
         )
+
+
+TableFactory = Callable[[RoutedTable, int, int, torch.device], nn.Module]
+"""Builds a rank's part of a table: from the table, the rank, the number of ranks and the device."""

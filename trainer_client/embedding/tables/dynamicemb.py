@@ -1,11 +1,12 @@
 """DynamicEmb's tables behind a `RoutedEmbeddingCollection`: `make_table=dynamicemb_tables(optimizer="adam")`.
 
-Written against DynamicEmb's `BatchedDynamicEmbeddingTablesV2` and its `dump` and `load`; only `table_options`
-is tested, since the rest needs a GPU and DynamicEmb. **It has not been run yet.** DynamicEmb updates its rows in the
+Written against the interface of DynamicEmb's `BatchedDynamicEmbeddingTablesV2` and its `dump` and `load`. **Not yet
+run with DynamicEmb itself**, which needs a GPU: only `table_options` is tested. DynamicEmb updates its rows in the
 backward pass with an optimizer of its own, so these tables have no parameters for yours.
 """
 
 import importlib
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer_client.embedding.tables.config import RoutedTable
+from trainer_client.embedding.tables.config import RoutedTable, TableFactory
 
 BUCKET = 128
 """Rows of a bucket of DynamicEmb's index, to a multiple of which capacities are rounded."""
@@ -148,7 +149,7 @@ class DynamicEmbTable(nn.Module):
         self.tables.load(str(path), optim=True, counter=False, pg=group)
 
 
-class dynamicemb_tables:  # noqa: N801  (used as a function)
+def dynamicemb_tables(*, optimizer: str = "adam", hbm_bytes: int | None = None, **arguments: Any) -> TableFactory:
     """A `make_table` for `RoutedEmbeddingCollection`.
 
     Args:
@@ -156,19 +157,24 @@ class dynamicemb_tables:  # noqa: N801  (used as a function)
         hbm_bytes: Bytes of values and optimizer state to keep in HBM on each rank, a table; all of them by default.
         arguments: More arguments of `BatchedDynamicEmbeddingTablesV2`, such as `learning_rate`.
 
-    Raises:
-        ImportError: If a table is made and DynamicEmb is not installed.
+    Returns:
+        What builds a rank's part of a table. It raises ImportError if DynamicEmb is not installed.
     """
+    return partial(_make_table, optimizer=optimizer, hbm_bytes=hbm_bytes, arguments=arguments)
 
-    def __init__(self, *, optimizer: str = "adam", hbm_bytes: int | None = None, **arguments: Any) -> None:
-        self._optimizer, self._hbm_bytes, self._arguments = optimizer, hbm_bytes, arguments
 
-    def __call__(self, table: RoutedTable, rank: int, num_ranks: int, device: torch.device) -> nn.Module:
-        """Builds a rank's part of a table."""
-        del rank
-        options = table_options(table, num_ranks=num_ranks, optimizer=self._optimizer, hbm_bytes=self._hbm_bytes)
-        if find_spec("dynamicemb") is None:
-            raise ImportError(f"table {table.name}: DynamicEmb is not installed; install it, or leave make_table out")
-        return DynamicEmbTable(
-            table, options, optimizer=self._optimizer, device=device, arguments=self._arguments
-        )  # fmt: skip
+def _make_table(
+    table: RoutedTable,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    *,
+    optimizer: str,
+    hbm_bytes: int | None,
+    arguments: dict[str, Any],
+) -> nn.Module:
+    del rank
+    options = table_options(table, num_ranks=num_ranks, optimizer=optimizer, hbm_bytes=hbm_bytes)
+    if find_spec("dynamicemb") is None:
+        raise ImportError(f"table {table.name}: DynamicEmb is not installed; install it, or leave make_table out")
+    return DynamicEmbTable(table, options, optimizer=optimizer, device=device, arguments=arguments)
