@@ -41,9 +41,10 @@ from rich.table import Table
 from benchmarks.gpus import own_gpu
 from benchmarks.redistribution_check import bytes_of, check
 from benchmarks.redistribution_peers import FieldByField, PackedBytes
+from benchmarks.references import all_gather
 from evenkeel.partitioning import Slice, partition, slice_plan
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.balancing.redistribution import redistribute, start, warm_up
+from trainer_client.balancing.redistribution import start, warm_up
 
 WAIT_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to queue one redistribution
 
@@ -178,7 +179,7 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
         "ours_ms": ours_ms,
         "all_to_all_ms": raw_ms,
         "ratio": ours_ms / raw_ms,
-        "select_ms": clock.total(lambda: redistribute(own, piece, group=group, method="all_gather")),
+        "select_ms": clock.total(lambda: all_gather.redistribute(own, piece, group=group)),
         "per_field_ms": fields_ms,
         "host_ms": host_ms,
         "all_to_all_host_ms": raw_host_ms,

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
@@ -62,3 +63,10 @@ def _apart(world: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = bound
+
+
+def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gathers every rank's tensor, one after the other in the first dimension of `output`."""
+    # renamed in torch 2.13
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(output, own, group=group)

@@ -89,7 +89,6 @@ class _Draw:
             depth=self.weigh({1: 20, 2: 55, 3: 15, 5: 10}),
             counts="free" if self.chance(0.3) else "equal",
             fallback="identity" if self.chance(0.15) else "embedded",
-            method="all_gather" if self.chance(0.15) else "all_to_all",
             strategy=self.weigh({"minimal_move": 80, "karmarkar_karp": 10, "lpt": 10}),
             speeds=self.chance(0.15),
             caps=self.weigh({"none": 88, "wide": 8, "narrow": 4}),

@@ -20,7 +20,7 @@ class BalancerPlan:
 
     Attributes:
         kind: `faulty` is a service behind a relay that loses, holds, forges and cuts; at `gone` there is none.
-        window, depth, counts, fallback, method, strategy: Its options.
+        window, depth, counts, fallback, strategy: Its options.
         speeds: Whether the ranks' speeds differ.
         caps: Memory caps: none, some that can be met, or some that cannot.
         min_samples: That each rank trains at least.
@@ -31,7 +31,6 @@ class BalancerPlan:
     depth: int = 2
     counts: Literal["equal", "free"] = "equal"
     fallback: Literal["embedded", "identity"] = "embedded"
-    method: Literal["all_to_all", "all_gather"] = "all_to_all"
     strategy: Literal["minimal_move", "karmarkar_karp", "lpt"] = "minimal_move"
     speeds: bool = False
     caps: Literal["none", "wide", "narrow"] = "none"

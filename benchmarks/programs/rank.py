@@ -153,7 +153,7 @@ class Runner:
     def _make(self, number: int) -> Balancer:
         plan, ranks = self.program.balancers[number], self.program.data_ranks
         options = BalanceOptions(
-            window=plan.window, depth=plan.depth, counts=plan.counts, fallback=plan.fallback, method=plan.method,
+            window=plan.window, depth=plan.depth, counts=plan.counts, fallback=plan.fallback,
             strategy=plan.strategy, min_samples=plan.min_samples,
             speeds=[1.0, 0.3, 2.5, 1.0][:ranks] if plan.speeds else None,
             memory_caps={"none": None, "wide": [1e6] * ranks, "narrow": [1.0] * ranks}[plan.caps],

@@ -20,9 +20,9 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.communicators import Communicators, leave, take
 from trainer_client.balancing.membership import Membership, Ranks, read_membership
 from trainer_client.balancing.peers import PeerGroup
-from trainer_client.balancing.redistribution import Method, Pending, start
-from trainer_client.balancing.redistribution.select import all_gather
+from trainer_client.balancing.redistribution import Pending, start
 from trainer_client.balancing.votes import Vote
+from trainer_client.process_groups import all_gather
 
 T = TypeVar("T")
 
@@ -98,11 +98,9 @@ class Groups:
             peers=pair.peers,
         )
 
-    def start(
-        self, flat: FlatBatch, piece: Slice, *, moved: bool, device: torch.device | str | None, method: Method
-    ) -> Pending:
+    def start(self, flat: FlatBatch, piece: Slice, *, moved: bool, device: torch.device | str | None) -> Pending:
         """Starts to move a batch's samples as its slice of the plan says; collective if samples are `moved` at all."""
-        return start(flat, piece, group=self.data if moved else None, device=device, method=method)
+        return start(flat, piece, group=self.data if moved else None, device=device)
 
     def leave(self, rounds: int, moves: int) -> None:
         """Keeps the communicators for the next stream of these ranks. Nothing of theirs may be in flight on this rank.

@@ -11,7 +11,7 @@ import torch
 
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.groups import Groups
-from trainer_client.balancing.redistribution import Method, Pending
+from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.redistribution.regroup import pick
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.tickets import Outcome, Ticket
@@ -21,18 +21,16 @@ from trainer_client.balancing.tracing import RoundTrace
 class Mover:
     """Starts the moves of a stream; collective wherever samples move."""
 
-    def __init__(self, groups: Groups, method: Method, counters: Counters, *, to_gpu: bool = False) -> None:
+    def __init__(self, groups: Groups, counters: Counters, *, to_gpu: bool = False) -> None:
         """Has started none yet.
 
         Args:
             groups: The ranks.
-            method: How samples move.
             counters: What is counted.
             to_gpu: Batches go to this rank's GPU where no device is named; the same on all ranks.
         """
         self._groups = groups
         self._to_gpu = to_gpu
-        self._method = method
         self._counters = counters
         self._started = 0
         self._ended = 0
@@ -62,7 +60,7 @@ class Mover:
         began = time.perf_counter()
         self._started += moved
         samples, piece = samples_of(outcome, flats, batch), outcome.piece.slices[batch]
-        pending = self._groups.start(samples, piece, moved=moved, device=device, method=self._method)
+        pending = self._groups.start(samples, piece, moved=moved, device=device)
         self._counters.redistribution_seconds += time.perf_counter() - began
         pending.then(partial(self._land, moved, ticket.trace))
         return pending

@@ -13,7 +13,6 @@ from trainer_client.checks import is_number, is_whole
 
 Counts = Literal["equal", "free"]
 Fallback = Literal["embedded", "identity"]
-Method = Literal["all_to_all", "all_gather"]
 MAX_WINDOW = 64  # batches; the balancer's own limit
 NodeLeader = Literal["auto"] | bool
 
@@ -34,7 +33,6 @@ class BalanceOptions:
             costs this once, hidden behind the batches in flight.
         fallback: What a round does that the service did not decide: `embedded` gathers the costs over the job's own
             process group and partitions on every rank alike; `identity` leaves every sample at home.
-        method: How samples move: one `all_to_all` of the lengths and one of the values, or `all_gather` and select.
         depth: Rounds in flight, from the submission of the costs to the training step: batches, or windows.
         window: Batches that are balanced together. With more than 1, samples may be trained in another batch of their
             window than the one they were loaded in, so that those too heavy for their batch meet (docs/windows.md).
@@ -58,7 +56,6 @@ class BalanceOptions:
     tolerance: float = 1e-3
     timeout: timedelta = timedelta(seconds=2)
     fallback: Fallback = "embedded"
-    method: Method = "all_to_all"
     depth: int = 2
     window: int = 1
     speeds: Sequence[float] | None = None
@@ -68,7 +65,7 @@ class BalanceOptions:
     group_timeout: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
-        for field, choices in (("counts", Counts), ("fallback", Fallback), ("method", Method)):
+        for field, choices in (("counts", Counts), ("fallback", Fallback)):
             value = getattr(self, field)
             if value not in get_args(choices):
                 raise ValueError(f"{field} is {value!r}; use one of {', '.join(get_args(choices))}")

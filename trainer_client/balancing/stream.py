@@ -350,7 +350,7 @@ class BatchStream:
             counters=self.counters,
             kernels=opened.kernels,
         )
-        self._mover = Mover(self._groups, opened.options.method, self.counters, to_gpu=opened.to_gpu)
+        self._mover = Mover(self._groups, self.counters, to_gpu=opened.to_gpu)
         self._enter(current)
 
     def _enqueue(

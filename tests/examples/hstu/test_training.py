@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.references.all_gather import by_gathering
 from examples.datasets import Keys, SyntheticSequences, ZipfLengths
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Trainer
@@ -30,12 +32,13 @@ def _train(rank: int) -> dict[str, Any]:
     found = {}
     settings = {
         "off": Balancer.off(),
-        "all_gather": Balancer.embedded(options=BalanceOptions(strategy="karmarkar_karp", method="all_gather")),
+        "all_gather": Balancer.embedded(options=BalanceOptions(strategy="karmarkar_karp")),
         "embedded": Balancer.embedded(options=BalanceOptions(counts="free")),
     }
     for name, balancer in settings.items():
         trainer.reset()
-        run = trainer.run(batches, balancer)
+        with by_gathering() if name == "all_gather" else nullcontext():
+            run = trainer.run(batches, balancer)
         found[name] = {
             "losses": run.losses.tolist(),
             "steps": len(run.times),

@@ -125,13 +125,12 @@ def loaded(rank: int, loop: str, step: int) -> list[int]:
     return source(rank, int(loop.split(maxsplit=1)[0]))[step]["id"].tolist() if step < steps else []
 
 
-@pytest.mark.parametrize("how", ["embedded", "service", "off", "window", "depth", "all_gather"])
+@pytest.mark.parametrize("how", ["embedded", "service", "off", "window", "depth"])
 def test_ranks_that_leave_at_different_steps_lose_and_mix_nothing(how: str, service: BalancerProcess) -> None:
     address = {"service": service.address, "off": "off"}.get(how)
     options: dict[str, Any] = {
         "window": {"window": 3},
         "depth": {"depth": 5},
-        "all_gather": {"method": "all_gather"},
     }.get(how, {})
     results = run_ranks(3, leave_in_many_ways, address, options)
     ledgers = [ledger for ledger, _ in results]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.references.all_gather import by_gathering
 from tests.balancer_process import BalancerProcess, running_balancer
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
 from tests.trainer_client.ranks import run_ranks
@@ -100,9 +101,13 @@ def test_one_rank_alone_needs_no_process_group() -> None:
     check_complete(job, [run_job(0, job)])
 
 
-@pytest.mark.parametrize("method", ["all_to_all", "all_gather"])
-def test_both_methods_deliver_the_same(method: Any) -> None:
-    results = run(Job(steps=(3, 3), options=BalanceOptions(method=method)))
+def _gathered(rank: int, job: Job) -> list[dict[str, Any]]:
+    with by_gathering():
+        return run_job(rank, job)
+
+
+def test_gathering_delivers_the_same() -> None:
+    results = run_ranks(2, _gathered, Job(steps=(3, 3)))
     reference = run(Job(steps=(3, 3)))
     assert [record["ids"] for record in results[1]] == [record["ids"] for record in reference[1]]
 

@@ -14,7 +14,6 @@ from trainer_client.balancing.options import BalanceOptions
     [
         ("counts", "even"),
         ("fallback", "none"),
-        ("method", "scatter"),
         ("strategy", ""),
         ("tolerance", -0.1),
         ("tolerance", float("nan")),

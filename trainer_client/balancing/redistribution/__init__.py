@@ -2,11 +2,10 @@
 
 from trainer_client.balancing.redistribution.copying import KERNELS, load_on_device, warm_up
 from trainer_client.balancing.redistribution.pending import Pending
-from trainer_client.balancing.redistribution.start import Method, redistribute, start
+from trainer_client.balancing.redistribution.start import redistribute, start
 
 __all__ = [
     "KERNELS",
-    "Method",
     "Pending",
     "load_on_device",
     "redistribute",

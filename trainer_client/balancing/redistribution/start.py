@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 import torch
@@ -13,9 +12,6 @@ from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.redistribution.exchange import exchange, prepare
 from trainer_client.balancing.redistribution.pending import Pending
-from trainer_client.balancing.redistribution.select import gather_and_select
-
-Method = Literal["all_to_all", "all_gather"]
 
 
 def redistribute(
@@ -24,11 +20,10 @@ def redistribute(
     *,
     group: dist.ProcessGroup | None,
     device: torch.device | str | None = None,
-    method: Method = "all_to_all",
     stream: torch.cuda.Stream | None = None,
 ) -> FlatBatch:
     """Moves every sample to its destination and gives the batch that this rank trains; see `start`."""
-    return start(flat, piece, group=group, device=device, method=method, stream=stream).wait()
+    return start(flat, piece, group=group, device=device, stream=stream).wait()
 
 
 def start(
@@ -37,21 +32,19 @@ def start(
     *,
     group: dist.ProcessGroup | None,
     device: torch.device | str | None = None,
-    method: Method = "all_to_all",
     stream: torch.cuda.Stream | None = None,
 ) -> Pending:
     """Begins to move samples. Collective: all ranks of `group` call it for the same plan, in the same order.
 
     The result holds exactly the bytes of the samples that the plan assigns to this rank,
     sorted by (home, index at home).
-    On CUDA with "all_to_all" the host never waits for the device; with "all_gather" it does.
+    On CUDA the host never waits for the device.
 
     Args:
         flat: The rank's batch, with the lengths on the host.
         piece: The rank's slice of the plan.
         group: The ranks of the plan; None if nothing moves, which needs no collective.
         device: Where the result shall be; default: where `flat` is. Gloo moves host tensors, NCCL CUDA tensors.
-        method: "all_to_all", or "all_gather", which gathers everything everywhere and selects.
         stream: CUDA stream for all of it; default: one that this library keeps per device.
 
     Returns:
@@ -65,13 +58,12 @@ def start(
     world_size = 1 if group is None else dist.get_world_size(group)
     _check(flat, piece, group, world_size)
     piece = _writable(piece)
-    exchanges = method == "all_to_all" and world_size > 1
+    exchanges = world_size > 1
     if where is None or where.type != "cuda":
         flat = (flat if where is None else flat.to(where)).plain()
         if exchanges and where is not None:
             return Pending(exchange(flat, piece, group, prepare(flat, piece, world_size, where), where))
-        result = _stay_or_select(flat, piece, group, world_size)
-        return Pending(lambda: result)
+        return Pending(lambda: flat)
     if where == torch.device("cuda"):
         where = torch.device("cuda", torch.cuda.current_device())
     side = stream if stream is not None else _side_stream(where)
@@ -87,7 +79,7 @@ def start(
             result = exchange(moved, piece, group, landing, where, side, after=current)()
         else:
             side.wait_stream(current)
-            result = _stay_or_select(moved, piece, group, world_size)
+            result = moved
         _ = result.lengths_tensor  # built here, so that its copy to the device is before the event
         read = result if result.needs_host else None
         if read is not None:
@@ -100,10 +92,6 @@ def start(
         for tensor in flat.tensors:
             tensor.record_stream(side)
     return Pending(lambda: result, event, read=read)
-
-
-def _stay_or_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int) -> FlatBatch:
-    return flat if world_size == 1 else gather_and_select(flat, piece, group, world_size)
 
 
 def _check(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int) -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.references import all_gather
 from evenkeel.partitioning.slices import Slice
 from tests import zygote
 from trainer_client.balancing.batches import FlatBatch
@@ -61,9 +62,10 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
     dist.destroy_process_group()
 
 
-def move(flat: FlatBatch, piece: Slice, world_size: int, method: Any) -> FlatBatch:
+def move(flat: FlatBatch, piece: Slice, world_size: int, by_gathering: bool) -> FlatBatch:
     """In a rank: one redistribution."""
-    return redistribute(flat, piece, group=group_of(world_size), method=method)
+    moved = all_gather.redistribute if by_gathering else redistribute
+    return moved(flat, piece, group=group_of(world_size))
 
 
 def move_in_pieces(flat: FlatBatch, piece: Slice, world_size: int, most: int) -> FlatBatch:
@@ -92,7 +94,6 @@ def compiled_by(flat: FlatBatch, piece: Slice, world_size: int) -> dict[str, tup
     for name in Slice.__slots__[1:]:
         getattr(piece, name).flags.writeable = False
     redistribute(flat, piece, group=group_of(world_size))
-    redistribute(flat, piece, group=group_of(world_size), method="all_gather")
     return {each.__name__: (count, len(each.signatures)) for each, count in zip(kernels, before, strict=True)}
 
 

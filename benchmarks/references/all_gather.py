@@ -1,10 +1,15 @@
 """Redistribution by gathering all batches on all ranks and keeping what is wanted.
 
-It takes world-size times the memory and waits for the device, since the sizes of all batches are exchanged first. It
-needs nothing but all-gathers, so it serves where All2All is slow or missing, and as a second opinion in tests.
+It takes world-size times the memory and waits for the device, since the sizes of all batches are exchanged first. It is
+a stand-in of ours for libraries that move batches so, and a second opinion in tests.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,10 +17,57 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.slices import Slice
+from trainer_client.balancing import redistribution
 from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.redistribution.copies import describe_samples
 from trainer_client.balancing.redistribution.copying import copy_described, piece_bytes
 from trainer_client.balancing.redistribution.fields import FieldTable, lay_out
+from trainer_client.process_groups import all_gather
+
+
+def start(
+    flat: FlatBatch, piece: Slice, *, group: dist.ProcessGroup | None, device: torch.device | str | None = None
+) -> Pending:
+    """What `redistribution.start` does, by gathering; on CUDA on a stream of its own."""
+    if group is None:
+        return redistribution.start(flat, piece, group=None, device=device)
+    where = torch.device(device) if device is not None else flat.device
+    assert where is not None
+    world_size = dist.get_world_size(group)
+    if where.type != "cuda":
+        result = gather_and_select(flat.to(where).plain(), piece, group, world_size)
+        return Pending(lambda: result)
+    side, flat = _stream(), flat.plain()
+    on_device = flat.device is not None and flat.device.type == "cuda"
+    with torch.cuda.stream(side):
+        moved = flat if on_device else flat.pin_memory().to(where, non_blocking=True)
+        side.wait_stream(torch.cuda.current_stream(where))
+        side.wait_stream(torch.cuda.default_stream(where))
+        result = gather_and_select(moved, piece, group, world_size)
+        _ = result.lengths_tensor
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(side)
+    for tensor in flat.tensors if on_device else ():
+        tensor.record_stream(side)
+    return Pending(lambda: result, event)
+
+
+def redistribute(flat: FlatBatch, piece: Slice, *, group: dist.ProcessGroup | None) -> FlatBatch:
+    """What `redistribution.redistribute` does, by gathering."""
+    return start(flat, piece, group=group).wait()
+
+
+@contextmanager
+def by_gathering() -> Iterator[None]:
+    """Rounds of balancers that are used in the block gather where they would exchange."""
+    with mock.patch("trainer_client.balancing.groups.start", start):
+        yield
+
+
+@cache
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
 
 def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world_size: int) -> FlatBatch:
@@ -84,13 +136,6 @@ def _gather(
     all_gather(result, own.to(device), group)
     table: NDArray[np.int64] = result.cpu().numpy().reshape(world_size, *own.shape)
     return table
-
-
-def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Gathers every rank's tensor, one after the other in the first dimension of `output`."""
-    # renamed in torch 2.13
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    function(output, own, group=group)
 
 
 def _check(piece: Slice, chosen: list[NDArray[np.int64]], picked: list[NDArray[np.int64]]) -> None:
