@@ -83,7 +83,7 @@ def simple_case(destinations: list[int]) -> Case:
 
 
 def test_samples_arrive_by_home_and_index(ranks: GlooRanks) -> None:
-    results = run(ranks, simple_case([1, 0, 1, 0, 0, 1, 0, 1]), "all_to_all")
+    results = run(ranks, simple_case([1, 0, 1, 0, 0, 1, 0, 1]), False)
     assert results[0].unflatten()["x"].tolist() == [1, 3, 10, 12]
     assert results[1].unflatten()["x"].tolist() == [0, 2, 11, 13]
 
@@ -92,12 +92,12 @@ def test_many_bytes_that_stay_are_copied_beside_the_all_to_all(ranks: GlooRanks)
     batches = [flatten({"x": torch.arange(4 * 400_000).view(4, -1) + rank}) for rank in range(2)]
     assert batches[0].sizes[:3].sum() > OVERLAP_BYTES
     case = Case(batches=batches, counts=[4, 4], destinations=np.array([0, 1, 0, 0, 1, 1, 0, 1], dtype=np.int32))
-    for found, expected in zip(run(ranks, case, "all_to_all"), expected_of(case), strict=True):
+    for found, expected in zip(run(ranks, case, False), expected_of(case), strict=True):
         assert_same(found, expected)
 
 
 def test_one_rank_may_end_up_with_nothing(ranks: GlooRanks) -> None:
-    results = run(ranks, simple_case([1] * 8), "all_to_all")
+    results = run(ranks, simple_case([1] * 8), False)
     assert results[0].unflatten()["x"].shape == (0,)
     assert results[1].num_samples == 8
 
@@ -118,7 +118,7 @@ def test_lengths_that_the_plan_does_not_announce_are_an_error(ranks: GlooRanks) 
         source_totals=np.array([[2], [1]]),
     )
     with pytest.raises(RuntimeError, match=r"rank 0 sent rank 1 samples of total lengths \[1\].*\[2\]"):
-        ranks.call(move, [(batches[0], pieces[0], 2, "all_to_all"), (batches[1], wrong, 2, "all_to_all")])
+        ranks.call(move, [(batches[0], pieces[0], 2, False), (batches[1], wrong, 2, False)])
 
 
 def home(flat: FlatBatch, **changes: object) -> Slice:
@@ -147,4 +147,4 @@ def test_slice_of_another_rank_is_refused(ranks: GlooRanks) -> None:
     case = simple_case([0, 0, 0, 0, 1, 1, 1, 1])
     pieces = slices_of(case)
     with pytest.raises(RuntimeError, match="the slice is that of rank 1, this is rank 0"):
-        ranks.call(move, [(case.batches[0], pieces[1], 2, "all_to_all"), (case.batches[1], pieces[0], 2, "all_to_all")])
+        ranks.call(move, [(case.batches[0], pieces[1], 2, False), (case.batches[1], pieces[0], 2, False)])
