@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from itertools import pairwise
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.bounds import Length, Range, Share, check_bounds
 from evenkeel.placement.errors import require
 
 FloatArray = npt.NDArray[np.float64]
@@ -26,11 +28,10 @@ class Zipf:
     """
 
     kind: ClassVar[str] = "zipf"
-    exponent: float = 1.05
+    exponent: Annotated[float, Range(0, 10)] = 1.05
 
     def __post_init__(self) -> None:
-        ok = math.isfinite(self.exponent) and 0 <= self.exponent <= 10
-        require(ok, "exponent", self.exponent, "is no usable Zipf exponent", "give a number between 0 and 10")
+        check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +46,13 @@ class Histogram:
     """
 
     kind: ClassVar[str] = "histogram"
-    keys: tuple[float, ...]
-    lookups: tuple[float, ...]
+    keys: Annotated[tuple[Annotated[float, Range(1e-9, 1e18)], ...], Length(1, _MAX_BINS)]
+    lookups: Annotated[tuple[Annotated[float, Range(0, 1e18)], ...], Length(1, _MAX_BINS)]
 
     def __post_init__(self) -> None:
         same = len(self.keys) == len(self.lookups)
         require(same, "lookups", len(self.lookups), f"has not the {len(self.keys)} bins of keys", "give one per bin")
-        sized = 0 < len(self.keys) <= _MAX_BINS
-        require(sized, "keys", len(self.keys), "is no usable number of bins", f"give 1 to {_MAX_BINS}")
-        for index, (keys, lookups) in enumerate(zip(self.keys, self.lookups, strict=True)):
-            require(1e-9 <= keys < 1e18, f"keys[{index}]", keys, "is no number of keys", "give 1e-9 or more")
-            require(0 <= lookups < 1e18, f"lookups[{index}]", lookups, "is no number of lookups", "give zero or more")
+        check_bounds(self)
         require(sum(self.lookups) >= 1e-9, "lookups", 0, "has no lookup at all", "observe at least one batch")
 
 
@@ -70,24 +67,16 @@ class MissCurve:
     """
 
     kind: ClassVar[str] = "miss_curve"
-    cache_fractions: tuple[float, ...]
-    miss_rates: tuple[float, ...]
-    unique_fraction: float
+    cache_fractions: Annotated[tuple[Annotated[float, Range(0, 1, above=True)], ...], Length(1, _MAX_BINS)]
+    miss_rates: Annotated[tuple[Share, ...], Length(1, _MAX_BINS)]
+    unique_fraction: Annotated[float, Range(0, 1, above=True)]
 
     def __post_init__(self) -> None:
-        sized = 0 < len(self.cache_fractions) <= _MAX_BINS
-        require(sized, "cache_fractions", len(self.cache_fractions), "is no usable number of points", "give at least 1")
+        check_bounds(self)
         same = len(self.cache_fractions) == len(self.miss_rates)
         require(same, "miss_rates", len(self.miss_rates), "has not as many points as cache_fractions", "give one each")
-        last = 0.0
-        for index, fraction in enumerate(self.cache_fractions):
-            ok = last < fraction <= 1
-            require(ok, f"cache_fractions[{index}]", fraction, "does not ascend in (0, 1]", "sort the sizes")
-            last = fraction
-        for index, rate in enumerate(self.miss_rates):
-            require(0 <= rate <= 1, f"miss_rates[{index}]", rate, "is no rate", "give a number between 0 and 1")
-        ok = 0 < self.unique_fraction <= 1
-        require(ok, "unique_fraction", self.unique_fraction, "is no fraction", "give a number above 0, at most 1")
+        for index, (last, fraction) in enumerate(pairwise(self.cache_fractions), start=1):
+            require(last < fraction, f"cache_fractions[{index}]", fraction, "does not ascend", "sort the sizes")
 
 
 Access = Zipf | Histogram | MissCurve

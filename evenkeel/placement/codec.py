@@ -96,11 +96,19 @@ def _scalar(hint: Any, value: object, path: str) -> Any:
     if hint is float:
         ok = isinstance(value, int | float) and not isinstance(value, bool)
         require(ok, path, value, "is no number", "give a number")
-        return float(typing.cast(float, value))
+        try:
+            return float(typing.cast(float, value))
+        except OverflowError:
+            raise InvalidInputError(path, value, "is too large for a number", "give a number below 1e308") from None
     if hint in (int, str, bool):
         ok = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
         wanted = {int: "a whole number", str: "a string", bool: "true or false"}[hint]
         require(ok, path, value, f"is not {wanted}", f"give {wanted}")
+    if hint is str:
+        try:
+            typing.cast(str, value).encode()
+        except UnicodeEncodeError:
+            raise InvalidInputError(path, value, "holds half a character", "send valid Unicode") from None
     return value
 
 

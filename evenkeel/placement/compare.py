@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from evenkeel.placement.bounds import Share, check_bounds
 from evenkeel.placement.errors import InvalidInputError, require
-from evenkeel.placement.model import Mode, Runtime, Sharding, Table, number
+from evenkeel.placement.model import Mode, Name, Runtime, Sharding, Table
 from evenkeel.placement.plan import Placement, Plan
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest
@@ -25,12 +26,12 @@ class OwnPlacement:
         ratio: Fraction of its rows in HBM; of no meaning for HBM_ONLY and HOST_ONLY.
     """
 
-    table: str
+    table: Name
     mode: Mode
-    ratio: float = 0.5
+    ratio: Share = 0.5
 
     def __post_init__(self) -> None:
-        number(self.ratio, "ratio", 0, 1)
+        check_bounds(self)
 
     @property
     def held(self) -> float:

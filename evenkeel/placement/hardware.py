@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import pairwise
+from typing import Annotated, TypeAlias
 
 import numpy as np
 
+from evenkeel.placement.bounds import Length, OneOf, Range, Share, check_bounds
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.errors import InvalidInputError, require
-from evenkeel.placement.model import Runtime, number, whole
+from evenkeel.placement.model import Bytes, Runtime
 
 PROFILE_VERSION = 1
+
+Fixed: TypeAlias = Annotated[float, Range(0, 60)]
+Factor: TypeAlias = Annotated[float, Range(0, 1e4)]
+Rate: TypeAlias = Annotated[float, Range(1, 1e18)]
+Gather: TypeAlias = Annotated[tuple[tuple[Annotated[float, Range(0, 1e9, above=True)], Rate], ...], Length(1, 10_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,34 +44,21 @@ class RuntimeCosts:
         host_staging: The same for HOST_ONLY.
     """
 
-    hbm_fixed_s: float
-    caching_fixed_s: float
-    host_fixed_s: float
-    miss_factor: float
-    contention_rows: float
-    host_factor: float = 1.0
-    hybrid_hit: float = 0.1
-    workspace_bytes: int = 0
-    unique_copies: float = 2.0
-    caching_staging: float = 0.0
-    hybrid_staging: float = 0.0
-    host_staging: float = 0.0
+    hbm_fixed_s: Fixed
+    caching_fixed_s: Fixed
+    host_fixed_s: Fixed
+    miss_factor: Factor
+    contention_rows: Factor
+    host_factor: Factor = 1.0
+    hybrid_hit: Share = 0.1
+    workspace_bytes: Annotated[int, Range(0, 2**50)] = 0
+    unique_copies: Factor = 2.0
+    caching_staging: Factor = 0.0
+    hybrid_staging: Factor = 0.0
+    host_staging: Factor = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("hbm_fixed_s", "caching_fixed_s", "host_fixed_s"):
-            number(getattr(self, name), name, 0, 60)
-        for name in (
-            "miss_factor",
-            "contention_rows",
-            "host_factor",
-            "unique_copies",
-            "caching_staging",
-            "hybrid_staging",
-            "host_staging",
-        ):
-            number(getattr(self, name), name, 0, 1e4)
-        number(self.hybrid_hit, "hybrid_hit", 0, 1)
-        whole(self.workspace_bytes, "workspace_bytes", 0, 2**50)
+        check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,39 +79,30 @@ class HardwareProfile:
         inter_host_bytes_per_s: All2All rate of one rank between hosts.
         collective_latency_s: Time of a collective of no size.
         runtimes: Constants by runtime.
+        version: Version of this form.
     """
 
     name: str
     device: str
     date: str
     source: str
-    hbm_bytes: int
-    host_bytes_per_rank: int
-    hbm_gather: tuple[tuple[float, float], ...]
-    host_gather: tuple[tuple[float, float], ...]
-    intra_host_bytes_per_s: float
-    inter_host_bytes_per_s: float
-    collective_latency_s: float
+    hbm_bytes: Bytes
+    host_bytes_per_rank: Bytes
+    hbm_gather: Gather
+    host_gather: Gather
+    intra_host_bytes_per_s: Rate
+    inter_host_bytes_per_s: Rate
+    collective_latency_s: Annotated[float, Range(0, 10)]
     runtimes: dict[str, RuntimeCosts]
-    ranks_per_host: int = 8
-    version: int = field(default=PROFILE_VERSION)
+    ranks_per_host: Annotated[int, Range(1, 1024)] = 8
+    version: Annotated[int, OneOf((PROFILE_VERSION,))] = PROFILE_VERSION
 
     def __post_init__(self) -> None:
-        require(self.version == PROFILE_VERSION, "version", self.version, "is unknown", f"use {PROFILE_VERSION}")
+        check_bounds(self)
         for name in ("hbm_gather", "host_gather"):
-            curve = getattr(self, name)
-            require(len(curve) > 0, name, curve, "has no point", "measure at least one row width")
-            last = 0.0
-            for index, (width, rate) in enumerate(curve):
+            widths = [width for width, _ in getattr(self, name)]
+            for index, (last, width) in enumerate(pairwise(widths), start=1):
                 require(width > last, f"{name}[{index}]", width, "row widths do not ascend", "sort by width")
-                number(rate, f"{name}[{index}]", 1, 1e18)
-                last = width
-        number(self.intra_host_bytes_per_s, "intra_host_bytes_per_s", 1, 1e18)
-        number(self.inter_host_bytes_per_s, "inter_host_bytes_per_s", 1, 1e18)
-        number(self.collective_latency_s, "collective_latency_s", 0, 10)
-        whole(self.hbm_bytes, "hbm_bytes", 0, 2**53)
-        whole(self.host_bytes_per_rank, "host_bytes_per_rank", 0, 2**53)
-        whole(self.ranks_per_host, "ranks_per_host", 1, 1024)
         for key in self.runtimes:
             known = [runtime.value for runtime in Runtime]
             require(key in known, f"runtimes.{key}", key, "is no runtime", f"use one of: {', '.join(known)}")

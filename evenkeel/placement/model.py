@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, TypeAlias
 
 from evenkeel.placement.access import Access, Zipf
+from evenkeel.placement.bounds import Length, OneOf, Range, Share, check_bounds
 from evenkeel.placement.errors import require
 from evenkeel.placement.hit_rates import Eviction
 
@@ -14,6 +16,10 @@ MAX_ROWS = 10**12
 MAX_DIM = 32_768
 MAX_RANKS = 65_536
 MAX_BYTES = 2**53
+
+Name: TypeAlias = Annotated[str, Length(1, 512)]
+Rows: TypeAlias = Annotated[int, Range(0, MAX_ROWS)]
+Bytes: TypeAlias = Annotated[int, Range(0, MAX_BYTES)]
 
 
 class Mode(StrEnum):
@@ -70,48 +76,38 @@ class Table:
         dist_type: How keys are routed to ranks. Tables that differ here never fuse.
         group: Name of the module that owns the table. Tables of different modules never fuse.
         sharding: How the table is spread over the ranks.
-        column_shards: Number of column shards of a column-wise table.
+        column_shards: Number of column shards of a column-wise table; a divisor of dim.
         modes: The modes to choose from; all where empty.
         ratio: Pins the fraction of the rows that HBM holds; 0 is HOST_ONLY, 1 is HBM_ONLY.
     """
 
-    name: str
-    rows: int
-    dim: int
-    ids_per_sample: float = 1.0
-    value_bytes: int = 4
+    name: Name
+    rows: Annotated[int, Range(1, MAX_ROWS)]
+    dim: Annotated[int, Range(1, MAX_DIM)]
+    ids_per_sample: Annotated[float, Range(0, 1e6)] = 1.0
+    value_bytes: Annotated[int, OneOf((2, 4))] = 4
     optimizer: Optimizer = Optimizer.ADAM
     access: Access = field(default_factory=Zipf)
     pooled: bool = False
-    features: int = 1
+    features: Annotated[int, Range(1, 100_000)] = 1
     eviction: Eviction = Eviction.LRU
-    score_words: int = 1
-    admission_rows: int = 0
-    dist_type: str = "hash_roundrobin"
-    group: str = ""
+    score_words: Annotated[int, OneOf((1, 2))] = 1
+    admission_rows: Rows = 0
+    dist_type: Annotated[str, Length(0, 100)] = "hash_roundrobin"
+    group: Annotated[str, Length(0, 512)] = ""
     sharding: Sharding = Sharding.ROW_WISE
-    column_shards: int = 1
-    modes: tuple[Mode, ...] = ()
-    ratio: float | None = None
+    column_shards: Annotated[int, Range(1, MAX_DIM)] = 1
+    modes: Annotated[tuple[Mode, ...], Length(0, 4)] = ()
+    ratio: Share | None = None
 
     def __post_init__(self) -> None:
-        require(0 < len(self.name) <= 512, "name", self.name, "is no usable name", "give 1 to 512 characters")
-        whole(self.rows, "rows", 1, MAX_ROWS)
-        whole(self.dim, "dim", 1, MAX_DIM)
-        number(self.ids_per_sample, "ids_per_sample", 0, 1e6)
-        require(self.value_bytes in (2, 4), "value_bytes", self.value_bytes, "is no element size", "give 2 or 4")
-        whole(self.features, "features", 1, 100_000)
-        require(self.score_words in (1, 2), "score_words", self.score_words, "is not kept by any strategy", "1 or 2")
-        whole(self.admission_rows, "admission_rows", 0, MAX_ROWS)
-        whole(self.column_shards, "column_shards", 1, self.dim)
+        check_bounds(self)
         split = self.sharding is Sharding.COLUMN_WISE or self.column_shards == 1
         require(split, "column_shards", self.column_shards, "is only for column_wise tables", "leave it at 1")
         divides = self.dim % self.column_shards == 0
         remedy = f"give a divisor of dim={self.dim}"
         require(divides, "column_shards", self.column_shards, "does not divide the width", remedy)
         require(len(set(self.modes)) == len(self.modes), "modes", self.modes, "has doubles", "name each mode once")
-        if self.ratio is not None:
-            number(self.ratio, "ratio", 0, 1)
 
     @property
     def fuse_key(self) -> tuple[object, ...]:
@@ -143,29 +139,20 @@ class Topology:
         host_reserved_bytes: The same in bytes, on top of the fraction.
     """
 
-    ranks: int
-    hbm_bytes: int
-    ranks_per_host: int | None = None
-    host_bytes: int | None = None
-    hbm_reserved_fraction: float = 0.0
-    hbm_reserved_bytes: int = 0
-    host_reserved_fraction: float = 0.0
-    host_reserved_bytes: int = 0
+    ranks: Annotated[int, Range(1, MAX_RANKS)]
+    hbm_bytes: Bytes
+    ranks_per_host: Annotated[int, Range(1, MAX_RANKS)] | None = None
+    host_bytes: Bytes | None = None
+    hbm_reserved_fraction: Share = 0.0
+    hbm_reserved_bytes: Bytes = 0
+    host_reserved_fraction: Share = 0.0
+    host_reserved_bytes: Bytes = 0
 
     def __post_init__(self) -> None:
-        whole(self.ranks, "ranks", 1, MAX_RANKS)
-        if self.ranks_per_host is not None:
-            whole(self.ranks_per_host, "ranks_per_host", 1, MAX_RANKS)
-            fits = self.ranks % self.ranks_per_host == 0
-            remedy = f"give a divisor of ranks={self.ranks}"
-            require(fits, "ranks_per_host", self.ranks_per_host, "does not divide the ranks evenly", remedy)
-        whole(self.hbm_bytes, "hbm_bytes", 0, MAX_BYTES)
-        if self.host_bytes is not None:
-            whole(self.host_bytes, "host_bytes", 0, MAX_BYTES)
-        number(self.hbm_reserved_fraction, "hbm_reserved_fraction", 0, 1)
-        number(self.host_reserved_fraction, "host_reserved_fraction", 0, 1)
-        whole(self.hbm_reserved_bytes, "hbm_reserved_bytes", 0, MAX_BYTES)
-        whole(self.host_reserved_bytes, "host_reserved_bytes", 0, MAX_BYTES)
+        check_bounds(self)
+        remedy = f"give a divisor of ranks={self.ranks}"
+        fits = self.ranks % self.local_ranks == 0
+        require(fits, "ranks_per_host", self.ranks_per_host, "does not divide the ranks evenly", remedy)
 
     @property
     def local_ranks(self) -> int:
@@ -195,24 +182,9 @@ class Step:
         prefetch_depth: Batches whose rows a cache must hold at once; 1 without prefetching.
     """
 
-    samples_per_rank: int = 1024
+    samples_per_rank: Annotated[int, Range(1, 10**9)] = 1024
     training: bool = True
-    prefetch_depth: int = 1
+    prefetch_depth: Annotated[int, Range(1, 64)] = 1
 
     def __post_init__(self) -> None:
-        whole(self.samples_per_rank, "samples_per_rank", 1, 10**9)
-        whole(self.prefetch_depth, "prefetch_depth", 1, 64)
-
-
-def whole(value: object, name: str, low: int, high: int) -> None:
-    """Raise unless `value` is a whole number within bounds."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    require(ok, name, value, "is out of range", f"give a whole number from {low} to {high}")
-
-
-def number(value: object, name: str, low: float, high: float) -> None:
-    """Raise unless `value` is a finite number within bounds."""
-    ok = (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
-    )
-    require(ok, name, value, "is out of range", f"give a number from {low:g} to {high:g}")
+        check_bounds(self)

@@ -33,7 +33,6 @@ class TableOptions:
         time: Seconds a step on a rank that holds the table, or the average over ranks for a table that is on one only.
         hbm: Bytes of HBM on the fullest rank, or averaged over ranks likewise.
         host: Bytes of host memory on the fullest host, or averaged over hosts likewise.
-        cache_rows: Rows that HBM holds on the fullest rank.
     """
 
     modes: tuple[Mode, ...]
@@ -41,7 +40,6 @@ class TableOptions:
     time: FloatArray
     hbm: FloatArray
     host: FloatArray
-    cache_rows: FloatArray
 
 
 def ratio_grid(num_tables: int, steps: int = 0) -> FloatArray:
@@ -142,7 +140,6 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray, cache_di
         time=_joined(time),
         hbm=_joined(hbm),
         host=_joined(host),
-        cache_rows=_joined([footprint.cache_rows.astype(np.float64) for _, _, footprint, _ in columns]),
     )
 
 
@@ -225,7 +222,7 @@ def _fitting(request: PlanRequest, table: Table, options: TableOptions) -> Table
         return options
     kept = np.flatnonzero(fits)
     modes = tuple(options.modes[index] for index in kept)
-    rest = (options.ratios[kept], options.time[kept], options.hbm[kept], options.host[kept], options.cache_rows[kept])
+    rest = (options.ratios[kept], options.time[kept], options.hbm[kept], options.host[kept])
     return TableOptions(modes, *rest)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from evenkeel.placement.access import Access
-from evenkeel.placement.codec import decode
+from evenkeel.placement.bounds import Length, Range, Share, check_bounds
 from evenkeel.placement.errors import InvalidInputError, require
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
-from evenkeel.placement.model import Runtime, Step, Table, Topology, number, whole
+from evenkeel.placement.model import Runtime, Step, Table, Topology
 
 MAX_TABLES = 20_000
 MAX_RATIO_STEPS = 200
@@ -24,14 +24,12 @@ class SolverOptions:
         time_limit_s: Time after which the best found is returned with its gap.
     """
 
-    ratio_steps: int = 0
-    gap: float = 1e-4
-    time_limit_s: float = 30.0
+    ratio_steps: Annotated[int, Range(0, MAX_RATIO_STEPS)] = 0
+    gap: Share = 1e-4
+    time_limit_s: Annotated[float, Range(0.01, 3600)] = 30.0
 
     def __post_init__(self) -> None:
-        whole(self.ratio_steps, "ratio_steps", 0, MAX_RATIO_STEPS)
-        number(self.gap, "gap", 0, 1)
-        number(self.time_limit_s, "time_limit_s", 0.01, 3600)
+        check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +46,14 @@ class PlanRequest:
     """
 
     topology: Topology
-    tables: tuple[Table, ...] = ()
+    tables: Annotated[tuple[Table, ...], Length(0, MAX_TABLES)] = ()
     hardware: str | HardwareProfile = "h200"
     runtime: Runtime = Runtime.DYNAMICEMB
     step: Step = field(default_factory=Step)
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     def __post_init__(self) -> None:
-        remedy = f"plan at most {MAX_TABLES} at a time"
-        require(len(self.tables) <= MAX_TABLES, "tables", len(self.tables), "is too many tables", remedy)
+        check_bounds(self)
         seen: set[str] = set()
         for index, table in enumerate(self.tables):
             field_name = f"tables[{index}].name"
@@ -91,23 +88,3 @@ def parse_topology(text: str) -> tuple[str, Topology]:
         host_bytes=profile.host_bytes_per_rank * local,
     )
     return name, topology
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccessHolder:
-    """Access statistics by themselves, for decoding.
-
-    Attributes:
-        access: The statistics.
-    """
-
-    access: Access
-
-
-def decode_access(value: object) -> Access:
-    """Access statistics from the JSON value that `evenkeel.placement.codec.encode` gives.
-
-    Raises:
-        InvalidInputError: If they are of no known kind, or a field is wrong.
-    """
-    return decode(AccessHolder, {"access": value}).access

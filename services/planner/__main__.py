@@ -10,8 +10,9 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
+from services.operations.http import OperationsServer
 from services.operations.program import run_service, stop_on_signals, write_port
-from services.planner.app import create_app, create_metrics_app
+from services.planner.app import create_app
 from services.planner.settings import PREFIX, Settings, load_settings
 from services.security.http_protocol import impatient_protocol
 from services.security.renewal import follow_certificates
@@ -32,56 +33,57 @@ class _Server(uvicorn.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
 
-def _server(app: ASGIApp, host: str, port: int, drain: float, lifespan: str, connections: int) -> _Server:
+def _server(app: ASGIApp, settings: Settings) -> _Server:
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
+        host=settings.host,
+        port=settings.port,
         log_config=None,
         access_log=False,
-        lifespan="on" if lifespan == "on" else "off",
-        timeout_graceful_shutdown=max(1, round(drain)),
+        lifespan="on",
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
         server_header=False,
-        http=impatient_protocol(max_connections=connections),
+        http=impatient_protocol(max_connections=settings.max_connections),
     )
     return _Server(config)
 
 
 async def serve(settings: Settings) -> int:
     """Runs a planner until the process is asked to stop; returns the exit code."""
-    transport, limit = settings.transport(), settings.max_connections
+    transport = settings.transport()
     transport.check(settings.host, prefix=PREFIX)
     app = create_app(settings)
-    servers = [_server(app, settings.host, settings.port, settings.drain_seconds, "on", limit)]
-    files = [settings.port_file]
-    if settings.metrics_port is not None:
-        metrics = _server(create_metrics_app(app), settings.metrics_host, settings.metrics_port, 1, "off", limit)
-        servers.append(metrics)
-        files.append(settings.metrics_port_file)
+    server = _server(app, settings)
 
     def stop() -> None:
         app.state.ready = False
-        for server in servers:
-            server.should_exit = True
+        server.should_exit = True
 
     stop_on_signals(stop)
-    if transport.secure:
-        servers[0].config.load()
-        servers[0].config.ssl = transport.context()
-        renewal = asyncio.create_task(follow_certificates(transport, servers[0].config.ssl))
-    tasks = [asyncio.create_task(_run(server)) for server in servers]
-    while not all(server.started for server in servers):
-        if any(task.done() for task in tasks):
-            stop()
-            await asyncio.gather(*tasks)
-            return 1
-        await asyncio.sleep(0.01)
-    for server, file in zip(servers, files, strict=True):
-        write_port(file, server.port)
-    log.info("planner_ready", host=settings.host, port=servers[0].port)
-    await asyncio.gather(*tasks)
-    if transport.secure:
-        renewal.cancel()
+    with contextlib.ExitStack() as stack:
+        operations = None
+        if settings.metrics_port is not None:
+            operations = OperationsServer(
+                app.state.metrics.registry,
+                settings.metrics_host,
+                settings.metrics_port,
+                ready=lambda: bool(app.state.ready),
+            )
+            stack.callback(operations.close)
+        if transport.secure:
+            server.config.load()
+            server.config.ssl = transport.context()
+            renewal = asyncio.create_task(follow_certificates(transport, server.config.ssl))
+            stack.callback(renewal.cancel)
+        serving = asyncio.create_task(_run(server))
+        while not server.started:
+            if serving.done():
+                return 1
+            await asyncio.sleep(0.01)
+        write_port(settings.metrics_port_file, None if operations is None else operations.port)
+        write_port(settings.port_file, server.port)
+        log.info("planner_ready", host=settings.host, port=server.port)
+        await serving
     log.info("planner_stopped")
     return 0
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 import evenkeel
-from services.planner.endpoints import router
-from services.planner.limits import BodyLimit, JsonByDefault, Measure
+from services.planner.access import Access
+from services.planner.endpoints import SCHEMAS, router
+from services.planner.limits import BodyLimit, Measure
 from services.planner.metrics import Metrics
-from services.planner.openapi import install_openapi
 from services.planner.problems import install_problem_handlers
 from services.planner.settings import Settings
 from services.planner.solving import ClientGoneError, SolverPool
-from services.security.asgi import Access
 from services.security.tokens import TokenStore
 
 _PAGE = Path(__file__).parent / "page"
@@ -56,8 +55,8 @@ def create_app(settings: Settings, metrics: Metrics | None = None) -> FastAPI:
     )
     app.state.settings, app.state.metrics, app.state.ready = settings, metrics, False
     install_problem_handlers(app)
-    install_openapi(app)
     app.include_router(router)
+    app.openapi = partial(_document, app)  # type: ignore[method-assign]
 
     @app.exception_handler(ClientGoneError)
     async def client_gone(request: Request, error: ClientGoneError) -> Response:
@@ -70,7 +69,8 @@ def create_app(settings: Settings, metrics: Metrics | None = None) -> FastAPI:
 
     @app.get("/readyz", include_in_schema=False)
     async def readyz() -> Response:
-        return _ready(app)
+        ready = bool(app.state.ready)
+        return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -82,7 +82,6 @@ def create_app(settings: Settings, metrics: Metrics | None = None) -> FastAPI:
             return JSONResponse({"detail": "no such file"}, 404)
         return Response((_PAGE / name).read_bytes(), media_type=_FILES[name], headers=_SECURITY)
 
-    app.add_middleware(JsonByDefault)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     tokens = None if settings.token_file is None else TokenStore(settings.token_file)
     app.add_middleware(Access, tokens=tokens, requests_per_second=settings.requests_per_second)
@@ -90,24 +89,15 @@ def create_app(settings: Settings, metrics: Metrics | None = None) -> FastAPI:
     return app
 
 
-def create_metrics_app(app: FastAPI) -> Starlette:
-    """The application of the metrics port: `/metrics`, `/healthz`, `/readyz`."""
-
-    async def show(request: Request) -> Response:
-        del request
-        return Response(generate_latest(app.state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    async def alive(request: Request) -> Response:
-        del request
-        return JSONResponse({"status": "ok"})
-
-    async def ready(request: Request) -> Response:
-        del request
-        return _ready(app)
-
-    return Starlette(routes=[Route("/metrics", show), Route("/healthz", alive), Route("/readyz", ready)])
-
-
-def _ready(app: FastAPI) -> Response:
-    ready = bool(app.state.ready)
-    return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
+def _document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the schemas of what is sent and answered."""
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title=app.title,
+            version=app.version,
+            summary=app.summary,
+            description=app.description,
+            routes=app.routes,
+        )
+        app.openapi_schema = {**document, "components": {"schemas": SCHEMAS}}
+    return app.openapi_schema

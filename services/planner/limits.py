@@ -41,22 +41,6 @@ class BodyLimit:
         await self.app(scope, counted, send)
 
 
-class JsonByDefault:
-    """Takes bodies that were sent as a form for JSON, as `curl -d` without a header sends them."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one request."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            rest = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-            kinds = [value for name, value in scope["headers"] if name == b"content-type"]
-            if not kinds or kinds[0].startswith(b"application/x-www-form-urlencoded"):
-                scope = {**scope, "headers": [*rest, (b"content-type", b"application/json")]}
-        await self.app(scope, receive, send)
-
-
 class Measure:
     """Counts requests and their time by route."""
 

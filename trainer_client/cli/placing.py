@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from evenkeel.credentials import Credentials
-from evenkeel.placement import InvalidInputError, Plan, PlanRequest, parse_topology, plan
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest, parse_topology
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.hardware import HardwareProfile, parse_profile
-from evenkeel.planner_calls import ask_planner
+from evenkeel.planner_client import PlannerClient
 
 
 def build_request(
@@ -100,9 +100,7 @@ def solve(request: PlanRequest, url: str | None, credentials: Credentials, *, qu
     """
     console = Console(stderr=True)
     with console.status("planning", spinner="line") if not quiet else Console(quiet=True).status(""):
-        if url is None:
-            return plan(request)
-        return ask_planner(url, request, credentials=credentials)
+        return PlannerClient(url=url, credentials=credentials).plan(request)
 
 
 def read_profile(path: Path | None) -> HardwareProfile | None:

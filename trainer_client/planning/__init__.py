@@ -3,7 +3,7 @@
 TorchRec and DynamicEmb are imported when they are used.
 """
 
-from trainer_client.planning.client import PlannerClient, PlannerError
+from evenkeel.planner_client import PlannerClient, PlannerError
 from trainer_client.planning.describe import describe_configs, describe_model
 from trainer_client.planning.dynamicemb import dynamicemb_constraints
 from trainer_client.planning.histograms import KeyHistogram

@@ -13,9 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from evenkeel.placement import Plan, plan
+from evenkeel.placement import Plan, PlanRequest, plan
 from evenkeel.placement.codec import decode
-from services.planner.schemas import PlanBody
 from tests.services.planner.serving import Served, served
 
 BINDINGS = ("hbm", "host", "both")
@@ -61,7 +60,7 @@ def test_a_plan_is_the_cores_plan(client: httpx.Client) -> None:
     answer = client.post("/v1/plans", json=JOB)
     assert answer.status_code == 200
     found = decode(Plan, answer.json()["plan"])
-    assert found == plan(PlanBody.model_validate(JOB).to_request(30))
+    assert found == plan(decode(PlanRequest, JOB))
     assert "DynamicEmbTableOptions" in answer.json()["code"]
     assert client.post("/v1/plans", json=JOB).content == answer.content
 
@@ -134,6 +133,15 @@ def test_bad_input_is_a_problem_that_names_the_field(client: httpx.Client, chang
         ("POST", "/v1/plans", b"\xff\xfe", 400),
         ("POST", "/v1/plans", b'{"topology": {"ranks": NaN, "hbm_bytes": Infinity}}', 422),
         ("POST", "/v1/plans", b"[" * 100_000, 400),
+        ("POST", "/v1/plans", b"", 400),
+        ("POST", "/v1/plans", b'{"\\ud800": 1, "topology": {"ranks": 1, "hbm_bytes": 1}}', 422),
+        ("POST", "/v1/plans", b'{"hardware": "\\ud800", "topology": {"ranks": 1, "hbm_bytes": 1}}', 422),
+        (
+            "POST",
+            "/v1/plans",
+            b'{"topology": {"ranks": 1, "hbm_bytes": 1}, "solver": {"gap": 1' + b"0" * 400 + b"}}",
+            422,
+        ),
         ("PUT", "/v1/plans", b"{}", 405),
         ("GET", "/v1/nothing", b"", 404),
         ("GET", "/v1/hardware-profiles/abacus", b"", 404),

@@ -20,7 +20,7 @@ import pytest
 import trustme
 import uvicorn
 
-from services.security.asgi import Access
+from services.planner.access import Access
 from services.security.http_protocol import impatient_protocol
 from services.security.tokens import TokenStore
 from services.security.transport import Transport

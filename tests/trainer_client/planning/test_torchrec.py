@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import sys
 import types
 from collections.abc import Iterator
@@ -239,7 +238,6 @@ def test_the_service_and_the_embedded_planner_agree(url: str) -> None:
     request = _request(describe_model(_Model()))
     embedded = PlannerClient().plan(request)
     assert PlannerClient(url=url).plan(request) == embedded
-    assert asyncio.run(PlannerClient(url=url).plan_async(request)) == embedded
 
 
 def test_a_refusal_and_an_absent_service_say_why(url: str, tmp_path: Path) -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 
 import structlog
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.planner.problems import problem_response
 from services.security.addresses import network_of
 from services.security.rates import Buckets
 from services.security.tokens import AuthenticationError, TokenStore
 
 log = structlog.get_logger(__name__)
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _OPEN_TO_ALL = frozenset({"/healthz", "/readyz"})
 
@@ -28,7 +24,7 @@ class Access:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         *,
         tokens: TokenStore | None,
         service: str = "planner",
@@ -65,7 +61,7 @@ class Access:
         address = network_of(client[0]) if client else "unknown"
         if not self._buckets.try_take(address, self._clock()):
             detail = f"more than {self._rate:g} requests a second from one address; slow down"
-            await _problem(send, scope, 429, "Too many requests", detail, (b"retry-after", b"1"))
+            await _refusal(scope, 429, "Too many requests", detail, {"Retry-After": "1"})(scope, receive, send)
             return
         if self._tokens is not None:
             headers = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -76,19 +72,14 @@ class Access:
                 identity = self._tokens.authenticate(header, self._service)
             except AuthenticationError as error:
                 log.warning("request refused", reason="token", peer=address, caller=address)
-                await _problem(send, scope, 401, "Unauthorized", str(error), (b"www-authenticate", b"Bearer"))
+                headed = {"WWW-Authenticate": "Bearer"}
+                await _refusal(scope, 401, "Unauthorized", str(error), headed)(scope, receive, send)
                 return
             scope = {**scope, "state": {**scope.get("state", {}), "identity": identity}}
         await self._app(scope, receive, send)
 
 
-async def _problem(send: Send, scope: Scope, status: int, title: str, detail: str, header: tuple[bytes, bytes]) -> None:
-    kind = title.lower().replace(" ", "-")
-    problem = {"type": f"urn:evenkeel:problem:{kind}", "title": title, "status": status, "detail": detail,
-               "instance": scope["path"], "errors": []}  # fmt: skip
-    body = json.dumps(problem).encode()
+def _refusal(scope: Scope, status: int, title: str, detail: str, header: dict[str, str]) -> Response:
     # The body of a refused request is not read: the connection ends instead.
-    headers = [(b"content-type", b"application/problem+json"), (b"content-length", str(len(body)).encode()),
-               (b"connection", b"close"), header]  # fmt: skip
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    kind = title.lower().replace(" ", "-")
+    return problem_response(scope["path"], status, kind, title, detail, headers={"Connection": "close", **header})

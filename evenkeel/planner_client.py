@@ -1,0 +1,118 @@
+"""Asks a planner service over HTTP, or plans without one: for trainers and the command line."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, replace
+from urllib.parse import SplitResult, urlsplit
+
+from evenkeel.credentials import Credentials
+from evenkeel.placement import Plan, PlanRequest, plan
+from evenkeel.placement.codec import decode, encode
+
+_UNKNOWN_AUTHORITY = frozenset({18, 19, 20, 21})  # OpenSSL's codes
+
+
+class PlannerError(RuntimeError):
+    """The planner service refused or could not be reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerClient:
+    """Asks the planner at `url`, or plans in this process where there is none.
+
+    Attributes:
+        url: Address of the service, such as `http://planner:8080`; None plans here.
+        timeout_s: Time to wait for an answer, on top of the request's own time limit.
+        token: The bearer token itself, where the service wants one.
+        credentials: Files instead: a token, the authorities of an `https://` address, a client certificate.
+    """
+
+    url: str | None = None
+    timeout_s: float = 30.0
+    token: str | None = None
+    credentials: Credentials | None = None
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """The plan of a request.
+
+        Raises:
+            PlannerError: If the service refused or could not be reached.
+            ValueError: If the address or a file of the credentials cannot be used, or a token of a file would be sent
+                in the clear.
+            InvalidInputError: If the request contradicts itself (without a service).
+        """
+        return plan(request) if self.url is None else self._ask(self.url, request)
+
+    def _ask(self, url: str, request: PlanRequest) -> Plan:
+        place = urlsplit(url)
+        if place.scheme not in ("http", "https") or not place.hostname:
+            raise ValueError(f"url is {url!r}; give http://host:port or https://host:port")
+        known = self.credentials or Credentials()
+        headers = {"Content-Type": "application/json", **self._authorization(place, known)}
+        address = f"{url.rstrip('/')}/v1/plans"
+        call = urllib.request.Request(address, json.dumps(encode(request)).encode(), headers, method="POST")
+        try:
+            timeout = self.timeout_s + request.solver.time_limit_s
+            with urllib.request.urlopen(call, timeout=timeout, context=known.ssl_context()) as answer:
+                value = json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise PlannerError(f"{address} answered {error.code}: {_detail(error)}{_remedy(error, headers)}") from None
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            remedy = f"{_advice(place, reason)}, or plan without a service"
+            raise PlannerError(f"{address}: {reason}; {remedy}") from None
+        except ValueError as error:
+            raise PlannerError(f"{address} answered what is no JSON: {error}; check the address") from None
+        return decode(Plan, value["plan"])
+
+    def _authorization(self, place: SplitResult, known: Credentials) -> dict[str, str]:
+        if self.token:
+            return {"Authorization": f"Bearer {self.token}"}
+        if known.token_file is None:
+            return {}
+        secure = place.scheme == "https"
+        shown = known if secure and known.secure else replace(known, tls=secure, ca=None, certificate=None, key=None)
+        try:
+            return {key.title(): value for key, value in shown.metadata(f"{place.hostname}:{place.port or 443}")}
+        except ValueError as error:
+            remedy = "" if secure else f"; {place.geturl()} needs https:// for a token"
+            raise ValueError(f"{error}{remedy}") from None
+
+
+def _advice(place: SplitResult, reason: object) -> str:
+    """What to look at when no answer came."""
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        authority = reason.verify_code in _UNKNOWN_AUTHORITY
+        return "set EVENKEEL_TLS_CA to the file of its authority" if authority else "have its certificate mended"
+    proxy = urllib.request.getproxies().get(place.scheme)
+    if proxy and not urllib.request.proxy_bypass(str(place.hostname)):
+        return f"it was asked for through the proxy {_without_secrets(proxy)}: add {place.hostname} to no_proxy"
+    if (
+        place.scheme == "http"
+        and isinstance(reason, ConnectionError)
+        and not isinstance(reason, ConnectionRefusedError)
+    ):
+        return "if it speaks TLS, use https://"
+    return "check the address"
+
+
+def _without_secrets(proxy: str) -> str:
+    return proxy.rpartition("@")[2]
+
+
+def _detail(error: urllib.error.HTTPError) -> str:
+    try:
+        text = error.read(100_000)
+        return str(json.loads(text).get("detail", error.reason))
+    except (ValueError, AttributeError, OSError):
+        return str(error.reason)
+
+
+def _remedy(error: urllib.error.HTTPError, headers: dict[str, str]) -> str:
+    if error.code != 401 or "Authorization" in headers:
+        return ""
+    return "; give a token: --token-file or EVENKEEL_TOKEN_FILE"
