@@ -14,7 +14,7 @@ import yaml
 from evenkeel.partitioning.registry import STRATEGIES
 from trainer_client.balancing import BalanceOptions
 from trainer_client.balancing.costs import make_cost
-from trainer_client.balancing.pipelines.by_name import PIPELINES
+from trainer_client.balancing.pipelines import PIPELINES
 
 _DURATIONS = {"timeout", "group_timeout"}
 

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.flat import FlatBatch
-from trainer_client.balancing.batches.flatten import PLAIN, assemble, take_apart
-from trainer_client.balancing.batches.recall import Match, match
+from trainer_client.balancing.batches.flatten import PLAIN, Match, assemble, match, take_apart
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
 
 

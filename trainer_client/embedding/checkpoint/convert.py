@@ -9,8 +9,7 @@ from typing import Literal
 
 from trainer_client.embedding.checkpoint import dcp
 from trainer_client.embedding.checkpoint.dynamicemb import COUNTER, DynamicEmbDump, check_seed, is_dump, write_options
-from trainer_client.embedding.checkpoint.files import begin, publish, recover
-from trainer_client.embedding.checkpoint.journal import Entry, Journal, fingerprint
+from trainer_client.embedding.checkpoint.files import Entry, Journal, begin, fingerprint, publish, recover
 from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord, to_json
 from trainer_client.embedding.checkpoint.rows import Rows, for_dcp, for_dump, repeated_key, reshape, split_by_owner
 from trainer_client.embedding.checkpoint.spool import Spool

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer_client.embedding.checkpoint.journal import Entry, Journal
+from trainer_client.embedding.checkpoint.files import Entry, Journal
 from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord, from_json, to_json
 from trainer_client.embedding.checkpoint.rows import Rows, check_owner, torch_dtype
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_client.embedding.checkpoint.dynamicemb import file_name
-from trainer_client.embedding.checkpoint.journal import Entry
+from trainer_client.embedding.checkpoint.files import Entry
 from trainer_client.embedding.checkpoint.record import ArraySpec, TableRecord
 from trainer_client.embedding.checkpoint.rows import Rows, as_bytes, torch_dtype
 from trainer_client.embedding.routing import hash_roundrobin, owners

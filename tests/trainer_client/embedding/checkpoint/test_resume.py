@@ -14,8 +14,7 @@ from tests.trainer_client.embedding.checkpoint.dumps import check_rows, opened, 
 from trainer_client.embedding.checkpoint import CheckpointError, convert, open_checkpoint
 from trainer_client.embedding.checkpoint.convert import Format
 from trainer_client.embedding.checkpoint.dynamicemb import DynamicEmbDump
-from trainer_client.embedding.checkpoint.files import staging_path
-from trainer_client.embedding.checkpoint.journal import Journal
+from trainer_client.embedding.checkpoint.files import Journal, staging_path
 from trainer_client.embedding.routing import hash_roundrobin, roundrobin
 
 CHUNK = 8
