@@ -1,6 +1,6 @@
 """How evenly a batch's keys spread over ranks, and whether another routing could do better."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,39 @@ def lower_bound(counts: Tensor, num_ranks: int) -> float:
     return max(float(ordered.sum()) / num_ranks, float(pigeonhole.max()))
 
 
+def _loads(
+    kjt: Any, num_ranks: int, routing: RoutingLike | Sequence[RoutingLike], block_sizes: Sequence[int] | None
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Of each feature its name, its keys on the host, and (num_ranks) how many of them each rank owns.
+
+    Raises:
+        ValueError: If the numbers of modes, block sizes and features differ.
+    """
+    names = list(kjt.keys())
+    modes = as_routings(routing)
+    modes = modes * len(names) if len(modes) == 1 else modes
+    blocks = list(block_sizes) if block_sizes is not None else [0] * len(names)
+    if len(modes) != len(names) or len(blocks) != len(names):
+        raise ValueError(f"{len(modes)} modes and {len(blocks)} block sizes for {len(names)} features; give one each")
+    values, at = as_int64(kjt.values()).cpu(), 0
+    for name, mode, block, length in zip(names, modes, blocks, kjt.length_per_key(), strict=True):
+        keys = values[at : at + length]
+        at += length
+        yield name, keys, torch.bincount(owners(keys, mode, num_ranks=num_ranks, block_size=block), minlength=num_ranks)
+
+
+def feature_skew(
+    kjt: Any,
+    *,
+    num_ranks: int,
+    routing: RoutingLike | Sequence[RoutingLike] = "roundrobin",
+    block_sizes: Sequence[int] | None = None,
+) -> dict[str, float]:
+    """Keys of the rank with the most over the mean, of each feature that has any; arguments as in `report`."""
+    loads = _loads(kjt, num_ranks, routing, block_sizes)
+    return {name: int(load.max()) * num_ranks / len(keys) for name, keys, load in loads if len(keys)}
+
+
 def report(
     kjt: Any,
     *,
@@ -80,20 +113,10 @@ def report(
     Raises:
         ValueError: If the numbers of modes, block sizes and features differ.
     """
-    names = list(kjt.keys())
-    modes = as_routings(routing)
-    modes = modes * len(names) if len(modes) == 1 else modes
-    blocks = list(block_sizes) if block_sizes is not None else [0] * len(names)
-    if len(modes) != len(names) or len(blocks) != len(names):
-        raise ValueError(f"{len(modes)} modes and {len(blocks)} block sizes for {len(names)} features; give one each")
     load = torch.zeros(num_ranks, dtype=torch.int64, device="cpu")
     counts, hottest = [torch.zeros(0, dtype=torch.int64, device="cpu")], []
-    values = as_int64(kjt.values()).cpu()
-    at = 0
-    for name, mode, block, length in zip(names, modes, blocks, kjt.length_per_key(), strict=True):
-        keys = values[at : at + length]
-        at += length
-        load += torch.bincount(owners(keys, mode, num_ranks=num_ranks, block_size=block), minlength=num_ranks)
+    for name, keys, of_feature in _loads(kjt, num_ranks, routing, block_sizes):
+        load += of_feature
         unique, count = torch.unique(keys, return_counts=True)
         counts.append(count)
         heavy = count.topk(min(top, count.numel()))

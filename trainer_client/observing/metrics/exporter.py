@@ -18,8 +18,9 @@ from prometheus_client import start_http_server
 
 from trainer_client.balancing import BalancedLoader, RoundReport
 from trainer_client.embedding.routing.modes import RoutingLike
+from trainer_client.embedding.routing.skew import feature_skew
 from trainer_client.observing.measurement.clock import Mark, mark
-from trainer_client.observing.metrics.measures import RankMeasures, key_skew
+from trainer_client.observing.metrics.measures import RankMeasures
 
 B = TypeVar("B")
 
@@ -196,7 +197,7 @@ class RankExporter:
         self._key_calls += 1
         if (self._key_calls - 1) % every:
             return
-        skew = key_skew(kjt, num_ranks=num_ranks, routing=routing, block_sizes=block_sizes)
+        skew = feature_skew(kjt, num_ranks=num_ranks, routing=routing, block_sizes=block_sizes)
         for name, ratio in skew.items():
             self.measures.key_skew(name, ratio)
 
