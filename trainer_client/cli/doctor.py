@@ -70,7 +70,7 @@ def _checks(
     else:
         yield "balancer", lambda: [Finding("balancer", Status.SKIP, "no address given", "pass --balancer host:port")]
     if planner:
-        from trainer_client.cli.planner_checks import check_planner
+        from trainer_client.cli.machine_checks import check_planner
 
         yield "planner", lambda: check_planner(planner, tls_ca, timeout, now=time.time)
     yield "clock", check_clock

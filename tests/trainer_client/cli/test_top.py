@@ -20,7 +20,7 @@ from tests.balancer_process import BalancerProcess, running_balancer
 from tests.services.security.authorities import channel
 from tests.services.security.jobs import RunningJob
 from trainer_client.cli.app import app
-from trainer_client.cli.session_rows import Row, render
+from trainer_client.cli.sessions import Row, render
 
 
 @pytest.fixture(scope="module")
