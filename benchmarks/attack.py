@@ -38,13 +38,15 @@ from benchmarks import attack_calls, attack_messages, attack_wires
 from benchmarks.attack_client import TOKEN as HOSTILE
 from benchmarks.attack_job import RANKS
 from benchmarks.attack_job import TOKEN as HONEST
-from benchmarks.attack_server import Probe
+from benchmarks.attack_server import PROBE, Probe
+from benchmarks.harness import zygote
+from benchmarks.harness.balancer_process import fork
+from services.operations.launch import ServiceProcess
 from services.security.tokens import hash_token
-from tests import zygote
 
 _QUICK = ("distinct_rounds", "wide_joins", "undecided_rounds", "closed_watches")
 _HELD = ("closed_watches", "half_handshakes", "trickling_scrapers")
-_START_SECONDS = 240.0
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _GRACE_SECONDS = 5.0
 _MAX_MEMORY = 512 << 20
 _REMEMBERED_ROUNDS = 80  # from then on the job itself takes no more memory
@@ -120,16 +122,24 @@ class Site:
         (folder / "tokens.yml").write_text(yaml.safe_dump(tokens))
         self._probe = Probe(folder / "probe")
         flags = [
-            "--port", "0", "--port-file", str(folder / "port"), "--metrics-port", "0",
-            "--metrics-port-file", str(folder / "metrics"), "--token-file", str(folder / "tokens.yml"),
-            "--grace-seconds", str(_GRACE_SECONDS), "--handshake-seconds", "3", "--max-memory", str(_MAX_MEMORY),
+            "--metrics-port", "0", "--metrics-port-file", str(folder / "metrics"),
+            "--token-file", str(folder / "tokens.yml"), "--grace-seconds", str(_GRACE_SECONDS),
+            "--handshake-seconds", "3", "--max-memory", str(_MAX_MEMORY),
         ]  # fmt: skip
         if certificates is not None:
             server = [str(certificates / name) for name in ("server.pem", "server-key.pem", "server-ca.pem")]
             flags += ["--tls-certificate", server[0], "--tls-key", server[1], "--tls-client-ca", server[2]]
         self._log = (folder / "log").open("ab")
-        self.service = self._fork("benchmarks.attack_server", str(folder / "probe"), *flags)
-        self.port, self.metrics_port = self._read_port("port"), self._read_port("metrics")
+        balancer = ServiceProcess(
+            module="benchmarks.attack_server",
+            flags=tuple(flags),
+            log_file=folder / "log",
+            environment={**_ONE_THREAD, PROBE: str(folder / "probe")},
+            spawn=fork,
+        )
+        balancer.start()
+        self.service, self.port = balancer.running, balancer.port
+        self.metrics_port = int((folder / "metrics").read_text())
         extra = [] if certificates is None else [str(certificates)]
         self._rounds = folder / "rounds"
         self._rounds.touch()
@@ -217,7 +227,7 @@ class Site:
     def close(self) -> None:
         """Ends all processes."""
         for process in (self._attacker, self._job, self.service):
-            process.kill()
+            process.send_signal(signal.SIGKILL)
             process.wait(60)
             for pipe in (process.stdin, process.stdout) if isinstance(process, subprocess.Popen) else ():
                 if pipe is not None:
@@ -228,23 +238,14 @@ class Site:
     def _fork(self, module: str, *arguments: str) -> subprocess.Popen[str] | zygote.Program:
         """A process that takes no input; in tests, without the start of an interpreter."""
         if zygote.is_warm():
-            return zygote.Program(module, *arguments, output=self.folder / "log", OMP_NUM_THREADS="1")
+            return zygote.Program(module, *arguments, output=self.folder / "log", errors=None, **_ONE_THREAD)
         return self._start(module, *arguments)
 
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=self._log, text=True, env={**os.environ, **_ONE_THREAD},
         )  # fmt: skip
-
-    def _read_port(self, name: str) -> int:
-        deadline = time.monotonic() + _START_SECONDS
-        path = self.folder / name
-        while not (path.exists() and path.read_text().strip()):
-            if self.service.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the balancer did not start: {self.log}")
-            time.sleep(0.05)
-        return int(path.read_text())
 
 
 @contextlib.contextmanager
@@ -377,7 +378,7 @@ def _children(pid: int) -> list[int]:
 def _certificates(folder: Path) -> Path:
     import trustme
 
-    from tests.services.security.authorities import write_certificate
+    from benchmarks.harness.authorities import write_certificate
 
     authority = trustme.CA()
     for name, issuer in (("server", authority), ("client", authority), ("stranger", trustme.CA())):

@@ -1,13 +1,14 @@
-"""A balancer whose event loop is watched: `python -m benchmarks.attack_server PROBE_FILE ARGUMENTS…`.
+"""A balancer whose event loop is watched: `python -m benchmarks.attack_server ARGUMENTS…`.
 
-The file holds one double: the longest time, in seconds of the loop's own thread, that the loop took to come round.
-Time that other processes took from it does not count; whoever reads may set it to zero.
+The file that the variable `PROBE` names holds one double: the longest time, in seconds of the loop's own thread, that
+the loop took to come round. Time that other processes took from it does not count; whoever reads may set it to zero.
 """
 
 from __future__ import annotations
 
 import asyncio
 import mmap
+import os
 import struct
 import sys
 import time
@@ -17,6 +18,7 @@ from services.balancer.__main__ import serve
 from services.balancer.settings import load_settings
 from services.operations.program import run_service
 
+PROBE = "ATTACK_PROBE"
 _DOUBLE = struct.Struct("d")
 
 
@@ -52,5 +54,5 @@ class Probe:
 
 
 if __name__ == "__main__":
-    watch_loop(Path(sys.argv[1]))
-    sys.exit(run_service(load_settings, serve, sys.argv[2:]))
+    watch_loop(Path(os.environ.pop(PROBE)))
+    sys.exit(run_service(load_settings, serve, sys.argv[1:]))

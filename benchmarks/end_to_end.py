@@ -30,8 +30,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,9 @@ from rich.console import Console
 from benchmarks.end_to_end_report import draw, show, summarize
 from examples.datasets import DISTRIBUTIONS
 from examples.hstu.attention import KERNELS
+from services.operations.launch import running_service
 
 SETTINGS = ("off", "kk_all_gather", "embedded", "grpc", "window", "embedded_fitted", "grpc_fitted")
-START_SECONDS = 120.0
 
 
 def main() -> None:
@@ -63,14 +62,14 @@ def main() -> None:
 def record(options: argparse.Namespace, console: Console) -> Any:
     """Runs the ranks, and the balancer if a setting needs it; returns what they measured."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        port_file = Path(folder) / "port"
+        address = ""
         if any(setting.startswith("grpc") for setting in options.settings):
-            stack.enter_context(balancer_service(port_file))
+            address = stack.enter_context(running_service("services.balancer")).address
         raw = (options.raw or Path(folder) / "raw.json").absolute()
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks),
             "--master-addr", "127.0.0.1", "--master-port", str(options.master_port),
-            "-m", "benchmarks.end_to_end_rank", "--result", str(raw), "--port-file", str(port_file),
+            "-m", "benchmarks.end_to_end_rank", "--result", str(raw), "--balancer", address,
         ]  # fmt: skip
         for flag in PASSED_ON:
             value = getattr(options, flag)
@@ -83,35 +82,6 @@ def record(options: argparse.Namespace, console: Console) -> Any:
         recorded = json.loads(raw.read_text())
     recorded["command"] = "python -m benchmarks.end_to_end " + " ".join(sys.argv[1:])
     return recorded
-
-
-@contextlib.contextmanager
-def balancer_service(port_file: Path) -> Iterator[None]:
-    """A balancer in a process of its own; it writes its port when it is ready."""
-    log = port_file.with_name("balancer.log")
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.balancer", "--port", "0", "--port-file", str(port_file)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            yield
-        finally:
-            if process.poll() is not None:
-                print(f"the balancer ended early:\n{log.read_text()}", file=sys.stderr)
-            process.terminate()
-            process.wait(timeout=30)
-
-
-def read_address(port_file: Path) -> str:
-    """The balancer's address, once it is ready."""
-    deadline = time.monotonic() + START_SECONDS
-    while not (port_file.exists() and port_file.read_text().strip()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no balancer wrote {port_file} within {START_SECONDS:.0f} s")
-        time.sleep(0.05)
-    return f"127.0.0.1:{port_file.read_text().strip()}"
 
 
 PASSED_ON = (

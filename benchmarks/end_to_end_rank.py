@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.end_to_end import add_blocks, add_workload, read_address
+from benchmarks.end_to_end import add_blocks, add_workload
 from benchmarks.references.all_gather import by_gathering
 from examples.datasets import Keys, SequenceBatch, SyntheticSequences, lengths_named
 from examples.hstu.attention import choose_kernel
@@ -37,7 +37,7 @@ def main() -> None:
     faulthandler.register(signal.SIGTERM, chain=True)  # a rank that is stopped tells where it was
     parser = argparse.ArgumentParser()
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--port-file", type=Path, required=True)
+    parser.add_argument("--balancer", required=True, help="its address; empty where no setting needs one")
     add_workload(parser)
     add_blocks(parser)
     options = parser.parse_args()
@@ -159,9 +159,7 @@ def make_balancer(setting: str, options: argparse.Namespace, lengths: str) -> Ba
         case "embedded":
             return Balancer.embedded(options=BalanceOptions())
         case "grpc":
-            return Balancer.connect(
-                read_address(options.port_file), job=f"{setting}-{lengths}", options=BalanceOptions()
-            )
+            return Balancer.connect(options.balancer, job=f"{setting}-{lengths}", options=BalanceOptions())
     raise ValueError(f"the setting is {setting!r}")
 
 

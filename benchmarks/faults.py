@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tests.balancer_process import running_balancer
-from tests.faults.crew import SLACK, Crew, Run
-from tests.faults.kinds import Harm
-from tests.faults.proxy import TcpProxy
-from tests.faults.relay import Relay
-from tests.faults.steps import Steps
+from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.crew import SLACK, Crew, Run
+from benchmarks.harness.kinds import Harm
+from benchmarks.harness.proxy import TcpProxy
+from benchmarks.harness.relay import Relay
+from benchmarks.harness.steps import Steps
 
 FAULTS_PER_JOB = 50
 RANK_FAULTS = ("slow rank", "NaN cost on one rank", "submission larger than the service takes")

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from tests.balancer_process import running_balancer
+from benchmarks.harness.balancer_process import running_balancer
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec
 from trainer_client.balancing.votes import VOTE_BYTES
 

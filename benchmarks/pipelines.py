@@ -3,7 +3,7 @@
     python -m benchmarks.pipelines --json benchmarks/results/pipelines_gloo.json             # Gloo ranks on CPUs
     python -m benchmarks.pipelines --cuda --json benchmarks/results/pipelines_2xh200.json    # one GPU a rank
 
-Each pipeline runs twice in processes of its own, over the model of the tests' `pipelines.sharded`: "alone", over plain
+Each pipeline runs twice in processes of its own, over the model of `benchmarks.harness.sharded`: "alone", over plain
 batches of one size without Evenkeel, and "balanced". One that fails alone fails for reasons of its own. Of
 the balanced run the losses of all ranks are compared with those of one process that holds the global batch.
 """
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from tests.trainer_client.balancing.pipelines.sharded import STEPS, data, features, in_one_process, make_model
+from benchmarks.harness.sharded import STEPS, data, features, in_one_process, make_model
 from trainer_client import BalancedLoader, Balancer, TokenCost
 from trainer_client.balancing.pipelines import balanced_batches
 

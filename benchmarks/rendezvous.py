@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,36 +44,15 @@ from services.balancer.limits import Limits
 from services.balancer.planning import make_plan
 from services.balancer.session import Session
 from services.balancer.submissions import SessionKey, Submission, Terms
+from services.operations.launch import ServiceProcess, running_service
 
 _SPAWN = multiprocessing.get_context("spawn")
 _STARTUP_SECONDS = 300.0
 
 
-@contextmanager
-def balancer_process(arguments: list[str], module: str = "services.balancer") -> Iterator[tuple[int, int]]:
-    """A real balancer, or a module that takes the same flags; yields its port and process id."""
-    with tempfile.TemporaryDirectory() as folder:
-        port_file = Path(folder) / "port"
-        command = [
-            sys.executable,
-            "-m",
-            module,
-            "--port",
-            "0",
-            "--port-file",
-            str(port_file),
-        ]
-        process = subprocess.Popen([*command, "--log-level", "error", *arguments])
-        try:
-            deadline = time.monotonic() + _STARTUP_SECONDS
-            while not port_file.exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError("the balancer did not start; run it by hand to see why")
-                time.sleep(0.05)
-            yield int(port_file.read_text()), process.pid
-        finally:
-            process.terminate()
-            process.wait(20)
+def balancer_process(arguments: list[str], module: str = "services.balancer") -> AbstractContextManager[ServiceProcess]:
+    """A real balancer, or a module that takes the same flags."""
+    return running_service(module, "--log-level", "error", *arguments)
 
 
 @contextmanager
@@ -134,7 +113,8 @@ def resident_bytes(pid: int) -> int:
 
 def measure_sockets(load: Load, num_processes: int, arguments: list[str]) -> dict[str, Any]:
     """One size: the balancer, then the floor."""
-    with balancer_process(arguments) as (port, pid):
+    with balancer_process(arguments) as balancer:
+        port, pid = balancer.port, balancer.running.pid
         resident, cpu = resident_bytes(pid), cpu_seconds(pid)
         ours = run_load(replace(load, port=port), num_processes)
         cpu, grown = cpu_seconds(pid) - cpu, resident_bytes(pid) - resident
@@ -165,7 +145,8 @@ def measure_sockets(load: Load, num_processes: int, arguments: list[str]) -> dic
 
 def profile_sockets(load: Load, num_processes: int, arguments: list[str]) -> list[str]:
     """Collapsed stacks of a balancer at work, by py-spy."""
-    with tempfile.TemporaryDirectory() as folder, balancer_process(arguments) as (port, pid):
+    with tempfile.TemporaryDirectory() as folder, balancer_process(arguments) as balancer:
+        port, pid = balancer.port, balancer.running.pid
         output = Path(folder) / "stacks"
         command = [str(Path(sys.executable).with_name("py-spy")), "record", "--pid", str(pid), "--threads"]
         spy = subprocess.Popen(

@@ -22,9 +22,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.balancer_process import BalancerProcess, running_balancer
-from tests.faults.crew import Crew
-from tests.faults.steps import Steps
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.crew import Crew
+from benchmarks.harness.steps import Steps
 
 RANKS = 2
 CALM = 40  # steps by the service before each restart
@@ -55,7 +55,7 @@ class Restart:
     longest_wait_seconds: float
 
 
-def restart_under_job(crew: Crew, balancer: BalancerProcess, name: str, fallback: str, pace: float) -> Restart:
+def restart_under_job(crew: Crew, balancer: ServiceProcess, name: str, fallback: str, pace: float) -> Restart:
     """Runs one job and restarts its balancer; every sample of every step is checked."""
     steps = Steps(address=balancer.address, name=name, pace=pace, fallback=fallback, timeout=2.0, batch_size=32)
     with crew.run(steps) as run:

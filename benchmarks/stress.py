@@ -31,8 +31,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.end_to_end import balancer_service
 from benchmarks.stress_loops import LOOPS
+from services.operations.launch import running_service
 
 BAD = ("hangs", "lost", "doubled", "unknown", "in_another_step", "batches_with_other_values", "fell_back")
 
@@ -42,12 +42,12 @@ def main() -> None:
     console = Console(width=150)
     results: dict[str, Any] = {"command": "python -m benchmarks.stress " + " ".join(sys.argv[1:]), "loops": {}}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        port_file = Path(folder) / "port"
+        address = ""
         if options.balancer == "grpc":
-            stack.enter_context(balancer_service(port_file))
+            address = stack.enter_context(running_service("services.balancer")).address
         remaining = list(options.loops)
         while remaining:
-            found = run_ranks(remaining, options, Path(folder), port_file)
+            found = run_ranks(remaining, options, Path(folder), address)
             results = found | results | {"loops": results["loops"] | found["loops"]}
             remaining = [loop for loop in remaining if loop not in results["loops"]]
             if options.json:
@@ -58,14 +58,14 @@ def main() -> None:
         sys.exit(1)
 
 
-def run_ranks(loops: list[str], options: argparse.Namespace, folder: Path, port_file: Path) -> dict[str, Any]:
+def run_ranks(loops: list[str], options: argparse.Namespace, folder: Path, address: str) -> dict[str, Any]:
     """Runs loops until all are done or one goes wrong; returns those that were run, at least one of them."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-        "-m", "benchmarks.stress_rank", "--result", str(result), "--port-file", str(port_file), "--loops", *loops,
+        "-m", "benchmarks.stress_rank", "--result", str(result), "--address", address, "--loops", *loops,
     ]  # fmt: skip
     for flag in PASSED_ON:
         value = getattr(options, flag)

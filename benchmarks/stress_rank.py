@@ -16,7 +16,6 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from benchmarks.end_to_end import read_address
 from benchmarks.gpus import own_gpu
 from benchmarks.stress import add_workload
 from benchmarks.stress_data import Ledger
@@ -65,7 +64,7 @@ def hang() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--port-file", type=Path, required=True)
+    parser.add_argument("--address", required=True, help="of the balancer; empty where there is none")
     add_workload(parser)
     options = parser.parse_args()
     rank = int(os.environ["RANK"])
@@ -121,7 +120,7 @@ def stress(loop: str, options: argparse.Namespace, device: torch.device, watchdo
     ledger = Ledger(workload, device)
     choices = BalanceOptions(window=options.window)
     if options.balancer == "grpc":
-        balancer = Balancer.connect(read_address(options.port_file), job=f"stress-{loop}", options=choices)
+        balancer = Balancer.connect(options.address, job=f"stress-{loop}", options=choices)
     else:
         balancer = Balancer.embedded(options=choices)
     watchdog.arm()

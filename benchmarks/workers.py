@@ -77,7 +77,8 @@ def measure(load: Load, turns: int, processes: int, done: Callable[[], None]) ->
         servers = {name: stack.enter_context(balancer_process(FLAGS, module)) for name, module in MODULES.items()}
         for turn in range(turns):
             order = list(servers.items()) if turn % 2 else list(servers.items())[::-1]
-            for name, (port, pid) in order:
+            for name, server in order:
+                port, pid = server.port, server.running.pid
                 before = cpu_of_all(pid)
                 timings = run_load(replace(load, port=port, job=f"turn{turn}"), processes)
                 if sum(timing.balanced for timing in timings) != load.world_size:
@@ -85,7 +86,7 @@ def measure(load: Load, turns: int, processes: int, done: Callable[[], None]) ->
                 times[name] += round_times(timings)
                 cpu[name] += cpu_of_all(pid) - before
                 done()
-        pid = servers["processes"][1]
+        pid = servers["processes"].running.pid
         memory = [shared_memory(each) for each in children_of(pid)]
     rounds = turns * load.rounds
     row: dict[str, Any] = {"ranks": load.world_size, "samples_per_rank": load.samples, "rounds": rounds}
@@ -105,7 +106,8 @@ def measure(load: Load, turns: int, processes: int, done: Callable[[], None]) ->
 def measure_recovery(deaths: int) -> dict[str, Any]:
     """Seconds from the death of a worker to the next one's start."""
     seconds = []
-    with balancer_process([], MODULES["processes"]) as (_, pid):
+    with balancer_process([], MODULES["processes"]) as balancer:
+        pid = balancer.running.pid
         for _ in range(deaths):
             zygote = children_of(pid)[0]
             workers = children_of(zygote)

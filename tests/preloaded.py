@@ -1,4 +1,4 @@
-"""What the server has in memory that the processes of the tests are forked from: see `tests.zygote`."""
+"""What the server has in memory that the processes of the tests are forked from: see `benchmarks.harness.zygote`."""
 
 import gc
 import os

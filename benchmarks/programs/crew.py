@@ -15,9 +15,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from benchmarks.harness import zygote
 from benchmarks.programs import rank as ranks
 from benchmarks.programs.language import Kind, Program
-from tests import zygote
 
 START_SECONDS = 300.0  # compiles the kernels first, if nothing has yet
 GRACE_SECONDS = 8.0  # in which every rank must raise what one has raised
@@ -199,8 +199,8 @@ class Services:
         if not kinds & {"service", "faulty"}:
             return addresses
         if self._balancer is None:
-            from tests.balancer_process import running_balancer
-            from tests.faults.relay import Relay
+            from benchmarks.harness.balancer_process import running_balancer
+            from benchmarks.harness.relay import Relay
 
             self._balancer = self._stack.enter_context(running_balancer())
             self._relay = self._stack.enter_context(Relay(self._balancer.port))

@@ -7,9 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from examples.demo.picture import draw
 from examples.demo.summary import show, summarize
+from services.operations.launch import running_service
 
-START_SECONDS = 240.0  # compiles its kernels first, if nothing has yet
 console = Console()
 
 
@@ -39,14 +36,14 @@ def demo(
     results: dict[str, Any] = {}
     status = Console(stderr=True) if as_json else console
     with (
-        balancer_process(out / "balancer.log") as address,
+        running_service("services.balancer", log_file=out / "balancer.log") as balancer,
         Progress(
             TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             console=status,
         ) as progress,
     ):  # fmt: skip
-        status.print(f"balancer at {address}; {ranks} ranks, {steps} batches of {batch_size} histories each")
-        for name, where in (("off", "off"), ("on", address)):
+        status.print(f"balancer at {balancer.address}; {ranks} ranks, {steps} batches of {batch_size} histories each")
+        for name, where in (("off", "off"), ("on", balancer.address)):
             task = progress.add_task(f"training, balancing {name}", total=steps)
             result = out / f"{name}.json"
             command = [
@@ -75,25 +72,6 @@ def demo(
         raise SystemExit("samples were lost or doubled")
     if summary["on"]["balanced_by_service"] == 0:
         raise SystemExit("the balancer decided no round; see " + str(out / "balancer.log"))
-
-
-@contextlib.contextmanager
-def balancer_process(log: Path) -> Iterator[str]:
-    """A real balancer in a process of its own; yields its address."""
-    with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
-        port_file = Path(folder) / "port"
-        command = [sys.executable, "-m", "services.balancer", "--port", "0", "--port-file", str(port_file)]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not (port_file.exists() and port_file.read_text().strip()):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"the balancer did not start; see {log}")
-                time.sleep(0.05)
-            yield f"127.0.0.1:{port_file.read_text().strip()}"
-        finally:
-            process.terminate()
-            process.wait(timeout=30)
 
 
 if __name__ == "__main__":

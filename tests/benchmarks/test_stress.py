@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.ranks import run_ranks
 from benchmarks.stress import is_wrong
 from benchmarks.stress_data import Ledger, Workload
 from benchmarks.stress_rank import stress
-from tests.trainer_client.ranks import run_ranks
 
 CPU = torch.device("cpu")
 CLEAN = {"lost": 0, "doubled": 0, "unknown": 0, "in_another_step": 0, "batches_with_other_values": 0}

@@ -7,12 +7,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.balancer_process import running_balancer
+from benchmarks.harness.authorities import channel
+from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.ranks import run_ranks
 from tests.services.planner.serving import served
-from tests.services.security.authorities import channel
 from tests.services.security.jobs import RunningJob
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader
 from trainer_client.observing.metrics import RankExporter
 

@@ -14,10 +14,10 @@ import grpc
 import pytest
 import trustme
 
+from benchmarks.harness.authorities import Files, channel, write_certificate
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from tests.deploy.stack import PROJECTS, ROOT, Compose, TwoRanks, eventually, two_ranks
-from tests.services.security.authorities import Files, channel, write_certificate
 
 FILES = ("docker-compose.yml", "deploy/compose.secure.yml", "deploy/compose.hostnet.yml")
 SERVICES = ("balancer", "planner")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.balancer_process import running_balancer
-from tests.trainer_client.ranks import run_ranks
+from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ("README.md", "docs/pipelines.md", "docs/batches.md", "docs/windows.md")

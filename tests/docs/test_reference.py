@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import zygote
+from benchmarks.harness import zygote
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import zygote
-from tests.balancer_process import running_balancer
+from benchmarks.harness import zygote
+from benchmarks.harness.balancer_process import running_balancer
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")

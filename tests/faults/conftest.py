@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.balancer_process import BalancerProcess, running_balancer
-from tests.faults.crew import Crew
-from tests.faults.proxy import TcpProxy
-from tests.faults.relay import Relay
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.crew import Crew
+from benchmarks.harness.proxy import TcpProxy
+from benchmarks.harness.relay import Relay
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +27,13 @@ def crew(_crews: list[Crew]) -> Crew:
 
 
 @pytest.fixture(scope="session")
-def _one_balancer() -> Iterator[BalancerProcess]:
+def _one_balancer() -> Iterator[ServiceProcess]:
     with running_balancer("--log-level", "debug") as process:
         yield process
 
 
 @pytest.fixture
-def balancer(_one_balancer: BalancerProcess) -> BalancerProcess:
+def balancer(_one_balancer: ServiceProcess) -> ServiceProcess:
     """A balancer that runs, whatever the test before did with it."""
     process = _one_balancer.process
     if process is None or process.poll() is not None:
@@ -42,12 +42,12 @@ def balancer(_one_balancer: BalancerProcess) -> BalancerProcess:
 
 
 @pytest.fixture
-def relay(balancer: BalancerProcess) -> Iterator[Relay]:
+def relay(balancer: ServiceProcess) -> Iterator[Relay]:
     with Relay(balancer.port) as server:
         yield server
 
 
 @pytest.fixture
-def proxy(balancer: BalancerProcess) -> Iterator[TcpProxy]:
+def proxy(balancer: ServiceProcess) -> Iterator[TcpProxy]:
     with TcpProxy(balancer.port) as server:
         yield server

@@ -7,10 +7,10 @@ from collections import defaultdict
 
 import pytest
 
+from benchmarks.harness.crew import Crew
+from benchmarks.harness.relay import Relay
+from benchmarks.harness.steps import Steps
 from evenkeel.protocol import balancer_pb2 as pb
-from tests.faults.crew import Crew
-from tests.faults.relay import Relay
-from tests.faults.steps import Steps
 
 FORGED = 12345
 

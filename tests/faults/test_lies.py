@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.harness.crew import Crew
+from benchmarks.harness.relay import Relay
+from benchmarks.harness.steps import Steps
 from evenkeel.protocol import balancer_pb2 as pb
-from tests.faults.crew import Crew
-from tests.faults.relay import Relay
-from tests.faults.steps import Steps
 
 ROUND = 8  # in which ranks 0, 1 and 2 have 3, 1 and 6 samples
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.balancer_process import BalancerProcess, running_balancer
-from tests.faults.crew import Crew
-from tests.faults.steps import Steps
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.crew import Crew
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.steps import Steps
 from tests.trainer_client.balancing.jobs import SPEC, Job, check_complete, cost_of, make_batch, run_job
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 
-def test_a_cost_that_is_no_number_on_one_rank(crew: Crew, balancer: BalancerProcess) -> None:
+def test_a_cost_that_is_no_number_on_one_rank(crew: Crew, balancer: ServiceProcess) -> None:
     steps = Steps(address=balancer.address, name="nan", timeout=5.0, bad_costs=frozenset({(1, 4), (1, 5)}))
     assert steps.size(1, 4)
     with crew.run(steps) as run:
@@ -35,7 +35,7 @@ def test_a_cost_that_is_no_number_on_one_rank(crew: Crew, balancer: BalancerProc
     assert "cost of sample 0 is nan" in run.results[1]["warnings"][0]
 
 
-def test_a_slow_rank_is_not_the_services_fault(crew: Crew, balancer: BalancerProcess) -> None:
+def test_a_slow_rank_is_not_the_services_fault(crew: Crew, balancer: ServiceProcess) -> None:
     with crew.run(Steps(address=balancer.address, name="slow", timeout=3.0, slow={(2, 4): 4.0})) as run:
         run.until(reason="undecided")
         run.until(mode="service", times=4)
@@ -44,14 +44,14 @@ def test_a_slow_rank_is_not_the_services_fault(crew: Crew, balancer: BalancerPro
     assert sum(result["waits"] > 1.5 for result in run.results) == 2  # the others, for the slow one
 
 
-def test_a_deadline_that_has_always_expired(crew: Crew, balancer: BalancerProcess) -> None:
+def test_a_deadline_that_has_always_expired(crew: Crew, balancer: ServiceProcess) -> None:
     with crew.run(Steps(address=balancer.address, name="expired", timeout=1e-6)) as run:
         run.until(times=30)
     assert "no_decision" in run.reasons
     assert run.longest_wait < 5.0
 
 
-def test_a_twin_of_the_same_name_is_refused_and_the_first_unharmed(crew: Crew, balancer: BalancerProcess) -> None:
+def test_a_twin_of_the_same_name_is_refused_and_the_first_unharmed(crew: Crew, balancer: ServiceProcess) -> None:
     with crew.run(Steps(address=balancer.address, name="twins", pace=0.03, timeout=10.0)) as run:
         run.until(mode="service", times=2)
         options = BalanceOptions(timeout=timedelta(seconds=2))  # it is never served
@@ -86,7 +86,7 @@ class _Batches:
 
 
 @pytest.mark.parametrize(("where", "how"), [("service", "killed"), ("embedded", "exits")])
-def test_a_failed_process_group_is_raised_on_every_rank(balancer: BalancerProcess, where: str, how: str) -> None:
+def test_a_failed_process_group_is_raised_on_every_rank(balancer: ServiceProcess, where: str, how: str) -> None:
     job = Job(steps=(50, 50, 50), address=balancer.address if where == "service" else None, name="crash")
     results = run_ranks(3, crash, job, how, check=False)
     assert results[1] is None  # it died
@@ -109,7 +109,7 @@ def incarnation(rank: int, job: Job, restart: int, crashes: bool) -> Any:
     return records
 
 
-def test_a_job_restarts_with_another_world_size(balancer: BalancerProcess) -> None:
+def test_a_job_restarts_with_another_world_size(balancer: ServiceProcess) -> None:
     job = Job(steps=(5, 5, 5), address=balancer.address, name="elastic")
     run_ranks(3, incarnation, job, 0, True, check=False)
     smaller = replace(job, steps=(5, 4))
@@ -186,7 +186,7 @@ def two_loaders(rank: int, address: str) -> list[tuple[str, list[int], str]]:
     return trained
 
 
-def test_train_and_eval_at_once_and_children_that_exit(balancer: BalancerProcess) -> None:
+def test_train_and_eval_at_once_and_children_that_exit(balancer: ServiceProcess) -> None:
     results = run_ranks(2, two_loaders, balancer.address)
     for name, first in (("train", 0), ("eval", 50)):
         ids = sorted(sample for result in results for kind, samples, _ in result if kind == name for sample in samples)

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from tests.faults.crew import Crew
-from tests.faults.proxy import TcpProxy
-from tests.faults.steps import Steps
+from benchmarks.harness.crew import Crew
+from benchmarks.harness.proxy import TcpProxy
+from benchmarks.harness.steps import Steps
 
 
 def test_delay_within_the_deadline_costs_nothing_but_time(crew: Crew, proxy: TcpProxy) -> None:

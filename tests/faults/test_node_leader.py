@@ -8,17 +8,17 @@ import signal
 import time
 from datetime import timedelta
 
-from tests.balancer_process import BalancerProcess
-from tests.faults.crew import Crew
-from tests.faults.proxy import TcpProxy
-from tests.faults.steps import Steps
+from benchmarks.harness.balancer_process import ServiceProcess
+from benchmarks.harness.crew import Crew
+from benchmarks.harness.proxy import TcpProxy
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.steps import Steps
 from tests.faults.test_life import crash
 from tests.trainer_client.balancing.jobs import Job
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalanceOptions
 
 
-def test_the_balancer_dies_and_comes_back(crew: Crew, balancer: BalancerProcess) -> None:
+def test_the_balancer_dies_and_comes_back(crew: Crew, balancer: ServiceProcess) -> None:
     with crew.run(Steps(address=balancer.address, name="node-restart", node_leader=True)) as run:
         run.until(mode="service", times=3)
         balancer.kill()
@@ -28,7 +28,7 @@ def test_the_balancer_dies_and_comes_back(crew: Crew, balancer: BalancerProcess)
     assert run.results[0]["breaker_changes"] == 2
 
 
-def test_the_stream_of_the_node_is_cut(crew: Crew, balancer: BalancerProcess, proxy: TcpProxy) -> None:
+def test_the_stream_of_the_node_is_cut(crew: Crew, balancer: ServiceProcess, proxy: TcpProxy) -> None:
     with crew.run(Steps(address=proxy.address, name="node-cut", node_leader=True)) as run:
         for _ in range(3):
             run.until(mode="service", times=3)
@@ -36,7 +36,7 @@ def test_the_stream_of_the_node_is_cut(crew: Crew, balancer: BalancerProcess, pr
         run.until(mode="service", times=3)
 
 
-def test_the_leader_stands_still(crew: Crew, balancer: BalancerProcess) -> None:
+def test_the_leader_stands_still(crew: Crew, balancer: ServiceProcess) -> None:
     leader = crew.processes[0].pid
     assert leader is not None
     with crew.run(Steps(address=balancer.address, name="node-paused", node_leader=True)) as run:
@@ -54,7 +54,7 @@ def test_the_leader_stands_still(crew: Crew, balancer: BalancerProcess) -> None:
         assert sum(gap >= 0.6 for gap in gaps) >= 3
 
 
-def test_the_leader_is_killed(balancer: BalancerProcess) -> None:
+def test_the_leader_is_killed(balancer: ServiceProcess) -> None:
     options = BalanceOptions(timeout=timedelta(seconds=5), node_leader=True)
     job = Job(steps=(50, 50, 50), address=balancer.address, name="node-crash", options=options)
     results = run_ranks(3, crash, job, "killed", 0, check=False)

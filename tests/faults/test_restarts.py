@@ -8,21 +8,21 @@ import time
 
 import pytest
 
+from benchmarks.harness.balancer_process import ServiceProcess
+from benchmarks.harness.crew import Crew
+from benchmarks.harness.proxy import TcpProxy
+from benchmarks.harness.relay import Relay
+from benchmarks.harness.steps import Steps
 from evenkeel.protocol import balancer_pb2 as pb
-from tests.balancer_process import BalancerProcess
-from tests.faults.crew import Crew
-from tests.faults.proxy import TcpProxy
-from tests.faults.relay import Relay
-from tests.faults.steps import Steps
 
 
-def kill(balancer: BalancerProcess, relay: Relay) -> None:
+def kill(balancer: ServiceProcess, relay: Relay) -> None:
     balancer.kill()
     relay.seen["killed"] += 1
 
 
 @pytest.mark.parametrize("when", ["before", "during", "between the answers to two ranks", "after"])
-def test_killed_around_a_round_and_restarted(crew: Crew, balancer: BalancerProcess, relay: Relay, when: str) -> None:
+def test_killed_around_a_round_and_restarted(crew: Crew, balancer: ServiceProcess, relay: Relay, when: str) -> None:
     number = 5
     submitted: set[int] = set()
     answered: set[int] = set()
@@ -69,7 +69,7 @@ def test_killed_around_a_round_and_restarted(crew: Crew, balancer: BalancerProce
 
 
 @pytest.mark.parametrize("steps_down", [0, 60])
-def test_restarted_at_once_and_late(crew: Crew, balancer: BalancerProcess, relay: Relay, steps_down: int) -> None:
+def test_restarted_at_once_and_late(crew: Crew, balancer: ServiceProcess, relay: Relay, steps_down: int) -> None:
     instances: dict[int, int] = {}
 
     def answers(rank: int, answer: pb.Answer) -> list[pb.Answer]:
@@ -109,7 +109,7 @@ def test_never_there_and_nothing_else_wanted(crew: Crew) -> None:
 
 @pytest.mark.parametrize(("seconds", "timeout"), [(0.3, 10.0), (1.5, 0.6)])
 def test_paused_shorter_and_longer_than_the_deadline(
-    crew: Crew, balancer: BalancerProcess, relay: Relay, seconds: float, timeout: float
+    crew: Crew, balancer: ServiceProcess, relay: Relay, seconds: float, timeout: float
 ) -> None:
     paused = threading.Event()
 
@@ -135,7 +135,7 @@ def test_paused_shorter_and_longer_than_the_deadline(
         assert set(run.modes) == {"service"}
 
 
-def test_drained_with_a_half_filled_round(crew: Crew, balancer: BalancerProcess, relay: Relay) -> None:
+def test_drained_with_a_half_filled_round(crew: Crew, balancer: ServiceProcess, relay: Relay) -> None:
     codes: list[int] = []
 
     def submits(rank: int, submit: pb.Submit) -> list[pb.Submit]:

@@ -14,13 +14,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.crew import STARVED_SLACK, Crew
+from benchmarks.harness.proxy import TcpProxy
+from benchmarks.harness.relay import Relay
+from benchmarks.harness.steps import Steps
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-from tests.balancer_process import BalancerProcess, running_balancer
-from tests.faults.crew import STARVED_SLACK, Crew
-from tests.faults.proxy import TcpProxy
-from tests.faults.relay import Relay
-from tests.faults.steps import Steps
 
 
 def test_a_message_larger_than_the_service_takes(crew: Crew) -> None:
@@ -54,7 +54,7 @@ def test_a_client_that_is_cancelled_inside_the_barrier_comes_again(crew: Crew, r
 
 
 @pytest.fixture
-def jumping_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BalancerProcess]:
+def jumping_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceProcess]:
     """A balancer whose wall clock jumps by up to a day, both ways, whenever it is read."""
     (tmp_path / "sitecustomize.py").write_text(
         "import random, time\nreal = time.time\n"
@@ -68,7 +68,7 @@ def jumping_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[B
         yield process
 
 
-def test_a_clock_that_jumps_on_the_server(crew: Crew, jumping_clock: BalancerProcess, tmp_path: Path) -> None:
+def test_a_clock_that_jumps_on_the_server(crew: Crew, jumping_clock: ServiceProcess, tmp_path: Path) -> None:
     with crew.run(Steps(address=jumping_clock.address, name="clock", timeout=10.0)) as run:
         run.until(mode="service", times=15)
     assert set(run.modes) == {"service"}
@@ -95,7 +95,7 @@ def test_a_clock_that_jumps_on_the_ranks(crew: Crew, relay: Relay) -> None:
     assert 1.5 < max(waits) < 2.0 + STARVED_SLACK
 
 
-def test_idle_and_hostile_connections_beside_a_job(crew: Crew, balancer: BalancerProcess) -> None:
+def test_idle_and_hostile_connections_beside_a_job(crew: Crew, balancer: ServiceProcess) -> None:
     rng = random.Random(5)
     with contextlib.ExitStack() as stack, crew.run(Steps(address=balancer.address, name="crowd", timeout=10.0)) as run:
         run.until(mode="service", times=2)
@@ -116,7 +116,7 @@ def test_idle_and_hostile_connections_beside_a_job(crew: Crew, balancer: Balance
 
 
 @pytest.mark.parametrize("who", ["service", "rank"])
-def test_out_of_file_descriptors(crew: Crew, balancer: BalancerProcess, proxy: TcpProxy, who: str) -> None:
+def test_out_of_file_descriptors(crew: Crew, balancer: ServiceProcess, proxy: TcpProxy, who: str) -> None:
     assert balancer.process is not None
     pid = balancer.process.pid if who == "service" else crew.processes[1].pid
     assert pid is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.balancer_process import BalancerProcess
+from benchmarks.harness.balancer_process import ServiceProcess
 from tests.faults.elastic import DIES, NUM_STEPS, size_of
 
 WORLD_SIZE = 2
@@ -20,7 +20,7 @@ SECONDS = 270.0
 
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_is_restarted_by_torchrun_and_no_sample_is_lost(
-    balancer: BalancerProcess, tmp_path: Path
+    balancer: ServiceProcess, tmp_path: Path
 ) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}",

@@ -13,6 +13,9 @@ import grpc
 import pytest
 import trustme
 
+from benchmarks.harness import zygote
+from benchmarks.harness.authorities import write_certificate
+from benchmarks.harness.balancer_process import running_balancer
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.balancer.settings import Settings as BalancerSettings
@@ -20,9 +23,6 @@ from services.operations.settings import ServiceSettings, load
 from services.planner.settings import Settings as PlannerSettings
 from services.security.tokens import TokenStore
 from services.security.transport import Transport
-from tests import zygote
-from tests.balancer_process import running_balancer
-from tests.services.security.authorities import write_certificate
 
 
 @pytest.mark.parametrize(

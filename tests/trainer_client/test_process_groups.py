@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.embedding.tables.exchange import exchange_group
 from trainer_client.observing.fitting import CostFitter, SequenceTerms

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.balancer_process import BalancerProcess, running_balancer
+from benchmarks.harness.authorities import channel as new_channel
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
 from tests.evenkeel.protocol.relay import old_server
 from tests.evenkeel.protocol.wire_v1 import Stub, enum_value, handler, message
-from tests.services.security.authorities import channel as new_channel
 from tests.services.security.jobs import RunningJob, join
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
-from tests.trainer_client.ranks import run_ranks
 from trainer_client.balancing.service import Connection
 from trainer_client.cli.app import app
 
@@ -31,13 +31,13 @@ BALANCED = enum_value("Decision.Outcome", "OUTCOME_BALANCED")
 
 
 @pytest.fixture(scope="module")
-def balancer() -> Iterator[BalancerProcess]:
+def balancer() -> Iterator[ServiceProcess]:
     with running_balancer() as running:
         yield running
 
 
 @pytest.fixture
-def channel(balancer: BalancerProcess) -> Iterator[grpc.Channel]:
+def channel(balancer: ServiceProcess) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(balancer.address, options=[("grpc.use_local_subchannel_pool", 1)]) as opened:
         yield opened
 
@@ -160,7 +160,7 @@ def test_a_client_that_speaks_newer_versions_too_is_served(channel: grpc.Channel
     stream.end()
 
 
-def test_today_s_job_runs_on_an_old_server(balancer: BalancerProcess) -> None:
+def test_today_s_job_runs_on_an_old_server(balancer: ServiceProcess) -> None:
     with old_server(balancer.address) as address:
         job = Job(steps=(6, 6), address=address, name="on-old-server")
         results = run_ranks(2, run_job, job)
@@ -168,7 +168,7 @@ def test_today_s_job_runs_on_an_old_server(balancer: BalancerProcess) -> None:
     assert {record["mode"] for records in results for record in records} == {"service"}
 
 
-def test_today_s_commands_work_with_an_old_server(balancer: BalancerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_today_s_commands_work_with_an_old_server(balancer: ServiceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PLANNER", "TLS", "TLS_CA", "TLS_CERTIFICATE", "TLS_KEY", "TOKEN_FILE"):
         monkeypatch.delenv(f"EVENKEEL_{name}", raising=False)
     with (

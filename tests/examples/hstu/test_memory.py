@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.ranks import run_ranks
 from examples.datasets import Keys, SequenceBatch, SyntheticSequences, ZipfLengths
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Trainer
-from tests.trainer_client.ranks import run_ranks
 from trainer_client.balancing import BalanceOptions, Balancer
 
 OPTIONS = ModelOptions(

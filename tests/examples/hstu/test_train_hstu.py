@@ -18,8 +18,8 @@ from rich.console import Console
 from torch.distributed.run import get_args_parser as torchrun_parser
 from typer.testing import CliRunner
 
+from benchmarks.harness.ranks import run_ranks
 from examples import train_hstu
-from tests.trainer_client.ranks import run_ranks
 from trainer_client.cli.plan import plan_command
 
 USERS, ITEMS = 24, 60

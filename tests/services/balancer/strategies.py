@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness import zygote
 from evenkeel.partitioning import registry
 from evenkeel.partitioning.lpt import lpt
 from evenkeel.partitioning.problem import Problem
 from services.balancer.workers import zygote as zygotes
 from services.balancer.workers.nursery import Zygote
-from tests import zygote
 
 FOLDER = "EVENKEEL_TEST_FOLDER"
 """Variable: the folder in which `hold` says who holds, until `release` is there."""

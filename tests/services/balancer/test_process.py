@@ -14,9 +14,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.harness import zygote
+from benchmarks.harness.balancer_process import running_balancer
 from evenkeel.protocol import balancer_pb2 as pb
-from tests import zygote
-from tests.balancer_process import running_balancer
 from tests.services.balancer.ranks import Rank
 
 SECONDS = 60.0

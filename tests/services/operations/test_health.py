@@ -17,9 +17,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from benchmarks.harness.authorities import channel
+from benchmarks.harness.balancer_process import running_balancer
 from evenkeel.protocol import balancer_pb2 as pb
-from tests.balancer_process import running_balancer
-from tests.services.security.authorities import channel
 from tests.services.security.jobs import RunningJob
 
 SERVICE = "evenkeel.balancer.v1.BalancerService"

@@ -20,11 +20,11 @@ import pytest
 import trustme
 import yaml
 
+from benchmarks.harness.authorities import channel, write_certificate
+from benchmarks.harness.balancer_process import running_balancer
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.security.tokens import hash_token
-from tests.balancer_process import running_balancer
-from tests.services.security.authorities import channel, write_certificate
 from tests.services.security.jobs import RunningJob
 
 TOKEN, WRONG = "s" * 43, "w" * 43

@@ -14,9 +14,9 @@ import pytest
 import trustme
 import yaml
 
+from benchmarks.harness.authorities import Files, channel, write_certificate
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from services.security.tokens import hash_token
-from tests.balancer_process import BalancerProcess, running_balancer
-from tests.services.security.authorities import Files, channel, write_certificate
 from tests.services.security.jobs import RunningJob
 
 TOKENS = {name: f"token-of-{name}-0123456789abcdef0123456789abcdef" for name in ("victim", "other", "late", "planner")}
@@ -26,7 +26,7 @@ TOKENS = {name: f"token-of-{name}-0123456789abcdef0123456789abcdef" for name in 
 class Secured:
     """A running balancer and what its clients need."""
 
-    balancer: BalancerProcess
+    balancer: ServiceProcess
     authority: trustme.CA
     server: Files
     token_file: Path

@@ -14,9 +14,9 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.harness.authorities import channel, write_certificate
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-from tests.services.security.authorities import channel, write_certificate
 from tests.services.security.conftest import Secured, write_tokens
 from tests.services.security.jobs import RunningJob, eventually, join, submit
 
@@ -173,7 +173,7 @@ def test_idle_streams_and_calls_of_a_withdrawn_token_end(secured: Secured, victi
 
 def test_client_certificates(tmp_path: Path, secured: Secured) -> None:
     """With a client authority, a certificate of it is needed beside the token."""
-    from tests.balancer_process import running_balancer
+    from benchmarks.harness.balancer_process import running_balancer
 
     authority, server = secured.authority, secured.server
     client = write_certificate(authority, tmp_path, "client")

@@ -6,8 +6,6 @@ import contextlib
 import json
 import socket
 import ssl
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,8 +15,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests import zygote
-from tests.services.security.authorities import write_certificate
+from benchmarks.harness import zygote
+from benchmarks.harness.authorities import write_certificate
+from services.operations.launch import running_service
 from tests.services.security.conftest import TOKENS, write_tokens
 
 pytestmark = pytest.mark.timeout(400)
@@ -26,20 +25,9 @@ pytestmark = pytest.mark.timeout(400)
 
 @contextlib.contextmanager
 def running_planner(folder: Path, *flags: str) -> Iterator[int]:
-    port_file = folder / "port"
-    command = [sys.executable, "-m", "services.planner", "--port", "0", "--port-file", str(port_file), *flags]
-    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            deadline = time.monotonic() + 240
-            while not port_file.exists():
-                assert process.poll() is None, (folder / "log").read_text()
-                assert time.monotonic() < deadline, (folder / "log").read_text()
-                time.sleep(0.05)
-            yield int(port_file.read_text())
-        finally:
-            process.terminate()
-            process.wait(30)
-    assert process.returncode == 0
+    with running_service("services.planner", *flags, log_file=folder / "log") as planner:
+        yield planner.port
+        assert planner.stop() == 0
 
 
 def ask(port: int, ca: Path, token: str | None) -> int:

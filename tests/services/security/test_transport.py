@@ -10,12 +10,12 @@ import grpc
 import pytest
 import trustme
 
+from benchmarks.harness import zygote
+from benchmarks.harness.authorities import channel, write_certificate
+from benchmarks.harness.balancer_process import running_balancer
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.security.transport import Transport, is_loopback
-from tests import zygote
-from tests.balancer_process import running_balancer
-from tests.services.security.authorities import channel, write_certificate
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 
-from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec
-
-SPEC = BatchSpec(rows_per_sample={"values": "count"})
+from benchmarks.harness.steps import SPEC, cost_of, make_batch
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,19 +52,6 @@ class Job:
                 if number == step:
                     ids += batch["id"].tolist()
         return sorted(ids)
-
-
-def make_batch(rank: int, step: int, size: int) -> dict[str, torch.Tensor]:
-    """A batch of which each value tells the sample that it belongs to."""
-    rng = np.random.default_rng([rank, step])
-    ids = torch.arange(size) + 1000 * step + 1_000_000 * rank
-    counts = torch.from_numpy(np.minimum(rng.zipf(1.3, size) - 1, 500))
-    return {"id": ids, "count": counts, "values": ids.repeat_interleave(counts)}
-
-
-def cost_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Quadratic in the length."""
-    return batch["count"] * (batch["count"] + 100)
 
 
 def run_job(rank: int, job: Job) -> list[dict[str, Any]]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.balancer_process import BalancerProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import SchemaMismatchError
 
@@ -19,7 +19,7 @@ PATIENT = BalanceOptions(timeout=timedelta(seconds=20))
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[BalancerProcess]:
+def service() -> Iterator[ServiceProcess]:
     with running_balancer() as process:
         yield process
 
@@ -39,7 +39,7 @@ def by_hand(rank: int, address: str) -> list[tuple[str, list[int]]]:
     return steps
 
 
-def test_a_loop_of_ones_own(service: BalancerProcess) -> None:
+def test_a_loop_of_ones_own(service: ServiceProcess) -> None:
     results = run_ranks(2, by_hand, service.address)
     for step in range(5):
         assert {results[rank][step][0] for rank in range(2)} == {"service"}
@@ -71,7 +71,7 @@ def train_and_evaluate(rank: int, address: str) -> list[Any]:
     return [seen, early, again, modes]
 
 
-def test_several_loaders_at_once_and_a_loop_left_early(service: BalancerProcess) -> None:
+def test_several_loaders_at_once_and_a_loop_left_early(service: ServiceProcess) -> None:
     results = run_ranks(2, train_and_evaluate, service.address)
 
     def ids(offset: int, steps: range) -> list[int]:
@@ -105,7 +105,7 @@ def constrained(rank: int, address: str | None) -> tuple[list[float], list[str]]
     return memory, modes
 
 
-def test_memory_caps_hold(service: BalancerProcess) -> None:
+def test_memory_caps_hold(service: ServiceProcess) -> None:
     for address, mode in ((service.address, "service"), (None, "embedded")):
         results = run_ranks(2, constrained, address)
         for memory, modes in results:
@@ -125,7 +125,7 @@ def impossible(rank: int, address: str | None) -> list[tuple[str, str, int]]:
         return [(loader.report.mode.value, loader.report.reason.value, len(batch["id"])) for batch in loader]
 
 
-def test_caps_that_cannot_hold_leave_the_batch_as_it_is(service: BalancerProcess) -> None:
+def test_caps_that_cannot_hold_leave_the_batch_as_it_is(service: ServiceProcess) -> None:
     assert run_ranks(2, impossible, service.address) == [[("identity", "service_identity", 5)]] * 2
     assert run_ranks(2, impossible, None) == [[("identity", "partition_failed", 5)]] * 2
 
@@ -145,7 +145,7 @@ def odd_costs(rank: int, address: str | None) -> list[tuple[str, str]]:
         return [(loader.report.mode.value, loader.report.reason.value) for _ in loader]
 
 
-def test_a_bad_cost_on_one_rank_costs_one_round_its_balance_on_all(service: BalancerProcess) -> None:
+def test_a_bad_cost_on_one_rank_costs_one_round_its_balance_on_all(service: ServiceProcess) -> None:
     good = ("service", "none")
     expected = [good, ("identity", "invalid_costs"), good, good]
     assert run_ranks(2, odd_costs, service.address) == [expected] * 2
@@ -197,7 +197,7 @@ def on_two_hosts(rank: int, address: str | None) -> list[int]:
         return [sample for batch in loader for sample in batch["id"].tolist()]
 
 
-def test_hosts_are_known_to_the_partition(service: BalancerProcess) -> None:
+def test_hosts_are_known_to_the_partition(service: ServiceProcess) -> None:
     assert run_ranks(4, on_two_hosts, service.address) == run_ranks(4, on_two_hosts, None)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.trainer_client.ranks import run_ranks
+from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer, BatchSpec
 from trainer_client.balancing import communicators
 from trainer_client.balancing.communicators import _common

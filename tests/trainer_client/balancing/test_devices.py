@@ -9,9 +9,9 @@ import pytest
 import torch
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from tests.balancer_process import running_balancer
+from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import incoming
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device

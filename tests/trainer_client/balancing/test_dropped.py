@@ -8,9 +8,9 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from tests.balancer_process import running_balancer
+from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 

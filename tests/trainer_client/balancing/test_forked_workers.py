@@ -12,8 +12,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
-from tests.balancer_process import running_balancer
-from tests.trainer_client.ranks import run_ranks
+from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 SAMPLES = 48

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.relay import Relay
 from evenkeel.protocol import balancer_pb2 as pb
-from tests.balancer_process import running_balancer
-from tests.faults.relay import Relay
 from tests.trainer_client.balancing.jobs import SPEC, Job, _Source, cost_of
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions
 
 WIDTH = 6

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.preparing import Preparation
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of, make_batch
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import kernels
 

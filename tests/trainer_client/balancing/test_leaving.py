@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.balancer_process import BalancerProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of
 from tests.trainer_client.balancing.loops import STEPS, Ledger, balancer_of, failing, source
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import ProgramOrderError
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[BalancerProcess]:
+def service() -> Iterator[ServiceProcess]:
     with running_balancer() as process:
         yield process
 
@@ -126,7 +126,7 @@ def loaded(rank: int, loop: str, step: int) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["embedded", "service", "off", "window", "depth"])
-def test_ranks_that_leave_at_different_steps_lose_and_mix_nothing(how: str, service: BalancerProcess) -> None:
+def test_ranks_that_leave_at_different_steps_lose_and_mix_nothing(how: str, service: ServiceProcess) -> None:
     address = {"service": service.address, "off": "off"}.get(how)
     options: dict[str, Any] = {
         "window": {"window": 3},
@@ -171,7 +171,7 @@ def by_hand(rank: int, address: str | None, steps: tuple[int, ...]) -> list[list
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_loops_of_ones_own_over_uneven_data(service: BalancerProcess, served: bool) -> None:
+def test_loops_of_ones_own_over_uneven_data(service: ServiceProcess, served: bool) -> None:
     steps = (2, 5, 0)
     results = run_ranks(3, by_hand, service.address if served else None, steps)
     for loop in (0, 2):
@@ -299,9 +299,7 @@ def peers_leave(rank: int, address: str | None) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_peers_that_leave_at_different_steps_go_on_with_the_same_batches(
-    service: BalancerProcess, served: bool
-) -> None:
+def test_peers_that_leave_at_different_steps_go_on_with_the_same_batches(service: ServiceProcess, served: bool) -> None:
     results = run_ranks(4, peers_leave, service.address if served else None)
     for first, second in ((0, 1), (2, 3)):
         for loop in range(4):

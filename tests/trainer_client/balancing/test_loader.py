@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
 from benchmarks.references.all_gather import by_gathering
-from tests.balancer_process import BalancerProcess, running_balancer
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 
 @pytest.fixture(scope="module")
-def balancer() -> Iterator[BalancerProcess]:
+def balancer() -> Iterator[ServiceProcess]:
     with running_balancer() as process:
         yield process
 
@@ -29,7 +29,7 @@ def run(job: Job) -> list[list[dict[str, Any]]]:
     return results
 
 
-def test_the_service_balances_every_round(balancer: BalancerProcess) -> None:
+def test_the_service_balances_every_round(balancer: ServiceProcess) -> None:
     results = run(Job(steps=(6, 6, 6), address=balancer.address, name="every-round"))
     assert [record["mode"] for record in results[0]] == ["service"] * 6
     assert mean(record["imbalance"] for record in results[0]) < mean(record["before"] for record in results[0])
@@ -37,7 +37,7 @@ def test_the_service_balances_every_round(balancer: BalancerProcess) -> None:
         assert record["imbalance"] >= 1.0
 
 
-def test_embedded_gives_the_same_plans_as_the_service(balancer: BalancerProcess) -> None:
+def test_embedded_gives_the_same_plans_as_the_service(balancer: ServiceProcess) -> None:
     job = Job(steps=(4, 4), address=balancer.address, name="same-plans")
     served, embedded = run(job), run(replace(job, address=None))
     assert {record["mode"] for record in embedded[0]} == {"embedded"}
@@ -52,13 +52,13 @@ def test_off_leaves_every_sample_at_home_and_tells_the_imbalance() -> None:
         assert all(record["mode"] == "identity" and record["before"] == record["imbalance"] for record in records)
 
 
-def test_ranks_that_run_out_go_on_until_the_last(balancer: BalancerProcess) -> None:
+def test_ranks_that_run_out_go_on_until_the_last(balancer: ServiceProcess) -> None:
     results = run(Job(steps=(1, 5, 3), address=balancer.address, name="uneven"))
     assert len(results[0]) == 5
     assert any(record["ids"] for record in results[0][1:])  # got its share of the others' samples
 
 
-def test_a_rank_without_any_data_takes_part(balancer: BalancerProcess) -> None:
+def test_a_rank_without_any_data_takes_part(balancer: ServiceProcess) -> None:
     results = run(Job(steps=(0, 4), address=balancer.address, name="without-data"))
     assert len(results[0]) == 4
     assert any(record["ids"] for record in results[0])
@@ -68,7 +68,7 @@ def test_no_data_at_all() -> None:
     assert run_ranks(2, run_job, Job(steps=(0, 0))) == [[], []]
 
 
-def test_epochs_and_a_job_started_again_under_its_name(balancer: BalancerProcess) -> None:
+def test_epochs_and_a_job_started_again_under_its_name(balancer: ServiceProcess) -> None:
     job = Job(steps=(3, 2), address=balancer.address, name="again", epochs=2)
     for _ in range(2):
         results = run(job)
@@ -112,7 +112,7 @@ def test_gathering_delivers_the_same() -> None:
     assert [record["ids"] for record in results[1]] == [record["ids"] for record in reference[1]]
 
 
-def test_the_weights_of_all_ranks_add_up_to_a_mean_over_the_global_batch(balancer: BalancerProcess) -> None:
+def test_the_weights_of_all_ranks_add_up_to_a_mean_over_the_global_batch(balancer: ServiceProcess) -> None:
     results = run(Job(steps=(2, 2, 2), address=balancer.address, name="weights"))
     for step in zip(*results, strict=True):
         averaged = sum(record["loss_scale"] * len(record["ids"]) for record in step) / len(step)

@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.ranks import run_ranks
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-from tests.balancer_process import running_balancer
 from tests.trainer_client.balancing.test_forked_workers import SAMPLES, Samples
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import nodes
 from trainer_client.balancing.groups import Groups

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer_client.ranks import run_ranks
+from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.options import BalanceOptions
 

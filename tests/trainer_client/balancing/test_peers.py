@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.balancer_process import BalancerProcess, running_balancer
-from tests.faults.proxy import TcpProxy
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.proxy import TcpProxy
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import SchemaMismatchError
 from trainer_client.balancing.membership import read_membership
@@ -27,7 +27,7 @@ STEPS = 24
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[BalancerProcess]:
+def service() -> Iterator[ServiceProcess]:
     with running_balancer() as process:
         yield process
 
@@ -82,7 +82,7 @@ def lose_the_service(rank: int, address: str, victim: int, fallback: Any) -> Any
 
 
 @pytest.mark.parametrize(("victim", "fallback"), [(0, "embedded"), (2, "identity"), (3, "identity")])
-def test_peers_agree_when_one_of_them_loses_the_service(service: BalancerProcess, victim: int, fallback: str) -> None:
+def test_peers_agree_when_one_of_them_loses_the_service(service: ServiceProcess, victim: int, fallback: str) -> None:
     results = run_ranks(4, lose_the_service, service.address, victim, fallback)
     check([steps for steps, *_ in results], [ids_of(step) for step in range(STEPS)])
     outcomes = [step[:2] for step in results[0][0]]
@@ -122,7 +122,7 @@ def many_ways(rank: int, address: str) -> list[Any]:
     return [*found, pairs]
 
 
-def test_peers_agree_in_every_mode(service: BalancerProcess) -> None:
+def test_peers_agree_in_every_mode(service: ServiceProcess) -> None:
     results = run_ranks(4, many_ways, service.address)
     loaded = [ids_of(step, (5 if step < 3 else 0, 6)) for step in range(5)]
     service_mode, embedded, off, caps, window = ([result[way] for result in results] for way in range(5))
@@ -242,5 +242,5 @@ def two_groups(rank: int, address: str) -> list[str]:
     return modes
 
 
-def test_two_groups_of_a_job_need_no_names(service: BalancerProcess) -> None:
+def test_two_groups_of_a_job_need_no_names(service: ServiceProcess) -> None:
     assert run_ranks(4, two_groups, service.address) == [["service"] * 4] * 4

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.balancer_process import BalancerProcess, running_balancer
-from tests.trainer_client.ranks import run_ranks
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[BalancerProcess]:
+def service() -> Iterator[ServiceProcess]:
     with running_balancer() as process:
         yield process
 
@@ -51,7 +51,7 @@ def shapes(rank: int, address: str | None) -> list[tuple[list[int], tuple[int, .
 
 
 @pytest.mark.parametrize("how", ["embedded", "service", "off"])
-def test_ranks_without_samples_follow_rounds_whose_rows_have_other_shapes(how: str, service: BalancerProcess) -> None:
+def test_ranks_without_samples_follow_rounds_whose_rows_have_other_shapes(how: str, service: ServiceProcess) -> None:
     address = {"service": service.address, "off": "off"}.get(how)
     results = run_ranks(3, shapes, address)
     assert {len(steps) for steps in results} == {10}
@@ -91,7 +91,7 @@ def other_fields_under_one_name(rank: int, address: str) -> None:
             pass
 
 
-def test_other_fields_under_one_name_are_refused_with_a_hint_at_names(service: BalancerProcess) -> None:
+def test_other_fields_under_one_name_are_refused_with_a_hint_at_names(service: ServiceProcess) -> None:
     for error in run_ranks(2, other_fields_under_one_name, service.address, check=False):
         assert isinstance(error, ValueError)
         assert "'train' began with batches of other fields" in str(error)
@@ -127,7 +127,7 @@ def total(step: int) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["embedded", "service", "off", "identity", "window"])
-def test_every_rank_gets_samples_while_there_are_as_many(how: str, service: BalancerProcess) -> None:
+def test_every_rank_gets_samples_while_there_are_as_many(how: str, service: ServiceProcess) -> None:
     more: dict[str, Any] = {}
     address = {"service": service.address, "off": "off", "identity": "127.0.0.1:9"}.get(how)
     if how == "identity":
@@ -151,7 +151,7 @@ def test_every_rank_gets_samples_while_there_are_as_many(how: str, service: Bala
 
 
 @pytest.mark.parametrize("how", ["embedded", "service", "off", "window"])
-def test_drop_last_drops_batches_with_fewer_samples_than_ranks(how: str, service: BalancerProcess) -> None:
+def test_drop_last_drops_batches_with_fewer_samples_than_ranks(how: str, service: ServiceProcess) -> None:
     address = {"service": service.address, "off": "off"}.get(how)
     more = {"window": 4} if how == "window" else {}
     results = run_ranks(3, few, address, 1, True, more)
@@ -242,7 +242,7 @@ def nearly_even(rank: int, address: str | None, tolerance: float) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["embedded", "service"])
-def test_a_tolerance_of_0_wants_exact_balance_embedded_and_from_the_service(how: str, service: BalancerProcess) -> None:
+def test_a_tolerance_of_0_wants_exact_balance_embedded_and_from_the_service(how: str, service: ServiceProcess) -> None:
     address = service.address if how == "service" else None
     assert run_ranks(2, nearly_even, address, 1e-3) == [[0, 1, 2], [10, 11, 12]]
     exact = run_ranks(2, nearly_even, address, 0.0)

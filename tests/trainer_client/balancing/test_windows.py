@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.balancer_process import BalancerProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, Job, make_batch, run_job
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 WINDOW = 3
@@ -23,7 +23,7 @@ def options(**changes: Any) -> BalanceOptions:
 
 
 @pytest.fixture(scope="module")
-def balancer() -> Iterator[BalancerProcess]:
+def balancer() -> Iterator[ServiceProcess]:
     with running_balancer() as process:
         yield process
 
@@ -57,7 +57,7 @@ def total(results: list[list[dict[str, Any]]]) -> float:
     return sum(max(record["load"] for record in step) for step in zip(*results, strict=True))
 
 
-def test_samples_meet_within_their_window_only(balancer: BalancerProcess) -> None:
+def test_samples_meet_within_their_window_only(balancer: ServiceProcess) -> None:
     job = Job(steps=(7, 7, 7), batch_size=3, address=balancer.address, name="window-service", options=options())
     served = run(job)
     assert {record["mode"] for record in served[0]} == {"service"}
@@ -109,7 +109,7 @@ def test_invalid_costs_of_one_batch_leave_its_whole_window_at_home() -> None:
         assert steps[4][1] == "invalid_costs"
 
 
-def test_a_service_that_is_gone_is_replaced_within_the_same_windows(balancer: BalancerProcess) -> None:
+def test_a_service_that_is_gone_is_replaced_within_the_same_windows(balancer: ServiceProcess) -> None:
     _ = balancer
     results = run(Job(steps=(6, 6), address="127.0.0.1:9", name="gone", options=options(timeout=timedelta(seconds=1))))
     assert {record["mode"] for record in results[0]} == {"embedded"}

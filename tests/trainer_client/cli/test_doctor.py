@@ -15,10 +15,10 @@ import trustme
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks.harness.authorities import Files, write_certificate
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from evenkeel.variables import KNOWN
 from services.security.tokens import hash_token
-from tests.balancer_process import BalancerProcess, running_balancer
-from tests.services.security.authorities import Files, write_certificate
 from trainer_client.cli.app import app
 
 TOKEN = "d" * 43
@@ -37,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.fixture(scope="module")
-def secured(files: Files) -> Iterator[BalancerProcess]:
+def secured(files: Files) -> Iterator[ServiceProcess]:
     tokens = files.ca.with_name("tokens.yml")
     tokens.write_text(yaml.safe_dump({"tokens": [{"name": "d", "sha256": hash_token(TOKEN), "jobs": ["*"]}]}))
     files.ca.with_name("token").write_text(TOKEN)
@@ -57,7 +57,7 @@ def failed(findings: dict[str, dict[str, Any]]) -> list[str]:
     return [check for check, finding in findings.items() if finding["status"] == "fail"]
 
 
-def test_all_is_well(secured: BalancerProcess, files: Files) -> None:
+def test_all_is_well(secured: ServiceProcess, files: Files) -> None:
     code, findings = examine(
         "--balancer", f"grpc://localhost:{secured.port}", "--tls-ca", str(files.ca), "--token-file",
         str(files.ca.with_name("token")),
@@ -72,7 +72,7 @@ def test_all_is_well(secured: BalancerProcess, files: Files) -> None:
     assert TOKEN not in json.dumps(findings)
 
 
-def test_each_obstacle_is_told_apart(secured: BalancerProcess, files: Files, tmp_path: Path) -> None:
+def test_each_obstacle_is_told_apart(secured: ServiceProcess, files: Files, tmp_path: Path) -> None:
     address = f"localhost:{secured.port}"
     stranger = write_certificate(trustme.CA(), tmp_path, "stranger")
     wrong = tmp_path / "wrong"
@@ -116,7 +116,7 @@ def test_without_services(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "evenkeel" in shown.stdout
 
 
-def test_a_name_of_several_balancers_is_checked_with_tls(secured: BalancerProcess, files: Files) -> None:
+def test_a_name_of_several_balancers_is_checked_with_tls(secured: ServiceProcess, files: Files) -> None:
     """The addresses behind a name are IPs; their certificate holds the name."""
     code, findings = examine(
         "--balancer", f"spread://localhost:{secured.port}", "--tls-ca", str(files.ca), "--token-file",
@@ -130,7 +130,7 @@ def test_a_name_of_several_balancers_is_checked_with_tls(secured: BalancerProces
 
 
 def test_proxies_for_the_way_out_are_not_used_for_the_balancer(
-    secured: BalancerProcess, files: Files, monkeypatch: pytest.MonkeyPatch
+    secured: ServiceProcess, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")

@@ -10,10 +10,10 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks.harness.authorities import write_certificate
 from evenkeel.placement.plan_file import loads
 from services.security.tokens import hash_token
 from tests.services.planner.serving import served
-from tests.services.security.authorities import write_certificate
 from trainer_client.cli.plan import plan_command
 
 TABLES = """

@@ -16,20 +16,20 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.balancer_process import BalancerProcess, running_balancer
-from tests.services.security.authorities import channel
+from benchmarks.harness.authorities import channel
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from tests.services.security.jobs import RunningJob
 from trainer_client.cli.app import app
 from trainer_client.cli.sessions import Row, render
 
 
 @pytest.fixture(scope="module")
-def balancer() -> Iterator[BalancerProcess]:
+def balancer() -> Iterator[ServiceProcess]:
     with running_balancer() as running:
         yield running
 
 
-def test_a_running_job_is_shown(balancer: BalancerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_job_is_shown(balancer: ServiceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TLS", "TLS_CA", "TLS_CERTIFICATE", "TLS_KEY", "TOKEN_FILE"):
         monkeypatch.delenv(f"EVENKEEL_{name}", raising=False)
     flags = ["--balancer", balancer.address, "--count", "3", "--interval", "0.5"]
@@ -79,7 +79,7 @@ def test_the_table_fits_the_terminal(width: int, several: bool) -> None:
     assert ("10.0.0.1:50051" in text) == several
 
 
-def test_errors_say_what_to_do(balancer: BalancerProcess) -> None:
+def test_errors_say_what_to_do(balancer: ServiceProcess) -> None:
     assert CliRunner().invoke(app, ["top", "--balancer", "nonsense"]).exit_code == 2
     result = CliRunner().invoke(app, ["top", "--balancer", "127.0.0.1:1", "--count", "1"])
     assert result.exit_code == 1
@@ -87,7 +87,7 @@ def test_errors_say_what_to_do(balancer: BalancerProcess) -> None:
 
 
 def test_jobs_are_found_on_whichever_balancer_they_live(
-    balancer: BalancerProcess, monkeypatch: pytest.MonkeyPatch
+    balancer: ServiceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PLANNER", "JOB", "TLS", "TLS_CA", "TLS_CERTIFICATE", "TLS_KEY", "TOKEN_FILE"):
         monkeypatch.delenv(f"EVENKEEL_{name}", raising=False)
@@ -132,7 +132,7 @@ def test_jobs_are_found_on_whichever_balancer_they_live(
         assert "several balancers give the IPs" in " ".join(wrong.output.split())
 
 
-def test_it_ends_quietly_when_nobody_reads_on(balancer: BalancerProcess) -> None:
+def test_it_ends_quietly_when_nobody_reads_on(balancer: ServiceProcess) -> None:
     top = f"{shlex.quote(sys.executable)} -m trainer_client.cli top --interval 0.1 --balancer {balancer.address}"
     for command in (f"{top} | head -n 1; exit ${{PIPESTATUS[0]}}", f"{top} --count 1 >&-"):
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)

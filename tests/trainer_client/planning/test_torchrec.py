@@ -20,6 +20,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import (
     InvalidInputError,
     Mode,
@@ -36,7 +37,6 @@ from evenkeel.placement import (
 from evenkeel.placement.application import dynamicemb_options, lines_to_paste
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 from tests.services.planner.serving import served
-from tests.trainer_client.ranks import run_ranks
 from trainer_client.planning import (
     PlannerClient,
     PlannerError,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from evenkeel.protocol import balancer_pb2 as pb
-from tests.balancer_process import BalancerProcess, running_balancer
 from tests.services.balancer.conftest import StartServer
 from tests.services.balancer.ranks import Rank
 
@@ -20,12 +20,12 @@ SECONDS = 30.0
 
 
 @pytest.fixture
-def balancer() -> Iterator[BalancerProcess]:
+def balancer() -> Iterator[ServiceProcess]:
     with running_balancer("--workers", "1", "--drain-seconds", "0.2", "--grace-seconds", "2") as process:
         yield process
 
 
-def processes_of(balancer: BalancerProcess) -> list[int]:
+def processes_of(balancer: ServiceProcess) -> list[int]:
     """The zygote, and the workers."""
     assert balancer.process is not None
     (zygote,) = children(balancer.process.pid)
@@ -53,7 +53,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_process_outlives_the_balancer(balancer: BalancerProcess, number: signal.Signals) -> None:
+def test_no_process_outlives_the_balancer(balancer: ServiceProcess, number: signal.Signals) -> None:
     processes = processes_of(balancer)
     for pid in processes[1:]:  # also those that do not listen
         os.kill(pid, signal.SIGSTOP)
@@ -63,7 +63,7 @@ def test_no_process_outlives_the_balancer(balancer: BalancerProcess, number: sig
     until(lambda: all(map(gone, processes)))
 
 
-def test_a_signal_to_all_processes_drains_like_one_to_the_service(balancer: BalancerProcess) -> None:
+def test_a_signal_to_all_processes_drains_like_one_to_the_service(balancer: ServiceProcess) -> None:
     """As a terminal, a service manager or a container's runtime may send it."""
     processes = processes_of(balancer)
 
@@ -85,7 +85,7 @@ def test_a_signal_to_all_processes_drains_like_one_to_the_service(balancer: Bala
     until(lambda: all(map(gone, processes)))
 
 
-def test_workers_leave_no_file_and_hold_no_port(balancer: BalancerProcess) -> None:
+def test_workers_leave_no_file_and_hold_no_port(balancer: ServiceProcess) -> None:
     for pid in processes_of(balancer):
         files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
         assert not [file for file in files if file.startswith("/dev/shm")]

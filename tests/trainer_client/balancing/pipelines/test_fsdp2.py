@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.harness.ranks import run_ranks
 from examples.datasets import Keys, LogNormalLengths, SequenceBatch, SyntheticSequences
-from tests.trainer_client.ranks import run_ranks
 from trainer_client.balancing import BalancedLoader, Balancer
 from trainer_client.balancing.costs import TokenCost
 

@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import zygote
 from benchmarks.references import all_gather
 from evenkeel.partitioning.slices import Slice
-from tests import zygote
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.redistribution import redistribute, start
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer_client.ranks import run_ranks
+from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer, BatchSpec, MaxLength, Padded
 from trainer_client.balancing import SchemaMismatchError
 from trainer_client.balancing.batches import BatchError

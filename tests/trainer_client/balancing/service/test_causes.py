@@ -15,12 +15,12 @@ import pytest
 import trustme
 import yaml
 
+from benchmarks.harness.authorities import Files, write_certificate
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
 from evenkeel.protocol import balancer_pb2 as pb
 from services.security.tokens import hash_token
-from tests.balancer_process import BalancerProcess, running_balancer
-from tests.services.security.authorities import Files, write_certificate
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import causes
 from trainer_client.balancing.causes import ServiceRequiredError
@@ -39,7 +39,7 @@ class Secured:
         strange_ca: An authority that the balancer's certificate is not of.
     """
 
-    process: BalancerProcess
+    process: ServiceProcess
     environment: dict[str, str]
     strange_ca: Path
 

@@ -12,12 +12,12 @@ import pytest
 import trustme
 import yaml
 
+from benchmarks.harness.authorities import write_certificate
+from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.ranks import run_ranks
 from evenkeel.credentials import Credentials
 from services.security.tokens import hash_token
-from tests.balancer_process import running_balancer
-from tests.services.security.authorities import write_certificate
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 TOKEN = "t" * 43

@@ -14,9 +14,9 @@ import grpc
 import pytest
 import trustme
 
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from evenkeel import addresses
 from evenkeel.credentials import Credentials
-from tests.balancer_process import BalancerProcess, running_balancer
 from tests.services.security.jobs import join
 from tests.trainer_client.balancing.service.name_server import NXDOMAIN, NameServer, Reply
 from trainer_client.balancing.service import Connection, causes, uplink
@@ -26,7 +26,7 @@ THOUSANDS = [f"127.{1 + n // 250 % 16}.{n // 4000}.{1 + n % 250}" for n in range
 
 
 @pytest.fixture(scope="module")
-def balancer() -> Iterator[BalancerProcess]:
+def balancer() -> Iterator[ServiceProcess]:
     with running_balancer() as process:
         yield process
 
@@ -50,7 +50,7 @@ def wait_until(what: Callable[[], Any], seconds: float) -> None:
     ],
 )
 def test_names_that_do_not_hold_and_then_hold(
-    balancer: BalancerProcess, monkeypatch: pytest.MonkeyPatch, reply: Callable[[int], Reply], said: str
+    balancer: ServiceProcess, monkeypatch: pytest.MonkeyPatch, reply: Callable[[int], Reply], said: str
 ) -> None:
     """gRPC's own resolver asks the server of the test: where it asks is all that is changed."""
     with NameServer(reply) as names:

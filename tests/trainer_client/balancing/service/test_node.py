@@ -11,9 +11,9 @@ import grpc
 import numpy as np
 import pytest
 
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-from tests.balancer_process import BalancerProcess, running_balancer
 from trainer_client.balancing.service import Connection, NodeSeat, ServiceDecision, join_request
 from trainer_client.balancing.service.frames import listen
 from trainer_client.balancing.service.node import NodeFollower, NodeLeader
@@ -22,13 +22,13 @@ SECONDS = 40.0
 
 
 @pytest.fixture(scope="module")
-def balancer() -> Iterator[BalancerProcess]:
+def balancer() -> Iterator[ServiceProcess]:
     with running_balancer("--max-message-bytes", "8192") as process:
         yield process
 
 
 @contextmanager
-def node_of(balancer: BalancerProcess, num_ranks: int = 3, *, linger: float = 0.5) -> Iterator[list[Connection]]:
+def node_of(balancer: ServiceProcess, num_ranks: int = 3, *, linger: float = 0.5) -> Iterator[list[Connection]]:
     """The ranks of one node, connected; rank 0 leads."""
     job = uuid.uuid4().hex
     listener, address = listen()
@@ -99,7 +99,7 @@ def leader_of(ranks: list[Connection]) -> NodeLeader:
     return ranks[0]._route
 
 
-def test_one_stream_speaks_for_all_ranks(balancer: BalancerProcess) -> None:
+def test_one_stream_speaks_for_all_ranks(balancer: ServiceProcess) -> None:
     with node_of(balancer) as ranks, grpc.insecure_channel(balancer.address) as channel:
         stub = pb_grpc.BalancerServiceStub(channel)  # type: ignore[no-untyped-call]
         for number in range(5):
@@ -108,7 +108,7 @@ def test_one_stream_speaks_for_all_ranks(balancer: BalancerProcess) -> None:
         assert leader_of(ranks)._uplink._unsettled == {}
 
 
-def test_a_late_rank_holds_the_others_back_only_a_while(balancer: BalancerProcess) -> None:
+def test_a_late_rank_holds_the_others_back_only_a_while(balancer: ServiceProcess) -> None:
     with node_of(balancer, linger=0.05) as ranks:
         for rank in ranks[:2]:
             submit(rank, 0)
@@ -118,7 +118,7 @@ def test_a_late_rank_holds_the_others_back_only_a_while(balancer: BalancerProces
         assert len({getattr(decision(rank, 0), "digest", rank) for rank in ranks}) == 1
 
 
-def test_a_restarted_balancer_gets_everything_again(balancer: BalancerProcess) -> None:
+def test_a_restarted_balancer_gets_everything_again(balancer: ServiceProcess) -> None:
     with node_of(balancer) as ranks:
         take_round(ranks, 0)
         submit(ranks[1], 1)  # in vain: the others are still to come
@@ -133,7 +133,7 @@ def test_a_restarted_balancer_gets_everything_again(balancer: BalancerProcess) -
         take_round(ranks, 2)
 
 
-def test_a_follower_that_missed_an_answer_makes_the_leader_join_anew(balancer: BalancerProcess) -> None:
+def test_a_follower_that_missed_an_answer_makes_the_leader_join_anew(balancer: ServiceProcess) -> None:
     with node_of(balancer) as ranks:
         ranks[2].suspect()
         assert not ranks[2].ready
@@ -145,7 +145,7 @@ def test_a_follower_that_missed_an_answer_makes_the_leader_join_anew(balancer: B
         assert leader_of(ranks)._uplink.epoch == 2
 
 
-def test_a_cut_within_the_node_loses_nothing(balancer: BalancerProcess) -> None:
+def test_a_cut_within_the_node_loses_nothing(balancer: ServiceProcess) -> None:
     with node_of(balancer) as ranks:
         leader = leader_of(ranks)
         for number in range(3):
@@ -157,7 +157,7 @@ def test_a_cut_within_the_node_loses_nothing(balancer: BalancerProcess) -> None:
         wait_until(lambda: all(rank.ready for rank in ranks))
 
 
-def test_a_leader_that_does_not_get_to_it_is_a_missed_answer(balancer: BalancerProcess) -> None:
+def test_a_leader_that_does_not_get_to_it_is_a_missed_answer(balancer: ServiceProcess) -> None:
     with node_of(balancer) as ranks:
         leader_of(ranks)._thread.call(time.sleep, 1.0)
         for rank in ranks:
@@ -169,7 +169,7 @@ def test_a_leader_that_does_not_get_to_it_is_a_missed_answer(balancer: BalancerP
             assert decision(rank, 0) is not None
 
 
-def test_large_submissions_are_split_and_too_large_ones_answered_here(balancer: BalancerProcess) -> None:
+def test_large_submissions_are_split_and_too_large_ones_answered_here(balancer: ServiceProcess) -> None:
     with node_of(balancer) as ranks:
         for rank, size in zip(ranks, (300, 300, 400), strict=True):  # 16 bytes a sample: 8192 hold one of them
             submit(rank, 0, size)
@@ -183,7 +183,7 @@ def test_large_submissions_are_split_and_too_large_ones_answered_here(balancer: 
         assert leader_of(ranks)._uplink.epoch == 1
 
 
-def test_the_name_is_free_when_the_leader_has_left(balancer: BalancerProcess) -> None:
+def test_the_name_is_free_when_the_leader_has_left(balancer: ServiceProcess) -> None:
     with grpc.insecure_channel(balancer.address) as channel:
         stub = pb_grpc.BalancerServiceStub(channel)  # type: ignore[no-untyped-call]
         with node_of(balancer) as ranks:
@@ -193,7 +193,7 @@ def test_the_name_is_free_when_the_leader_has_left(balancer: BalancerProcess) ->
         wait_until(lambda: not stub.GetSessionStats(request, timeout=SECONDS).sessions)
 
 
-def test_strangers_are_cut_off(balancer: BalancerProcess) -> None:
+def test_strangers_are_cut_off(balancer: ServiceProcess) -> None:
     with node_of(balancer) as ranks:
         leader = leader_of(ranks)
         stranger = Connection(

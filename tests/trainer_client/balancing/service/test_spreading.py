@@ -9,10 +9,10 @@ from collections import Counter
 import grpc
 import pytest
 
+from benchmarks.harness.balancer_process import running_balancer
 from evenkeel.addresses import resolve
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-from tests.balancer_process import running_balancer
 from tests.services.security.jobs import join
 from trainer_client import Balancer
 from trainer_client.balancing.service import Connection

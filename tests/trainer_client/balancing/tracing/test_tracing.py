@@ -18,10 +18,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from benchmarks.harness.ranks import run_ranks
 from services.balancer.server import BalancerServer
 from services.balancer.settings import Settings
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
-from tests.trainer_client.ranks import run_ranks
 from trainer_client.balancing import tracing
 
 STEPS, EVERY = 6, 2

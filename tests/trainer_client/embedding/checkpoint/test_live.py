@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.embedding.checkpoint.dumps import DIM, NUM_EMBEDDINGS, write_dump
-from tests.trainer_client.ranks import run_ranks
 from trainer_client.embedding.checkpoint import CheckpointError, RoutingMismatchError, load, open_checkpoint, save
 from trainer_client.embedding.checkpoint.live import load_table
 from trainer_client.embedding.routing import DIST_TYPES, RoutingLike, hash_roundrobin, owners, roundrobin

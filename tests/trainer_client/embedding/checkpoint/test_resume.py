@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import zygote
+from benchmarks.harness import zygote
 from tests.trainer_client.embedding.checkpoint.dumps import check_rows, opened, write_dump
 from trainer_client.embedding.checkpoint import CheckpointError, convert, open_checkpoint
 from trainer_client.embedding.checkpoint.convert import Format

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.embedding.tables.whole import TABLES, Whole, check_rows, loss_of, make_batch
-from tests.trainer_client.ranks import run_ranks
 from trainer_client.embedding.tables import KeyBatch, KeyTable, RoutedEmbeddingCollection, RoutedTable
 from trainer_client.embedding.tables.tables import initial_rows
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.trainer_client.ranks import run_ranks
+from benchmarks.harness.ranks import run_ranks
 from trainer_client.embedding.routing import RoutingLike, hash_roundrobin
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
 

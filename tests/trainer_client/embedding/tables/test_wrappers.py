@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.embedding.tables.wrapped import WRAPPERS, train_wrapped
-from tests.trainer_client.ranks import run_ranks
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable, clip_grad_norm_
 
 TABLE = RoutedTable(name="t", embedding_dim=2, features=("f",), num_embeddings=8)

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning import partition
 from examples.datasets import SequenceBatch, SyntheticSequences
-from tests.trainer_client.ranks import run_ranks
 from trainer_client.balancing.batches import BatchError
 from trainer_client.balancing.costs import HSTUCost
 from trainer_client.observing.fitting import CostFitter, FitOptions, SequenceTerms

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.trainer_client.ranks import run_ranks
+from benchmarks.harness.ranks import run_ranks
 from trainer_client.observing.measurement import Breakdown, StepTimer, gather_breakdown
 
 SLOW = 0.08

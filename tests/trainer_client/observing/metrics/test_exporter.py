@@ -13,8 +13,8 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
-from tests.trainer_client.ranks import run_ranks
 from trainer_client import BalancedLoader
 from trainer_client.observing.metrics import RankExporter
 

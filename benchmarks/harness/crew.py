@@ -16,10 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.harness import zygote
+from benchmarks.harness.ranks import run_rank
+from benchmarks.harness.steps import Steps, take_steps
 from evenkeel import partitioning
-from tests import zygote
-from tests.faults.steps import Steps, take_steps
-from tests.trainer_client.ranks import _rank
 from trainer_client.balancing import redistribution
 
 START_SECONDS = 110.0
@@ -42,7 +42,7 @@ class Crew:
         for rank in range(self.world_size):
             ours, theirs = zygote.context.Pipe()
             results, unused = zygote.context.Pipe(duplex=False)
-            process = zygote.process(_rank, rank, self.world_size, store, unused, _obey, (theirs,))
+            process = zygote.process(run_rank, rank, self.world_size, store, unused, _obey, (theirs,))
             theirs.close()
             unused.close()
             self._ends.append(ours)

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.harness.balancer_process import ServiceProcess
+from benchmarks.harness.crew import Run
+from benchmarks.harness.proxy import TcpProxy
+from benchmarks.harness.relay import Relay
 from evenkeel.protocol import balancer_pb2 as pb
-from tests.balancer_process import BalancerProcess
-from tests.faults.crew import Run
-from tests.faults.proxy import TcpProxy
-from tests.faults.relay import Relay
 
 MAX_STEPS = 40  # of waiting for a fault to meet a message
 
@@ -25,7 +25,7 @@ class Harm:
     """
 
     def __init__(
-        self, rng: random.Random, world_size: int, balancer: BalancerProcess, relay: Relay, proxy: TcpProxy
+        self, rng: random.Random, world_size: int, balancer: ServiceProcess, relay: Relay, proxy: TcpProxy
     ) -> None:
         self._rng = rng
         self._world_size = world_size

@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes with a Gloo process group."""
+"""Real ranks: processes with a Gloo process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import zygote
+from benchmarks.harness import zygote
 
 TIMEOUT_SECONDS = 90.0
 
@@ -42,7 +42,7 @@ def run_ranks(world_size: int, target: Callable[..., Any], *args: Any, check: bo
         ends, processes = [], []
         for rank in range(world_size):
             ours, theirs = zygote.context.Pipe(duplex=False)
-            processes.append(zygote.process(_rank, rank, world_size, str(store), theirs, target, args))
+            processes.append(zygote.process(run_rank, rank, world_size, str(store), theirs, target, args))
             theirs.close()
             ends.append(ours)
         results: list[Any] = []
@@ -66,9 +66,10 @@ def run_ranks(world_size: int, target: Callable[..., Any], *args: Any, check: bo
     return [error if trace and error is not None else value for value, error, trace in results]
 
 
-def _rank(
+def run_rank(
     rank: int, world_size: int, store: str, end: Connection, target: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    """What a rank does: joins the process group, calls `target` and sends what came of it."""
     torch.set_num_threads(1)
     answer: tuple[Any, BaseException | None, str]
     try:

@@ -11,13 +11,28 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec
+
+SPEC = BatchSpec(rows_per_sample={"values": "count"})
 
 Trick = Callable[[int, int, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def make_batch(rank: int, step: int, size: int) -> dict[str, torch.Tensor]:
+    """A batch of which each value tells the sample that it belongs to."""
+    rng = np.random.default_rng([rank, step])
+    ids = torch.arange(size) + 1000 * step + 1_000_000 * rank
+    counts = torch.from_numpy(np.minimum(rng.zipf(1.3, size) - 1, 500))
+    return {"id": ids, "count": counts, "values": ids.repeat_interleave(counts)}
+
+
+def cost_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Quadratic in the length."""
+    return batch["count"] * (batch["count"] + 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

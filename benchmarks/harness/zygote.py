@@ -1,4 +1,4 @@
-"""Processes for the tests, forked from one that has imported and compiled what ranks and services need.
+"""Processes forked from one that has imported and compiled what ranks and services need.
 
 A rank that starts from nothing takes four seconds of a core until its first batch, a service two to three; forked,
 they take a few hundredths. The server that they are forked from has no threads, which is what makes forking safe.
@@ -37,20 +37,23 @@ def is_warm() -> bool:
     return _is_warm
 
 
-def warm() -> None:
-    """Starts the server with all test modules imported so far, and waits until it is ready."""
+def warm(preloaded: str) -> None:
+    """Starts the server with the modules of tests and benchmarks imported so far, and waits until it is ready.
+
+    Args:
+        preloaded: A module that is imported there first.
+    """
     global _is_warm  # noqa: PLW0603
-    context.set_forkserver_preload(
-        ["tests.preloaded", *sorted(name for name in sys.modules if name.startswith("tests."))]
-    )
-    ours, theirs = context.Pipe(duplex=False)
-    first = process(_describe_server, theirs)
+    ours = sorted(name for name in sys.modules if name.startswith(("tests.", "benchmarks.")))
+    context.set_forkserver_preload([preloaded, *ours])
+    end, theirs = context.Pipe(duplex=False)
+    first = process(_describe_server, theirs, preloaded)
     theirs.close()
-    assert ours.poll(START_SECONDS), "what tests are forked from did not start"
-    num_threads, is_preloaded = ours.recv()
+    assert end.poll(START_SECONDS), "what processes are forked from did not start"
+    num_threads, is_preloaded = end.recv()
     first.join()
-    assert is_preloaded, "tests.preloaded cannot be imported; run pytest in the repository's root"
-    assert num_threads == 1, f"a test module or a library starts threads at import: {num_threads}; do not fork from it"
+    assert is_preloaded, f"{preloaded} cannot be imported; start in the repository's root"
+    assert num_threads == 1, f"a module or a library starts threads at import: {num_threads}; do not fork from it"
     _is_warm = True
 
 
@@ -81,8 +84,8 @@ def _call(_output: _Output, environment: Mapping[str, str], target: Callable[...
     target(*args)
 
 
-def _describe_server(end: Connection) -> None:
-    end.send((len(os.listdir(f"/proc/{os.getppid()}/task")), "tests.preloaded" in sys.modules))
+def _describe_server(end: Connection, preloaded: str) -> None:
+    end.send((len(os.listdir(f"/proc/{os.getppid()}/task")), preloaded in sys.modules))
 
 
 class Program:

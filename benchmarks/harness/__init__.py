@@ -1,0 +1,1 @@
+"""What benchmarks and tests share: processes of services and ranks, and what goes wrong with them."""
