@@ -23,9 +23,9 @@ console = Console()
 
 def demo(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to train on.")] = 4,
-    steps: Annotated[int, typer.Option(min=2, help="Batches per rank.")] = 40,
+    steps: Annotated[int, typer.Option(min=2, help="Batches per rank.")] = 24,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per rank and batch.")] = 16,
-    max_length: Annotated[int, typer.Option(min=1, help="Longest history.")] = 512,
+    max_length: Annotated[int, typer.Option(min=1, help="Longest history.")] = 1024,
     short: Annotated[bool, typer.Option("--short", help="A few steps only.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the picture and the result.")] = Path("out/demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of a table.")] = False,

@@ -43,8 +43,7 @@ def main() -> None:
     model = DistributedDataParallel(Ranker(width=WIDTH, num_layers=NUM_LAYERS, num_heads=NUM_HEADS))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     steps: list[dict[str, Any]] = []
-    started = time.perf_counter()
-    begun = time.process_time()
+    begun = time.process_time(), time.perf_counter()
     for batch in loader:
         logits = model(batch["items"], batch["num_items"])
         loss = functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum")
@@ -53,24 +52,23 @@ def main() -> None:
         scaled.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         report = loader.report
-        begun, before = time.process_time(), begun
+        begun, (cpu, wall) = (time.process_time(), time.perf_counter()), begun
         steps.append(
             {
                 "ids": batch["id"].tolist(), "load": report.own_load, "home_load": float(report.home_loads[rank]),
                 "before": report.imbalance_before, "after": report.imbalance, "lower_bound": report.lower_bound,
                 "mean_load": float(report.home_loads.mean()), "moved": report.moved_size, "size": report.size,
                 "mode": report.mode.value, "reason": report.reason.value, "loss": float(scaled.detach()),
-                "cpu_seconds": begun - before, "wait_seconds": report.wait_seconds,
+                "cpu_seconds": begun[0] - cpu, "wall_seconds": begun[1] - wall, "wait_seconds": report.wait_seconds,
                 "partition_seconds": report.partition_seconds,
             }
         )  # fmt: skip
         if rank == 0:
             print(json.dumps({"step": len(steps)}), flush=True)
-    seconds = time.perf_counter() - started
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, steps)
     if rank == 0:
-        result = {"seconds": seconds, "steps": options.steps, "ranks": everyone, **check_samples(everyone, options)}
+        result = {"steps": options.steps, "ranks": everyone, **check_samples(everyone, options)}
         options.result.write_text(json.dumps(result))
     balancer.close()
     dist.destroy_process_group()

@@ -26,4 +26,11 @@ def test_the_demo_balances_and_loses_nothing(tmp_path: Path) -> None:
     assert summary["on"]["balanced_by_service"] == STEPS
     assert summary["on"]["lower_bound"] <= summary["on"]["imbalance_after"] < summary["off"]["imbalance_after"]
     assert summary["on"]["final_loss"] == pytest.approx(summary["off"]["final_loss"], rel=1e-4)
+    for name in ("off", "on"):
+        ranks = json.loads((tmp_path / f"{name}.json").read_text())["ranks"]
+        slowest = [max(rank[step]["cpu_seconds"] for rank in ranks) for step in range(1, STEPS)]
+        told = summary[name]["step_seconds_with_a_core_per_rank"]
+        assert told == pytest.approx(sum(slowest) / len(slowest))
+        assert all(step["cpu_seconds"] > 0 for rank in ranks for step in rank)
+        assert summary[name]["seconds"] > summary[name]["step_seconds"] > 0
     assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")
