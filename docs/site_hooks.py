@@ -13,13 +13,6 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(((?:\.\./)+)([\w./-]+)")
-PUBLIC = (
-    "evenkeel/partitioning", "evenkeel/placement", "trainer_client", "trainer_client/balancing",
-    "trainer_client/balancing/batches", "trainer_client/balancing/costs", "trainer_client/balancing/pipelines",
-    "trainer_client/balancing/tracing", "trainer_client/embedding/routing", "trainer_client/embedding/tables",
-    "trainer_client/embedding/checkpoint", "trainer_client/planning", "trainer_client/observing/measurement",
-    "trainer_client/observing/metrics", "trainer_client/observing/fitting",
-)  # fmt: skip
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -59,7 +52,8 @@ def on_post_build(config: Any) -> None:
         for page in site.glob("reference/*.html")
         for anchor in re.findall(r"\bid=\"([\w.]+)\"", page.read_text())
     }
-    for package in PUBLIC:
+    pages = "".join(page.read_text(encoding="utf-8") for page in Path(config["docs_dir"]).glob("reference/*.md"))
+    for package in ["trainer_client", *re.findall(r"^::: ([\w.]+)$", pages, re.M)]:
         lacking = (name for name, paths in public_names(package) if anchors.isdisjoint(paths))
         complaints += [f"the reference lacks {name} of {package}" for name in lacking]
     if complaints:
@@ -67,13 +61,11 @@ def on_post_build(config: Any) -> None:
 
 
 def public_names(package: str) -> Iterator[tuple[str, set[str]]]:
-    """What a package names in `__all__`, each with its paths: there, and where it comes from.
-
-    Raises:
-        PluginError: If there is no `__all__`.
-    """
-    tree = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))
-    here = package.replace("/", ".")
+    """What a package names in `__all__`, each with its paths: there, and where it comes from."""
+    path = ROOT / package.replace(".", "/") / "__init__.py"
+    if not path.exists():
+        return  # a module or a function, shown with all that is public
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     origins = {
         alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)
@@ -82,6 +74,5 @@ def public_names(package: str) -> Iterator[tuple[str, set[str]]]:
     }
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
-            yield from ((name, {f"{here}.{name}", origins.get(name, here)}) for name in ast.literal_eval(node.value))
-            return
-    raise PluginError(f"{package} has no __all__")
+            for name in ast.literal_eval(node.value):
+                yield name, {f"{package}.{name}", origins.get(name, "")}
