@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from evenkeel.placement.access import power_law
-from evenkeel.placement.fitting import Measurement, fit_costs, predict_seconds
+from evenkeel.placement.fitted_costs import Measurement, fit_costs, predict_seconds
 from evenkeel.placement.hardware import RuntimeCosts, builtin_profile
 from evenkeel.placement.model import Mode, Optimizer, Step, Table, Topology
 from evenkeel.placement.options import rank_load, table_options

@@ -2,9 +2,9 @@
 
 from evenkeel.placement.access import Histogram, MissCurve, Zipf
 from evenkeel.placement.compare import Comparison, OwnPlacement, compare
-from evenkeel.placement.errors import InvalidInputError
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, builtin_profile, builtin_profiles
 from evenkeel.placement.hit_rates import Eviction
+from evenkeel.placement.invalid_input import InvalidInputError
 from evenkeel.placement.milp import SolveCancelledError
 from evenkeel.placement.model import Mode, Optimizer, Runtime, Sharding, Step, Table, Topology
 from evenkeel.placement.plan import Placement, Plan, Status

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evenkeel.placement.bounds import Length, Range, Share, check_bounds
-from evenkeel.placement.errors import require
+from evenkeel.placement.invalid_input import require
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenkeel.placement.errors import require
 from evenkeel.placement.hit_rates import Eviction
+from evenkeel.placement.invalid_input import require
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
 from evenkeel.placement.plan import Placement, Plan
 from evenkeel.placement.request import PlanRequest

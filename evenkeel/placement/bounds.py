@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, TypeAlias, cast
 
-from evenkeel.placement.errors import require
+from evenkeel.placement.invalid_input import require
 
 Check: TypeAlias = Callable[[Any, str], None]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evenkeel.placement.access import Access, power_law
-from evenkeel.placement.errors import InvalidInputError, require
-from evenkeel.placement.fitting import Measurement, fit_costs, predict_seconds
+from evenkeel.placement.fitted_costs import Measurement, fit_costs, predict_seconds
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts
+from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Mode, Optimizer, Runtime, Step, Table, Topology
 from evenkeel.placement.options import rank_load
 from evenkeel.placement.request import PlanRequest

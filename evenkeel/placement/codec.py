@@ -10,7 +10,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, TypeVar
 
-from evenkeel.placement.errors import InvalidInputError, require
+from evenkeel.placement.invalid_input import InvalidInputError, require
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evenkeel.placement.bounds import Share, check_bounds
-from evenkeel.placement.errors import InvalidInputError, require
+from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Mode, Name, Runtime, Sharding, Table
 from evenkeel.placement.plan import Placement, Plan
 from evenkeel.placement.planner import plan

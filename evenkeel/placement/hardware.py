@@ -13,7 +13,7 @@ import numpy as np
 
 from evenkeel.placement.bounds import Length, OneOf, Range, Share, check_bounds
 from evenkeel.placement.codec import decode, encode
-from evenkeel.placement.errors import InvalidInputError, require
+from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Bytes, Runtime
 
 PROFILE_VERSION = 1

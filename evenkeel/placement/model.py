@@ -9,8 +9,8 @@ from typing import Annotated, TypeAlias
 
 from evenkeel.placement.access import Access, Zipf
 from evenkeel.placement.bounds import Length, OneOf, Range, Share, check_bounds
-from evenkeel.placement.errors import require
 from evenkeel.placement.hit_rates import Eviction
+from evenkeel.placement.invalid_input import require
 
 MAX_ROWS = 10**12
 MAX_DIM = 32_768

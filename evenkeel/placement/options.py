@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.errors import require
 from evenkeel.placement.hit_rates import step_keys
+from evenkeel.placement.invalid_input import require
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
-from evenkeel.placement.problem import UNIT, Group, Module, Problem
+from evenkeel.placement.placement_problem import UNIT, Group, Module, PlacementProblem
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.storage import Footprint, dynamicemb_footprint, round_up, row_bytes
 from evenkeel.placement.storage_torchrec import state_bytes, torchrec_footprint
@@ -143,7 +143,7 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray, cache_di
     )
 
 
-def build_problem(request: PlanRequest, grid: FloatArray | None = None) -> Problem:
+def build_problem(request: PlanRequest, grid: FloatArray | None = None) -> PlacementProblem:
     """The optimisation problem of `request`.
 
     Raises:
@@ -160,7 +160,7 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None) -> Probl
         key: object = table.fuse_key if table.sharding is Sharding.ROW_WISE else index
         by_key.setdefault(key, []).append(index)
     groups = tuple(_group(request, tuple(indices), grid, widest) for indices in by_key.values())
-    return Problem(groups, budgets(request))
+    return PlacementProblem(groups, budgets(request))
 
 
 def budgets(request: PlanRequest) -> FloatArray:

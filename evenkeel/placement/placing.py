@@ -10,7 +10,7 @@ import numpy.typing as npt
 from evenkeel.placement.milp import SolveCancelledError
 from evenkeel.placement.model import Sharding
 from evenkeel.placement.packing import Shelves, improve_packing
-from evenkeel.placement.problem import Problem, Solution
+from evenkeel.placement.placement_problem import PlacementProblem, Solution
 from evenkeel.placement.ranks import Shards, place_shards
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.solver import Limits, seconds, solve, usage
@@ -43,7 +43,7 @@ class Placed:
     use: FloatArray
 
 
-def solve_and_place(request: PlanRequest, problem: Problem, limits: Limits) -> tuple[Placed | None, Solution]:
+def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Limits) -> tuple[Placed | None, Solution]:
     """Solve, then find ranks for single-rank shards, under tighter average budgets where they do not fit."""
     end = limits.clock() + limits.time_limit_s
     first = solve(problem, limits)
@@ -95,7 +95,7 @@ class _Shard:
     copies: int
 
 
-def _shards(request: PlanRequest, problem: Problem) -> list[_Shard]:
+def _shards(request: PlanRequest, problem: PlacementProblem) -> list[_Shard]:
     single = set(single_rank_tables(request))
     found = []
     for number, group in enumerate(problem.groups):
@@ -106,7 +106,7 @@ def _shards(request: PlanRequest, problem: Problem) -> list[_Shard]:
     return found
 
 
-def _whole(request: PlanRequest, problem: Problem, shard: _Shard) -> FloatArray:
+def _whole(request: PlanRequest, problem: PlacementProblem, shard: _Shard) -> FloatArray:
     """(3, modules) time and HBM on the rank that holds `shard`, and memory on its host."""
     group = problem.groups[shard.group]
     time = group.time[0] + np.array([module.fixed for module in group.modules])
@@ -114,11 +114,11 @@ def _whole(request: PlanRequest, problem: Problem, shard: _Shard) -> FloatArray:
     return np.stack([time * ranks, group.hbm[0] * ranks, group.host[0] * ranks / request.topology.local_ranks])
 
 
-def _rest(problem: Problem, modules: tuple[IntArray, ...], shards: list[_Shard]) -> tuple[float, FloatArray]:
+def _rest(problem: PlacementProblem, modules: tuple[IntArray, ...], shards: list[_Shard]) -> tuple[float, FloatArray]:
     """Time and use of everything that is on all ranks."""
     own = {shard.group for shard in shards}
     others = [number for number in range(len(problem.groups)) if number not in own]
-    rest = Problem(tuple(problem.groups[number] for number in others), problem.budget)
+    rest = PlacementProblem(tuple(problem.groups[number] for number in others), problem.budget)
     chosen = tuple(modules[number] for number in others)
     return seconds(rest, chosen), usage(rest, chosen)
 
@@ -129,7 +129,7 @@ def single_rank_tables(request: PlanRequest) -> list[int]:
     return [index for index, table in enumerate(request.tables) if table.sharding in kinds]
 
 
-def _place(request: PlanRequest, problem: Problem, solution: Solution) -> Placed | None:
+def _place(request: PlanRequest, problem: PlacementProblem, solution: Solution) -> Placed | None:
     """Ranks for the shards of `solution` as it is."""
     assert solution.modules is not None
     shards = _shards(request, problem)
@@ -147,7 +147,11 @@ def _place(request: PlanRequest, problem: Problem, solution: Solution) -> Placed
 
 
 def _placed(
-    request: PlanRequest, problem: Problem, modules: tuple[IntArray, ...], shards: list[_Shard], where: IntArray
+    request: PlanRequest,
+    problem: PlacementProblem,
+    modules: tuple[IntArray, ...],
+    shards: list[_Shard],
+    where: IntArray,
 ) -> Placed:
     """What a choice of modules and of ranks comes to."""
     ranks, local = request.topology.ranks, request.topology.local_ranks
@@ -163,7 +167,7 @@ def _placed(
 
 def _repack(
     request: PlanRequest,
-    problem: Problem,
+    problem: PlacementProblem,
     modules: tuple[IntArray, ...],
     best: Placed | None,
     enough: float,
@@ -217,7 +221,7 @@ def _spread(sizes: FloatArray, ranks: int) -> IntArray:
     return rank
 
 
-def heaviest_shard(request: PlanRequest, problem: Problem) -> float:
+def heaviest_shard(request: PlanRequest, problem: PlacementProblem) -> float:
     """A bound that no spreading beats: the rank with the heaviest shard takes at least its time."""
     single, heaviest = set(single_rank_tables(request)), 0.0
     for group in problem.groups:

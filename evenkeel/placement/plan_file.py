@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from evenkeel.placement.codec import decode, encode
-from evenkeel.placement.errors import InvalidInputError, require
+from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
 from evenkeel.placement.options import budgets, build_problem, rank_load, shards_of
+from evenkeel.placement.placement_problem import UNIT, PlacementProblem
 from evenkeel.placement.placing import Placed, heaviest_shard, single_rank_tables, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Split, Status
-from evenkeel.placement.problem import UNIT, Problem
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.shortage import explain_shortage
 from evenkeel.placement.solver import Limits, solve
@@ -108,7 +108,9 @@ def _budgets(
     return hbm, host
 
 
-def _module_names(request: PlanRequest, problem: Problem, modules: tuple[IntArray, ...]) -> dict[tuple[int, int], str]:
+def _module_names(
+    request: PlanRequest, problem: PlacementProblem, modules: tuple[IntArray, ...]
+) -> dict[tuple[int, int], str]:
     names: dict[tuple[int, int], str] = {}
     used: set[str] = set()
     for index, (group, chosen) in enumerate(zip(problem.groups, modules, strict=True)):
@@ -124,7 +126,7 @@ def _module_names(request: PlanRequest, problem: Problem, modules: tuple[IntArra
 
 
 def _modules(
-    request: PlanRequest, problem: Problem, modules: tuple[IntArray, ...], names: dict[tuple[int, int], str]
+    request: PlanRequest, problem: PlacementProblem, modules: tuple[IntArray, ...], names: dict[tuple[int, int], str]
 ) -> tuple[FusedModule, ...]:
     result = []
     for (index, module), name in names.items():
@@ -138,7 +140,7 @@ def _modules(
 
 
 def _placements(
-    request: PlanRequest, problem: Problem, placed: Placed, names: dict[tuple[int, int], str]
+    request: PlanRequest, problem: PlacementProblem, placed: Placed, names: dict[tuple[int, int], str]
 ) -> tuple[Placement, ...]:
     found: dict[int, Placement] = {}
     for index, (group, chosen) in enumerate(zip(problem.groups, placed.modules, strict=True)):
@@ -198,7 +200,7 @@ def _miss_rate(request: PlanRequest, table: Table, mode: Mode, ratio: float, row
     return {Mode.HBM_ONLY: 0.0, Mode.HOST_ONLY: 1.0}.get(mode, 1 - hit * ratio)
 
 
-def _split(request: PlanRequest, problem: Problem, seconds: float, limits: Limits) -> Split | None:
+def _split(request: PlanRequest, problem: PlacementProblem, seconds: float, limits: Limits) -> Split | None:
     """Every table free, then those that chose alike put together again."""
     if not any(group.bound for group in problem.groups) or single_rank_tables(request):
         return None

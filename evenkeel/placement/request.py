@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from evenkeel.placement.bounds import Length, Range, Share, check_bounds
-from evenkeel.placement.errors import InvalidInputError, require
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
+from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Runtime, Step, Table, Topology
 
 MAX_TABLES = 20_000

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from evenkeel.placement.options import budgets
+from evenkeel.placement.placement_problem import UNIT, PlacementProblem, Solution
 from evenkeel.placement.plan import Shortage
-from evenkeel.placement.problem import UNIT, Problem, Solution
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.solver import Limits, solve
 
@@ -17,7 +17,7 @@ _PAGE = 4096
 _SEARCH_SECONDS = 10.0
 
 
-def explain_shortage(request: PlanRequest, problem: Problem, limits: Limits) -> Shortage:
+def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Limits) -> Shortage:
     """What keeps every plan from fitting, and the least that would change it."""
     exact = replace(limits, gap=1e-6, time_limit_s=min(limits.time_limit_s / 4, _SEARCH_SECONDS))
     given = [solve(problem.minimising(resource), exact) for resource in (0, 1)]
@@ -73,7 +73,7 @@ def _units(solution: Solution) -> float | None:
 
 
 def _largest(
-    request: PlanRequest, problem: Problem, solution: Solution, resource: int, count: int = 5
+    request: PlanRequest, problem: PlacementProblem, solution: Solution, resource: int, count: int = 5
 ) -> tuple[str, ...]:
     if solution.modules is None:
         return ()

@@ -14,7 +14,7 @@ from evenkeel.placement.dual import Dual, DualPoint, maximise_dual
 from evenkeel.placement.knapsack import Knapsack, price_scale, solve_knapsack
 from evenkeel.placement.layers import SLACK
 from evenkeel.placement.milp import SolveCancelledError
-from evenkeel.placement.problem import Group, Problem, Solution
+from evenkeel.placement.placement_problem import Group, PlacementProblem, Solution
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -45,7 +45,7 @@ class Limits:
     clock: Callable[[], float] = time.monotonic
 
 
-def solve(problem: Problem, limits: Limits | None = None) -> Solution:
+def solve(problem: PlacementProblem, limits: Limits | None = None) -> Solution:
     """The cheapest choice of modules within both budgets.
 
     Raises:
@@ -60,7 +60,7 @@ def solve(problem: Problem, limits: Limits | None = None) -> Solution:
 class _Search:
     """State of one search."""
 
-    def __init__(self, problem: Problem, limits: Limits, *, nested: bool = False) -> None:
+    def __init__(self, problem: PlacementProblem, limits: Limits, *, nested: bool = False) -> None:
         self.nested = nested
         self.problem = problem
         self.limits = limits
@@ -300,12 +300,12 @@ def _stack_knapsacks(parts: list[Knapsack], budget: FloatArray) -> Knapsack:
     return Knapsack(cost, use, budget)
 
 
-def within_budget(problem: Problem, modules: tuple[IntArray, ...]) -> bool:
+def within_budget(problem: PlacementProblem, modules: tuple[IntArray, ...]) -> bool:
     """Whether a choice keeps both budgets."""
     return bool(np.all(usage(problem, modules) <= problem.budget + SLACK))
 
 
-def usage(problem: Problem, modules: tuple[IntArray, ...]) -> FloatArray:
+def usage(problem: PlacementProblem, modules: tuple[IntArray, ...]) -> FloatArray:
     """(2,) HBM of the fullest rank and host memory that a choice takes, in units."""
     total = np.zeros(2)
     for group, chosen in zip(problem.groups, modules, strict=True):
@@ -314,7 +314,7 @@ def usage(problem: Problem, modules: tuple[IntArray, ...]) -> FloatArray:
     return total
 
 
-def seconds(problem: Problem, modules: tuple[IntArray, ...]) -> float:
+def seconds(problem: PlacementProblem, modules: tuple[IntArray, ...]) -> float:
     """Cost of a choice."""
     total = 0.0
     for group, chosen in zip(problem.groups, modules, strict=True):

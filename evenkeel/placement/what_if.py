@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenkeel.placement.errors import require
+from evenkeel.placement.invalid_input import require
 from evenkeel.placement.options import build_problem, ratio_grid
+from evenkeel.placement.placement_problem import UNIT, PlacementProblem
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.planner import plan
-from evenkeel.placement.problem import UNIT, Problem
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.shortage import smallest_hbm_bytes
 from evenkeel.placement.solver import Limits, solve
@@ -119,7 +119,7 @@ def what_if(
     )
 
 
-def _sizes(request: PlanRequest, problem: Problem, limits: Limits, points: int) -> tuple[int, ...]:
+def _sizes(request: PlanRequest, problem: PlacementProblem, limits: Limits, points: int) -> tuple[int, ...]:
     if not request.tables or not points or request.topology.hbm_bytes == 0:
         return (request.topology.hbm_bytes,) if points else ()
     least = solve(problem.minimising(0), limits)
@@ -130,7 +130,7 @@ def _sizes(request: PlanRequest, problem: Problem, limits: Limits, points: int) 
     return tuple(smallest_hbm_bytes(request, math.ceil(unit)) for unit in units)
 
 
-def _point(request: PlanRequest, problem: Problem, size: int, limits: Limits) -> CurvePoint:
+def _point(request: PlanRequest, problem: PlacementProblem, size: int, limits: Limits) -> CurvePoint:
     topology = replace(request.topology, hbm_bytes=size)
     workspace = request.profile.costs(request.runtime).workspace_bytes if request.tables else 0
     budget = max(0.0, (topology.hbm_budget - workspace) / UNIT)
@@ -150,7 +150,7 @@ def _monotone(curve: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
     return tuple(result)
 
 
-def _next(problem: Problem, resource: int, seconds: float, limits: Limits) -> float | None:
+def _next(problem: PlacementProblem, resource: int, seconds: float, limits: Limits) -> float | None:
     if not np.isfinite(problem.budget[resource]):
         return None
     budget = problem.budget.copy()

@@ -9,7 +9,7 @@ from evenkeel.placement import PlanRequest, Runtime, Step, Table, Topology, Zipf
 from evenkeel.placement.knapsack import Knapsack
 from evenkeel.placement.layers import SLACK
 from evenkeel.placement.milp import solve_milp
-from evenkeel.placement.problem import Problem
+from evenkeel.placement.placement_problem import PlacementProblem
 
 
 def random_tables(count: int, seed: int, **same: object) -> tuple[Table, ...]:
@@ -81,7 +81,7 @@ def highs_knapsack(problem: Knapsack, gap: float = 0.0) -> float:
     return result.objective
 
 
-def brute_force_groups(problem: Problem) -> float:
+def brute_force_groups(problem: PlacementProblem) -> float:
     """Every assignment of modules, with at most one open module a side of each bound group."""
     per_group = []
     for group in problem.groups:

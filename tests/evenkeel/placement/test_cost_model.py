@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.placement_model import MEASURED, measured_request, measurement, predicted_mib
 from evenkeel.placement import builtin_profile, builtin_profiles
-from evenkeel.placement.fitting import fit_costs, predict_seconds
+from evenkeel.placement.fitted_costs import fit_costs, predict_seconds
 from evenkeel.placement.hardware import parse_profile, profile_json
 
 

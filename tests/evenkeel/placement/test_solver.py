@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from evenkeel.placement import PlanRequest, SolveCancelledError, SolverOptions
 from evenkeel.placement.options import build_problem
-from evenkeel.placement.problem import Problem
+from evenkeel.placement.placement_problem import PlacementProblem
 from evenkeel.placement.solver import Limits, seconds, solve, usage, within_budget
 from tests.evenkeel.placement.instances import brute_force_groups, random_tables, request
 
 
-def _problem(count: int, seed: int, runtime: str, tightness: float, *, groups: int = 1) -> Problem:
+def _problem(count: int, seed: int, runtime: str, tightness: float, *, groups: int = 1) -> PlacementProblem:
     tables = tuple(
         replace(table, group=f"module_{index % groups}") for index, table in enumerate(random_tables(count, seed))
     )
@@ -87,7 +87,7 @@ def test_more_budget_is_never_slower_and_prices_are_its_slope() -> None:
 
 
 def test_no_tables_cost_nothing() -> None:
-    assert solve(Problem((), np.array([0.0, 0.0]))).cost == 0
+    assert solve(PlacementProblem((), np.array([0.0, 0.0]))).cost == 0
 
 
 def test_a_search_can_be_cancelled() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from evenkeel.placement.errors import require
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts
+from evenkeel.placement.invalid_input import require
 from evenkeel.placement.model import Mode
 from evenkeel.placement.timing import RankLoad, fixed_seconds, mode_seconds
 

@@ -55,7 +55,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class PlacementProblem:
     """Groups and budgets, in units of the solver.
 
     Attributes:
@@ -66,7 +66,7 @@ class Problem:
     groups: tuple[Group, ...]
     budget: FloatArray
 
-    def unbound(self) -> Problem:
+    def unbound(self) -> PlacementProblem:
         """The same problem with every table in a module of its own."""
         groups = []
         for group in self.groups:
@@ -74,13 +74,13 @@ class Problem:
                 pick = slice(row, row + 1)
                 free = Group((table,), group.modules, group.time[pick], group.hbm[pick], group.host[pick], False)
                 groups.append(free)
-        return Problem(tuple(groups), self.budget)
+        return PlacementProblem(tuple(groups), self.budget)
 
-    def with_budget(self, hbm: float, host: float) -> Problem:
+    def with_budget(self, hbm: float, host: float) -> PlacementProblem:
         """The same problem under other budgets, in units."""
-        return Problem(self.groups, np.array([hbm, host]))
+        return PlacementProblem(self.groups, np.array([hbm, host]))
 
-    def minimising(self, resource: int) -> Problem:
+    def minimising(self, resource: int) -> PlacementProblem:
         """The same problem with the use of one budget (0 HBM, 1 host) as its cost, and that budget lifted."""
         groups = []
         for group in self.groups:
@@ -89,7 +89,7 @@ class Problem:
             groups.append(Group(group.tables, modules, use, group.hbm, group.host, group.bound))
         budget = self.budget.copy()
         budget[resource] = np.inf
-        return Problem(tuple(groups), budget)
+        return PlacementProblem(tuple(groups), budget)
 
     @property
     def num_tables(self) -> int:
