@@ -124,7 +124,7 @@ def running_service(
     Args:
         module: Such as `services.balancer`.
         flags: Of its command line.
-        log_file: That it writes to; None: one that goes with the block.
+        log_file: That it writes to, a new one; None: one that goes with the block.
         spawn: How its process is started.
         environment: Variables beside those of this process.
 
@@ -132,6 +132,8 @@ def running_service(
         RuntimeError: If it does not start; the message holds its log.
     """
     with tempfile.TemporaryDirectory() as folder:
+        if log_file is not None:
+            log_file.unlink(missing_ok=True)
         service = ServiceProcess(
             module=module, flags=flags, log_file=log_file or Path(folder) / "log", environment=environment, spawn=spawn
         )
