@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
 from fastapi import Request
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from evenkeel.placement import PlanRequest
@@ -79,9 +80,15 @@ async def read(request: Request, kind: type[T]) -> T:
         InvalidInputError: If a field is unknown, missing or wrong.
     """
     try:
-        value = json.loads(await request.body())
+        body = await request.body()
     except ClientDisconnect:
         raise ClientGoneError from None
+    return await run_in_threadpool(_decode, kind, body)  # seconds for the largest bodies: others are answered meanwhile
+
+
+def _decode(kind: type[T], body: bytes) -> T:
+    try:
+        value = json.loads(body)
     except (ValueError, RecursionError) as error:
         detail = f"the body is no JSON: {error}; send a JSON object"
         raise ServiceError(400, "no-json", "Not JSON", detail) from None
