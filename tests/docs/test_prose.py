@@ -33,3 +33,19 @@ def test_no_line_of_prose_is_too_wide() -> None:
 @pytest.mark.parametrize(("line", "found"), [("word " * 30, 1), ("| cell " * 30, 0), ("x" * 130, 0), ("word " * 20, 0)])
 def test_what_is_too_wide(line: str, found: int) -> None:
     assert len(list(_wide(line))) == found
+
+
+def test_files_that_texts_name_exist() -> None:
+    named = [
+        (path.name, name)
+        for path in _texts()
+        for name in re.findall(
+            r"`((?:[\w-]+/)+(?:[\w.-]+\.(?:py|md|sh|yml|yaml|proto|json|cu))?)`", path.read_text("utf-8")
+        )
+    ]
+    named.remove(("deployment.md", "deploy/prometheus/alertmanagers/mine.json"))  # the reader writes it
+    assert len(named) > 30
+    lacking = [
+        (text, name) for text, name in named if not any((ROOT / base / name).exists() for base in ("", "benchmarks"))
+    ]
+    assert lacking == []
