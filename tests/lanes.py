@@ -10,6 +10,8 @@ FUNCTIONS = (
     "tests/benchmarks/test_kernels_fuzz.py",
     "tests/evenkeel/partitioning/",
     "tests/evenkeel/placement/",
+    "tests/docs/test_docstrings.py",
+    "tests/docs/test_prose.py",
     "tests/model/",
     "tests/services/balancer/test_session_model.py",
     "tests/services/planner/",
