@@ -177,6 +177,7 @@ def plan(
         strategy = SETTINGS[setting]
         if strategy is not None:
             found = partition_window(costs, homes, loaded_steps, ranks, count, strategy=strategy, sizes=sizes)
+            assert found.steps is not None
             destinations, steps_of = found.destinations, found.steps
         for step in range(count):
             inside = steps_of == step

@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,9 +28,11 @@ from rich.table import Table
 from scipy.optimize import nnls
 
 from evenkeel.partitioning import warm_up
+from evenkeel.partitioning.rounds import RoundOptions
+from evenkeel.partitioning.samples import RankSamples
 from services.balancer.effects import PlanInput
-from services.balancer.planning import cheaper, make_plan, plan_round
-from services.balancer.submissions import PlanOptions, Submission
+from services.balancer.planning import make_plan, plan_or_failure
+from services.balancer.submissions import Submission
 from services.balancer.workers import estimates
 from services.balancer.workers.arena import Arena
 from services.balancer.workers.estimates import Size, cheap_seconds, full_seconds
@@ -57,12 +60,12 @@ def draw(ranks: int, samples: int, window: int, kind: str, strategy: str, fields
     rng = np.random.default_rng(seed)
     batches = tuple(len(part) for part in np.array_split(np.arange(samples), window)) if window > 1 else ()
     submissions = tuple(
-        Submission(num_samples=samples, costs=DRAWS[kind](rng, samples), lengths=np.ones((samples, fields), np.uint32),
-                   batch_sizes=batches)
+        Submission(samples=RankSamples(costs=DRAWS[kind](rng, samples), lengths=np.ones((samples, fields), np.uint32),
+                                       batch_sizes=batches))
         for _ in range(ranks)
     )  # fmt: skip
     nodes = tuple(f"node{rank // 8}" for rank in range(ranks))
-    return PlanInput(submissions=submissions, options=PlanOptions(strategy=strategy), nodes=nodes, window=window)
+    return PlanInput(submissions=submissions, options=RoundOptions(strategy=strategy), nodes=nodes, window=window)
 
 
 def seconds_of(work: Callable[[], object], least: int = 2) -> float:
@@ -102,9 +105,10 @@ def main(
     for ranks, samples, window, kind, strategy in track(cases, transient=True):
         inputs = draw(ranks, samples, window, kind, strategy, fields, seed=1)
         size = Size.of(inputs)
-        cheap = cheaper(read_round(*arena.read(arena.write(*round_columns(inputs)))))
+        read, options = read_round(*arena.read(arena.write(*round_columns(inputs))))
+        cheap = partial(plan_or_failure, read, options.cheapest())
         full = seconds_of(lambda inputs=inputs: make_plan(inputs)) * speed  # type: ignore[misc]
-        least = seconds_of(lambda cheap=cheap: plan_round(cheap, meet=False)) * speed  # type: ignore[misc]
+        least = seconds_of(cheap) * speed
         rows.append({
             "size": {name: getattr(size, name) for name in Size.__slots__}, "costs": kind,
             "seconds": full, "expected": full_seconds(size),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning import Partition, PartitionError, partition, plan_digest, slice_plan
 from evenkeel.partitioning.ranges import MAX_SUM, MAX_TOTAL
-from evenkeel.partitioning.windows import partition_window, rank_slice, slice_window
+from evenkeel.partitioning.windows import partition_window
 
 Rng = np.random.Generator
 STRATEGIES = ("minimal_move", "minimal_move", "karmarkar_karp", "lpt")
@@ -235,6 +235,7 @@ def check_window(rng: Rng) -> str:
         found = partition_window(costs, homes, steps, num_ranks, num_steps, **given)
     except PartitionError as error:
         return type(error).__name__
+    assert found.steps is not None
     assert (np.bincount(found.steps, minlength=num_steps) == np.bincount(steps, minlength=num_steps)).all()
     assert len(found.partitions) == num_steps
     for step, part in enumerate(found.partitions):
@@ -249,10 +250,8 @@ def check_window(rng: Rng) -> str:
         costs[order], homes[order], steps[order], num_ranks, num_steps,
         **{key: value[order] if key in ("sizes", "memory") else value for key, value in given.items()},
     )  # fmt: skip
-    cuts, _ = slice_window(ordered, at_home, lengths)
-    begins = np.concatenate([[0], np.cumsum(at_home)])
-    pieces = [rank_slice(ordered.steps, cuts, rank, int(begins[rank])) for rank in range(num_ranks)]
-    assert sum(int(piece.slices[k].source_counts.sum()) for piece in pieces for k in range(num_steps)) == n
+    slices = slice_plan(ordered.destinations, at_home, lengths, ordered.steps, num_steps)
+    assert sum(int(piece.source_counts.sum()) for rank in range(num_ranks) for piece in slices.batches_of(rank)) == n
     return "partitioned"
 
 

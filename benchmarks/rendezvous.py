@@ -37,9 +37,10 @@ from rich.table import Table
 
 from benchmarks.rendezvous_load import WARM_UP_ROUNDS, Load, Timing, costs_of, draw_lengths, echo_process, rank_process
 from evenkeel.partitioning import warm_up
-from services.balancer.answers import answer_message
-from services.balancer.decisions import Plan
+from evenkeel.partitioning.rounds import RoundPlan
+from evenkeel.partitioning.samples import RankSamples
 from services.balancer.effects import Answer, SessionId, StartPartition
+from services.balancer.encoding import answer_bytes
 from services.balancer.limits import Limits
 from services.balancer.planning import make_plan
 from services.balancer.session import Session
@@ -194,7 +195,7 @@ def measure_direct(num_ranks: int, samples: int, fields: int, rounds: int, node_
         submissions = []
         for rank in range(num_ranks):
             lengths = draw_lengths(np.random.default_rng([seed, number, rank]), samples, fields)
-            submissions.append(Submission(num_samples=samples, costs=costs_of(lengths), lengths=lengths))
+            submissions.append(Submission(samples=RankSamples(costs=costs_of(lengths), lengths=lengths)))
         times = [time.thread_time()]
         effects = [
             effect
@@ -204,17 +205,17 @@ def measure_direct(num_ranks: int, samples: int, fields: int, rounds: int, node_
         times.append(time.thread_time())
         (start,) = (effect for effect in effects if isinstance(effect, StartPartition))
         plan = make_plan(start.inputs)
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, RoundPlan):
             raise RuntimeError(plan.detail)
         times.append(time.thread_time())
         answers = [e for e in session.partitioned(float(number), number, plan) if isinstance(e, Answer)]
         times.append(time.thread_time())
         for answer in answers:
-            answer_message(1, answer.round, answer.rank, answer.result).SerializeToString()
+            answer_bytes(1, answer.round, answer.rank, answer.result)
         times.append(time.thread_time())
         for name, (begin, end) in zip(("submit", "plan", "decide", "encode"), itertools.pairwise(times), strict=True):
             steps[name].append(1e3 * (end - begin))
-        steps["partition"].append(1e3 * plan.summary.partition_seconds)
+        steps["partition"].append(1e3 * plan.seconds)
         nbytes = plan.nbytes
     return {
         "ranks": num_ranks,

@@ -55,6 +55,7 @@ def measure(kind: str, ranks: int, samples: int, seeds: int) -> list[dict[str, A
                 started = time.thread_time()
                 plan = partition_window(costs, homes, steps, ranks, window, sizes=part)
                 seconds.append(time.thread_time() - started)
+                assert plan.steps is not None
                 assert (np.bincount(plan.steps, minlength=window) == ranks * samples).all()
                 total += plan.total
                 even += float(costs.sum()) / ranks

@@ -2,7 +2,7 @@
 
 import operator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +13,7 @@ from evenkeel.partitioning.fitting import check_held, check_possible
 from evenkeel.partitioning.problem import Problem, counts_and_loads, make_problem
 from evenkeel.partitioning.registry import strategy_named
 
+DEFAULT_TOLERANCE = 1e-3
 Sums: TypeAlias = NDArray[Any]  # int64 or float64, as the costs are
 
 
@@ -45,6 +46,21 @@ class Partition:
     strategy: str
 
 
+class Options(TypedDict, total=False):
+    """What `partition` takes beside the samples and ranks; see there."""
+
+    strategy: str
+    sizes: ArrayLike | None
+    counts: str
+    tolerance: float
+    speeds: ArrayLike | None
+    memory: ArrayLike | None
+    memory_caps: ArrayLike | None
+    nodes: ArrayLike | None
+    min_samples: int
+    stay: bool
+
+
 @kernel
 def _moved(
     sizes: NDArray[np.float64], homes: NDArray[np.int32], nodes: NDArray[np.int32], destinations: NDArray[np.int32]
@@ -66,14 +82,16 @@ def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int) -> Sums:
     return np.bincount(ranks, weights=costs, minlength=num_ranks).astype(np.float64, copy=False)  # int64 of nothing
 
 
-@kernel
-def _imbalance(loads: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
-    largest, total = 0.0, 0.0
-    for r in range(loads.size):
-        time = loads[r] / speeds[r]
-        largest = max(largest, time)
-        total += time
-    return largest * loads.size / total if total > 0 else 1.0
+def imbalance(loads: Sums, speeds: NDArray[np.float64] | None = None) -> float:
+    """max/mean of load over speed; 1.0 when there is no load.
+
+    Args:
+        loads: (num_ranks,) summed cost of each rank.
+        speeds: (num_ranks,) relative speeds; None: all equal.
+    """
+    times = loads if speeds is None else loads / speeds
+    total = float(times.sum())
+    return float(times.max()) * times.size / total if total > 0 else 1.0
 
 
 def _at_home(problem: Problem) -> NDArray[np.int32]:
@@ -88,7 +106,7 @@ def partition(
     strategy: str = "minimal_move",
     sizes: ArrayLike | None = None,
     counts: str = "equal",
-    tolerance: float = 1e-3,
+    tolerance: float = DEFAULT_TOLERANCE,
     speeds: ArrayLike | None = None,
     memory: ArrayLike | None = None,
     memory_caps: ArrayLike | None = None,
@@ -152,14 +170,15 @@ def partition(
     home_loads = (
         problem.home_loads if problem.costs is terms.costs else _loads(problem.costs, terms.homes, problem.num_ranks)
     )
+    known_speeds = None if speeds is None else terms.speeds
     samples, size, between = _moved(terms.sizes, terms.homes, terms.nodes, destinations)
     return Partition(
         destinations=destinations,
         loads=loads,
         lower_bound=problem.lower_bound,
-        imbalance=_imbalance(loads.astype(np.float64, copy=False), terms.speeds),
+        imbalance=imbalance(loads, known_speeds),
         home_loads=home_loads,
-        home_imbalance=_imbalance(home_loads.astype(np.float64, copy=False), terms.speeds),
+        home_imbalance=imbalance(home_loads, known_speeds),
         moved_samples=samples,
         moved_size=size,
         moved_size_between_nodes=between,

@@ -1,8 +1,9 @@
-"""What each rank needs of a plan: where its samples go, and how much it receives from whom."""
+"""What each rank needs of a plan: where its samples go, and how much it receives from whom, batch by batch."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, overload
 
 import numpy as np
@@ -15,11 +16,11 @@ _LENGTHS = (np.int64, np.uint32)  # the others become int64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """One rank's part of a plan.
+    """One rank's part of the plan of one batch.
 
     Attributes:
         rank: the rank.
-        destinations: (n_home,) int32, rank that trains each of its own samples, in home order.
+        destinations: (n_home,) int32, rank that trains each of its own samples of the batch, in home order.
         sources: (S,) int32, ranks that send something to this one, ascending, itself included.
         source_counts: (S,) int32, samples from each source.
         source_totals: (S, F) int64, values of each jagged field from each source.
@@ -33,18 +34,21 @@ class Slice:
 
 
 class Slices(Sequence[Slice]):
-    """All ranks' slices of one plan, in shared arrays: `slices[rank]` is a `Slice` of views.
+    """All ranks' slices of one plan, in shared arrays, of which `Slice` holds views.
+
+    `slices[rank]` is the slice of a plan of one batch, `batches_of(rank)` those of a window's batches.
 
     Attributes:
         destinations: (n,) int32, of all samples.
         home_begin: (num_ranks + 1,) int64, where each rank's own samples begin.
-        source_begin: (num_ranks + 1,) int64, where each rank's sources begin.
+        source_begin: (num_ranks * num_batches + 1,) int64, where the sources of each rank begin, batch by batch.
         sources: (pairs,) int32.
         source_counts: (pairs,) int32.
         source_totals: (pairs, F) int64.
+        steps: (n,) int32, the batch that trains each sample; None: all are of one batch.
     """
 
-    __slots__ = ("destinations", "home_begin", "source_begin", "source_counts", "source_totals", "sources")
+    __slots__ = ("destinations", "home_begin", "source_begin", "source_counts", "source_totals", "sources", "steps")
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class Slices(Sequence[Slice]):
         sources: NDArray[np.int32],
         counts: NDArray[np.int32],
         totals: NDArray[np.int64],
+        steps: NDArray[np.int32] | None = None,
     ) -> None:
         self.destinations = destinations
         self.home_begin = home_begin
@@ -61,21 +66,26 @@ class Slices(Sequence[Slice]):
         self.sources = sources
         self.source_counts = counts
         self.source_totals = totals
+        self.steps = steps
 
     def __len__(self) -> int:
         return self.home_begin.size - 1
 
     @property
+    def num_batches(self) -> int:
+        """Batches of the plan."""
+        return (self.source_begin.size - 1) // max(1, len(self))
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """The shared arrays, in the order in which they are passed on."""
+        arrays = (self.destinations, self.home_begin, self.source_begin, self.sources, self.source_counts)
+        return (*arrays, self.source_totals, *(() if self.steps is None else (self.steps,)))
+
+    @property
     def nbytes(self) -> int:
         """Memory of the shared arrays."""
-        return (
-            self.destinations.nbytes
-            + self.home_begin.nbytes
-            + self.source_begin.nbytes
-            + self.sources.nbytes
-            + self.source_counts.nbytes
-            + self.source_totals.nbytes
-        )
+        return sum(array.nbytes for array in self.arrays)
 
     @overload
     def __getitem__(self, index: int) -> Slice: ...
@@ -87,61 +97,77 @@ class Slices(Sequence[Slice]):
         rank = index + len(self) if index < 0 else index
         if not 0 <= rank < len(self):
             raise IndexError(f"rank {index} is not one of {len(self)} ranks")
-        own = slice(self.home_begin[rank], self.home_begin[rank + 1])
-        received = slice(self.source_begin[rank], self.source_begin[rank + 1])
-        return Slice(
-            rank=rank,
-            destinations=self.destinations[own],
-            sources=self.sources[received],
-            source_counts=self.source_counts[received],
-            source_totals=self.source_totals[received],
-        )
+        (only,) = self.batches_of(rank)
+        return only
 
     def __iter__(self) -> Iterator[Slice]:
         return (self[rank] for rank in range(len(self)))
 
+    def steps_of(self, rank: int) -> NDArray[np.int32] | None:
+        """(n_home,) the batch that trains each of a rank's own samples; None: all are of one batch."""
+        return None if self.steps is None else self.steps[self.home_begin[rank] : self.home_begin[rank + 1]]
+
+    def batches_of(self, rank: int) -> tuple[Slice, ...]:
+        """A rank's slice of each batch, over those of its own samples that the batch trains, in home order."""
+        own, steps = self.destinations[self.home_begin[rank] : self.home_begin[rank + 1]], self.steps_of(rank)
+        begins = self.source_begin[rank * self.num_batches : (rank + 1) * self.num_batches + 1].tolist()
+        return tuple(
+            Slice(
+                rank=rank,
+                destinations=own if steps is None else own[steps == batch],
+                sources=self.sources[begin:end],
+                source_counts=self.source_counts[begin:end],
+                source_totals=self.source_totals[begin:end],
+            )
+            for batch, (begin, end) in enumerate(pairwise(begins))
+        )
+
 
 @kernel
-def _check_destinations(destinations: NDArray[np.int32], num_ranks: int) -> int:
-    """Index of the first destination that is no rank, or -1."""
-    for i in range(destinations.size):
-        if destinations[i] < 0 or destinations[i] >= num_ranks:
+def _first_outside(numbers: NDArray[np.int32], end: int) -> int:
+    """Index of the first number that is not one of 0 to `end` - 1, or -1."""
+    for i in range(numbers.size):
+        if numbers[i] < 0 or numbers[i] >= end:
             return i
     return -1
 
 
 @kernel
 def _slice_plan(
-    destinations: NDArray[np.int32],
+    places: NDArray[np.int32],
+    num_places: int,
     home_begin: NDArray[np.int64],
     words: NDArray[np.uint32],
     num_fields: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """`words` are the lengths of `num_fields` fields in one or two words each, the lower one first."""
-    num_ranks, wide = home_begin.size - 1, words.shape[1] > num_fields
-    last_source = np.full(num_ranks, -1, np.int32)
-    source_begin = np.zeros(num_ranks + 1, np.int64)
-    for home in range(num_ranks):
+    """Sources of each place, by home; a place is a batch on a rank.
+
+    `words` are the lengths of `num_fields` fields in one or two words each, the lower one first.
+    """
+    num_homes, wide = home_begin.size - 1, words.shape[1] > num_fields
+    last_source = np.full(num_places, -1, np.int32)
+    source_begin = np.zeros(num_places + 1, np.int64)
+    for home in range(num_homes):
         for i in range(home_begin[home], home_begin[home + 1]):
-            rank = destinations[i]
-            if last_source[rank] != home:
-                last_source[rank] = home
-                source_begin[rank + 1] += 1
-    for rank in range(num_ranks):
-        source_begin[rank + 1] += source_begin[rank]
-        last_source[rank] = -1
-    num_pairs = source_begin[num_ranks]
+            place = places[i]
+            if last_source[place] != home:
+                last_source[place] = home
+                source_begin[place + 1] += 1
+    for place in range(num_places):
+        source_begin[place + 1] += source_begin[place]
+        last_source[place] = -1
+    num_pairs = source_begin[num_places]
     sources, counts = np.empty(num_pairs, np.int32), np.zeros(num_pairs, np.int32)
     totals = np.zeros((num_pairs, num_fields), np.int64)
-    place = source_begin[:-1] - 1
-    for home in range(num_ranks):
+    pairs = source_begin[:-1] - 1
+    for home in range(num_homes):
         for i in range(home_begin[home], home_begin[home + 1]):
-            rank = destinations[i]
-            if last_source[rank] != home:
-                last_source[rank] = home
-                place[rank] += 1
-                sources[place[rank]] = home
-            pair = place[rank]
+            place = places[i]
+            if last_source[place] != home:
+                last_source[place] = home
+                pairs[place] += 1
+                sources[pairs[place]] = home
+            pair = pairs[place]
             counts[pair] += 1
             for field in range(num_fields):
                 if wide:
@@ -190,44 +216,89 @@ def _plan_arrays(
     return ranks, counts, values
 
 
-def slice_plan(destinations: ArrayLike, counts_at_home: ArrayLike, lengths: ArrayLike) -> Slices:
+def checked_steps(steps: ArrayLike | None, num_samples: int, num_steps: int) -> NDArray[np.int32] | None:
+    """The batch of the window of each sample; None: all are of one batch.
+
+    Raises:
+        ValueError: if a sample has none, or the window has no batch.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}; pass the number of batches of the window, at least 1")
+    if steps is None:
+        if num_steps > 1:
+            raise ValueError(f"num_steps is {num_steps}, but steps is None; pass the batch of each sample")
+        return None
+    array = _whole_numbers("steps", steps, np.int32)
+    if array.shape != (num_samples,):
+        raise ValueError(f"steps has shape {array.shape}; pass one integer for each of {num_samples} samples")
+    bad = _first_outside(array, num_steps)
+    if bad >= 0:
+        raise ValueError(f"steps[{bad}] is {int(array[bad])}; it must be a batch of the window, 0 to {num_steps - 1}")
+    return array
+
+
+def slice_plan(
+    destinations: ArrayLike,
+    counts_at_home: ArrayLike,
+    lengths: ArrayLike,
+    steps: ArrayLike | None = None,
+    num_steps: int = 1,
+) -> Slices:
     """Cut a plan into what each rank needs, in one pass over samples × fields.
 
     Args:
         destinations: (n,) int32, rank of each sample; samples are ordered by (home, index at home).
         counts_at_home: (num_ranks,) number of samples of each home.
         lengths: (n, fields) int64, int32 or uint32, values of each jagged field of each sample.
+        steps: (n,) batch of the window that trains each sample; None: all are of one batch.
+        num_steps: batches of the window.
 
     Returns:
         The slices of all ranks; a rank has at most as many sources as it receives samples.
 
     Raises:
-        ValueError: If the shapes disagree or a destination is no rank.
+        ValueError: if the shapes disagree, a destination is no rank or a step no batch.
     """
     ranks, counts, values = _plan_arrays(destinations, counts_at_home, lengths)
-    bad = _check_destinations(ranks, counts.size)
+    batches = checked_steps(steps, ranks.size, num_steps)
+    bad = _first_outside(ranks, counts.size)
     if bad >= 0:
         raise ValueError(f"destinations[{bad}] is {int(ranks[bad])}; it must be a rank, 0 to {counts.size - 1}")
     home_begin = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts, out=home_begin[1:])
-    return Slices(ranks, home_begin, *_slice_plan(ranks, home_begin, values.view(np.uint32), values.shape[1]))
+    places = ranks if batches is None else ranks * np.int32(num_steps) + batches
+    words, num_fields = values.view(np.uint32), values.shape[1]
+    found = _slice_plan(places, counts.size * num_steps, home_begin, words, num_fields)
+    return Slices(ranks, home_begin, *found, steps=batches)
 
 
-def plan_digest(destinations: ArrayLike, counts_at_home: ArrayLike, lengths: ArrayLike) -> bytes:
+def plan_digest(
+    destinations: ArrayLike,
+    counts_at_home: ArrayLike,
+    lengths: ArrayLike,
+    steps: ArrayLike | None = None,
+    num_steps: int = 1,
+) -> bytes:
     """16 bytes that name a whole plan, the same on every machine and for every integer dtype of the arrays.
 
     Args:
         destinations: (n,) rank of each sample; samples are ordered by (home, index at home).
         counts_at_home: (num_ranks,) number of samples of each home.
         lengths: (n, fields) values of each jagged field of each sample.
+        steps: (n,) batch of the window that trains each sample; None: all are of one batch.
+        num_steps: batches of the window.
 
     Raises:
-        ValueError: If the shapes disagree.
+        ValueError: if the shapes disagree.
     """
     ranks, counts, values = _plan_arrays(destinations, counts_at_home, lengths)
+    batches = checked_steps(steps, ranks.size, num_steps)
     digest = hashlib.sha256(usedforsecurity=False)  # has processor instructions: a third of blake2b's time
     digest.update(np.array([ranks.size, counts.size, values.shape[1]], "<i8").tobytes())
     digest.update(ranks.astype("<i4", copy=False).data)
     digest.update(counts.astype("<i8", copy=False).data)
     digest.update(values.astype("<i8", copy=False).data)
+    if batches is not None:
+        digest.update(batches.astype("<i4", copy=False).data)
+        digest.update(num_steps.to_bytes(8, "little"))
     return digest.digest()[:16]

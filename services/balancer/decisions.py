@@ -6,10 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
-from numpy.typing import NDArray
-
-from evenkeel.partitioning.slices import Slices
+from evenkeel.partitioning.rounds import RoundPlan
 
 
 class Outcome(IntEnum):
@@ -33,80 +30,6 @@ class Reason(IntEnum):
     QUEUED = 8  # the round waited for a worker until its time was up; its search never began
     TOO_COSTLY = 9  # no search for a round of this size ends in time
     QUARANTINED = 10  # earlier rounds of the session ended their processes: it gets no plans for a while
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """How even a round is. Loads in units of cost, sizes in bytes."""
-
-    mean_load: float
-    max_load_before: float
-    max_load_after: float
-    imbalance_before: float
-    imbalance_after: float
-    lower_bound: float
-    samples: int
-    moved_samples: int
-    size: int
-    moved_size: int
-    moved_size_between_nodes: int
-    partition_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WindowParts:
-    """The batches of a round that is a window of several.
-
-    Attributes:
-        steps: (n,) int32, the batch that trains each sample.
-        home_begin: (ranks + 1,) int64, where each rank's samples begin.
-        cuts: for each batch the ranks' slices of it.
-        loads_before: (batches, ranks) float64, summed cost as loaded.
-        loads_after: (batches, ranks) float64, summed cost under the plan.
-        summaries: for each batch, how even it is.
-    """
-
-    steps: NDArray[np.int32]
-    home_begin: NDArray[np.int64]
-    cuts: tuple[Slices, ...]
-    loads_before: NDArray[np.float64]
-    loads_after: NDArray[np.float64]
-    summaries: tuple[Summary, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of its arrays."""
-        own = self.steps.nbytes + self.home_begin.nbytes + self.loads_before.nbytes + self.loads_after.nbytes
-        return own + sum(cut.nbytes for cut in self.cuts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Plan:
-    """Where the samples of a round go.
-
-    Attributes:
-        slices: each rank's part of it; with a window over all its batches.
-        digest: 16 bytes over the whole plan.
-        loads_before: (ranks,) float64, summed cost of each rank if every sample stayed at home.
-        loads_after: (ranks,) float64, summed cost of each rank under the plan.
-        summary: how even it is; with a window the worst of its batches, and the sizes of all.
-        window: the batches of a round that is a window of several.
-        detail: for people, when another search was made than the one asked for.
-    """
-
-    slices: Slices
-    digest: bytes
-    loads_before: NDArray[np.float64]
-    loads_after: NDArray[np.float64]
-    summary: Summary
-    window: WindowParts | None = None
-    detail: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of its arrays."""
-        own = self.slices.nbytes + self.loads_before.nbytes + self.loads_after.nbytes
-        return own + (self.window.nbytes if self.window is not None else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +63,7 @@ class Decision:
     reason: Reason = Reason.NONE
     detail: str = ""
     missing_ranks: tuple[int, ...] = ()
-    plan: Plan | None = None
+    plan: RoundPlan | None = None
 
     @property
     def digest(self) -> bytes:
@@ -151,7 +74,7 @@ class Decision:
         return hashlib.blake2b(words.encode(), digest_size=16).digest()
 
 
-def balanced(plan: Plan) -> Decision:
+def balanced(plan: RoundPlan) -> Decision:
     """The decision to move samples as `plan` says."""
     return Decision(outcome=Outcome.BALANCED, plan=plan, detail=plan.detail)
 

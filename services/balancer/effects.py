@@ -6,9 +6,10 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from evenkeel.partitioning.rounds import RoundOptions
 from services.balancer.decisions import Decision
 from services.balancer.refusals import Refusal
-from services.balancer.submissions import PlanOptions, SessionKey, Submission
+from services.balancer.submissions import SessionKey, Submission
 
 Asker = Hashable
 """Where answers go: one stream, which may speak for several ranks, or one call. Equal tokens are the same place."""
@@ -51,7 +52,7 @@ class PlanInput:
     """
 
     submissions: tuple[Submission, ...]
-    options: PlanOptions
+    options: RoundOptions
     nodes: tuple[str, ...]
     window: int = 1
 

@@ -1,4 +1,4 @@
-"""Answers as bytes of the wire: what `answers` builds as messages, put together from parts that all ranks share.
+"""Answers as bytes of the wire, put together from parts that all ranks share.
 
 A message that holds a message is its tag, its length and its content; contents of one field that are concatenated are
 merged. So the answer to a rank is a concatenation of its arrays' bytes with what is the same for all ranks.
@@ -9,42 +9,24 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.rounds import Figures, RoundPlan
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.answers import answer_message, balance_message
-from services.balancer.decisions import Decision, Outcome, Plan
-from services.balancer.refusals import Refusal
+from services.balancer.answers import balance_message, error_message
+from services.balancer.decisions import Decision, Outcome
+from services.balancer.refusals import Refusal, shorten
 
 
 def answer_bytes(instance: int, round_number: int, rank: int, result: Decision | Refusal) -> bytes:
     """A `pb.Answer`, serialised: a round's outcome as one rank is told it."""
-    if isinstance(result, Refusal) or result.plan is None or result.plan.window is not None:
-        return answer_message(instance, round_number, rank, result).SerializeToString()
-    plan = result.plan
-    shared = _shared(instance, plan)
-    begin, end = shared.home_begin[rank], shared.home_begin[rank + 1]
-    first, last = shared.source_begin[rank], shared.source_begin[rank + 1]
-    arrays = (
-        shared.destinations[4 * begin : 4 * end],
-        shared.sources[4 * first : 4 * last],
-        shared.source_counts[4 * first : 4 * last],
-        shared.source_totals[shared.row * first : shared.row * last],
-    )
-    decision = b"".join(
-        (
-            shared.head,
-            _DESTINATIONS, _varint(len(arrays[0])), arrays[0],
-            _SOURCES, _varint(len(arrays[1])), arrays[1],
-            _SOURCE_COUNTS, _varint(len(arrays[2])), arrays[2],
-            _SOURCE_TOTALS, _varint(len(arrays[3])), arrays[3],
-            shared.balance,
-            _OWN_LOADS.pack(_LOAD_BEFORE, shared.loads_before[rank], _LOAD_AFTER, shared.loads_after[rank]),
-        )
-    )  # fmt: skip
+    if isinstance(result, Refusal):
+        return pb.Answer(round=round_number, rank=rank, error=error_message(result)).SerializeToString()
+    decision = _identity(instance, result) if result.plan is None else _balanced(instance, rank, result.plan)
     return b"".join((_ROUND, _varint(round_number), _RANK, _varint(rank), _DECISION, _varint(len(decision)), decision))
 
 
@@ -59,16 +41,54 @@ def group_bytes(answers: Sequence[bytes]) -> bytes:
     return b"".join((_GROUP, _varint(len(group)), group))
 
 
+def _identity(instance: int, decision: Decision) -> bytes:
+    return pb.Decision(
+        instance=instance,
+        outcome=int(decision.outcome),  # type: ignore[arg-type]
+        reason=int(decision.reason),  # type: ignore[arg-type]
+        detail=shorten(decision.detail, 512),
+        missing_ranks=decision.missing_ranks,
+        digest=decision.digest,
+    ).SerializeToString()
+
+
+def _balanced(instance: int, rank: int, plan: RoundPlan) -> bytes:
+    shared = _shared(instance, plan)
+    num_batches = len(shared.batches)
+    begin, end = shared.home_begin[rank], shared.home_begin[rank + 1]
+    groups = shared.source_begin[rank * num_batches : (rank + 1) * num_batches + 1]
+    first, last = groups[0], groups[-1]
+    before, after = shared.loads_before[rank], shared.loads_after[rank]
+    parts = [
+        shared.head,
+        *_field(_DESTINATIONS, shared.destinations[4 * begin : 4 * end]),
+        *_field(_SOURCES, shared.sources[4 * first : 4 * last]),
+        *_field(_SOURCE_COUNTS, shared.source_counts[4 * first : 4 * last]),
+        *_field(_SOURCE_TOTALS, shared.source_totals[shared.row * first : shared.row * last]),
+        shared.balance,
+        _OWN_LOADS.pack(_LOAD_BEFORE, before[shared.worst], _LOAD_AFTER, after[shared.worst]),
+    ]
+    if shared.steps is not None:  # a window of several batches
+        parts += _field(_DESTINATION_STEPS, shared.steps[4 * begin : 4 * end])
+        parts += _field(_SOURCE_GROUPS, b"".join(_varint(till - since) for since, till in pairwise(groups)))
+        for balance, own_before, own_after in zip(shared.batches, before, after, strict=True):
+            parts += (balance, _OWN_LOADS.pack(_LOAD_BEFORE, own_before, _LOAD_AFTER, own_after))
+    return b"".join(parts)
+
+
 class _Shared(NamedTuple):
     """What all ranks of a plan are told alike, and the arrays that each is told a part of."""
 
     head: bytes
-    balance: bytes
-    loads_before: list[float]
-    loads_after: list[float]
+    balance: bytes  # of the round; the rank's own loads follow
+    batches: list[bytes]  # the same of each batch
+    worst: int
+    loads_before: list[list[float]]  # by rank and batch
+    loads_after: list[list[float]]
     home_begin: list[int]
     source_begin: list[int]
     destinations: memoryview
+    steps: memoryview | None
     sources: memoryview
     source_counts: memoryview
     source_totals: memoryview
@@ -76,29 +96,40 @@ class _Shared(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def _shared(instance: int, plan: Plan) -> _Shared:
-    outcome = int(Outcome.BALANCED)
+def _shared(instance: int, plan: RoundPlan) -> _Shared:
     head = pb.Decision(
         instance=instance,
-        outcome=outcome,  # type: ignore[arg-type]
+        outcome=int(Outcome.BALANCED),  # type: ignore[arg-type]
         digest=plan.digest,
         detail=plan.detail,
     ).SerializeToString()
-    balance = balance_message(plan.summary).SerializeToString()
     slices = plan.slices
     return _Shared(
         head=head,
-        balance=_BALANCE + _varint(len(balance) + _OWN_LOADS.size) + balance,
-        loads_before=plan.loads_before.tolist(),
-        loads_after=plan.loads_after.tolist(),
+        balance=_open_balance(_BALANCE, plan.figures, plan.seconds),
+        batches=[_open_balance(_BATCH_BALANCES, figures, plan.seconds) for figures in plan.batches],
+        worst=plan.worst,
+        loads_before=plan.loads_before.T.tolist(),
+        loads_after=plan.loads_after.T.tolist(),
         home_begin=slices.home_begin.tolist(),
         source_begin=slices.source_begin.tolist(),
         destinations=_as_bytes(slices.destinations, "<i4"),
+        steps=None if slices.steps is None else _as_bytes(slices.steps, "<i4"),
         sources=_as_bytes(slices.sources, "<i4"),
         source_counts=_as_bytes(slices.source_counts, "<i4"),
         source_totals=_as_bytes(slices.source_totals, "<i8"),
         row=8 * slices.source_totals.shape[1],
     )
+
+
+def _open_balance(tag: bytes, figures: Figures, seconds: float) -> bytes:
+    """A balance to which a rank's own loads are still to be added."""
+    balance = balance_message(figures, seconds).SerializeToString()
+    return tag + _varint(len(balance) + _OWN_LOADS.size) + balance
+
+
+def _field(tag: bytes, content: bytes | memoryview) -> tuple[bytes, bytes, bytes | memoryview]:
+    return tag, _varint(len(content)), content
 
 
 def _as_bytes(array: NDArray[Any], dtype: str) -> memoryview:
@@ -125,9 +156,13 @@ def _varint(value: int) -> bytes:
 
 _SMALL = [bytes((value,)) for value in range(128)]
 _ROUND, _RANK, _DECISION = (_tag(pb.Answer, field) for field in ("round", "rank", "decision"))
-_DESTINATIONS, _SOURCES, _SOURCE_COUNTS, _SOURCE_TOTALS, _BALANCE = (
-    _tag(pb.Decision, field) for field in ("destinations", "sources", "source_counts", "source_totals", "balance")
-)
+_DESTINATIONS, _DESTINATION_STEPS, _SOURCES, _SOURCE_COUNTS, _SOURCE_TOTALS, _BALANCE, _BATCH_BALANCES = (
+    _tag(pb.Decision, field)
+    for field in (
+        "destinations", "destination_steps", "sources", "source_counts", "source_totals", "balance", "batch_balances"
+    )
+)  # fmt: skip
+_SOURCE_GROUPS = _varint(pb.Decision.DESCRIPTOR.fields_by_name["source_groups"].number << 3 | 2)  # packed
 _ANSWER, _GROUP = (_tag(pb.BalanceResponse, field) for field in ("answer", "answers"))
 _MEMBER = _tag(pb.AnswerGroup, "answers")
 _LOAD_BEFORE, _LOAD_AFTER = (_tag(pb.Balance, field)[0] for field in ("own_load_before", "own_load_after"))

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from services.balancer.decisions import Plan, PlanFailure
+from evenkeel.partitioning.rounds import RoundPlan
+from services.balancer.decisions import PlanFailure
 from services.balancer.effects import Answer, Close, Decided, Effect, SessionId, StartPartition, Wake
 from services.balancer.limits import Limits
 from services.balancer.refusals import Refusal
@@ -158,7 +159,7 @@ class Hub:
     def _start(self, start: StartPartition) -> None:
         where = (start.session, start.round)
 
-        def done(result: Plan | PlanFailure | None) -> None:
+        def done(result: RoundPlan | PlanFailure | None) -> None:
             self._tasks.pop(where, None)
             self._finish(start, result)
 
@@ -184,7 +185,7 @@ class Hub:
         if failure is not None:
             done(failure)
 
-    def _finish(self, start: StartPartition, result: Plan | PlanFailure | None) -> None:
+    def _finish(self, start: StartPartition, result: RoundPlan | PlanFailure | None) -> None:
         session = self.registry.find(start.session)
         if session is not None:
             self._perform(session.partitioned(self.now, start.round, result), session)

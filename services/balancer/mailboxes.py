@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.answers import answer_message, error_message
+from services.balancer.answers import error_message
 from services.balancer.effects import Answer
 from services.balancer.encoding import answer_bytes, group_bytes, response_bytes
 from services.balancer.refusals import Refusal
@@ -140,7 +140,8 @@ class CallMailbox:
     def deliver(self, answer: Answer) -> None:
         """Hands the answer over."""
         if not self.answer.done():
-            self.answer.set_result(answer_message(self._instance, answer.round, answer.rank, answer.result))
+            packed = answer_bytes(self._instance, answer.round, answer.rank, answer.result)
+            self.answer.set_result(pb.Answer.FromString(packed))
 
     def close(self, refusal: Refusal) -> None:
         """Hands an error over instead."""

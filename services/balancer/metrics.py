@@ -141,15 +141,15 @@ class Metrics:
         self._late.labels(job).inc(len(decision.missing_ranks))
         if decision.plan is None:
             return
-        summary = decision.plan.summary
-        self._partition.observe(summary.partition_seconds)
-        self._excess.labels(job, "before").observe(summary.imbalance_before - 1)
-        self._excess.labels(job, "after").observe(summary.imbalance_after - 1)
-        even = summary.imbalance_after * summary.mean_load
-        if summary.mean_load and abs(even - summary.max_load_after) <= 1e-9 * even:  # ranks of equal speed
-            self._excess.labels(job, "bound").observe(max(0.0, summary.lower_bound / summary.mean_load - 1))
-        self._samples.labels(job).inc(summary.samples)
-        self._moved.labels(job).inc(summary.moved_samples)
+        figures = decision.plan.figures
+        self._partition.observe(decision.plan.seconds)
+        self._excess.labels(job, "before").observe(figures.imbalance_before - 1)
+        self._excess.labels(job, "after").observe(figures.imbalance_after - 1)
+        even = figures.imbalance_after * figures.mean_load
+        if figures.mean_load and abs(even - figures.max_load_after) <= 1e-9 * even:  # ranks of equal speed
+            self._excess.labels(job, "bound").observe(max(0.0, figures.lower_bound / figures.mean_load - 1))
+        self._samples.labels(job).inc(figures.samples)
+        self._moved.labels(job).inc(figures.moved_samples)
 
     def worker_lost(self, cause: str) -> None:
         """A worker has `died`, or was killed: `stuck`, `unwanted`."""

@@ -16,7 +16,8 @@ import math
 from collections.abc import Hashable
 from dataclasses import replace
 
-from services.balancer.decisions import Decision, Plan, PlanFailure, Reason, balanced, drained, identity
+from evenkeel.partitioning.rounds import RoundPlan
+from services.balancer.decisions import Decision, PlanFailure, Reason, balanced, drained, identity
 from services.balancer.differences import difference
 from services.balancer.effects import (
     Answer,
@@ -171,7 +172,7 @@ class Session:
         current = self.open_rounds.get(round_number)
         return current is not None and bool(current.waiters)
 
-    def partitioned(self, now: float, round_number: int, result: Plan | PlanFailure | None) -> list[Effect]:
+    def partitioned(self, now: float, round_number: int, result: RoundPlan | PlanFailure | None) -> list[Effect]:
         """Takes the outcome of a partition that was asked for; one that comes too late changes nothing.
 
         None says that nobody waited for it any more: it is asked for again if a rank comes back before the deadline.
@@ -182,7 +183,7 @@ class Session:
         if result is None:
             current.partition_started_at = None
             return []
-        decision = balanced(result) if isinstance(result, Plan) else identity(result.reason, result.detail)
+        decision = balanced(result) if isinstance(result, RoundPlan) else identity(result.reason, result.detail)
         return self._decide(now, round_number, decision)
 
     def tick(self, now: float) -> list[Effect]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.balancer.decisions import Decision, Reason, Summary
+from evenkeel.partitioning.rounds import Figures
+from services.balancer.decisions import Decision, Reason
 
 
 @dataclass(slots=True)
@@ -19,14 +20,15 @@ class SessionStatistics:
         balanced: rounds with a plan.
         identity: rounds without, by reason.
         waited: seconds from first submission to decision, summed over all rounds.
-        last_balance: how even the last balanced round is, with the loads of its ranks before and after.
+        last_balance: how even the last balanced round is, with the seconds that its plan took, and the loads of its
+            ranks before and after in its least even batch.
     """
 
     last_round: int = 0
     balanced: int = 0
     identity: dict[Reason, int] = field(default_factory=dict)
     waited: float = 0.0
-    last_balance: tuple[Summary, NDArray[np.float64], NDArray[np.float64]] | None = None
+    last_balance: tuple[Figures, float, NDArray[np.float64], NDArray[np.float64]] | None = None
 
     def count(self, round_number: int, decision: Decision, waited: float) -> None:
         """Takes a decided round into account."""
@@ -35,7 +37,8 @@ class SessionStatistics:
         if decision.plan is not None:
             self.balanced += 1
             plan = decision.plan
-            self.last_balance = plan.summary, plan.loads_before, plan.loads_after
+            worst = plan.worst
+            self.last_balance = plan.figures, plan.seconds, plan.loads_before[worst], plan.loads_after[worst]
         else:
             self.identity[decision.reason] = self.identity.get(decision.reason, 0) + 1
 

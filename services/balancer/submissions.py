@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
+from evenkeel.partitioning.rounds import RoundOptions
+from evenkeel.partitioning.samples import RankSamples
 
 SUBMISSION_BYTES = 700
 """What a submission takes beside its arrays, in an open round."""
@@ -24,27 +24,6 @@ class SessionKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """How a session wants its samples partitioned.
-
-    Attributes:
-        strategy: name of the strategy.
-        counts: "equal" or "free".
-        tolerance: of the load above the lower bound, relative.
-        speeds: relative speed of each rank; empty: all equal.
-        memory_caps: what each rank can hold; empty: no caps.
-        min_samples: of each rank at least, while the batch has as many for all.
-    """
-
-    strategy: str = "minimal_move"
-    counts: str = "equal"
-    tolerance: float = 1e-3
-    speeds: tuple[float, ...] = ()
-    memory_caps: tuple[float, ...] = ()
-    min_samples: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """What all ranks of a session must say alike.
 
@@ -59,7 +38,7 @@ class Terms:
 
     world_size: int
     window: int = 1
-    options: PlanOptions = field(default_factory=PlanOptions)
+    options: RoundOptions = field(default_factory=RoundOptions)
     schema_hash: bytes = b""
     schema: tuple[str, ...] = ()
     num_jagged: int = 0
@@ -110,24 +89,14 @@ class Submission:
     """One rank's part in one round. Two are equal when they say the same about the samples.
 
     Attributes:
-        num_samples: number of samples, n; also none.
-        costs: (n,) int64 or float64, predicted work.
-        lengths: (n, jagged fields) uint32, values of each jagged field.
-        memory: (n,) float64 or None, what the caps count.
-        sizes: (n,) int64 or None, bytes that moving a sample takes; None: the sum of its lengths.
-        batch_sizes: with a window, samples of each of the rank's batches, in order; empty: one batch.
+        samples: what it says of its samples.
         exhausted: the rank's data has ended.
         timeout: seconds from the round's first submission to its deadline.
         traceparent: context of the rank's trace of this round; empty: none.
         fingerprint: hash of what it says about the samples, within this process.
     """
 
-    num_samples: int
-    costs: NDArray[np.int64] | NDArray[np.float64]
-    lengths: NDArray[np.uint32]
-    memory: NDArray[np.float64] | None = None
-    sizes: NDArray[np.int64] | None = None
-    batch_sizes: tuple[int, ...] = ()
+    samples: RankSamples
     exhausted: bool = False
     timeout: float = 1.0
     traceparent: str = ""
@@ -138,20 +107,18 @@ class Submission:
             object.__setattr__(self, "fingerprint", self._fingerprint())
 
     @property
-    def nbytes(self) -> int:
-        """Memory of its arrays, and of all that goes with them."""
-        arrays = (self.costs, self.lengths, self.memory, self.sizes)
-        return SUBMISSION_BYTES + sum(array.nbytes for array in arrays if array is not None)
+    def num_samples(self) -> int:
+        """Number of samples; also none."""
+        return len(self.samples)
 
     @property
-    def sizes_by_batch(self) -> tuple[int, ...]:
-        """Samples of each of its batches, in order."""
-        return self.batch_sizes or (self.num_samples,)
+    def nbytes(self) -> int:
+        """Memory of its arrays, and of all that goes with them."""
+        return SUBMISSION_BYTES + self.samples.nbytes
 
     def _fingerprint(self) -> int:
-        arrays = (self.costs, self.lengths, self.memory, self.sizes)
-        contents = tuple(None if a is None else (a.dtype.char, a.shape, a.tobytes()) for a in arrays)
-        return hash((self.exhausted, self.batch_sizes, contents))
+        contents = tuple(None if a is None else (a.dtype.char, a.shape, a.tobytes()) for a in self.samples.arrays)
+        return hash((self.exhausted, self.samples.batch_sizes, contents))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Submission) and self.fingerprint == other.fingerprint

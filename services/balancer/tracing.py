@@ -56,10 +56,10 @@ class RoundTracer:
             "evenkeel.missing_ranks": len(decision.missing_ranks),
         }  # fmt: skip
         if decision.plan is not None:
-            summary = decision.plan.summary
-            outcome["evenkeel.imbalance_before"] = summary.imbalance_before
-            outcome["evenkeel.imbalance"] = summary.imbalance_after
-            outcome["evenkeel.moved_bytes"] = summary.moved_size
+            figures = decision.plan.figures
+            outcome["evenkeel.imbalance_before"] = figures.imbalance_before
+            outcome["evenkeel.imbalance"] = figures.imbalance_after
+            outcome["evenkeel.moved_bytes"] = figures.moved_size
 
         def at(seconds: float) -> int:
             return epoch + round(seconds * 1e9)

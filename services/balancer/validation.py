@@ -8,10 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.ranges import MEMORY_CAPS, SPEEDS, TOLERANCE, Range, share_of_total
+from evenkeel.partitioning.rounds import RoundOptions
+from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal, RefusedError, shorten
-from services.balancer.submissions import Joining, PlanOptions, SessionKey, Submission, Terms
+from services.balancer.submissions import Joining, SessionKey, Submission, Terms
 
 PROTOCOL_VERSIONS = (1,)
 
@@ -137,12 +139,13 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits) -> Submiss
     timeout_ms, exhausted, traceparent = message.timeout_ms, message.exhausted, message.traceparent
     timeout = timeout_ms / 1e3 if timeout_ms else limits.round_timeout
     return Submission(
-        num_samples=n,
-        costs=costs,
-        lengths=lengths.reshape(n, terms.num_jagged),
-        memory=memory,
-        sizes=sizes,
-        batch_sizes=batch_sizes,
+        samples=RankSamples(
+            costs=costs,
+            lengths=lengths.reshape(n, terms.num_jagged),
+            memory=memory,
+            sizes=sizes,
+            batch_sizes=batch_sizes,
+        ),
         exhausted=exhausted,
         timeout=min(timeout, limits.max_round_timeout),
         traceparent=traceparent if len(traceparent) <= _MAX_TRACEPARENT else "",
@@ -187,7 +190,7 @@ def _read_terms(message: pb.Join, limits: Limits, strategies: tuple[str, ...], d
 
 def _read_options(
     options: pb.PartitionOptions, world_size: int, strategies: tuple[str, ...], default_strategy: str
-) -> PlanOptions:
+) -> RoundOptions:
     strategy = options.strategy or default_strategy
     if strategy not in strategies:
         raise _refused("options.strategy", repr(shorten(strategy)), f"use one of {', '.join(strategies)}")
@@ -197,10 +200,10 @@ def _read_options(
         raise _refused("options.tolerance", options.tolerance, f"use a share of the lower bound, {TOLERANCE}")
     speeds = _per_rank(options.speeds, world_size, "options.speeds", SPEEDS)
     caps = _per_rank(options.memory_caps, world_size, "options.memory_caps", MEMORY_CAPS)
-    return PlanOptions(
+    return RoundOptions(
         strategy=strategy,
         counts=_COUNTS[options.counts],
-        tolerance=options.tolerance if options.HasField("tolerance") else PlanOptions().tolerance,
+        tolerance=options.tolerance if options.HasField("tolerance") else RoundOptions().tolerance,
         speeds=speeds,
         memory_caps=caps,
         min_samples=options.min_samples,

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.balancer.decisions import Decision, Plan, PlanFailure, Reason
+from evenkeel.partitioning.rounds import RoundOptions, RoundPlan
+from evenkeel.partitioning.samples import RankSamples
+from services.balancer.decisions import Decision, PlanFailure, Reason
 from services.balancer.effects import Answer, Decided, Effect, PlanInput, SessionId, StartPartition
 from services.balancer.limits import Limits
 from services.balancer.planning import make_plan
 from services.balancer.session import Session
-from services.balancer.submissions import PlanOptions, SessionKey, Submission, Terms
+from services.balancer.submissions import SessionKey, Submission, Terms
 
 TIMEOUT = 10.0
 
@@ -53,7 +55,7 @@ class Sessions:
         self._ranks = ranks
         self._keeps_all = remembered >= rounds
         self._limits = Limits(remembered_rounds=remembered, partition_timeout=math.inf)
-        self._terms = Terms(world_size=ranks, options=PlanOptions(), num_jagged=1)
+        self._terms = Terms(world_size=ranks, options=RoundOptions(), num_jagged=1)
         self.submissions = {(r, n): make_submission(r, n) for r in range(ranks) for n in range(rounds)}
         self.keys: list[Key] = []
         self._sessions: list[Session] = []
@@ -181,15 +183,15 @@ def name(decision: Decision) -> Said:
     return decision.outcome.name, what, decision.missing_ranks
 
 
-_plans: dict[tuple[int, ...], Plan] = {}
+_plans: dict[tuple[int, ...], RoundPlan] = {}
 
 
-def plan_of(inputs: PlanInput) -> Plan:
+def plan_of(inputs: PlanInput) -> RoundPlan:
     """The real plan, checked once to keep every sample."""
     key = tuple(submission.fingerprint for submission in inputs.submissions)
     if key not in _plans:
         plan = make_plan(inputs)
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, RoundPlan)
         counts = np.array([submission.num_samples for submission in inputs.submissions])
         received = np.zeros_like(counts)
         for rank in range(len(counts)):
@@ -197,7 +199,7 @@ def plan_of(inputs: PlanInput) -> Plan:
             assert len(piece.destinations) == counts[rank]
             received += np.bincount(piece.destinations, minlength=len(counts))
         assert [int(plan.slices[rank].source_counts.sum()) for rank in range(len(counts))] == received.tolist()
-        assert plan.summary.moved_samples > 0
+        assert plan.figures.moved_samples > 0
         _plans[key] = plan
     return _plans[key]
 
@@ -206,4 +208,4 @@ def make_submission(rank: int, number: int) -> Submission:
     """Two or three samples, of which some must move."""
     costs = np.array([100 * (rank == number % 2), 7 + rank, 3 * number], np.int64)[: 3 - rank % 2]
     lengths = (np.arange(len(costs), dtype=np.uint32) + np.uint32(rank + 1)).reshape(-1, 1)
-    return Submission(num_samples=len(costs), costs=costs, lengths=lengths, timeout=TIMEOUT * (number + 1))
+    return Submission(samples=RankSamples(costs=costs, lengths=lengths), timeout=TIMEOUT * (number + 1))

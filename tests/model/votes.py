@@ -98,13 +98,13 @@ class Agreements:
             return replace(vote, held=Held.UNDECIDED, instance=instance, digest=self._digest(decision))
         plan = plan_of(self._sessions.inputs(vote.round))
         assert what == plan.digest.hex()
-        lengths = self._sessions.submissions[at, vote.round].lengths.astype(np.int64)
+        lengths = self._sessions.submissions[at, vote.round].samples.lengths.astype(np.int64)
         return replace(
             vote,
             held=Held.BALANCED,
             instance=instance,
             digest=int.from_bytes(plan.digest[:8], "little"),
-            moved=plan.summary.moved_samples,
+            moved=plan.figures.moved_samples,
             checksum=transfer_checksum(plan.slices[at], lengths),
         )
 

@@ -8,6 +8,7 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from evenkeel.addresses import check_address
@@ -267,7 +268,7 @@ class Balancer:
         if outcome.ended:
             stream.end(outcome.verdict, ticket)
             return None
-        flats = ticket.flats if batch is None else (flatten(batch, spec, lengths=ticket.data.lengths),)
+        flats = ticket.flats if batch is None else (flatten(batch, spec, lengths=np.asarray(ticket.samples.lengths)),)
         return stream.start(flats, ticket, device).wait().unflatten(spec)
 
     def leave(self, *, loader: str = "train") -> None:

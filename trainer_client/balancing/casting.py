@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.batches import FlatBatch, Schema
-from trainer_client.balancing.embedded import RoundData, sent_in
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.tickets import Ticket
+from trainer_client.balancing.tickets import Ticket, read_nothing
 from trainer_client.balancing.votes import BatchVote, Held, Vote, transfer_checksum
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
@@ -35,14 +35,9 @@ class Leaving:
 
 def send(connection: Connection, ticket: Ticket, options: BalanceOptions) -> None:
     """Submits a round to the service."""
-    data = ticket.data
     connection.submit(
         ticket.round,
-        costs=data.costs,
-        lengths=data.lengths,
-        sizes=data.sizes,
-        memory=data.memory,
-        batch_sizes=data.batch_sizes if options.window > 1 else (),
+        ticket.samples,
         exhausted=ticket.exhausted,
         timeout_ms=_timeout_ms(options),
         traceparent="" if ticket.trace is None else ticket.trace.traceparent,
@@ -51,16 +46,8 @@ def send(connection: Connection, ticket: Ticket, options: BalanceOptions) -> Non
 
 def send_nothing(connection: Connection, round_number: int, template: FlatBatch, options: BalanceOptions) -> None:
     """Submits a round without samples, so that the others do not wait for this rank at the service."""
-    nothing = template.empty()
-    connection.submit(
-        round_number,
-        costs=np.zeros(0, np.int64),
-        lengths=nothing.lengths,
-        sizes=nothing.sizes,
-        memory=None if options.memory_caps is None else np.zeros(0),
-        exhausted=True,
-        timeout_ms=_timeout_ms(options),
-    )
+    nothing = read_nothing(template.empty(), np.dtype(np.int64), capped=options.memory_caps is not None)
+    connection.submit(round_number, nothing, exhausted=True, timeout_ms=_timeout_ms(options))
 
 
 def _timeout_ms(options: BalanceOptions) -> int:
@@ -81,15 +68,16 @@ def vote_on(ticket: Ticket, decision: ServiceDecision | None, *, window: int, re
     held, checksum = Held.NOTHING, 0
     received = [0] * window
     if decision is not None:
-        if decision.piece is not None:
+        plan = decision.plan
+        if plan is not None:
             held = Held.BALANCED
-            for batch, piece in enumerate(decision.piece.slices):
-                checksum += transfer_checksum(piece, sent_in(ticket.data, decision.piece, batch), batch)
+            for batch, piece in enumerate(plan.slices):
+                checksum += transfer_checksum(piece, plan.sent_in(ticket.samples, batch), batch)
                 received[batch] = int(piece.source_counts.sum())
             checksum &= (1 << 64) - 1
         else:
             held = Held.IDENTITY if decision.final else Held.UNDECIDED
-    costs = ticket.data.costs
+    costs = ticket.samples.costs
     return Vote(
         round=ticket.round,
         pass_number=ticket.pass_number,
@@ -108,8 +96,8 @@ def vote_on(ticket: Ticket, decision: ServiceDecision | None, *, window: int, re
         schema=int.from_bytes(schema.hash[:8], "little"),
         load=float(costs.sum()),
         heaviest=float(costs.max(initial=0)),
-        num_batches=len(ticket.data.batch_sizes),
-        batches=batch_votes(ticket.data, received),
+        num_batches=len(ticket.samples.batch_sizes),
+        batches=batch_votes(ticket.samples, received),
     )
 
 
@@ -126,18 +114,18 @@ def vote_to_leave(leaving: Leaving, round_number: int, *, window: int, ready: bo
     )
 
 
-def batch_votes(data: RoundData, received: Sequence[int]) -> tuple[BatchVote, ...]:
+def batch_votes(samples: RankSamples, received: Sequence[int]) -> tuple[BatchVote, ...]:
     """The part of a vote that is about each batch of a window; empty without windows.
 
     Args:
-        data: This rank's samples.
+        samples: This rank's.
         received: Per batch of the window, how many samples this rank would train.
     """
     if len(received) == 1:
         return ()
     votes = []
     for batch, count in enumerate(received):
-        costs = data.costs[data.in_batch(batch)]
+        costs = samples.costs[samples.in_batch(batch)]
         votes.append(
             BatchVote(samples=len(costs), received=count, load=float(costs.sum()), heaviest=float(costs.max(initial=0)))
         )

@@ -176,7 +176,7 @@ class BalancedLoader(Generic[B]):
                         outcome = stream.outcome(ticket)
                         if outcome.ended:  # on all ranks in this round, and so has what was submitted after it
                             current.over, end = True, outcome.verdict
-                            has_data |= any(len(one.data) for one in (ticket, *submitted))
+                            has_data |= any(len(one.samples) for one in (ticket, *submitted))
                             submitted.clear()
                             continue
                         window = _Window(ticket.flats, ticket, deque(outcome.batches))

@@ -59,7 +59,7 @@ class Mover:
             ticket.trace.moving()
         began = time.perf_counter()
         self._started += moved
-        samples, piece = samples_of(outcome, flats, batch), outcome.piece.slices[batch]
+        samples, piece = samples_of(outcome, flats, batch), outcome.plan.slices[batch]
         pending = self._groups.start(samples, piece, moved=moved, device=device)
         self._counters.redistribution_seconds += time.perf_counter() - began
         pending.then(partial(self._land, moved, ticket.trace))
@@ -91,13 +91,13 @@ def _gpu_of(flats: Sequence[FlatBatch]) -> torch.device:
 
 def samples_of(outcome: Outcome, flats: Sequence[FlatBatch], batch: int) -> FlatBatch:
     """This rank's samples that are trained in a batch of the window, whichever rank trains them."""
-    columns = outcome.piece.slices[batch].source_totals.shape[1]
+    columns = outcome.plan.slices[batch].source_totals.shape[1]
     if batch < len(flats) and not outcome.reports[batch].samples and flats[batch].num_jagged == columns:
         return flats[batch]  # as it was loaded: no rank knows better
-    if outcome.piece.steps is None:
+    if outcome.plan.steps is None:
         return flats[batch] if batch < len(flats) and flats[batch].num_samples else _nothing(outcome)
     begins = np.cumsum([0, *(flat.num_samples for flat in flats)])
-    chosen = [np.flatnonzero(outcome.piece.steps[begins[i] : begins[i + 1]] == batch) for i in range(len(flats))]
+    chosen = [np.flatnonzero(outcome.plan.steps[begins[i] : begins[i + 1]] == batch) for i in range(len(flats))]
     some = [i for i, samples in enumerate(chosen) if samples.size]
     return pick([flats[i] for i in some], [chosen[i] for i in some]) if some else _nothing(outcome)
 

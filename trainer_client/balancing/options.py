@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Literal, get_args
 
 from evenkeel.partitioning.ranges import MEMORY_CAPS, SPEEDS, TOLERANCE
+from evenkeel.partitioning.rounds import RoundOptions
 from trainer_client.checks import is_number, is_whole
 
 Counts = Literal["equal", "free"]
@@ -96,6 +97,18 @@ class BalanceOptions:
             for rank, value in enumerate(values):
                 if not allowed.holds(value):
                     raise ValueError(f"{field}[{rank}] is {value}; use numbers from {allowed}")
+
+    @property
+    def of_rounds(self) -> RoundOptions:
+        """What a round's plan depends on."""
+        return RoundOptions(
+            strategy=self.strategy,
+            counts=self.counts,
+            tolerance=self.tolerance,
+            speeds=tuple(self.speeds or ()),
+            memory_caps=tuple(self.memory_caps or ()),
+            min_samples=self.min_samples,
+        )
 
     @property
     def collective_timeout(self) -> timedelta:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from evenkeel.partitioning.samples import Lengths
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.process_groups import make_group
 
@@ -130,7 +130,13 @@ class Twin:
 
     @classmethod
     def of(
-        cls, number: int, flats: Sequence[FlatBatch], lengths: NDArray[np.int64], *, exhausted: bool, values: bool
+        cls,
+        number: int,
+        flats: Sequence[FlatBatch],
+        lengths: Lengths,
+        *,
+        exhausted: bool,
+        values: bool,
     ) -> Twin:
         """That of a round.
 

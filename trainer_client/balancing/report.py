@@ -108,13 +108,3 @@ class Counters:
     wait_seconds: float = 0.0
     exposed_seconds: float = 0.0
     redistribution_seconds: float = 0.0
-
-
-def imbalance(loads: NDArray[np.float64], speeds: NDArray[np.float64] | None) -> float:
-    """max/mean of load over speed: the step time over that of an even division; 1.0 when there is no load."""
-    total = float(loads.sum())
-    if total == 0.0:
-        return 1.0
-    if speeds is None:
-        return float(loads.max()) * len(loads) / total
-    return float((loads / speeds).max()) * float(speeds.sum()) / total

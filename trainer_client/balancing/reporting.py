@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
-from evenkeel.partitioning.slices import Slice
-from evenkeel.partitioning.windows import WindowSlice
+from evenkeel.partitioning.api import imbalance
+from evenkeel.partitioning.rounds import Figures, RankPlan
 from trainer_client.balancing.agreement import Verdict
-from trainer_client.balancing.embedded import EmbeddedPlan
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.report import RoundReport, imbalance
+from trainer_client.balancing.report import RoundReport
 from trainer_client.balancing.tickets import Ticket
 from trainer_client.balancing.votes import Vote
-
-if TYPE_CHECKING:
-    from evenkeel.protocol import balancer_pb2 as pb
 
 
 def report_round(
@@ -25,84 +19,54 @@ def report_round(
     votes: list[Vote],
     verdict: Verdict,
     *,
-    piece: WindowSlice,
+    plan: RankPlan,
     rank: int,
     options: BalanceOptions,
-    plan: EmbeddedPlan | None,
-    balances: Sequence[pb.Balance],
     wait_seconds: float,
 ) -> tuple[RoundReport, ...]:
-    """The report of each batch of a round.
-
-    `plan` is given when it was partitioned on the ranks, `balances` (one a batch) when on the service.
-    """
-    return tuple(
-        _report_batch(
-            ticket,
-            [vote.of_batch(batch) for vote in votes],
-            verdict,
-            batch=batch,
-            piece=piece.slices[batch],
-            rank=rank,
-            options=options,
-            plan=plan,
-            balance=balances[batch] if balances else None,
-            wait_seconds=wait_seconds,
-        )
-        for batch in range(max(1, *(vote.num_batches for vote in votes)))
-    )
-
-
-def _report_batch(
-    ticket: Ticket,
-    votes: list[Vote],
-    verdict: Verdict,
-    *,
-    batch: int,
-    piece: Slice,
-    rank: int,
-    options: BalanceOptions,
-    plan: EmbeddedPlan | None,
-    balance: pb.Balance | None,
-    wait_seconds: float,
-) -> RoundReport:
-    home_loads = np.array([vote.load for vote in votes], dtype=np.float64)
+    """The report of each batch of a round."""
     speeds = None if options.speeds is None else np.asarray(options.speeds, dtype=np.float64)
-    before = imbalance(home_loads, speeds)
-    heaviest = max(vote.heaviest for vote in votes)
-    after, max_load = before, float((home_loads if speeds is None else home_loads / speeds).max())
-    # Without a plan the bound is that of free counts and equal speeds, which holds for every way of balancing.
-    lower_bound = max(float(home_loads.mean()), heaviest) if speeds is None else float("nan")
-    own_load, moved, moved_size, seconds = float(home_loads[rank]), 0, 0, 0.0
-    size = int(ticket.data.sizes[ticket.data.in_batch(batch)].sum())
-    if plan is not None:
-        result = plan.partitions[batch]
-        own_load, after, lower_bound = float(result.loads[rank]), result.imbalance, float(result.lower_bound)
-        loads = np.asarray(result.loads, dtype=np.float64)
-        max_load = float((loads if speeds is None else loads / speeds).max())
-        moved, size, moved_size, seconds = result.moved_samples, plan.sizes[batch], int(result.moved_size), plan.seconds
-    elif balance is not None:
-        own_load, max_load = balance.own_load_after, balance.max_load_after
-        after, lower_bound = balance.imbalance_after, balance.lower_bound
-        moved, size, moved_size = balance.moved_samples, balance.size, balance.moved_size
-        seconds = balance.partition_seconds
-    return RoundReport(
-        round=ticket.round,
-        batch=batch,
-        mode=verdict.mode,
-        reason=verdict.reason,
-        ranks=verdict.ranks,
-        home_loads=home_loads,
-        own_load=own_load,
-        max_load=max_load,
-        imbalance_before=before,
-        imbalance=after,
-        lower_bound=lower_bound,
-        samples=sum(vote.samples for vote in votes),
-        own_samples=int(piece.source_counts.sum()),
-        moved_samples=moved,
-        size=size,
-        moved_size=moved_size,
-        wait_seconds=wait_seconds,
-        partition_seconds=seconds,
-    )
+    reports = []
+    for batch in range(max(1, *(vote.num_batches for vote in votes))):
+        of_batch = [vote.of_batch(batch) for vote in votes]
+        home_loads = np.array([vote.load for vote in of_batch], dtype=np.float64)
+        own_size = int(ticket.samples.moving_sizes[ticket.samples.in_batch(batch)].sum())
+        figures = plan.figures[batch] if plan.figures else _as_loaded(of_batch, home_loads, speeds, own_size)
+        reports.append(
+            RoundReport(
+                round=ticket.round,
+                batch=batch,
+                mode=verdict.mode,
+                reason=verdict.reason,
+                ranks=verdict.ranks,
+                home_loads=home_loads,
+                own_load=plan.loads[batch] if plan.loads else float(home_loads[rank]),
+                max_load=figures.max_load_after,
+                imbalance_before=imbalance(home_loads, speeds),
+                imbalance=figures.imbalance_after,
+                lower_bound=figures.lower_bound,
+                samples=sum(vote.samples for vote in of_batch),
+                own_samples=int(plan.slices[batch].source_counts.sum()),
+                moved_samples=figures.moved_samples,
+                size=figures.size,
+                moved_size=figures.moved_size,
+                wait_seconds=wait_seconds,
+                partition_seconds=plan.seconds,
+            )
+        )
+    return tuple(reports)
+
+
+def _as_loaded(
+    votes: list[Vote], loads: NDArray[np.float64], speeds: NDArray[np.float64] | None, own_size: int
+) -> Figures:
+    """Those of a batch that nobody has planned, as far as the votes tell; its size is that on this rank."""
+    mean, even = float(loads.mean()), imbalance(loads, speeds)
+    largest = float((loads if speeds is None else loads / speeds).max())
+    # The bound is that of free counts and equal speeds, which holds for every way of balancing.
+    bound = max(mean, *(vote.heaviest for vote in votes)) if speeds is None else float("nan")
+    return Figures(
+        mean_load=mean, max_load_before=largest, max_load_after=largest, imbalance_before=even, imbalance_after=even,
+        lower_bound=bound, samples=sum(vote.samples for vote in votes), moved_samples=0, size=own_size, moved_size=0,
+        moved_size_between_nodes=0,
+    )  # fmt: skip

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import Reason, Verdict, out_of_turn
-from trainer_client.balancing.alone import decide_alone
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.casting import Leaving, send
 from trainer_client.balancing.dropped import Key, await_predecessors, drop, note_closed, note_open
-from trainer_client.balancing.embedded import RoundData
+from trainer_client.balancing.embedded import decide_alone
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.moving import Mover
 from trainer_client.balancing.opening import NoDataError, StreamConfig, meet
@@ -185,12 +185,12 @@ class BatchStream:
         check_fields(self._config.loader, flats, self._template, served=self._connection is not None)
         # sums over all ranks and batches stay exact
         shares = self._groups.world_size * options.window
-        data, problem = read_round(
+        samples, problem = read_round(
             batches, flats, cost=cost, memory=memory, capped=options.memory_caps is not None, shares=shares
         )
-        self._cost_dtype = data.costs.dtype
+        self._cost_dtype = samples.costs.dtype
         return flats, self._enqueue(
-            flats, data, problem, exhausted=False, drop_last=drop_last, trace=trace, device=device
+            flats, samples, problem, exhausted=False, drop_last=drop_last, trace=trace, device=device
         )
 
     def submit_exhausted(
@@ -205,8 +205,9 @@ class BatchStream:
         trace = None if self._tracer is None else self._tracer.begin(self._next_round)
         flat = self._template
         assert flat is not None
-        data = read_nothing(flat, self._cost_dtype, capped=self._options.memory_caps is not None)
-        return flat, self._enqueue((flat,), data, "", exhausted=True, drop_last=drop_last, trace=trace, device=device)
+        samples = read_nothing(flat, self._cost_dtype, capped=self._options.memory_caps is not None)
+        ticket = self._enqueue((flat,), samples, "", exhausted=True, drop_last=drop_last, trace=trace, device=device)
+        return flat, ticket
 
     def start(
         self,
@@ -356,7 +357,7 @@ class BatchStream:
     def _enqueue(
         self,
         flats: tuple[FlatBatch, ...],
-        data: RoundData,
+        samples: RankSamples,
         problem: str,
         *,
         exhausted: bool,
@@ -374,7 +375,7 @@ class BatchStream:
         ticket = Ticket(
             round=number,
             pass_number=current.number,
-            data=data,
+            samples=samples,
             flats=flats,
             schema=next((flat for flat in flats if flat.num_samples), flats[0]).schema,
             exhausted=exhausted,
@@ -384,7 +385,7 @@ class BatchStream:
             deadline=time.monotonic() + timeout,
             twin=None
             if self._groups.peers is None
-            else Twin.of(number, flats, data.lengths, exhausted=exhausted, values=number == 0),
+            else Twin.of(number, flats, samples.lengths, exhausted=exhausted, values=number == 0),
             trace=trace,
         )
         if asked:

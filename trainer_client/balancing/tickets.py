@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.ranges import share_of_total
-from evenkeel.partitioning.windows import WindowSlice
+from evenkeel.partitioning.rounds import RankPlan
+from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.batches import FlatBatch, Schema
-from trainer_client.balancing.embedded import RoundData
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.report import RoundReport
 from trainer_client.balancing.tracing import RoundTrace
@@ -31,20 +31,20 @@ class Outcome:
 
     Attributes:
         verdict: What all ranks do.
-        piece: Which of the own samples go where, and in which batch of the window.
+        plan: Which of the own samples go where, and in which batch of the window.
         reports: One per batch; as many as any rank has in the window. None after the end of a pass.
         template: An empty batch of the round's schema, for ranks without samples; None if no rank has had any batch.
     """
 
     verdict: Verdict
-    piece: WindowSlice
+    plan: RankPlan
     reports: tuple[RoundReport, ...]
     template: FlatBatch | None
 
     @classmethod
     def of_end(cls, verdict: Verdict) -> Outcome:
         """That of a round which does not take place, as its pass has ended."""
-        return cls(verdict=verdict, piece=WindowSlice(steps=None, slices=()), reports=(), template=None)
+        return cls(verdict=verdict, plan=RankPlan(steps=None, slices=()), reports=(), template=None)
 
     @property
     def batches(self) -> Sequence[int]:
@@ -69,7 +69,7 @@ class Ticket:
     Attributes:
         round: Round number in its stream.
         pass_number: Which pass over the stream's batches it is of.
-        data: This rank's samples.
+        samples: This rank's.
         flats: Its batches, flattened, until all of them have begun to move.
         schema: What they look like.
         exhausted: This rank's data has ended.
@@ -85,7 +85,7 @@ class Ticket:
 
     round: int
     pass_number: int
-    data: RoundData
+    samples: RankSamples
     flats: tuple[FlatBatch, ...]
     schema: Schema
     exhausted: bool
@@ -127,11 +127,9 @@ class Ticket:
 
 def nothing_to_do() -> Ticket:
     """The ticket of a loop that is over before it has begun, as no rank has had any batch."""
-    nothing = RoundData(
-        costs=np.zeros(0, np.int64), lengths=np.zeros((0, 0), np.int64), sizes=np.zeros(0, np.int64), memory=None
-    )
+    nothing = RankSamples(costs=np.zeros(0, np.int64), lengths=np.zeros((0, 0), np.int64), sizes=np.zeros(0, np.int64))
     ticket = Ticket(
-        round=0, pass_number=-1, data=nothing, flats=(), schema=Schema(fields=()), exhausted=True, drop_last=False,
+        round=0, pass_number=-1, samples=nothing, flats=(), schema=Schema(fields=()), exhausted=True, drop_last=False,
         problem="", asked=False, deadline=0.0,
     )  # fmt: skip
     ticket.future.set_result(Outcome.of_end(Verdict(mode=Mode.END, reason=Reason.NONE)))
@@ -209,7 +207,7 @@ def read_round(
     memory: Cost | None,
     capped: bool,
     shares: int,
-) -> tuple[RoundData, str]:
+) -> tuple[RankSamples, str]:
     """What a rank knows of its own samples of a round, and why its costs cannot be used (empty: they can).
 
     Args:
@@ -236,17 +234,17 @@ def read_round(
             )
             memories.append(held.astype(np.float64))
             problem = problem or its_problem
-    data = RoundData(
+    samples = RankSamples(
         costs=_joined(costs),
         lengths=_joined([flat.lengths for flat in flats]),
         sizes=_joined([flat.sizes for flat in flats]),
         memory=_joined(memories) if memories else None,
         batch_sizes=tuple(flat.num_samples for flat in flats),
     )
-    return data, problem
+    return samples, problem
 
 
-def read_nothing(template: FlatBatch, cost_dtype: np.dtype[Any], *, capped: bool) -> RoundData:
+def read_nothing(template: FlatBatch, cost_dtype: np.dtype[Any], *, capped: bool) -> RankSamples:
     """The round of a rank without samples.
 
     Args:
@@ -254,7 +252,7 @@ def read_nothing(template: FlatBatch, cost_dtype: np.dtype[Any], *, capped: bool
         cost_dtype: Of this rank's costs.
         capped: Whether there are memory caps.
     """
-    return RoundData(
+    return RankSamples(
         costs=np.zeros(0, dtype=cost_dtype),
         lengths=template.lengths,
         sizes=template.sizes,

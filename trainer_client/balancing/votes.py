@@ -9,6 +9,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.samples import Lengths
 from evenkeel.partitioning.slices import Slice
 
 _MASK = (1 << 64) - 1
@@ -165,7 +166,7 @@ def _weighted(source: NDArray[np.uint64], target: NDArray[np.uint64], amounts: N
     return int((keys * amounts).sum(dtype=np.uint64))
 
 
-def transfer_checksum(piece: Slice, lengths: NDArray[np.int64], batch: int = 0) -> int:
+def transfer_checksum(piece: Slice, lengths: Lengths, batch: int = 0) -> int:
     """What a rank sends less what it expects to receive, as 64 bits that cancel over all ranks.
 
     The hash is linear in the number of samples and of values between each pair of ranks, so the sums of senders and

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
-from evenkeel.partitioning.windows import WindowSlice
+from evenkeel.partitioning.rounds import RankPlan
 from trainer_client.balancing.agreement import (
     Mode,
     Reason,
@@ -31,7 +31,7 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.casting import Leaving, send_nothing, vote_on, vote_to_leave
 from trainer_client.balancing.causes import Causes
-from trainer_client.balancing.embedded import EmbeddedPlan, balance_embedded, stay_home
+from trainer_client.balancing.embedded import balance_embedded
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.options import BalanceOptions
@@ -218,19 +218,19 @@ class RoundWorker:
             if item.trace is not None:
                 item.trace.end()
             if self.turns.last_end.reason is Reason.TOO_FEW_SAMPLES:
-                self.counters.dropped_samples += len(item.data)
+                self.counters.dropped_samples += len(item.samples)
         return Outcome.of_end(self.turns.last_end)
 
-    def _count_dropped(self, number: int, verdict: Verdict, piece: WindowSlice) -> None:
+    def _count_dropped(self, number: int, verdict: Verdict, plan: RankPlan) -> None:
         if verdict.batches is None:
             return
-        dropped = [len(one.destinations) for batch, one in enumerate(piece.slices) if batch not in verdict.batches]
+        dropped = [len(one.destinations) for batch, one in enumerate(plan.slices) if batch not in verdict.batches]
         self.counters.dropped_samples += sum(dropped)
         tell_dropped(self._name, number, verdict, rank=self._groups.rank, num_ranks=self._groups.world_size)
 
     def _know(self, ticket: Ticket) -> None:
         """Notes what batches look like that this rank has samples of."""
-        if len(ticket.data) and ticket.schema is not self._template.schema:
+        if len(ticket.samples) and ticket.schema is not self._template.schema:
             self._template = next(flat for flat in ticket.flats if flat.num_samples).empty()
 
     def _learn(self, ticket: Ticket, votes: list[Vote]) -> None:
@@ -239,11 +239,11 @@ class RoundWorker:
         knows = teacher(votes)
         if knows is not None:
             told = self._groups.gather_objects(self._template if knows == self._groups.rank else None)[knows]
-            if not len(ticket.data):
+            if not len(ticket.samples):
                 assert told is not None
                 self._template = told
-        if not len(ticket.data) and any(vote.samples for vote in votes):
-            ticket.data = replace(ticket.data, lengths=self._template.lengths, sizes=self._template.sizes)
+        if not len(ticket.samples) and any(vote.samples for vote in votes):
+            ticket.samples = replace(ticket.samples, lengths=self._template.lengths, sizes=self._template.sizes)
 
     def _agree(self, ticket: Ticket, differ: str = "", *, compiling: bool) -> Outcome:
         waited = ticket.asked and self.turns.breaker.closed
@@ -253,10 +253,10 @@ class RoundWorker:
         decision = None
         if waited:
             assert self._connection is not None
-            decision = self._connection.decision(ticket.round, ticket.deadline, ticket.data.lengths)
+            decision = self._connection.decision(ticket.round, ticket.deadline, ticket.samples)
         wait_seconds = time.monotonic() - started
         answered = time.time_ns() if trace is not None else 0
-        schema = ticket.schema if len(ticket.data) else self._template.schema
+        schema = ticket.schema if len(ticket.samples) else self._template.schema
         own = vote_on(ticket, decision, window=self._options.window, ready=self._ready, schema=schema)
         votes = self._gather(replace(own, peers_differ=bool(differ), compiling=compiling))
         verdict = self._decide(votes, waited=waited)
@@ -264,33 +264,30 @@ class RoundWorker:
             if any(vote.peers_differ for vote in votes):
                 raise PeersDifferError(next(filter(None, self._groups.gather_objects(differ))))
             if schemas_differ(votes) is not None:
-                raise_mismatch(self._groups.gather_objects(ticket.schema.lines if len(ticket.data) else None))
+                raise_mismatch(self._groups.gather_objects(ticket.schema.lines if len(ticket.samples) else None))
             self._learn(ticket, votes)
         waited = waited and verdict.reason is not Reason.LEFT  # whose ranks did not submit it
         self._advance(votes, verdict, waited=waited, missed=waited and decision is None, problem=ticket.problem)
         agreed = time.time_ns() if trace is not None else 0
-        piece, plan = None, None
+        plan = None
         if verdict.mode is Mode.SERVICE:
             assert decision is not None
-            assert decision.piece is not None
-            piece = decision.piece
+            assert decision.plan is not None
+            plan = decision.plan
         elif verdict.mode in (Mode.EMBEDDED, Mode.SPREAD):
             verdict, plan = self._partition(ticket, votes, verdict)
-            piece = None if plan is None else plan.piece
-        if piece is None:
-            piece = stay_home(self._groups.rank, ticket.data, self._options.window)
+        if plan is None:
+            plan = RankPlan.staying(self._groups.rank, ticket.samples, self._options.window)
         self.counters.rounds[verdict.mode, verdict.reason] += 1
-        self._count_dropped(ticket.round, verdict, piece)
+        self._count_dropped(ticket.round, verdict, plan)
         self.counters.wait_seconds += wait_seconds
         reports = report_round(
             ticket,
             votes,
             verdict,
-            piece=piece,
+            plan=plan,
             rank=self._groups.rank,
             options=self._options,
-            plan=plan,
-            balances=decision.balances if decision is not None and verdict.mode is Mode.SERVICE else (),
             wait_seconds=wait_seconds,
         )
         if trace is not None:
@@ -302,18 +299,18 @@ class RoundWorker:
             trace.agreed(reports[0])
             if verdict.mode is Mode.END:
                 trace.end()
-        return Outcome(verdict=verdict, piece=piece, reports=reports, template=self._template)
+        return Outcome(verdict=verdict, plan=plan, reports=reports, template=self._template)
 
-    def _partition(self, ticket: Ticket, votes: list[Vote], verdict: Verdict) -> tuple[Verdict, EmbeddedPlan | None]:
+    def _partition(self, ticket: Ticket, votes: list[Vote], verdict: Verdict) -> tuple[Verdict, RankPlan | None]:
         """The plan that all ranks make alike, and what they do if there is none."""
         if verdict.mode is Mode.EMBEDDED:
-            result = balance_embedded(ticket.data, votes, self._groups, self._options, self._nodes)
+            result = balance_embedded(ticket.samples, votes, self._groups, self._options, self._nodes)
             if isinstance(result, PartitionError):
                 logger.warning("round %d of %s stays unbalanced: %s", ticket.round, self._name, result)
                 failed = replace(verdict, mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, ranks=(), moved=False)
                 verdict = spread(failed, votes, self._options.min_samples)
         if verdict.mode is Mode.SPREAD:
-            result = balance_embedded(ticket.data, votes, self._groups, self._options, self._nodes, stay=True)
+            result = balance_embedded(ticket.samples, votes, self._groups, self._options, self._nodes, stay=True)
         if verdict.mode is Mode.IDENTITY:
             return verdict, None
         assert not isinstance(result, PartitionError)

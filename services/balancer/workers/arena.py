@@ -7,35 +7,18 @@ import json
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from evenkeel.partitioning.samples import Column
 
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2  # of fcntl.h; the module names them only from Python 3.13 on
 _LEAST = 1 << 20
 _ALIGNMENT = 64
 _DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<u4", "<f8")}
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
-
-
-class Column(NamedTuple):
-    """An array to be written, in pieces that are joined along the first dimension.
-
-    Attributes:
-        dtype: of the array in the message.
-        shape: of the whole array.
-        parts: its pieces, in order.
-    """
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    parts: Sequence[NDArray[Any]]
-
-    @classmethod
-    def of(cls, array: NDArray[Any]) -> Column:
-        """An array in one piece."""
-        return cls(array.dtype, array.shape, (array,))
 
 
 class MessageError(ValueError):

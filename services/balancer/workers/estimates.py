@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from evenkeel.partitioning.rounds import CHEAP_STRATEGY
 from services.balancer.effects import PlanInput
-from services.balancer.planning import CHEAP_STRATEGY
 
 _MAX_SESSIONS = 4096  # that are remembered
 _DOUBT = 4.0  # by which a first estimate may be too high
@@ -38,7 +38,7 @@ class Size:
         """The size of a round."""
         submissions = inputs.submissions
         samples = sum(submission.num_samples for submission in submissions)
-        fields = submissions[0].lengths.shape[1]
+        fields = submissions[0].samples.lengths.shape[1]
         return cls(len(submissions), samples, samples * fields, inputs.window, inputs.options.strategy)
 
 

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import structlog
 
-from services.balancer.decisions import Plan, PlanFailure, Reason
+from evenkeel.partitioning.rounds import RoundPlan
+from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.workers.arena import MessageError
 from services.balancer.workers.estimates import Choice, Estimator, describe_cheaper
 from services.balancer.workers.exchange import read_result, round_columns
@@ -240,7 +241,7 @@ class WorkerPool:
         self._stop_timers(busy)
         self._copy(busy, nbytes, lambda: read_result(worker.plans, nbytes), self._take)
 
-    def _take(self, busy: Busy, result: Plan | PlanFailure | BaseException) -> None:
+    def _take(self, busy: Busy, result: RoundPlan | PlanFailure | BaseException) -> None:
         task, choice = busy.task, busy.choice
         if isinstance(result, BaseException):
             self._quarantine.strike(self._now(), task.session)
@@ -248,9 +249,8 @@ class WorkerPool:
             detail = f"the search's process wrote what is no plan: {result}"
             self._tell(busy, PlanFailure(reason=Reason.WORKER_DIED, detail=detail))
             return
-        if isinstance(result, Plan):
-            seconds = result.summary.partition_seconds
-            self._estimator.learn(task.session, task.size, seconds, is_cheap=choice.is_cheap)
+        if isinstance(result, RoundPlan):
+            self._estimator.learn(task.session, task.size, result.seconds, is_cheap=choice.is_cheap)
             if choice.is_cheap:
                 self._observer.made_cheaper()
                 result = replace(result, detail=describe_cheaper(task.size, choice, busy.available))
@@ -358,7 +358,7 @@ class WorkerPool:
             timer.cancel()
         busy.timers.clear()
 
-    def _tell(self, busy: Busy, result: Plan | PlanFailure) -> None:
+    def _tell(self, busy: Busy, result: RoundPlan | PlanFailure) -> None:
         if not busy.is_cancelled:
             busy.task.done(result)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.balancer.decisions import Plan, PlanFailure, Reason
+from evenkeel.partitioning.rounds import RoundPlan
+from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.effects import PlanInput
 from services.balancer.submissions import SessionKey
 from services.balancer.workers.estimates import Choice, Size
@@ -64,7 +65,7 @@ class Task:
     inputs: PlanInput
     deadline: float
     started: Callable[[], None]
-    done: Callable[[Plan | PlanFailure | None], None]
+    done: Callable[[RoundPlan | PlanFailure | None], None]
     is_wanted: Callable[[], bool] = lambda: True
     size: Size = field(init=False)
     asked_at: float = 0.0

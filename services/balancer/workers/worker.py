@@ -12,8 +12,9 @@ import struct
 import traceback
 from pathlib import Path
 
-from services.balancer.decisions import Plan, PlanFailure, Reason
-from services.balancer.planning import cheaper, plan_round
+from evenkeel.partitioning.rounds import RoundPlan
+from services.balancer.decisions import PlanFailure, Reason
+from services.balancer.planning import plan_or_failure
 from services.balancer.workers.arena import Arena
 from services.balancer.workers.exchange import read_round, write_result
 
@@ -41,10 +42,10 @@ def run_worker(end: socket.socket, rounds: Arena, plans: Arena, *, memory_bytes:
         end.send(MESSAGE.pack(written, 0))
 
 
-def _plan(rounds: Arena, nbytes: int, *, is_cheap: bool, memory_bytes: int) -> Plan | PlanFailure:
+def _plan(rounds: Arena, nbytes: int, *, is_cheap: bool, memory_bytes: int) -> RoundPlan | PlanFailure:
     try:
-        asked = read_round(*rounds.read(nbytes))
-        return plan_round(cheaper(asked), meet=False) if is_cheap else plan_round(asked)
+        samples, options = read_round(*rounds.read(nbytes))
+        return plan_or_failure(samples, options.cheapest() if is_cheap else options)
     except MemoryError as error:
         detail = f"a partition may take {memory_bytes} bytes of memory (worker_memory_bytes): {error}"
         return PlanFailure(reason=Reason.PARTITION_FAILED, detail=detail)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError, partition
 from evenkeel.partitioning.regrouping import regroup, step_bounds
-from evenkeel.partitioning.windows import partition_window, rank_slice, slice_window
+from evenkeel.partitioning.slices import plan_digest, slice_plan
+from evenkeel.partitioning.windows import WindowPartition, partition_window
 
 
 @st.composite
@@ -139,18 +140,20 @@ def test_slices_fit_together(call: dict[str, Any], fields: int) -> None:
     n, num_ranks = call["costs"].size, call["num_ranks"]
     lengths = np.random.default_rng(n).integers(0, 9, (n, fields))
     counts = np.bincount(call["homes"], minlength=num_ranks)
-    cuts, _ = slice_window(plan, counts, lengths)
-    assert len(cuts) == call["num_steps"]
+    slices = slice_plan(plan.destinations, counts, lengths, plan.steps, call["num_steps"])
+    assert slices.num_batches == call["num_steps"]
     begins = np.cumsum(counts) - counts
-    pieces = [rank_slice(plan.steps, cuts, rank, int(begins[rank])) for rank in range(num_ranks)]
-    for step in range(call["num_steps"]):
-        for rank, piece in enumerate(pieces):
-            own = slice(begins[rank], begins[rank] + counts[rank])
-            assert (piece.steps == plan.steps[own]).all()
-            assert (piece.slices[step].destinations == plan.destinations[own][plan.steps[own] == step]).all()
+    for rank in range(num_ranks):
+        own = slice(begins[rank], begins[rank] + counts[rank])
+        assert (slices.steps_of(rank) == plan.steps[own]).all()
+        for step, piece in enumerate(slices.batches_of(rank)):
+            assert (piece.destinations == plan.destinations[own][plan.steps[own] == step]).all()
             arriving = (plan.steps == step) & (plan.destinations == rank)
-            assert piece.slices[step].source_counts.sum() == arriving.sum()
-            assert (piece.slices[step].source_totals.sum(axis=0) == lengths[arriving].sum(axis=0)).all()
+            homes = call["homes"][arriving]
+            assert piece.sources.tolist() == sorted(set(homes.tolist()))
+            for source, count, totals in zip(piece.sources, piece.source_counts, piece.source_totals, strict=True):
+                assert count == (homes == source).sum()
+                assert (totals == lengths[arriving][homes == source].sum(axis=0)).all()
 
 
 def test_the_digest_names_the_batches_too() -> None:
@@ -160,8 +163,13 @@ def test_the_digest_names_the_batches_too() -> None:
     steps, light = plan.steps.copy(), np.flatnonzero((call["costs"] == 10) & (plan.destinations == 0))
     a, b = light[0], light[np.flatnonzero(plan.steps[light] != plan.steps[light[0]])[0]]
     steps[[a, b]] = steps[[b, a]]  # the same ranks in other batches
-    assert slice_window(plan, counts, lengths)[1] == slice_window(partition_window(**call), counts, lengths)[1]
-    assert slice_window(plan, counts, lengths)[1] != slice_window(replace(plan, steps=steps), counts, lengths)[1]
+
+    def digest(one: WindowPartition) -> bytes:
+        return plan_digest(one.destinations, counts, lengths, one.steps, 4)
+
+    assert digest(plan) == digest(partition_window(**call))
+    assert digest(plan) != digest(replace(plan, steps=steps))
+    assert digest(plan) != plan_digest(plan.destinations, counts, lengths)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +178,7 @@ def test_the_digest_names_the_batches_too() -> None:
         ({"steps": np.zeros(3, int)}, "one integer for each of 128 samples"),
         ({"steps": np.full(128, 4)}, r"steps\[0\] is 4"),
         ({"num_steps": 0}, "num_steps is 0"),
+        ({"steps": None}, "num_steps is 4, but steps is None"),
         ({"costs": np.full(128, np.nan)}, "nan"),
     ],
 )

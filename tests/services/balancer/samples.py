@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from evenkeel.partitioning.rounds import RoundOptions
+from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.submissions import Joining, PlanOptions, SessionKey, Submission, Terms
+from services.balancer.submissions import Joining, SessionKey, Submission, Terms
 
 KEY = SessionKey("job", "group", "train")
 
@@ -24,17 +26,14 @@ def joining(rank: int, world_size: int = 3, **changes: Any) -> Joining:
 
 
 def submission(*costs: float, timeout: float = 10.0, dtype: Any = np.int64, **changes: Any) -> Submission:
-    return Submission(
-        num_samples=len(costs),
-        costs=np.array(costs, dtype),
-        lengths=changes.pop("lengths", np.ones((len(costs), 1), np.uint32)),
-        timeout=timeout,
-        **changes,
-    )
+    said = {name: changes.pop(name) for name in ("sizes", "memory", "batch_sizes") if name in changes}
+    lengths = changes.pop("lengths", np.ones((len(costs), 1), np.uint32))
+    samples = RankSamples(costs=np.array(costs, dtype), lengths=lengths, **said)
+    return Submission(samples=samples, timeout=timeout, **changes)
 
 
-def options(**changes: Any) -> PlanOptions:
-    return PlanOptions(**changes)
+def options(**changes: Any) -> RoundOptions:
+    return RoundOptions(**changes)
 
 
 def join_message(rank: int = 0, /, world_size: int = 2, **changes: Any) -> pb.Join:

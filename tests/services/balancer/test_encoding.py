@@ -1,46 +1,87 @@
 """Answers put together from bytes are those that protocol buffers would have written."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan
+from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.answers import answer_message
-from services.balancer.decisions import Decision, Plan, Reason, balanced, identity
+from services.balancer.answers import error_message
+from services.balancer.decisions import Decision, Reason, balanced, identity
 from services.balancer.effects import PlanInput
 from services.balancer.encoding import answer_bytes, group_bytes, response_bytes
 from services.balancer.planning import make_plan
 from services.balancer.refusals import Code, Refusal
-from services.balancer.submissions import PlanOptions, Submission
+from services.balancer.submissions import Submission
 
 REFUSAL = Refusal(code=Code.CONFLICTING_SUBMIT, field="round", value="7", remedy="resubmit it unchanged")
+BATCH = st.lists(st.integers(0, 1000), max_size=40)
 
 
-def plan_of(costs: list[list[int]], num_fields: int) -> Decision:
-    """The decision of a round with these costs by rank."""
-    submissions = tuple(
-        Submission(
-            num_samples=len(own),
-            costs=np.array(own, np.int64),
-            lengths=np.arange(len(own) * num_fields, dtype=np.uint32).reshape(len(own), num_fields),
-        )
-        for own in costs
-    )
-    plan = make_plan(PlanInput(submissions=submissions, options=PlanOptions(), nodes=("node",) * len(costs)))
-    assert isinstance(plan, Plan)
+def plan_of(costs: list[list[list[int]]], num_fields: int) -> Decision:
+    """The decision of a round with these costs by rank and batch."""
+    submissions = []
+    for own in costs:
+        flat = np.array([cost for batch in own for cost in batch], np.int64)
+        lengths = np.arange(len(flat) * num_fields, dtype=np.uint32).reshape(len(flat), num_fields)
+        samples = RankSamples(costs=flat, lengths=lengths, batch_sizes=tuple(map(len, own)))
+        submissions.append(Submission(samples=samples))
+    window, nodes = len(costs[0]), ("node",) * len(costs)
+    inputs = PlanInput(submissions=tuple(submissions), options=RoundOptions(), nodes=nodes, window=window)
+    plan = make_plan(inputs)
+    assert isinstance(plan, RoundPlan)
     return balanced(plan)
+
+
+def answer_message(instance: int, number: int, rank: int, result: Decision | Refusal) -> pb.Answer:
+    """What the wire says, as protocol buffers would write it."""
+    answer = pb.Answer(round=number, rank=rank)
+    if isinstance(result, Refusal):
+        answer.error.CopyFrom(error_message(result))
+        return answer
+    told = answer.decision
+    told.instance, told.outcome, told.digest, told.detail = instance, int(result.outcome), result.digest, result.detail  # type: ignore[assignment]
+    plan = result.plan
+    if plan is None:
+        told.reason = int(result.reason)  # type: ignore[assignment]
+        told.missing_ranks.extend(result.missing_ranks)
+        return answer
+    mine = plan.of(rank)
+    home = slice(plan.slices.home_begin[rank], plan.slices.home_begin[rank + 1])
+    told.destinations = plan.slices.destinations[home].tobytes()
+    for name, dtype in (("sources", "<i4"), ("source_counts", "<i4"), ("source_totals", "<i8")):
+        setattr(told, name, b"".join(getattr(piece, name).astype(dtype).tobytes() for piece in mine.slices))
+    told.balance.CopyFrom(_balance(plan, plan.worst, rank, plan.figures))
+    if len(plan.batches) > 1:
+        assert mine.steps is not None
+        told.destination_steps = mine.steps.tobytes()
+        told.source_groups.extend(len(piece.sources) for piece in mine.slices)
+        told.batch_balances.extend(_balance(plan, k, rank, figures) for k, figures in enumerate(plan.batches))
+    return answer
+
+
+def _balance(plan: RoundPlan, batch: int, rank: int, figures: Figures) -> pb.Balance:
+    return pb.Balance(
+        own_load_before=plan.loads_before[batch, rank], own_load_after=plan.loads_after[batch, rank],
+        partition_seconds=plan.seconds, **asdict(figures),
+    )  # fmt: skip
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    costs=st.lists(st.lists(st.integers(0, 1000), max_size=40), min_size=1, max_size=6),
+    costs=st.integers(1, 4).flatmap(
+        lambda window: st.lists(st.lists(BATCH, min_size=window, max_size=window), min_size=1, max_size=6)
+    ),
     num_fields=st.integers(0, 5),
     number=st.integers(0, 2**63),
     instance=st.integers(1, 2**63),
 )
 def test_every_rank_reads_what_the_message_says(
-    costs: list[list[int]], num_fields: int, number: int, instance: int
+    costs: list[list[list[int]]], num_fields: int, number: int, instance: int
 ) -> None:
     decision = plan_of(costs, num_fields)
     for rank in range(len(costs)):
@@ -54,7 +95,7 @@ def test_outcomes_without_a_plan(result: Decision | Refusal) -> None:
 
 
 def test_envelopes() -> None:
-    decision = plan_of([[5, 1] * 60, [2], []], 2)
+    decision = plan_of([[[5, 1] * 60], [[2]], [[]]], 2)
     messages = [answer_message(5, 300, rank, decision) for rank in range(3)]
     answers = [answer_bytes(5, 300, rank, decision) for rank in range(3)]
     assert pb.BalanceResponse.FromString(response_bytes(answers[0])) == pb.BalanceResponse(answer=messages[0])

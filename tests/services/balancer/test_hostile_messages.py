@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.effects import Answer, Effect, StartPartition
@@ -84,9 +85,9 @@ class Hostile(RuleBasedStateMachine):
         if self.registry.find(session.id) is not session or rank >= session.terms.world_size:
             return
         said = Submission(
-            num_samples=samples, costs=np.ones(samples, np.int64), lengths=np.ones((samples, 1), np.uint32),
+            samples=RankSamples(costs=np.ones(samples, np.int64), lengths=np.ones((samples, 1), np.uint32)),
             timeout=timeout,
-        )  # fmt: skip
+        )
         effects = self.bounded(lambda: session.submit(self.now, rank, number, said, asker), 1500)
         assert len(effects) <= 2 * session.terms.world_size + 70
 

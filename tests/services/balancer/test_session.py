@@ -36,7 +36,7 @@ def test_the_last_rank_starts_the_partition_and_its_plan_answers_all() -> None:
     assert answers(session.submit(1.0, 2, 7, submission(5), "c")) == {}
     assert answers(session.submit(1.1, 0, 7, submission(1, 2), "a")) == {}
     start = only_partition(session.submit(1.2, 1, 7, submission(), "b"))
-    assert [s.costs.tolist() for s in start.inputs.submissions] == [[1, 2], [], [5]]
+    assert [s.samples.costs.tolist() for s in start.inputs.submissions] == [[1, 2], [], [5]]
     told = answers(session.partitioned(1.3, 7, make_plan(start.inputs)))
     assert told.keys() == {"a", "b", "c"}
     assert len({id(decision) for decision in told.values()}) == 1

@@ -134,7 +134,7 @@ def test_memory_is_required_when_the_session_has_caps() -> None:
 def test_an_empty_submission_is_ordinary() -> None:
     read_back = read_round(pb.Submit(round=0, exhausted=True))
     assert read_back.num_samples == 0
-    assert read_back.lengths.shape == (0, 1)
+    assert read_back.samples.lengths.shape == (0, 1)
     assert read_back.exhausted
 
 

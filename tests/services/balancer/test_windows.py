@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenkeel.partitioning.rounds import RoundPlan
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.decisions import Plan
 from services.balancer.effects import PlanInput
 from services.balancer.planning import make_plan
 from services.balancer.submissions import Submission
@@ -26,19 +26,19 @@ def test_the_batches_of_a_plan_fit_together(num_ranks: int, window: int, data: s
     plan = make_plan(
         PlanInput(submissions=tuple(submissions), options=options(), nodes=("",) * num_ranks, window=window)
     )
-    assert isinstance(plan, Plan)
-    assert plan.window is not None
+    assert isinstance(plan, RoundPlan)
+    assert plan.slices.steps is not None
     n = sum(s.num_samples for s in submissions)
-    assert plan.window.steps.size == n
-    counts = np.bincount(plan.window.steps, minlength=window)
+    assert plan.slices.steps.size == n
+    counts = np.bincount(plan.slices.steps, minlength=window)
     loaded = [sum(len(batches[k]) for batches in ranks if k < len(batches)) for k in range(window)]
     assert counts.tolist() == loaded
-    received = [[int(cut[rank].source_counts.sum()) for rank in range(num_ranks)] for cut in plan.window.cuts]
-    assert np.sum(received, axis=1).tolist() == loaded
+    received = [[int(piece.source_counts.sum()) for piece in plan.of(rank).slices] for rank in range(num_ranks)]
+    assert np.sum(received, axis=0).tolist() == loaded
     total = sum(sum(map(sum, batches)) for batches in ranks)
-    assert plan.window.loads_before.sum() == plan.window.loads_after.sum() == total
-    assert plan.summary.samples == n
-    assert plan.summary.imbalance_after == max(s.imbalance_after for s in plan.window.summaries)
+    assert plan.loads_before.sum() == plan.loads_after.sum() == total
+    assert plan.figures.samples == n
+    assert plan.figures.imbalance_after == max(s.imbalance_after for s in plan.batches)
 
 
 async def test_giants_of_two_batches_meet_over_the_wire(start_server: StartServer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -57,7 +56,6 @@ def start(
     where = torch.device(device) if device is not None else found
     world_size = 1 if group is None else dist.get_world_size(group)
     _check(flat, piece, group, world_size)
-    piece = _writable(piece)
     exchanges = world_size > 1
     if where is None or where.type != "cuda":
         flat = (flat if where is None else flat.to(where)).plain()
@@ -114,17 +112,6 @@ def _check(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None, world
     ranks = [*piece.destinations.tolist(), *piece.sources.tolist()]
     if ranks and not (min(ranks) >= 0 and max(ranks) < world_size):
         raise ValueError(f"the slice names ranks {min(ranks)} to {max(ranks)}, the group has 0 to {world_size - 1}")
-
-
-def _writable(piece: Slice) -> Slice:
-    """The slice in arrays of its own: for read-only views of a message kernels would be compiled again."""
-    return Slice(
-        rank=int(piece.rank),
-        destinations=np.array(piece.destinations, dtype=np.int32),
-        sources=np.array(piece.sources, dtype=np.int32),
-        source_counts=np.array(piece.source_counts, dtype=np.int32),
-        source_totals=np.array(piece.source_totals, dtype=np.int64, order="C"),
-    )
 
 
 @lru_cache

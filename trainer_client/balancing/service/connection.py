@@ -8,10 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from evenkeel.credentials import Credentials
+from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
 from trainer_client.balancing.service.causes import Cause
 from trainer_client.balancing.service.messages import ServiceDecision, read_decision, submit_request
@@ -115,28 +113,20 @@ class Connection:
     def submit(
         self,
         round_number: int,
+        samples: RankSamples,
         *,
-        costs: NDArray[np.int64] | NDArray[np.float64],
-        lengths: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        memory: NDArray[np.float64] | None,
         exhausted: bool,
         timeout_ms: int,
         traceparent: str = "",
-        batch_sizes: Sequence[int] = (),
     ) -> None:
-        """Sends a round now, and again after each reconnect until it is settled; arrays as in `pb.Submit`."""
+        """Sends a round now, and again after each reconnect until it is settled."""
         message = submit_request(
-            round_number=round_number,
-            rank=self._join.rank,
-            costs=costs,
-            lengths=lengths,
-            sizes=sizes,
-            memory=memory,
+            round_number,
+            self._join.rank,
+            samples,
             exhausted=exhausted,
             timeout_ms=timeout_ms,
             traceparent=traceparent,
-            batch_sizes=batch_sizes,
         )
         with self._changed:
             self._open.add(round_number)
@@ -148,13 +138,13 @@ class Connection:
         if not self._closed:
             self._route.start()
 
-    def decision(self, round_number: int, deadline: float, lengths: NDArray[np.int64]) -> ServiceDecision | None:
+    def decision(self, round_number: int, deadline: float, samples: RankSamples) -> ServiceDecision | None:
         """The service's decision of a round, or None if there is none that can be used at the deadline.
 
         Args:
             round_number: A submitted round.
             deadline: `time.monotonic` seconds.
-            lengths: (samples, jagged fields) as submitted, which the decision must fit.
+            samples: As submitted, which the decision must fit.
         """
         with self._changed:
             self._changed.wait_for(
@@ -172,7 +162,7 @@ class Connection:
                 answer.decision,
                 rank=self._join.rank,
                 world_size=self._join.world_size,
-                lengths=lengths,
+                lengths=samples.lengths,
                 window=max(1, self._join.window),
             )
         except (ValueError, ArithmeticError) as error:  # whatever a service may say, the job goes on

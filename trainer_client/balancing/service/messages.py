@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.rounds import FIGURES, Figures, RankPlan, RoundOptions
+from evenkeel.partitioning.samples import Lengths, RankSamples
 from evenkeel.partitioning.slices import Slice
-from evenkeel.partitioning.windows import WindowSlice
 from evenkeel.protocol import balancer_pb2 as pb
 
 PROTOCOL_VERSIONS = (1,)
@@ -46,26 +47,22 @@ class ServiceDecision:
 
     Attributes:
         instance: The balancer's incarnation.
-        balanced: False for IDENTITY.
         final: For IDENTITY: no other way of balancing would find a plan either.
         reason: Readable reason of an IDENTITY.
         digest: 64 bits of the digest of the whole plan.
-        piece: The rank's part when balanced.
-        balances: How even each batch of the round is.
+        plan: What the rank is told of the plan; None for IDENTITY.
     """
 
     instance: int
-    balanced: bool
     final: bool
     reason: str
     digest: int
-    piece: WindowSlice | None
-    balances: tuple[pb.Balance, ...]
+    plan: RankPlan | None
 
     @property
     def moved_samples(self) -> int:
         """Samples that change rank, over all ranks and batches."""
-        return sum(balance.moved_samples for balance in self.balances)
+        return 0 if self.plan is None else self.plan.moved_samples
 
 
 def join_request(
@@ -78,12 +75,7 @@ def join_request(
     world_size: int,
     rank: int,
     node: str,
-    strategy: str,
-    counts: str,
-    tolerance: float,
-    speeds: Sequence[float] | None,
-    memory_caps: Sequence[float] | None,
-    min_samples: int = 0,
+    options: RoundOptions,
     schema_hash: bytes,
     schema_fields: Iterable[tuple[str, str, str, tuple[int, ...]]],
     client_version: str,
@@ -108,12 +100,12 @@ def join_request(
         node=node,
         window=window,
         options=pb.PartitionOptions(
-            strategy=strategy,
-            counts=_COUNTS[counts],
-            tolerance=tolerance,
-            speeds=_f64(speeds),
-            memory_caps=_f64(memory_caps),
-            min_samples=min_samples,
+            strategy=options.strategy,
+            counts=_COUNTS[options.counts],
+            tolerance=options.tolerance,
+            speeds=_f64(options.speeds),
+            memory_caps=_f64(options.memory_caps),
+            min_samples=options.min_samples,
         ),
         schema=pb.Schema(
             hash=schema_hash,
@@ -141,26 +133,17 @@ def check_version(joined: pb.Joined) -> None:
 
 
 def submit_request(
-    *,
-    round_number: int,
-    rank: int,
-    costs: NDArray[np.int64] | NDArray[np.float64],
-    lengths: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    memory: NDArray[np.float64] | None,
-    exhausted: bool,
-    timeout_ms: int,
-    traceparent: str = "",
-    batch_sizes: Sequence[int] = (),
+    round_number: int, rank: int, samples: RankSamples, *, exhausted: bool, timeout_ms: int, traceparent: str = ""
 ) -> pb.Submit:
-    """One rank's part in a round; arrays as in `pb.Submit`."""
+    """One rank's part in a round."""
+    costs, memory = samples.costs, samples.memory
     message = pb.Submit(
         round=round_number,
-        num_samples=len(costs),
+        num_samples=len(samples),
         memory=b"" if memory is None else memory.astype("<f8").tobytes(),
-        sizes=sizes.astype("<i8").tobytes(),
-        lengths=lengths.astype("<u4").tobytes(),
-        batch_sizes=batch_sizes,
+        sizes=samples.moving_sizes.astype("<i8").tobytes(),
+        lengths=samples.lengths.astype("<u4").tobytes(),
+        batch_sizes=samples.batch_sizes if len(samples.batch_sizes) > 1 else (),
         exhausted=exhausted,
         timeout_ms=timeout_ms,
         rank=rank,
@@ -174,7 +157,12 @@ def submit_request(
 
 
 def read_decision(
-    decision: pb.Decision, *, rank: int, world_size: int, lengths: NDArray[np.int64], window: int = 1
+    decision: pb.Decision,
+    *,
+    rank: int,
+    world_size: int,
+    lengths: Lengths,
+    window: int = 1,
 ) -> ServiceDecision:
     """Reads and checks a decision.
 
@@ -195,19 +183,15 @@ def read_decision(
     reason = known.name.removeprefix("REASON_").lower() if known is not None else f"reason {decision.reason}"
     return ServiceDecision(
         instance=decision.instance,
-        balanced=balanced,
         final=decision.reason in _FINAL_REASONS,
         reason=f"{reason}: {decision.detail}" if decision.detail else reason,
         digest=int.from_bytes(decision.digest[:8], "little"),
-        piece=_read_piece(decision, rank, world_size, lengths, window) if balanced else None,
-        balances=(decision.balance,) if window == 1 else tuple(decision.batch_balances),
+        plan=_read_plan(decision, rank, world_size, lengths.shape, window) if balanced else None,
     )
 
 
-def _read_piece(
-    decision: pb.Decision, rank: int, world_size: int, lengths: NDArray[np.int64], window: int
-) -> WindowSlice:
-    num_samples, num_fields = lengths.shape
+def _read_plan(decision: pb.Decision, rank: int, world_size: int, shape: tuple[int, ...], window: int) -> RankPlan:
+    num_samples, num_fields = shape
     destinations = _array("destinations", decision.destinations, "<i4", num_samples)
     sources = _array("sources", decision.sources, "<i4", None)
     counts = _array("source_counts", decision.source_counts, "<i4", len(sources))
@@ -218,47 +202,48 @@ def _read_piece(
             raise MalformedAnswerError(f"{field} names a rank outside 0..{world_size - 1}")
     if np.any(counts <= 0) or np.any(totals < 0):
         raise MalformedAnswerError("source_counts or source_totals hold values out of range")
-    if window == 1:
-        return WindowSlice(steps=None, slices=(_slice(rank, destinations, sources, counts, totals),))
-    steps = _array("destination_steps", decision.destination_steps, "<i4", num_samples)
-    if len(steps) and not (int(steps.min()) >= 0 and int(steps.max()) < window):
+    # A round of one batch says nothing about batches.
+    steps = _array("destination_steps", decision.destination_steps, "<i4", num_samples) if window > 1 else None
+    if steps is not None and len(steps) and not (int(steps.min()) >= 0 and int(steps.max()) < window):
         raise MalformedAnswerError(f"destination_steps names a batch outside 0..{window - 1}")
-    groups = list(decision.source_groups)
-    if len(groups) != window or sum(groups) != len(sources) or len(decision.batch_balances) != window:
+    groups = list(decision.source_groups) if window > 1 else [len(sources)]
+    balances = list(decision.batch_balances) if window > 1 else [decision.balance]
+    if len(groups) != window or sum(groups) != len(sources) or len(balances) != window:
         raise MalformedAnswerError(
-            f"source_groups {groups[:16]} and {len(decision.batch_balances)} batch_balances do not fit a window of "
+            f"source_groups {groups[:16]} and {len(balances)} batch_balances do not fit a window of "
             f"{window} batches with {len(sources)} sources"
         )
-    ends = np.cumsum(groups)[:-1]
-    return WindowSlice(
-        steps=steps,
-        slices=tuple(
-            _slice(rank, destinations[steps == batch], *parts)
-            for batch, parts in enumerate(
-                zip(np.split(sources, ends), np.split(counts, ends), np.split(totals, ends), strict=True)
+    slices, begin = [], 0
+    for batch, size in enumerate(groups):
+        received = slice(begin, begin + size)
+        begin += size
+        if np.any(np.diff(sources[received]) <= 0):
+            raise MalformedAnswerError("sources are not ascending")
+        slices.append(
+            Slice(
+                rank=rank,
+                destinations=destinations if steps is None else destinations[steps == batch],
+                sources=sources[received],
+                source_counts=counts[received],
+                source_totals=totals[received],
             )
-        ),
+        )
+    return RankPlan(
+        steps=steps,
+        slices=tuple(slices),
+        figures=tuple(Figures(**{name: getattr(balance, name) for name in FIGURES}) for balance in balances),
+        loads=tuple(balance.own_load_after for balance in balances),
+        seconds=decision.balance.partition_seconds,
     )
 
 
-def _slice(
-    rank: int,
-    destinations: NDArray[np.int32],
-    sources: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    totals: NDArray[np.int64],
-) -> Slice:
-    if np.any(np.diff(sources) <= 0):
-        raise MalformedAnswerError("sources are not ascending")
-    return Slice(rank=rank, destinations=destinations, sources=sources, source_counts=counts, source_totals=totals)
-
-
 def _array(field: str, data: bytes, dtype: str, length: int | None) -> NDArray[Any]:
+    """In memory of its own: kernels are compiled for arrays that can be written to, unlike those of a message."""
     width = int(dtype[-1])
     if len(data) % width or (length is not None and len(data) != length * width):
         raise MalformedAnswerError(f"{field} has {len(data)} bytes, not {length} values of {width} bytes")
-    return np.frombuffer(data, dtype=dtype)
+    return np.frombuffer(data, dtype=dtype).copy()
 
 
-def _f64(values: Sequence[float] | None) -> bytes:
-    return b"" if values is None else np.asarray(values, dtype="<f8").tobytes()
+def _f64(values: Sequence[float]) -> bytes:
+    return np.asarray(values, dtype="<f8").tobytes()

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from evenkeel.partitioning.rounds import RoundOptions
+from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from trainer_client.balancing.service import Connection, NodeSeat, ServiceDecision, join_request
@@ -37,8 +39,8 @@ def node_of(balancer: ServiceProcess, num_ranks: int = 3, *, linger: float = 0.5
             balancer.address,
             join_request(
                 job=job, group="default", loader="train", run_id="run", restart_count=0, world_size=num_ranks,
-                rank=rank, node="node", strategy="minimal_move", counts="equal", tolerance=1e-3, speeds=None,
-                memory_caps=None, schema_hash=b"", schema_fields=[], client_version="test",
+                rank=rank, node="node", options=RoundOptions(), schema_hash=b"", schema_fields=[],
+                client_version="test",
             ),
             join_timeout=SECONDS,
             seat=NodeSeat(
@@ -68,19 +70,24 @@ def wait_until(happened: Callable[[], bool]) -> None:
 def submit(rank: Connection, number: int, num_samples: int = 4) -> None:
     rank.submit(
         number,
+        samples_of(num_samples),
+        exhausted=False,
+        timeout_ms=60_000,
+    )
+
+
+def samples_of(num_samples: int) -> RankSamples:
+    return RankSamples(
         costs=np.arange(1, num_samples + 1),
         lengths=np.zeros((num_samples, 0), np.int64),
         sizes=np.ones(num_samples, np.int64),
-        memory=None,
-        exhausted=False,
-        timeout_ms=60_000,
     )
 
 
 def decision(
     rank: Connection, number: int, *, seconds: float = SECONDS, num_samples: int = 4
 ) -> ServiceDecision | None:
-    return rank.decision(number, time.monotonic() + seconds, np.zeros((num_samples, 0), np.int64))
+    return rank.decision(number, time.monotonic() + seconds, samples_of(num_samples))
 
 
 def take_round(ranks: list[Connection], number: int) -> None:
@@ -88,7 +95,7 @@ def take_round(ranks: list[Connection], number: int) -> None:
     for rank in ranks:
         submit(rank, number)
     decisions = [decision(rank, number) for rank in ranks]
-    assert all(one is not None and one.balanced for one in decisions), [rank.trouble for rank in ranks]
+    assert all(one is not None and one.plan for one in decisions), [rank.trouble for rank in ranks]
     assert len({one.digest for one in decisions if one is not None}) == 1
     for rank in ranks:
         rank.settle(number)
@@ -129,7 +136,7 @@ def test_a_restarted_balancer_gets_everything_again(balancer: ServiceProcess) ->
         submit(ranks[2], 1)
         decisions = [decision(rank, 1) for rank in ranks]
         assert len({one.instance for one in decisions if one is not None}) == 1
-        assert all(one is not None and one.balanced for one in decisions)
+        assert all(one is not None and one.plan for one in decisions)
         take_round(ranks, 2)
 
 

@@ -1,0 +1,222 @@
+"""What is known of the samples of a round: by one rank of its own, and of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Lengths: TypeAlias = NDArray[np.int64] | NDArray[np.uint32]  # as ranks have them, and as the wire does
+
+_FEW_FIELDS = 8  # up to which sums over a row are fastest column by column
+
+
+class Column(NamedTuple):
+    """An array in pieces, to be joined along the first dimension: whoever joins them says where.
+
+    Attributes:
+        dtype: of the whole array.
+        shape: of the whole array.
+        parts: its pieces, in order.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    parts: Sequence[NDArray[Any]]
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Column:
+        """An array in one piece."""
+        return cls(array.dtype, array.shape, (array,))
+
+    def joined(self) -> NDArray[Any]:
+        """The whole array, in memory of its own."""
+        return np.concatenate(self.parts, dtype=self.dtype) if self.shape[0] else np.empty(self.shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankSamples:
+    """What a rank knows of its own samples of a round, on the host: one batch after the other.
+
+    Attributes:
+        costs: (n,) int64 or float64, predicted work.
+        lengths: (n, jagged fields) int64 or uint32, values of each jagged field.
+        sizes: (n,) int64, bytes that moving each sample takes; None: the sum of its lengths.
+        memory: (n,) float64, what the memory caps count; None: nothing.
+        batch_sizes: samples of each of the rank's batches, in order; empty: all are of one.
+    """
+
+    costs: NDArray[np.int64] | NDArray[np.float64]
+    lengths: Lengths
+    sizes: NDArray[np.int64] | None = None
+    memory: NDArray[np.float64] | None = None
+    batch_sizes: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        return sum(array.nbytes for array in self.arrays if array is not None)
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any] | None, ...]:
+        """All that it says about each sample."""
+        return self.costs, self.lengths, self.memory, self.sizes
+
+    @property
+    def moving_sizes(self) -> NDArray[np.int64]:
+        """(n,) what moving each sample takes."""
+        return row_sums(self.lengths) if self.sizes is None else self.sizes
+
+    @property
+    def sizes_by_batch(self) -> tuple[int, ...]:
+        """Samples of each of the rank's batches."""
+        return self.batch_sizes or (len(self),)
+
+    def in_batch(self, batch: int) -> slice:
+        """Where the samples of a batch are; an empty range for one that the rank does not have."""
+        sizes = self.sizes_by_batch
+        begin = sum(sizes[:batch])
+        return slice(begin, begin + (sizes[batch] if batch < len(sizes) else 0))
+
+    def rows(self, *, as_float: bool, with_memory: bool) -> NDArray[np.int64]:
+        """(n, columns) all that is said of each sample, as words of 8 bytes, which `RoundSamples.of_rows` reads.
+
+        Args:
+            as_float: some rank's costs are float64.
+            with_memory: there are memory caps.
+        """
+        columns = [self.costs.astype(np.float64 if as_float else np.int64).view(np.int64), self.moving_sizes]
+        if with_memory:
+            assert self.memory is not None
+            columns.append(self.memory.view(np.int64))
+        return np.concatenate([np.stack(columns, axis=1), self.lengths.astype(np.int64, copy=False)], axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundSamples:
+    """The samples of all ranks: by home rank, then by batch, then as they are in the batch.
+
+    Attributes:
+        batch_sizes: (ranks, batches) int64, samples of each of a rank's batches.
+        costs: (n,) int64 or float64.
+        lengths: (n, jagged fields) int64 or uint32.
+        sizes: (n,) int64, or None for the sum of its lengths.
+        memory: (n,) float64 or None.
+        nodes: (ranks,) int32, number of each rank's host; None when there is at most one.
+    """
+
+    batch_sizes: NDArray[np.int64]
+    costs: NDArray[np.int64] | NDArray[np.float64]
+    lengths: Lengths
+    sizes: NDArray[np.int64] | None = None
+    memory: NDArray[np.float64] | None = None
+    nodes: NDArray[np.int32] | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.batch_sizes)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the round's window."""
+        return int(self.batch_sizes.shape[1])
+
+    @property
+    def counts_at_home(self) -> NDArray[np.int64]:
+        """(ranks,) samples of each rank."""
+        return np.asarray(self.batch_sizes.sum(axis=1))
+
+    @property
+    def moving_sizes(self) -> NDArray[np.int64]:
+        """(n,) what moving each sample takes."""
+        return row_sums(self.lengths) if self.sizes is None else self.sizes
+
+    @property
+    def steps(self) -> NDArray[np.int32] | None:
+        """(n,) the batch in which each sample was loaded; None: all are of one."""
+        if self.num_batches == 1:
+            return None
+        batches = np.tile(np.arange(self.num_batches, dtype=np.int32), self.num_ranks)
+        return np.repeat(batches, self.batch_sizes.ravel())
+
+    @staticmethod
+    def columns(
+        parts: Sequence[RankSamples], num_batches: int, nodes: NDArray[np.int32] | None, *, with_memory: bool
+    ) -> dict[str, Column]:
+        """The arrays of all ranks' samples by name, not joined yet.
+
+        Args:
+            parts: by rank.
+            num_batches: of the round's window.
+            nodes: see above.
+            with_memory: there are memory caps.
+        """
+        batch_sizes = np.zeros((len(parts), num_batches), np.int64)
+        for row, part in zip(batch_sizes, parts, strict=True):
+            sizes = part.sizes_by_batch
+            row[: len(sizes)] = sizes
+        n = int(batch_sizes.sum())
+        # Integer costs stay integers unless some rank's are floating.
+        costs = np.dtype(np.float64 if any(part.costs.dtype.kind == "f" for part in parts) else np.int64)
+        columns = {
+            "batch_sizes": Column.of(batch_sizes),
+            "costs": Column(costs, (n,), [part.costs for part in parts]),
+            "lengths": Column(parts[0].lengths.dtype, (n, parts[0].lengths.shape[1]), [part.lengths for part in parts]),
+        }
+        if any(part.sizes is not None for part in parts):
+            columns["sizes"] = Column(np.dtype(np.int64), (n,), [part.moving_sizes for part in parts])
+        if with_memory:
+            memory = [part.memory if part.memory is not None else np.zeros(len(part)) for part in parts]
+            columns["memory"] = Column(np.dtype(np.float64), (n,), memory)
+        if nodes is not None:
+            columns["nodes"] = Column.of(nodes)
+        return columns
+
+    @classmethod
+    def of_rows(
+        cls,
+        rows: Sequence[bytes],
+        batch_sizes: NDArray[np.int64],
+        nodes: NDArray[np.int32] | None,
+        *,
+        num_fields: int,
+        as_float: bool,
+        with_memory: bool,
+    ) -> RoundSamples:
+        """Reads what `RankSamples.rows` gave on each rank.
+
+        Args:
+            rows: the bytes, by rank.
+            batch_sizes, nodes: see above.
+            num_fields: jagged fields.
+            as_float, with_memory: as given to `rows`.
+        """
+        first = 3 if with_memory else 2
+        table = np.concatenate([np.frombuffer(row, dtype="<i8").reshape(-1, first + num_fields) for row in rows])
+        costs, sizes, *memory = (np.ascontiguousarray(table[:, column]) for column in range(first))
+        return cls(
+            batch_sizes=batch_sizes,
+            costs=costs.view(np.float64) if as_float else costs,
+            lengths=np.ascontiguousarray(table[:, first:]),
+            sizes=sizes,
+            memory=memory[0].view(np.float64) if memory else None,
+            nodes=nodes,
+        )
+
+
+def row_sums(lengths: Lengths) -> NDArray[np.int64]:
+    """(n,) sum of each row of (n, fields) lengths."""
+    num_fields = lengths.shape[1]
+    if not 0 < num_fields <= _FEW_FIELDS:
+        return np.asarray(np.einsum("ij->i", lengths, dtype=np.int64))
+    sums = lengths[:, 0].astype(np.int64)
+    for field in range(1, num_fields):
+        sums += lengths[:, field]
+    return sums
