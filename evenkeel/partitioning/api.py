@@ -17,6 +17,18 @@ DEFAULT_TOLERANCE = 1e-3
 Sums: TypeAlias = NDArray[Any]  # int64 or float64, as the costs are
 
 
+def evenness(loads: Sums, speeds: NDArray[np.float64] | None = None) -> tuple[float, float]:
+    """The largest load over speed, and max/mean of load over speed, which is 1.0 when there is no load.
+
+    Args:
+        loads: (num_ranks,) summed cost of each rank.
+        speeds: (num_ranks,) relative speeds; None: all equal.
+    """
+    times = loads if speeds is None else loads / speeds
+    largest, total = float(np.maximum.reduce(times)), float(np.add.reduce(times))
+    return largest, largest * times.size / total if total > 0 else 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
     """An assignment of samples to ranks, and what it costs to get there.
@@ -25,25 +37,33 @@ class Partition:
         destinations: (n,) int32, the rank that trains each sample.
         loads: (num_ranks,) summed cost of each rank; int64 for integer costs, else float64.
         lower_bound: no assignment of whole samples has a smaller maximum of load over speed.
-        imbalance: max/mean of load over speed; 1.0 when all loads are zero.
         home_loads: (num_ranks,) loads if every sample stayed at home.
-        home_imbalance: max/mean of home load over speed.
         moved_samples: samples that leave their home.
         moved_size: their summed size.
         moved_size_between_nodes: the part of it that crosses nodes; 0.0 without `nodes`.
         strategy: name of the strategy that was asked.
+        speeds: (num_ranks,) relative speeds; None: all equal.
     """
 
     destinations: NDArray[np.int32]
     loads: NDArray[np.int64] | NDArray[np.float64]
     lower_bound: float
-    imbalance: float
     home_loads: NDArray[np.int64] | NDArray[np.float64]
-    home_imbalance: float
     moved_samples: int
     moved_size: float
     moved_size_between_nodes: float
     strategy: str
+    speeds: NDArray[np.float64] | None
+
+    @property
+    def imbalance(self) -> float:
+        """max/mean of load over speed; 1.0 when all loads are zero."""
+        return evenness(self.loads, self.speeds)[1]
+
+    @property
+    def home_imbalance(self) -> float:
+        """max/mean of home load over speed."""
+        return evenness(self.home_loads, self.speeds)[1]
 
 
 class Options(TypedDict, total=False):
@@ -80,18 +100,6 @@ def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int) -> Sums:
     if costs.dtype == np.int64:
         return counts_and_loads(costs, ranks, num_ranks)[1]
     return np.bincount(ranks, weights=costs, minlength=num_ranks).astype(np.float64, copy=False)  # int64 of nothing
-
-
-def imbalance(loads: Sums, speeds: NDArray[np.float64] | None = None) -> float:
-    """max/mean of load over speed; 1.0 when there is no load.
-
-    Args:
-        loads: (num_ranks,) summed cost of each rank.
-        speeds: (num_ranks,) relative speeds; None: all equal.
-    """
-    times = loads if speeds is None else loads / speeds
-    total = float(times.sum())
-    return float(times.max()) * times.size / total if total > 0 else 1.0
 
 
 def _at_home(problem: Problem) -> NDArray[np.int32]:
@@ -170,17 +178,15 @@ def partition(
     home_loads = (
         problem.home_loads if problem.costs is terms.costs else _loads(problem.costs, terms.homes, problem.num_ranks)
     )
-    known_speeds = None if speeds is None else terms.speeds
     samples, size, between = _moved(terms.sizes, terms.homes, terms.nodes, destinations)
     return Partition(
         destinations=destinations,
         loads=loads,
         lower_bound=problem.lower_bound,
-        imbalance=imbalance(loads, known_speeds),
         home_loads=home_loads,
-        home_imbalance=imbalance(home_loads, known_speeds),
         moved_samples=samples,
         moved_size=size,
         moved_size_between_nodes=between,
         strategy=strategy,
+        speeds=None if speeds is None else terms.speeds,
     )

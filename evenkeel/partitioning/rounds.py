@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.api import DEFAULT_TOLERANCE, Partition, imbalance
+from evenkeel.partitioning.api import DEFAULT_TOLERANCE, Partition, evenness
 from evenkeel.partitioning.samples import Lengths, RankSamples, RoundSamples
 from evenkeel.partitioning.slices import Slice, Slices, plan_digest, slice_plan
 from evenkeel.partitioning.windows import partition_window
@@ -157,6 +157,8 @@ class RoundPlan:
     @property
     def figures(self) -> Figures:
         """Those of the least even batch, with the samples and sizes of all."""
+        if len(self.batches) == 1:
+            return self.batches[0]
         counted = ("samples", "moved_samples", "size", "moved_size", "moved_size_between_nodes")
         sums = {name: sum(getattr(each, name) for each in self.batches) for name in counted}
         return replace(self.batches[self.worst], **sums)
@@ -183,7 +185,6 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
     """
     counts, sizes = samples.counts_at_home, samples.moving_sizes
     homes = np.repeat(np.arange(samples.num_ranks, dtype=np.int32), counts)
-    speeds = np.array(options.speeds) if options.speeds else None
     window = partition_window(
         samples.costs,
         homes,
@@ -195,7 +196,7 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
         sizes=sizes,
         counts=options.counts,
         tolerance=options.tolerance,
-        speeds=speeds,
+        speeds=np.array(options.speeds) if options.speeds else None,
         memory=samples.memory if options.memory_caps else None,
         memory_caps=np.array(options.memory_caps) if options.memory_caps else None,
         nodes=samples.nodes,
@@ -203,19 +204,13 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
         stay=options.stay,
     )
     slices = slice_plan(window.destinations, counts, samples.lengths, window.steps, samples.num_batches)
-    before = np.array([part.home_loads for part in window.partitions], np.float64)
-    if window.changed and window.loaded is not None:  # samples that a batch trains now were loaded in others
-        places = window.loaded * samples.num_ranks + homes
-        before = np.bincount(places, samples.costs, before.size).astype(np.float64).reshape(len(before), -1)
-    sums = [sizes.sum()] if window.steps is None else np.bincount(window.steps, sizes, len(before)).tolist()
+    parts = window.partitions
+    sums = [sizes.sum()] if window.steps is None else np.bincount(window.steps, sizes, len(parts)).tolist()
     return RoundPlan(
         slices=slices,
-        loads_before=before,
-        loads_after=np.array([part.loads for part in window.partitions], np.float64),
-        batches=tuple(
-            _figures(part, loads, speeds, int(size))
-            for part, loads, size in zip(window.partitions, before, sums, strict=True)
-        ),
+        loads_before=np.array([part.home_loads for part in parts], np.float64),
+        loads_after=np.array([part.loads for part in parts], np.float64),
+        batches=tuple(_figures(part, int(size)) for part, size in zip(parts, sums, strict=True)),
     )
 
 
@@ -225,14 +220,15 @@ def digest_of(plan: RoundPlan, samples: RoundSamples) -> bytes:
     return plan_digest(slices.destinations, samples.counts_at_home, samples.lengths, slices.steps, samples.num_batches)
 
 
-def _figures(part: Partition, before: NDArray[np.float64], speeds: NDArray[np.float64] | None, size: int) -> Figures:
-    after = part.loads
+def _figures(part: Partition, size: int) -> Figures:
+    max_before, imbalance_before = evenness(part.home_loads, part.speeds)
+    max_after, imbalance_after = evenness(part.loads, part.speeds)
     return Figures(
-        mean_load=float(after.sum()) / after.size,
-        max_load_before=float((before if speeds is None else before / speeds).max()),
-        max_load_after=float((after if speeds is None else after / speeds).max()),
-        imbalance_before=imbalance(before, speeds),
-        imbalance_after=part.imbalance,
+        mean_load=float(np.add.reduce(part.loads)) / part.loads.size,
+        max_load_before=max_before,
+        max_load_after=max_after,
+        imbalance_before=imbalance_before,
+        imbalance_after=imbalance_after,
         lower_bound=part.lower_bound,
         samples=part.destinations.size,
         moved_samples=part.moved_samples,

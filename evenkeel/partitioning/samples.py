@@ -158,11 +158,9 @@ class RoundSamples:
             nodes: see above.
             with_memory: there are memory caps.
         """
-        batch_sizes = np.zeros((len(parts), num_batches), np.int64)
-        for row, part in zip(batch_sizes, parts, strict=True):
-            sizes = part.sizes_by_batch
-            row[: len(sizes)] = sizes
-        n = int(batch_sizes.sum())
+        none = (0,) * num_batches
+        batch_sizes = np.array([(part.sizes_by_batch + none)[:num_batches] for part in parts], np.int64)
+        n = sum(map(len, parts))
         # Integer costs stay integers unless some rank's are floating.
         costs = np.dtype(np.float64 if any(part.costs.dtype.kind == "f" for part in parts) else np.int64)
         columns = {

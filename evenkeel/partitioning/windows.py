@@ -7,13 +7,13 @@ batch keeps its number of samples, and no batch's lower bound rises.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.api import DEFAULT_TOLERANCE, Options, Partition, partition
+from evenkeel.partitioning.api import DEFAULT_TOLERANCE, Options, Partition, evenness, partition
 from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.regrouping import GIANT, regroup, step_bounds
 from evenkeel.partitioning.slices import checked_steps
@@ -36,20 +36,24 @@ class WindowPartition:
         steps: (n,) int32, the batch of the window that trains each sample; None: all are of one batch.
         loaded: (n,) int32, the batch in which it was loaded; None as well.
         destinations: (n,) int32, the rank that trains it.
-        partitions: One per batch, over its samples in their order.
-        largest: Per batch, the largest load over speed.
+        partitions: One per batch, over its samples in their order; what they say of loads at home is of the samples
+            that were loaded in the batch.
     """
 
     steps: NDArray[np.int32] | None
     loaded: NDArray[np.int32] | None
     destinations: NDArray[np.int32]
     partitions: tuple[Partition, ...]
-    largest: tuple[float, ...]
 
     @property
     def changed(self) -> int:
         """Samples that are trained in another batch than the one they were loaded in."""
         return 0 if self.steps is None or self.loaded is None else int(np.count_nonzero(self.steps != self.loaded))
+
+    @property
+    def largest(self) -> tuple[float, ...]:
+        """Per batch, the largest load over speed."""
+        return tuple(evenness(part.loads, part.speeds)[0] for part in self.partitions)
 
     @property
     def total(self) -> float:
@@ -92,36 +96,33 @@ def partition_window(
     """
     all_costs, all_homes = np.asarray(costs), np.asarray(homes)
     loaded = checked_steps(steps, all_costs.size, num_steps)
+    if loaded is None:
+        only = partition(all_costs, all_homes, num_ranks, **options)
+        return WindowPartition(steps=None, loaded=None, destinations=only.destinations, partitions=(only,))
     given: dict[str, Any] = {**options}
     of_samples = {name: np.asarray(given[name]) for name in _OF_SAMPLES if given.get(name) is not None}
-    speeds, equal = given.get("speeds"), given.get("counts", "equal") == "equal"
-    weights = np.ones(max(num_ranks, 1)) if speeds is None else np.asarray(speeds, np.float64)
 
-    def attempt(which: NDArray[np.int32] | None, **changes: Any) -> WindowPartition | PartitionError:
-        parts, members = [], [slice(None) if which is None else np.flatnonzero(which == k) for k in range(num_steps)]
-        for own in members:
+    def attempt(which: NDArray[np.int32], **changes: Any) -> WindowPartition | PartitionError:
+        destinations = np.empty(all_costs.size, np.int32)
+        parts = []
+        for step in range(num_steps):
+            own = np.flatnonzero(which == step)
             how = {**given, **changes, **{name: values[own] for name, values in of_samples.items()}}
             try:
                 parts.append(partition(all_costs[own], all_homes[own], num_ranks, **how))
             except PartitionError as error:
                 return error
-        destinations = parts[0].destinations if which is None else np.empty(all_costs.size, np.int32)
-        for own, part in zip(members, parts, strict=True) if which is not None else ():
-            destinations[own] = part.destinations
-        return WindowPartition(
-            steps=which,
-            destinations=destinations,
-            partitions=tuple(parts),
-            largest=tuple(float((part.loads / weights).max()) for part in parts),
-            loaded=loaded,
-        )
+            destinations[own] = parts[-1].destinations
+        return WindowPartition(steps=which, loaded=loaded, destinations=destinations, partitions=tuple(parts))
 
     best = attempt(loaded)  # checks all arguments; only the caps may have failed it
-    if loaded is None or num_steps < 2 or num_ranks < 2 or given.get("stay") or not meet:
-        return _found(best)
+    if num_steps < 2 or num_ranks < 2 or given.get("stay") or not meet:
+        return _found(best, all_costs, all_homes, num_ranks)
+    speeds, equal = given.get("speeds"), given.get("counts", "equal") == "equal"
+    weights = np.ones(num_ranks) if speeds is None else np.asarray(speeds, np.float64)
     bounds = step_bounds(all_costs, loaded, num_steps, weights, equal=equal)
     if not (bounds.bound > GIANT * bounds.mean).any():
-        return _found(best)
+        return _found(best, all_costs, all_homes, num_ranks)
     for fill in FILLS:
         which = regroup(all_costs, loaded, num_steps, weights, equal=equal, fill=fill)
         if (which == loaded).all():
@@ -134,10 +135,19 @@ def partition_window(
         reachable = step_bounds(all_costs, which, num_steps, weights, equal=equal).bound.sum()
         if found.total <= MISSED * reachable:
             break
-    return _found(best)
+    return _found(best, all_costs, all_homes, num_ranks)
 
 
-def _found(best: WindowPartition | PartitionError) -> WindowPartition:
+def _found(
+    best: WindowPartition | PartitionError, costs: NDArray[Any], homes: NDArray[Any], num_ranks: int
+) -> WindowPartition:
     if isinstance(best, PartitionError):
         raise best
-    return best
+    if best.loaded is None or not best.changed:
+        return best
+    parts = best.partitions
+    before = np.bincount(best.loaded * num_ranks + homes, costs, len(parts) * num_ranks).reshape(len(parts), -1)
+    return replace(
+        best,
+        partitions=tuple(replace(part, home_loads=loads) for part, loads in zip(parts, before, strict=True)),
+    )

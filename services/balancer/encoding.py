@@ -54,7 +54,7 @@ def _identity(instance: int, decision: Decision) -> bytes:
 
 def _balanced(instance: int, rank: int, plan: RoundPlan) -> bytes:
     shared = _shared(instance, plan)
-    num_batches = len(shared.batches)
+    num_batches = shared.num_batches
     begin, end = shared.home_begin[rank], shared.home_begin[rank + 1]
     groups = shared.source_begin[rank * num_batches : (rank + 1) * num_batches + 1]
     first, last = groups[0], groups[-1]
@@ -81,7 +81,8 @@ class _Shared(NamedTuple):
 
     head: bytes
     balance: bytes  # of the round; the rank's own loads follow
-    batches: list[bytes]  # the same of each batch
+    batches: list[bytes]  # the same of each batch of a window
+    num_batches: int
     worst: int
     loads_before: list[list[float]]  # by rank and batch
     loads_after: list[list[float]]
@@ -107,7 +108,10 @@ def _shared(instance: int, plan: RoundPlan) -> _Shared:
     return _Shared(
         head=head,
         balance=_open_balance(_BALANCE, plan.figures, plan.seconds),
-        batches=[_open_balance(_BATCH_BALANCES, figures, plan.seconds) for figures in plan.batches],
+        batches=[_open_balance(_BATCH_BALANCES, figures, plan.seconds) for figures in plan.batches]
+        if slices.steps is not None
+        else [],
+        num_batches=slices.num_batches,
         worst=plan.worst,
         loads_before=plan.loads_before.T.tolist(),
         loads_after=plan.loads_after.T.tolist(),

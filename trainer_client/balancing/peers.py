@@ -129,15 +129,7 @@ class Twin:
     taken: int = 0
 
     @classmethod
-    def of(
-        cls,
-        number: int,
-        flats: Sequence[FlatBatch],
-        lengths: Lengths,
-        *,
-        exhausted: bool,
-        values: bool,
-    ) -> Twin:
+    def of(cls, number: int, flats: Sequence[FlatBatch], lengths: Lengths, *, exhausted: bool, values: bool) -> Twin:
         """That of a round.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.api import imbalance
+from evenkeel.partitioning.api import evenness
 from evenkeel.partitioning.rounds import Figures, RankPlan
 from trainer_client.balancing.agreement import Verdict
 from trainer_client.balancing.options import BalanceOptions
@@ -42,7 +42,7 @@ def report_round(
                 home_loads=home_loads,
                 own_load=plan.loads[batch] if plan.loads else float(home_loads[rank]),
                 max_load=figures.max_load_after,
-                imbalance_before=imbalance(home_loads, speeds),
+                imbalance_before=evenness(home_loads, speeds)[1],
                 imbalance=figures.imbalance_after,
                 lower_bound=figures.lower_bound,
                 samples=sum(vote.samples for vote in of_batch),
@@ -61,8 +61,7 @@ def _as_loaded(
     votes: list[Vote], loads: NDArray[np.float64], speeds: NDArray[np.float64] | None, own_size: int
 ) -> Figures:
     """Those of a batch that nobody has planned, as far as the votes tell; its size is that on this rank."""
-    mean, even = float(loads.mean()), imbalance(loads, speeds)
-    largest = float((loads if speeds is None else loads / speeds).max())
+    mean, (largest, even) = float(loads.mean()), evenness(loads, speeds)
     # The bound is that of free counts and equal speeds, which holds for every way of balancing.
     bound = max(mean, *(vote.heaviest for vote in votes)) if speeds is None else float("nan")
     return Figures(

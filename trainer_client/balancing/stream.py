@@ -366,8 +366,7 @@ class BatchStream:
         device: torch.device | str | None,
     ) -> Ticket:
         current = self._pass
-        assert current is not None
-        assert current.number is not None
+        assert current is not None and current.number is not None  # noqa: PT018
         assert self._groups is not None and self._worker is not None  # noqa: PT018
         number, self._next_round = self._next_round, self._next_round + 1
         asked = self._worker.asks(number, current.number)

@@ -85,14 +85,12 @@ def move_overlapping(flat: FlatBatch, pieces: list[Slice], world_size: int) -> l
 
 
 def compiled_by(flat: FlatBatch, piece: Slice, world_size: int) -> dict[str, tuple[int, int]]:
-    """In a rank: machine code versions of each kernel after warm-up, and after a redistribution by read-only slices."""
+    """In a rank: machine code versions of each kernel after warm-up, and after a redistribution."""
     from trainer_client.balancing.redistribution import copies, moves, warm_up
 
     kernels = [copies._describe_samples, copies._copy, moves._measure, moves._describe]
     warm_up()
     before = [len(each.signatures) for each in kernels]
-    for name in Slice.__slots__[1:]:
-        getattr(piece, name).flags.writeable = False
     redistribute(flat, piece, group=group_of(world_size))
     return {each.__name__: (count, len(each.signatures)) for each, count in zip(kernels, before, strict=True)}
 

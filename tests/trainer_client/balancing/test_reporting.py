@@ -1,0 +1,53 @@
+"""What a round's report says of it, whoever planned it or whether nobody did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from evenkeel.partitioning.rounds import Figures, RankPlan
+from evenkeel.partitioning.samples import RankSamples
+from trainer_client.balancing.agreement import Mode, Reason, Verdict
+from trainer_client.balancing.options import BalanceOptions
+from trainer_client.balancing.report import RoundReport
+from trainer_client.balancing.reporting import report_round
+from trainer_client.balancing.tickets import nothing_to_do
+from trainer_client.balancing.votes import Vote
+
+SAMPLES = RankSamples(costs=np.array([4, 6]), lengths=np.array([[1], [2]]), sizes=np.array([8, 16]), batch_sizes=(2,))
+VOTES = [Vote(round=0, samples=2, load=10.0, heaviest=6.0), Vote(round=0, samples=1, load=10.0, heaviest=10.0)]
+
+
+def report(plan: RankPlan, mode: Mode, **options: object) -> RoundReport:
+    ticket = nothing_to_do()
+    ticket.samples = SAMPLES
+    verdict = Verdict(mode=mode, reason=Reason.NONE)
+    chosen = BalanceOptions(**options)  # type: ignore[arg-type]
+    (only,) = report_round(ticket, VOTES, verdict, plan=plan, rank=0, options=chosen, wait_seconds=0.5)
+    return only
+
+
+@pytest.mark.parametrize("speeds", [None, [1.0, 2.0]])
+def test_without_a_plan_a_batch_is_as_even_as_it_was_loaded(speeds: list[float] | None) -> None:
+    found = report(RankPlan.staying(0, SAMPLES, 1), Mode.IDENTITY, speeds=speeds)
+    times = np.array([10.0, 10.0]) / np.array(speeds or [1.0, 1.0])
+    assert found.imbalance_before == found.imbalance == times.max() / times.mean(), "max/mean of load over speed"
+    assert found.max_load == times.max()
+    assert (found.own_load, found.samples, found.own_samples, found.moved_samples) == (10.0, 3, 2, 0)
+    assert (found.size, found.moved_size, found.wait_seconds) == (24, 0, 0.5)
+    assert found.lower_bound == 10.0 or (speeds and np.isnan(found.lower_bound))
+
+
+def test_a_plan_tells_its_own_figures() -> None:
+    figures = Figures(
+        mean_load=10.0, max_load_before=10.0, max_load_after=7.0, imbalance_before=4 / 3, imbalance_after=1.05,
+        lower_bound=6.67, samples=3, moved_samples=1, size=40, moved_size=16, moved_size_between_nodes=16,
+    )  # fmt: skip
+    plan = replace(RankPlan.staying(0, SAMPLES, 1), figures=(figures,), loads=(7.0,), seconds=0.25)
+    found = report(plan, Mode.SERVICE, speeds=[1.0, 2.0])
+    assert (found.own_load, found.max_load, found.imbalance, found.lower_bound) == (7.0, 7.0, 1.05, 6.67)
+    assert (found.moved_samples, found.size, found.moved_size, found.partition_seconds) == (1, 40, 16, 0.25)
+    assert found.imbalance_before == pytest.approx(4 / 3)
+    assert found.moved_share == 0.4
