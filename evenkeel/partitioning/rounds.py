@@ -180,8 +180,8 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
     The same arguments give the same plan on every machine; it has no digest yet.
 
     Raises:
-        PartitionError: if no assignment within the memory caps was found.
-        ValueError: if an argument is wrong; the message names it and its remedy.
+        PartitionError: If no assignment within the memory caps was found.
+        ValueError: If an argument is wrong; the message names it and its remedy.
     """
     counts, sizes = samples.counts_at_home, samples.moving_sizes
     homes = np.repeat(np.arange(samples.num_ranks, dtype=np.int32), counts)

@@ -220,7 +220,7 @@ def checked_steps(steps: ArrayLike | None, num_samples: int, num_steps: int) -> 
     """The batch of the window of each sample; None: all are of one batch.
 
     Raises:
-        ValueError: if a sample has none, or the window has no batch.
+        ValueError: If a sample has none, or the window has no batch.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; pass the number of batches of the window, at least 1")
@@ -257,7 +257,7 @@ def slice_plan(
         The slices of all ranks; a rank has at most as many sources as it receives samples.
 
     Raises:
-        ValueError: if the shapes disagree, a destination is no rank or a step no batch.
+        ValueError: If the shapes disagree, a destination is no rank or a step no batch.
     """
     ranks, counts, values = _plan_arrays(destinations, counts_at_home, lengths)
     batches = checked_steps(steps, ranks.size, num_steps)
@@ -289,7 +289,7 @@ def plan_digest(
         num_steps: batches of the window.
 
     Raises:
-        ValueError: if the shapes disagree.
+        ValueError: If the shapes disagree.
     """
     ranks, counts, values = _plan_arrays(destinations, counts_at_home, lengths)
     batches = checked_steps(steps, ranks.size, num_steps)

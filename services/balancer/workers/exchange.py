@@ -55,7 +55,7 @@ def read_result(arena: Arena, nbytes: int) -> RoundPlan | PlanFailure:
     """Reads the outcome of a partition; its arrays are copies.
 
     Raises:
-        MessageError: if it is none.
+        MessageError: If it is none.
     """
     header, arrays = arena.read(nbytes)
     try:
