@@ -24,9 +24,9 @@ def evenness(loads: Sums, speeds: NDArray[np.float64] | None = None) -> tuple[fl
         loads: (num_ranks,) summed cost of each rank.
         speeds: (num_ranks,) relative speeds; None: all equal.
     """
-    times = loads if speeds is None else loads / speeds
-    largest, total = float(np.maximum.reduce(times)), float(np.add.reduce(times))
-    return largest, largest * times.size / total if total > 0 else 1.0
+    times = (loads if speeds is None else loads / speeds).tolist()  # faster than arrays of a few numbers
+    largest, total = float(max(times)), float(sum(times))
+    return largest, largest * len(times) / total if total > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

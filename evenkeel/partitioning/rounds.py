@@ -224,7 +224,7 @@ def _figures(part: Partition, size: int) -> Figures:
     max_before, imbalance_before = evenness(part.home_loads, part.speeds)
     max_after, imbalance_after = evenness(part.loads, part.speeds)
     return Figures(
-        mean_load=float(np.add.reduce(part.loads)) / part.loads.size,
+        mean_load=float(sum(part.loads.tolist())) / part.loads.size,
         max_load_before=max_before,
         max_load_after=max_after,
         imbalance_before=imbalance_before,

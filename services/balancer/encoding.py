@@ -54,25 +54,43 @@ def _identity(instance: int, decision: Decision) -> bytes:
 
 def _balanced(instance: int, rank: int, plan: RoundPlan) -> bytes:
     shared = _shared(instance, plan)
-    num_batches = shared.num_batches
     begin, end = shared.home_begin[rank], shared.home_begin[rank + 1]
-    groups = shared.source_begin[rank * num_batches : (rank + 1) * num_batches + 1]
-    first, last = groups[0], groups[-1]
-    before, after = shared.loads_before[rank], shared.loads_after[rank]
-    parts = [
-        shared.head,
-        *_field(_DESTINATIONS, shared.destinations[4 * begin : 4 * end]),
-        *_field(_SOURCES, shared.sources[4 * first : 4 * last]),
-        *_field(_SOURCE_COUNTS, shared.source_counts[4 * first : 4 * last]),
-        *_field(_SOURCE_TOTALS, shared.source_totals[shared.row * first : shared.row * last]),
-        shared.balance,
-        _OWN_LOADS.pack(_LOAD_BEFORE, before[shared.worst], _LOAD_AFTER, after[shared.worst]),
+    first, last = shared.source_begin[rank * shared.num_batches], shared.source_begin[(rank + 1) * shared.num_batches]
+    arrays = (
+        shared.destinations[4 * begin : 4 * end],
+        shared.sources[4 * first : 4 * last],
+        shared.source_counts[4 * first : 4 * last],
+        shared.source_totals[shared.row * first : shared.row * last],
+    )
+    steps = b"" if shared.steps is None else _batches(shared, rank)
+    return b"".join(
+        (
+            shared.head,
+            _DESTINATIONS, _varint(len(arrays[0])), arrays[0],
+            _SOURCES, _varint(len(arrays[1])), arrays[1],
+            _SOURCE_COUNTS, _varint(len(arrays[2])), arrays[2],
+            _SOURCE_TOTALS, _varint(len(arrays[3])), arrays[3],
+            shared.balance,
+            _OWN_LOADS.pack(_LOAD_BEFORE, shared.own_before[rank], _LOAD_AFTER, shared.own_after[rank]),
+            steps,
+        )
+    )  # fmt: skip
+
+
+def _batches(shared: _Shared, rank: int) -> bytes:
+    """What a rank is told of the batches of a window of several."""
+    assert shared.steps is not None
+    begin, end, count = shared.home_begin[rank], shared.home_begin[rank + 1], shared.num_batches
+    ends = shared.source_begin[rank * count : (rank + 1) * count + 1]
+    groups = b"".join(_varint(till - since) for since, till in pairwise(ends))
+    parts: list[bytes | memoryview] = [
+        _DESTINATION_STEPS,
+        _varint(4 * (end - begin)),
+        shared.steps[4 * begin : 4 * end],
     ]
-    if shared.steps is not None:  # a window of several batches
-        parts += _field(_DESTINATION_STEPS, shared.steps[4 * begin : 4 * end])
-        parts += _field(_SOURCE_GROUPS, b"".join(_varint(till - since) for since, till in pairwise(groups)))
-        for balance, own_before, own_after in zip(shared.batches, before, after, strict=True):
-            parts += (balance, _OWN_LOADS.pack(_LOAD_BEFORE, own_before, _LOAD_AFTER, own_after))
+    parts += (_SOURCE_GROUPS, _varint(len(groups)), groups)
+    for balance, before, after in zip(shared.batches, shared.loads_before, shared.loads_after, strict=True):
+        parts += (balance, _OWN_LOADS.pack(_LOAD_BEFORE, before[rank], _LOAD_AFTER, after[rank]))
     return b"".join(parts)
 
 
@@ -83,8 +101,9 @@ class _Shared(NamedTuple):
     balance: bytes  # of the round; the rank's own loads follow
     batches: list[bytes]  # the same of each batch of a window
     num_batches: int
-    worst: int
-    loads_before: list[list[float]]  # by rank and batch
+    own_before: list[float]  # by rank, in the least even batch
+    own_after: list[float]
+    loads_before: list[list[float]]  # by batch of a window, and rank
     loads_after: list[list[float]]
     home_begin: list[int]
     source_begin: list[int]
@@ -105,16 +124,16 @@ def _shared(instance: int, plan: RoundPlan) -> _Shared:
         detail=plan.detail,
     ).SerializeToString()
     slices = plan.slices
+    windowed = slices.steps is not None
     return _Shared(
         head=head,
         balance=_open_balance(_BALANCE, plan.figures, plan.seconds),
-        batches=[_open_balance(_BATCH_BALANCES, figures, plan.seconds) for figures in plan.batches]
-        if slices.steps is not None
-        else [],
+        batches=[_open_balance(_BATCH_BALANCES, figures, plan.seconds) for figures in plan.batches] if windowed else [],
         num_batches=slices.num_batches,
-        worst=plan.worst,
-        loads_before=plan.loads_before.T.tolist(),
-        loads_after=plan.loads_after.T.tolist(),
+        own_before=plan.loads_before[plan.worst].tolist(),
+        own_after=plan.loads_after[plan.worst].tolist(),
+        loads_before=plan.loads_before.tolist() if windowed else [],
+        loads_after=plan.loads_after.tolist() if windowed else [],
         home_begin=slices.home_begin.tolist(),
         source_begin=slices.source_begin.tolist(),
         destinations=_as_bytes(slices.destinations, "<i4"),
@@ -130,10 +149,6 @@ def _open_balance(tag: bytes, figures: Figures, seconds: float) -> bytes:
     """A balance to which a rank's own loads are still to be added."""
     balance = balance_message(figures, seconds).SerializeToString()
     return tag + _varint(len(balance) + _OWN_LOADS.size) + balance
-
-
-def _field(tag: bytes, content: bytes | memoryview) -> tuple[bytes, bytes, bytes | memoryview]:
-    return tag, _varint(len(content)), content
 
 
 def _as_bytes(array: NDArray[Any], dtype: str) -> memoryview:
