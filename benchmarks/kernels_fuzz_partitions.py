@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -241,7 +242,11 @@ def check_window(rng: Rng) -> str:
     for step, part in enumerate(found.partitions):
         own = found.steps == step
         cut = {key: value[own] if key in ("sizes", "memory") else value for key, value in given.items()}
-        check_answer(part, costs[own], homes[own], num_ranks, cut)
+        loaded = np.bincount(homes[steps == step], costs[steps == step], num_ranks)
+        assert np.allclose(part.home_loads, loaded, rtol=1e-9, atol=0), "as the batch was loaded"
+        at_home = np.zeros(num_ranks, costs.dtype)
+        np.add.at(at_home, homes[own], costs[own])
+        check_answer(replace(part, home_loads=at_home), costs[own], homes[own], num_ranks, cut)
         assert (found.destinations[own] == part.destinations).all()
     lengths = rng.integers(0, 2**31, (n, 2))
     at_home = np.bincount(homes, minlength=num_ranks)
