@@ -106,6 +106,11 @@ def _names_share(program: Program, message: str) -> bool:
     return told and any(len(layouts) > 1 for layouts in streams.values())
 
 
+def _has_batches(program: Program, rank: int) -> bool:
+    """Whether a rank has batches of every loader."""
+    return all(plan.sizes[rank // program.peers] for plan in program.loaders)
+
+
 def _judge_errors(program: Program, outcome: Outcome, verdict: Verdict) -> None:
     told = [
         "went on" if answer is None else f"{answer['error']}: {answer['message']}" if "error" in answer else "ended"
@@ -113,7 +118,12 @@ def _judge_errors(program: Program, outcome: Outcome, verdict: Verdict) -> None:
     ]
     names = {answer["error"].rpartition(".")[2] for answer in outcome.answers if answer and "error" in answer}
     if any(_names_share(program, text) for text in told):  # that rank ends, and others that need it with it
-        told = [text for text in told if "Connection closed by peer" not in text]
+        told = [
+            text
+            for rank, text in enumerate(told)
+            if "Connection closed by peer" not in text
+            and (text != "ended" or _has_batches(program, rank))  # without one it cannot know: the others have left
+        ]
     # each rank names itself where it is the one that was found out
     alike = {re.sub(r"^(\S+: )rank \d+ ", r"\1rank N ", text) for text in told}
     if len(alike) == 1 and (names <= refusals(program) or _names_share(program, told[0])):
