@@ -19,7 +19,7 @@ from tests.trainer_client.balancing.jobs import SPEC, Job, _Source, cost_of
 from trainer_client import BalancedLoader, BalanceOptions
 
 WIDTH = 6
-STEPS = (200, 190, 120)
+STEPS = (120, 112, 70)
 UNIT = 2.0**-53
 
 
