@@ -6,7 +6,6 @@ import ast
 import contextlib
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -170,10 +169,7 @@ def planner_example() -> Any:
     status, text = get("http://127.0.0.1:8080/openapi.json")
     assert status == 200, text
     document = json.loads(text)
-    operation = document["paths"]["/v1/plans"]["post"]
-    name = re.findall(r"#/components/schemas/(\w+)", json.dumps(operation["requestBody"]))[0]
-    schema = document["components"]["schemas"][name]
-    return schema.get("examples", [schema.get("example")])[0]
+    return document["paths"]["/v1/plans"]["post"]["requestBody"]["content"]["application/json"]["example"]
 
 
 @dataclass(frozen=True, slots=True)
