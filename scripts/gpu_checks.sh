@@ -45,8 +45,9 @@ step copies "$python" -m tests.trainer_client.balancing.redistribution.cuda_chec
 step nvrtc "$python" -m tests.trainer_client.embedding.routing.nvrtc_checks
 for tool in memcheck racecheck; do
   if command -v compute-sanitizer >/dev/null; then
-    for part in routing redistribution; do
-      step "$tool-$part" compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m "tests.trainer_client.$part.cuda_checks" --few
+    for part in embedding.routing balancing.redistribution; do
+      step "$tool-${part#*.}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+        "$python" -m "tests.trainer_client.$part.cuda_checks" --few
     done
   else
     left_out "$tool" "compute-sanitizer is not there"

@@ -43,7 +43,6 @@ def start(
     with torch.cuda.stream(side):
         moved = flat if on_device else flat.pin_memory().to(where, non_blocking=True)
         side.wait_stream(torch.cuda.current_stream(where))
-        side.wait_stream(torch.cuda.default_stream(where))
         result = gather_and_select(moved, piece, group, world_size)
         _ = result.lengths_tensor
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -370,7 +370,6 @@ class BatchStream:
         assert self._groups is not None and self._worker is not None  # noqa: PT018
         number, self._next_round = self._next_round, self._next_round + 1
         asked = self._worker.asks(number, current.number)
-        timeout = self._options.timeout.total_seconds()
         ticket = Ticket(
             round=number,
             pass_number=current.number,
@@ -381,7 +380,7 @@ class BatchStream:
             drop_last=drop_last,
             problem=problem,
             asked=asked,
-            deadline=time.monotonic() + timeout,
+            deadline=time.monotonic() + self._options.timeout.total_seconds(),
             twin=None
             if self._groups.peers is None
             else Twin.of(number, flats, samples.lengths, exhausted=exhausted, values=number == 0),

@@ -56,10 +56,9 @@ def start(
     where = torch.device(device) if device is not None else found
     world_size = 1 if group is None else dist.get_world_size(group)
     _check(flat, piece, group, world_size)
-    exchanges = world_size > 1
     if where is None or where.type != "cuda":
         flat = (flat if where is None else flat.to(where)).plain()
-        if exchanges and where is not None:
+        if world_size > 1 and where is not None:
             return Pending(exchange(flat, piece, group, prepare(flat, piece, world_size, where), where))
         return Pending(lambda: flat)
     if where == torch.device("cuda"):
@@ -68,7 +67,7 @@ def start(
     current = torch.cuda.current_stream(where)
     on_device = found is not None and found.type == "cuda"
     flat = (flat.to(where) if on_device else flat).plain()
-    landing = prepare(flat, piece, world_size, where) if exchanges else None
+    landing = prepare(flat, piece, world_size, where) if world_size > 1 else None
     with torch.cuda.stream(side):
         # From memory that is not pinned the host would wait for the copies, and so for work queued before them.
         moved = flat if on_device else flat.pin_memory().to(where, non_blocking=True)
