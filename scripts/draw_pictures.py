@@ -104,7 +104,7 @@ def agreement() -> Picture:
     picture = Picture(800, 270, "Every rank evaluates the same function of the same votes")
     for rank in range(3):
         y = 30 + 74 * rank
-        picture.box(16, y, 150, 54, f"rank {rank}\nits vote, 88 bytes")
+        picture.box(16, y, 150, 54, f"rank {rank}\nits vote, 96 bytes")
         picture.arrow(166, y + 27, 236, 128)
         picture.box(380, y, 130, 54, f"decide(votes)\non rank {rank}", BLUE)
         picture.arrow(334, 128, 380, y + 27)

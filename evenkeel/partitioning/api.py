@@ -121,6 +121,7 @@ def partition(
     nodes: ArrayLike | None = None,
     min_samples: int = 0,
     stay: bool = False,
+    given: NDArray[np.int32] | None = None,
 ) -> Partition:
     """Assign each sample to a rank so that no rank has much more to do than the others.
 
@@ -143,6 +144,7 @@ def partition(
         min_samples: with free counts, samples that each rank gets at least, while there are enough for all and the
             memory caps have room; equal counts give every rank floor of n/num_ranks anyway.
         stay: every sample stays at home but those that `min_samples` needs elsewhere; nothing is balanced.
+        given: (n,) the rank that each sample goes to, where that has been decided before; nothing is balanced.
 
     Returns:
         The assignment with its loads, the lower bound beside it, and what moves.
@@ -169,7 +171,10 @@ def partition(
     )
     check_possible(problem)
     terms = problem.terms
-    destinations = chosen(problem) if problem.num_ranks > 1 and terms.costs.size else terms.homes.copy()
+    if given is not None:
+        destinations = given
+    else:
+        destinations = chosen(problem) if problem.num_ranks > 1 and terms.costs.size else terms.homes.copy()
     if min_samples:
         destinations = fill(problem, destinations, min_samples)
     if memory is not None and memory_caps is not None:

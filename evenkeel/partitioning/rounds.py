@@ -185,6 +185,8 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
     """
     counts, sizes = samples.counts_at_home, samples.moving_sizes
     homes = np.repeat(np.arange(samples.num_ranks, dtype=np.int32), counts)
+    if samples.given is not None:
+        options = replace(options.spreading(), min_samples=0)
     window = partition_window(
         samples.costs,
         homes,
@@ -192,6 +194,7 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
         samples.num_ranks,
         samples.num_batches,
         meet=options.meet,
+        given=samples.given,
         strategy=options.strategy,
         sizes=sizes,
         counts=options.counts,

@@ -47,6 +47,8 @@ class RankSamples:
         sizes: (n,) int64, bytes that moving each sample takes; None: the sum of its lengths.
         memory: (n,) float64, what the memory caps count; None: nothing.
         batch_sizes: samples of each of the rank's batches, in order; empty: all are of one.
+        given: (n,) int64, the batch of the window and the rank that train each sample, as batch << 32 | rank, where
+            that has been decided before; None: it is to be found.
     """
 
     costs: NDArray[np.int64] | NDArray[np.float64]
@@ -54,6 +56,7 @@ class RankSamples:
     sizes: NDArray[np.int64] | None = None
     memory: NDArray[np.float64] | None = None
     batch_sizes: tuple[int, ...] = ()
+    given: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.costs)
@@ -95,6 +98,8 @@ class RankSamples:
         if with_memory:
             assert self.memory is not None
             columns.append(self.memory.view(np.int64))
+        if self.given is not None:
+            columns.append(self.given)
         return np.concatenate([np.stack(columns, axis=1), self.lengths.astype(np.int64, copy=False)], axis=1)
 
 
@@ -109,6 +114,7 @@ class RoundSamples:
         sizes: (n,) int64, or None for the sum of its lengths.
         memory: (n,) float64 or None.
         nodes: (ranks,) int32, number of each rank's host; None when there is at most one.
+        given: (n,) int64 or None; see `RankSamples`.
     """
 
     batch_sizes: NDArray[np.int64]
@@ -117,6 +123,7 @@ class RoundSamples:
     sizes: NDArray[np.int64] | None = None
     memory: NDArray[np.float64] | None = None
     nodes: NDArray[np.int32] | None = None
+    given: NDArray[np.int64] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -187,6 +194,7 @@ class RoundSamples:
         num_fields: int,
         as_float: bool,
         with_memory: bool,
+        with_given: bool = False,
     ) -> RoundSamples:
         """Reads what `RankSamples.rows` gave on each rank.
 
@@ -195,17 +203,19 @@ class RoundSamples:
             batch_sizes, nodes: see above.
             num_fields: jagged fields.
             as_float, with_memory: as given to `rows`.
+            with_given: the ranks' samples have `given`.
         """
-        first = 3 if with_memory else 2
+        first = 2 + with_memory + with_given
         table = np.concatenate([np.frombuffer(row, dtype="<i8").reshape(-1, first + num_fields) for row in rows])
-        costs, sizes, *memory = (np.ascontiguousarray(table[:, column]) for column in range(first))
+        costs, sizes, *others = (np.ascontiguousarray(table[:, column]) for column in range(first))
         return cls(
             batch_sizes=batch_sizes,
             costs=costs.view(np.float64) if as_float else costs,
             lengths=np.ascontiguousarray(table[:, first:]),
             sizes=sizes,
-            memory=memory[0].view(np.float64) if memory else None,
+            memory=others[0].view(np.float64) if with_memory else None,
             nodes=nodes,
+            given=others[-1] if with_given else None,
         )
 
 

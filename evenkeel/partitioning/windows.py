@@ -25,7 +25,8 @@ MISSED = 1.01
 # A batch that is full to the brim of heavy samples is the hardest to partition: the last promille would cost most of
 # the time and gain nothing beside what meeting gains.
 TOLERANCE = 5e-3
-_OF_SAMPLES = ("sizes", "memory")  # of the options of `partition`
+_OF_SAMPLES = ("sizes", "memory", "given")  # of the options of `partition`
+_RANK = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ def partition_window(
     num_steps: int,
     *,
     meet: bool = True,
+    given: NDArray[np.int64] | None = None,
     **options: Unpack[Options],
 ) -> WindowPartition:
     """Assign each sample of a window to one of its batches and a rank.
@@ -88,6 +90,7 @@ def partition_window(
         num_ranks: Number of ranks.
         num_steps: Number of batches K.
         meet: Whether samples may change their batch; without, a window costs no more than its batches.
+        given: (n,) batch << 32 | rank of each sample, where that has been decided before; None: it is to be found.
         **options: As for `partition`; the caps hold in each batch, and with `stay` samples do not change their batch.
 
     Raises:
@@ -97,17 +100,20 @@ def partition_window(
     all_costs, all_homes = np.asarray(costs), np.asarray(homes)
     loaded = checked_steps(steps, all_costs.size, num_steps)
     if loaded is None:
-        only = partition(all_costs, all_homes, num_ranks, **options)
+        ranks = None if given is None else (given & _RANK).astype(np.int32)
+        only = partition(all_costs, all_homes, num_ranks, given=ranks, **options)
         return WindowPartition(steps=None, loaded=None, destinations=only.destinations, partitions=(only,))
-    given: dict[str, Any] = {**options}
-    of_samples = {name: np.asarray(given[name]) for name in _OF_SAMPLES if given.get(name) is not None}
+    chosen: dict[str, Any] = {**options}
+    if given is not None:
+        chosen["given"] = (given & _RANK).astype(np.int32)
+    of_samples = {name: np.asarray(chosen[name]) for name in _OF_SAMPLES if chosen.get(name) is not None}
 
     def attempt(which: NDArray[np.int32], **changes: Any) -> WindowPartition | PartitionError:
         destinations = np.empty(all_costs.size, np.int32)
         parts = []
         for step in range(num_steps):
             own = np.flatnonzero(which == step)
-            how = {**given, **changes, **{name: values[own] for name, values in of_samples.items()}}
+            how = {**chosen, **changes, **{name: values[own] for name, values in of_samples.items()}}
             try:
                 parts.append(partition(all_costs[own], all_homes[own], num_ranks, **how))
             except PartitionError as error:
@@ -115,10 +121,12 @@ def partition_window(
             destinations[own] = parts[-1].destinations
         return WindowPartition(steps=which, loaded=loaded, destinations=destinations, partitions=tuple(parts))
 
+    if given is not None:
+        return _found(attempt((given >> 32).astype(np.int32)), all_costs, all_homes, num_ranks)
     best = attempt(loaded)  # checks all arguments; only the caps may have failed it
-    if num_steps < 2 or num_ranks < 2 or given.get("stay") or not meet:
+    if num_steps < 2 or num_ranks < 2 or chosen.get("stay") or not meet:
         return _found(best, all_costs, all_homes, num_ranks)
-    speeds, equal = given.get("speeds"), given.get("counts", "equal") == "equal"
+    speeds, equal = chosen.get("speeds"), chosen.get("counts", "equal") == "equal"
     weights = np.ones(num_ranks) if speeds is None else np.asarray(speeds, np.float64)
     bounds = step_bounds(all_costs, loaded, num_steps, weights, equal=equal)
     if not (bounds.bound > GIANT * bounds.mean).any():
@@ -127,7 +135,7 @@ def partition_window(
         which = regroup(all_costs, loaded, num_steps, weights, equal=equal, fill=fill)
         if (which == loaded).all():
             continue
-        found = attempt(which, tolerance=max(given.get("tolerance", DEFAULT_TOLERANCE), TOLERANCE))
+        found = attempt(which, tolerance=max(chosen.get("tolerance", DEFAULT_TOLERANCE), TOLERANCE))
         if isinstance(found, PartitionError):
             continue
         if isinstance(best, PartitionError) or found.total < best.total:

@@ -40,6 +40,7 @@ class Reason(StrEnum):
     TRANSFERS_DIFFER = "transfers_differ"  # digests agree, what ranks would send and receive does not
     INVALID_COSTS = "invalid_costs"
     PARTITION_FAILED = "partition_failed"
+    RESUMED = "resumed"  # by the plan of before the job was stopped within the window
     COMPILING = "compiling"  # some rank's kernels are still being compiled
 
 
@@ -131,6 +132,7 @@ def decide(
     balance: bool,
     fallback: Fallback,
     min_samples: int = 0,
+    left: tuple[int, ...] | None = None,
 ) -> Verdict:
     """From the votes of all ranks to the round's outcome.
 
@@ -141,7 +143,10 @@ def decide(
         balance: False when the balancer is off: every sample stays at home.
         fallback: What a round does that the service did not decide.
         min_samples: Of each rank at least, while a batch has as many for all.
+        left: Batches that are left of a window that the ranks go on in, by the plan that they have; None: it is new.
     """
+    if left is not None and not any(vote.left for vote in votes):
+        return Verdict(mode=Mode.EMBEDDED, reason=Reason.RESUMED, moved=True, batches=left)
     verdict = _choose(votes, waited=waited, has_service=has_service, balance=balance, fallback=fallback)
     if verdict.mode is Mode.END or not (min_samples or any(vote.drop_last for vote in votes)):
         return verdict

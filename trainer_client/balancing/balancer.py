@@ -191,6 +191,12 @@ class Balancer:
             balance=where != "off",
         )
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank among those that balance together, and how many they are."""
+        membership = read_membership(self._process_group, self._peers)
+        return (0, 1) if membership is None else (membership.ranks.index(membership.own), len(membership.ranks))
+
     def stream(self, loader: str = "train") -> BatchStream:
         """The stream of batches of one loader; each loader has rounds of its own."""
         if loader not in self._streams:

@@ -96,6 +96,7 @@ def vote_on(ticket: Ticket, decision: ServiceDecision | None, *, window: int, re
         schema=int.from_bytes(schema.hash[:8], "little"),
         load=float(costs.sum()),
         heaviest=float(costs.max(initial=0)),
+        resumed=0 if ticket.resumed is None else ticket.resumed.token,
         num_batches=len(ticket.samples.batch_sizes),
         batches=batch_votes(ticket.samples, received),
     )

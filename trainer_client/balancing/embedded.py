@@ -18,6 +18,7 @@ from trainer_client.balancing.casting import batch_votes
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.reporting import report_round
+from trainer_client.balancing.resume import check_resumed
 from trainer_client.balancing.tickets import Outcome, Ticket
 from trainer_client.balancing.votes import Vote
 
@@ -59,6 +60,7 @@ def balance_embedded(
         num_fields=samples.lengths.shape[1],
         as_float=as_float,
         with_memory=with_memory,
+        with_given=samples.given is not None,
     )
     how = options.of_rounds
     try:
@@ -68,17 +70,22 @@ def balance_embedded(
     return replace(plan, seconds=time.perf_counter() - started).of(groups.rank)
 
 
-def decide_alone(ticket: Ticket, options: BalanceOptions, template: FlatBatch) -> Outcome:
+def decide_alone(name: str, ticket: Ticket, options: BalanceOptions, template: FlatBatch) -> Outcome:
     """The outcome in a world of one rank, which agrees with itself."""
+    check_resumed(name, [ticket.resumed])
     costs, samples = ticket.samples.costs, ticket.samples
     vote = Vote(
         round=ticket.round, samples=len(costs), exhausted=ticket.exhausted, drop_last=ticket.drop_last,
         load=float(costs.sum()), heaviest=float(costs.max(initial=0)), num_batches=len(samples.batch_sizes),
         batches=batch_votes(samples, [0] * options.window),
     )  # fmt: skip
+    half = None if ticket.resumed is None else ticket.resumed.half
     verdict = decide(
-        [vote], waited=False, has_service=False, balance=False, fallback="identity", min_samples=options.min_samples
-    )
+        [vote], waited=False, has_service=False, balance=False, fallback="identity", min_samples=options.min_samples,
+        left=None if half is None else half.left,
+    )  # fmt: skip
+    if half is not None:
+        verdict = replace(verdict, moved=False, last=half.last)
     if verdict.mode is Mode.IDENTITY:
         verdict = replace(verdict, reason=_caps_kept(ticket, options))
     plan = RankPlan.staying(0, samples, options.window)

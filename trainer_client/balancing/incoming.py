@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, FlatBatch, is_on_device
 from trainer_client.balancing.options import MAX_WINDOW
+from trainer_client.balancing.places import Place, Source
 from trainer_client.balancing.tickets import Cost
 
 _AHEAD = 1  # batches that are read before they are needed, so that a training step lies between copy and use
@@ -24,7 +25,7 @@ class Incoming:
     lengths, its integers and what the cost says are copied meanwhile.
     """
 
-    def __init__(self, source: Iterator[Any], *, cost: Cost, memory: Cost | None, spec: BatchSpec | None) -> None:
+    def __init__(self, source: Source, *, cost: Cost, memory: Cost | None, spec: BatchSpec | None) -> None:
         """Reads nothing yet.
 
         Args:
@@ -40,6 +41,7 @@ class Incoming:
         self._memory = None if memory is None else _Reader(memory)
         self._on_device: bool | None = None
         self._arriving: deque[Arriving] = deque()
+        self._places: deque[Place] = deque()  # before each batch that arrives
 
     @property
     def cost(self) -> Cost:
@@ -51,11 +53,17 @@ class Incoming:
         """The memory of what comes out here."""
         return None if self._memory is None else self._memory.of
 
+    @property
+    def place(self) -> Place:
+        """Where the loader was before the batch that comes out next."""
+        return self._places[0] if self._places else self._source.place
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         while len(self._arriving) <= _AHEAD:
+            place = None if self._on_device is False else self._source.place
             try:
                 batch = next(self._source)
             except StopIteration:
@@ -64,10 +72,13 @@ class Incoming:
                 self._on_device = is_on_device(batch, self._spec)
             if not self._on_device:
                 return batch
+            assert place is not None
+            self._places.append(place)
             parts = [reader.begin(batch) for reader in self._readers()]
             self._arriving.append(Arriving(batch, self._spec, [value for part in parts for value in part]))
         if not self._arriving:
             raise StopIteration
+        self._places.popleft()
         flat, values = self._arriving.popleft().get()
         for reader in self._readers():
             reader.end(flat, values)

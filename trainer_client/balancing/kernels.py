@@ -27,7 +27,8 @@ class Kernels:
         name: The stream's.
         rank: This rank; the first one tells for all.
         device: Where batches will be.
-        wait: Compile before the first round: a batch as loaded might exceed a memory cap, or have too few samples.
+        wait: Compile before the first round: a batch as loaded might exceed a memory cap, have too few samples, or be
+            one that a resumed run has to divide as before.
     """
 
     def __init__(self, name: str, rank: int, device: torch.device | str | None, *, wait: bool) -> None:

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from trainer_client.balancing.agreement import Verdict
+from trainer_client.balancing.agreement import Reason, Verdict
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import BatchSpec, FlatBatch
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.passes import Pass
+from trainer_client.balancing.places import Place, Source
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, RoundReport
+from trainer_client.balancing.resume import (
+    HalfWindow,
+    LoaderState,
+    Resumed,
+    ResumeError,
+    check_resumed,
+    state_for,
+)
 from trainer_client.balancing.stream import BatchStream
 from trainer_client.balancing.tickets import Cost, Ticket
 
+logger = logging.getLogger(__name__)
+
 B = TypeVar("B")
 _NO_MORE: Any = object()
+MAX_AHEAD = 64
+"""Batches that a pipeline may hold, so far back that a state can be asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """What has been handed over: where the loader was, the batches of this pass, what is left of a window."""
+
+    source: Place | None = None
+    batches: int = 0
+    half: HalfWindow | Callable[[], HalfWindow] | None = None
 
 
 class BalancedLoader(Generic[B]):
@@ -77,6 +101,9 @@ class BalancedLoader(Generic[B]):
         self._drop_last = drop_last
         self._report: RoundReport | None = None
         self._used: BatchStream | None = None  # by the latest loop
+        self._resume: LoaderState | None = None  # which the next loop goes on from
+        self._handed: deque[_Position] = deque([_Position()], maxlen=MAX_AHEAD + 1)  # after each batch, the latest last
+        self._finished = False
 
     @property
     def report(self) -> RoundReport:
@@ -143,13 +170,66 @@ class BalancedLoader(Generic[B]):
             raise AttributeError(f"the wrapped {type(self.loader).__name__} has no {name}", name=name, obj=self)
         return getattr(self.loader, name)
 
+    def state_dict(self, *, ahead: int = 0) -> dict[str, Any]:
+        """What has been handed over of this rank's data, as plain values: what is needed to go on from there.
+
+        At any time, from the loop's thread; what was read ahead, is in flight or under way counts as not handed over.
+        A batch counts as soon as the loop has it. Of a pass that is over, the state is the beginning of the next.
+
+        Args:
+            ahead: How many of the batches handed over have not been trained: what a pipeline holds.
+
+        Raises:
+            ValueError: If so many batches back is further than the loader remembers.
+        """
+        if self._resume is not None:
+            return self._resume.to_state()
+        if not 0 <= ahead <= MAX_AHEAD:
+            raise ValueError(f"ahead is {ahead}; use 0 to {MAX_AHEAD} batches that a pipeline holds")
+        position = self._handed[max(0, len(self._handed) - 1 - ahead)]
+        rank, world_size = self._balancer.place
+        half = position.half
+        return LoaderState(
+            name=self._name,
+            rank=rank,
+            world_size=world_size,
+            batches=position.batches,
+            finished=self._finished and position is self._handed[-1],
+            source=position.source,
+            half=half() if callable(half) else half,
+        ).to_state()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Lets the next loop go on from a state: the first batch is the one that would have come next.
+
+        Call it on all ranks with states of one checkpoint; that they fit together is checked when the loop begins, on
+        all ranks alike (`ResumeError`). The same number of ranks goes on bit for bit. Another one can go on if the data
+        are those of the whole job: with the samplers of `trainer_client.balancing.sampling`, or a loader that has
+        `load_state_dicts(states of all ranks)`.
+
+        Args:
+            state: This rank's, of `state_dict`; or those of all ranks by rank, which another number of ranks needs that
+                goes on within a window, or over data that are not of the whole job.
+
+        Raises:
+            ResumeError: If it is not the state of a loader of this name, or this rank cannot go on from it.
+        """
+        given = [state] if isinstance(state, dict) else list(state)
+        if not given:
+            raise ResumeError("state is an empty list; give this rank's state, or those of all ranks")
+        states = [LoaderState.from_state(one, self._name) for one in given]
+        rank, world_size = self._balancer.place
+        self._resume = state_for(states, self.loader, rank=rank, world_size=world_size)
+
     def __iter__(self) -> Iterator[B]:
         self._used = stream = self._balancer.stream(self._name)
         current, source = self._begin(stream)
-        submitted: deque[Ticket] = deque()
+        submitted: deque[_Window] = deque()
         collected: list[Any] = []  # for the next window
+        here = self._handed[-1].source  # where the next window begins
         window: _Window | None = None  # the one that is being trained
-        moving: tuple[Pending, RoundReport] | None = None
+        moving: tuple[Pending, RoundReport, _Position] | None = None
+        batches = self._handed[-1].batches  # whose moves have begun
         has_data = True
         end: Verdict | None = None
         try:
@@ -165,35 +245,40 @@ class BalancedLoader(Generic[B]):
                     stream.open(batch if has_data else None, self._spec, self._device)
                     collected.append(batch)  # also nothing: a rank that has ended submits when the others do
                     if len(collected) == stream.options.window:
-                        submitted.append(
-                            self._submit(stream, source, [one for one in collected if one is not _NO_MORE])
-                        )
+                        begin, here = here, source.place
+                        ticket = self._submit(stream, source, [one for one in collected if one is not _NO_MORE])
+                        submitted.append(_Window(ticket, ticket.flats, begin, here))
                         collected = []
-                upcoming: tuple[Pending, RoundReport] | None = None
+                upcoming: tuple[Pending, RoundReport, _Position] | None = None
                 while upcoming is None and (left or submitted):
                     if not left:
-                        ticket = submitted.popleft()
-                        outcome = stream.outcome(ticket)
+                        window = submitted.popleft()
+                        outcome = stream.outcome(window.ticket)
                         if outcome.ended:  # on all ranks in this round, and so has what was submitted after it
                             current.over, end = True, outcome.verdict
-                            has_data |= any(len(one.samples) for one in (ticket, *submitted))
+                            has_data |= any(len(one.ticket.samples) for one in (window, *submitted))
                             submitted.clear()
                             continue
-                        window = _Window(ticket.flats, ticket, deque(outcome.batches))
+                        window.batches.extend(outcome.batches)
                         left = window.left
                         continue
                     assert window is not None
-                    upcoming = self._start_next(stream, window)
+                    batches += 1
+                    upcoming = self._start_next(stream, window, batches)
                     left = window.left
                 if moving is not None:
                     yield self._finish(stream, moving)
                 elif upcoming is None and end is not None:  # else all that was in flight has been dropped
+                    if end.reason is not Reason.LEFT:
+                        self._finish_pass(source.place)
                     if has_data:
                         stream.tell_end(end, current.taken)
                     return
                 moving = upcoming
-        except NoDataError:
-            return  # on all ranks
+        except NoDataError:  # on all ranks
+            check_resumed(self._name, [current.resumed])
+            self._finish_pass(source.place)
+            return
         except Exception as error:
             stream.attend(error, self._device)
             raise
@@ -201,14 +286,29 @@ class BalancedLoader(Generic[B]):
             current.leave()
 
     def _begin(self, stream: BatchStream) -> tuple[Pass, Incoming]:
+        state, self._resume = self._resume, None
+        resumed = None if state is None else state.resumed
         try:
-            batches = iter(self.loader)  # forks its workers here, before the stream's first threads start
+            # forks its workers here, before the stream's first threads start
+            batches = Source(self.loader, None if state is None else state.start)
         except Exception as error:
-            current = stream.begin()
-            stream.attend(error, self._device)
-            current.leave()
-            raise
-        return stream.begin(), Incoming(batches, cost=self._cost, memory=self._memory, spec=self._spec)
+            if resumed is None:
+                current = stream.begin()
+                stream.attend(error, self._device)
+                current.leave()
+                raise
+            logger.warning("%s: the loader cannot go on from its state", self._name, exc_info=True)
+            resumed = Resumed(problem=f"{type(error).__name__}: {error}")  # which all ranks hear of
+            batches = Source(())
+        current = stream.begin()
+        current.resumed = resumed
+        first = _Position(source=batches.place)
+        if state is not None and resumed is not None:
+            first = replace(first, batches=state.batches, half=state.half)
+        self._handed.clear()
+        self._handed.append(first)
+        self._finished = False
+        return current, Incoming(batches, cost=self._cost, memory=self._memory, spec=self._spec)
 
     def _submit(self, stream: BatchStream, source: Incoming, batches: list[Any]) -> Ticket:
         if not batches:
@@ -218,27 +318,40 @@ class BalancedLoader(Generic[B]):
             drop_last=self._drop_last,
         )[1]  # fmt: skip
 
-    def _start_next(self, stream: BatchStream, window: _Window) -> tuple[Pending, RoundReport]:
+    def _start_next(self, stream: BatchStream, window: _Window, batches: int) -> tuple[Pending, RoundReport, _Position]:
         batch = window.batches.popleft()
         pending = stream.start(window.flats, window.ticket, self._device, batch=batch)
-        return pending, stream.outcome(window.ticket).reports[batch]
+        outcome = stream.outcome(window.ticket)
+        position = _Position(source=window.end, batches=batches)
+        if window.left:
+            size = stream.options.window
+            half = partial(HalfWindow.of, window.ticket.samples, outcome, tuple(window.batches), size=size)
+            position = _Position(source=window.begin, batches=batches, half=half)
+        return pending, outcome.reports[batch], position
 
-    def _finish(self, stream: BatchStream, moving: tuple[Pending, RoundReport]) -> B:
-        pending, report = moving
+    def _finish_pass(self, place: Place) -> None:
+        self._handed[-1] = replace(self._handed[-1], source=place, half=None)
+        self._finished = True
+
+    def _finish(self, stream: BatchStream, moving: tuple[Pending, RoundReport, _Position]) -> B:
+        pending, report, position = moving
         started = time.perf_counter()
         batch: B = pending.wait().unflatten(self._spec)
         stream.counters.redistribution_seconds += time.perf_counter() - started
         self._report = report
+        self._handed.append(position)
         return batch
 
 
 @dataclass(slots=True)
 class _Window:
-    """A window that is being trained, with those of its batches that have not been started yet."""
+    """A window that is in flight, with those of its batches that have not been started yet, once that is known."""
 
-    flats: tuple[FlatBatch, ...]
     ticket: Ticket
-    batches: deque[int]
+    flats: tuple[FlatBatch, ...]
+    begin: Place | None
+    end: Place
+    batches: deque[int] = field(default_factory=deque)
 
     @property
     def left(self) -> int:

@@ -206,7 +206,14 @@ def connect(
     )
 
 
-def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: torch.device | str | None) -> Opened:
+def meet(
+    config: StreamConfig,
+    groups: Groups,
+    flat: FlatBatch | None,
+    device: torch.device | str | None,
+    *,
+    resumes: bool = False,
+) -> Opened:
     """Meets all ranks once: options, session, schema; a rank without any batch gets an empty one. Collective.
 
     Args:
@@ -214,6 +221,7 @@ def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: t
         groups: The ranks.
         flat: This rank's first batch; None if it has none.
         device: Where batches will be trained.
+        resumes: The first pass goes on from a state, and is to do what it would have done: it waits for kernels.
     """
     template = agree_on_template(flat, groups, config.loader)
     to_gpu = goes_to_gpu(flat, groups)
@@ -249,7 +257,7 @@ def meet(config: StreamConfig, groups: Groups, flat: FlatBatch | None, device: t
             groups.led(partial(reach, address))
         kernels = Kernels(
             config.loader, groups.rank, "cuda" if device is None and to_gpu else device,
-            wait=options.memory_caps is not None or options.min_samples > 0,
+            wait=options.memory_caps is not None or options.min_samples > 0 or resumes,
         )  # fmt: skip
     return Opened(
         template=template,

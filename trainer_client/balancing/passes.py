@@ -16,10 +16,12 @@ from contextlib import contextmanager
 
 import torch
 
+from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import ProgramOrderError
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.moving import Mover
 from trainer_client.balancing.redistribution import Pending
+from trainer_client.balancing.resume import Resumed
 from trainer_client.balancing.tickets import Ticket
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class Pass:
         number: Counts the passes of the stream, on all ranks alike; None before the stream is open.
         over: The loop has seen its end, which came on all ranks in the same round.
         by_hand: The loop is one of submissions by hand, not of an iterator.
+        resumed: From where it goes on, until its first round; None: it begins at its beginning.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Pass:
         self.number: int | None = None
         self.over = False
         self.by_hand = by_hand
+        self.resumed: Resumed | None = None
         self._name = name
         self._mover = mover
         self._tell = tell
@@ -85,6 +89,18 @@ class Pass:
             self._moves.popleft()
             self._taken += 1
         return self._taken
+
+    def go_on(self, samples: RankSamples, window: int) -> tuple[Resumed | None, RankSamples]:
+        """From where the pass goes on, where its first round is submitted, and the samples as `Resumed.meeting` says.
+
+        Args:
+            samples: Of the round.
+            window: Batches of a window.
+        """
+        if self.resumed is None:
+            return None, samples
+        resumed, self.resumed = self.resumed, None
+        return resumed.meeting(samples, window)
 
     def submitted(self, ticket: Ticket, device: torch.device | str | None) -> None:
         """Notes a round whose moves are to come."""

@@ -178,16 +178,13 @@ class BatchStream:
             flat.watch()
         self._open(flats[0] if flats else None, device)
         trace = None if self._tracer is None else self._tracer.begin(self._next_round)
-        options = self._options
-        if not 1 <= len(flats) <= options.window:
-            raise ValueError(f"{len(flats)} batches for a window of {options.window}; set BalanceOptions.window")
+        if not 1 <= len(flats) <= (window := self._options.window):
+            raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
         assert self._groups is not None and self._template is not None  # noqa: PT018
         check_fields(self._config.loader, flats, self._template, served=self._connection is not None)
         # sums over all ranks and batches stay exact
-        shares = self._groups.world_size * options.window
-        samples, problem = read_round(
-            batches, flats, cost=cost, memory=memory, capped=options.memory_caps is not None, shares=shares
-        )
+        shares, capped = self._groups.world_size * window, self._options.memory_caps is not None
+        samples, problem = read_round(batches, flats, cost=cost, memory=memory, capped=capped, shares=shares)
         self._cost_dtype = samples.costs.dtype
         return flats, self._enqueue(
             flats, samples, problem, exhausted=False, drop_last=drop_last, trace=trace, device=device
@@ -334,7 +331,7 @@ class BatchStream:
             )
             note_open(self)
         try:
-            opened = meet(self._config, self._groups, flat, device)
+            opened = meet(self._config, self._groups, flat, device, resumes=current.resumed is not None)
         except NoDataError:
             current.over = True  # on all ranks
             raise
@@ -369,7 +366,8 @@ class BatchStream:
         assert current is not None and current.number is not None  # noqa: PT018
         assert self._groups is not None and self._worker is not None  # noqa: PT018
         number, self._next_round = self._next_round, self._next_round + 1
-        asked = self._worker.asks(number, current.number)
+        resumed, samples = current.go_on(samples, self._options.window)
+        asked = samples.given is None and self._worker.asks(number, current.number)
         ticket = Ticket(
             round=number,
             pass_number=current.number,
@@ -381,6 +379,7 @@ class BatchStream:
             problem=problem,
             asked=asked,
             deadline=time.monotonic() + self._options.timeout.total_seconds(),
+            resumed=resumed,
             twin=None
             if self._groups.peers is None
             else Twin.of(number, flats, samples.lengths, exhausted=exhausted, values=number == 0),
@@ -393,7 +392,7 @@ class BatchStream:
             trace.submitted()
         if self._groups.world_size == 1:
             assert self._template is not None
-            ticket.future.set_result(decide_alone(ticket, self._options, self._template))
+            ticket.future.set_result(decide_alone(self._config.loader, ticket, self._options, self._template))
         else:
             self._worker.put(ticket)
         current.submitted(ticket, device)

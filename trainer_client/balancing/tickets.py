@@ -19,6 +19,7 @@ from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.batches import FlatBatch, Schema
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.report import RoundReport
+from trainer_client.balancing.resume import Resumed
 from trainer_client.balancing.tracing import RoundTrace
 
 Cost = Callable[[Any], Any]
@@ -77,6 +78,7 @@ class Ticket:
         problem: Why the costs cannot be used; empty if they can.
         asked: The service was asked.
         twin: What the ranks that train the same batches must have submitted too; None without such ranks.
+        resumed: From where this rank goes on in the pass that the round begins; None: from its beginning.
         deadline: Until when to wait for the service, `time.monotonic` seconds.
         started: Batches whose move has begun.
         future: Resolves to the outcome when all ranks have agreed.
@@ -94,6 +96,7 @@ class Ticket:
     asked: bool
     deadline: float
     twin: Twin | None = None
+    resumed: Resumed | None = None
     started: int = 0
     future: Future[Outcome] = field(default_factory=Future)
     trace: RoundTrace | None = None

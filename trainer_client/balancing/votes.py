@@ -72,6 +72,7 @@ class Vote:
         compiling: Kernels of this rank, or of one that trains its batches, are still being compiled: it can neither
             partition nor move samples.
         has_cause: This rank knows a cause, not told yet, that keeps it from the service and does not pass.
+        resumed: Names the point from which this rank goes on; 0: it began at its beginning.
         num_batches: With a window, how many batches of it this rank has.
         batches: With a window of several batches, each of them; whole windows, also where this rank has fewer.
     """
@@ -99,6 +100,7 @@ class Vote:
     peers_differ: bool = False
     compiling: bool = False
     has_cause: bool = False
+    resumed: int = 0
     num_batches: int = 1
     batches: tuple[BatchVote, ...] = ()
 
@@ -117,6 +119,7 @@ class Vote:
         fixed = _LAYOUT.pack(
             self.round, self.pass_number, self.taken, self.held, flags, self.instance, self.digest, self.moved,
             self.checksum, self.samples, self.schema, self.load, self.heaviest, self.num_batches,
+            self.resumed,
         )  # fmt: skip
         return fixed + b"".join(_BATCH.pack(b.samples, b.received, b.load, b.heaviest) for b in self.batches)
 
@@ -125,7 +128,7 @@ class Vote:
         """Reads what `pack` wrote."""
         (
             number, pass_number, taken, held, flags, instance, digest, moved, checksum, samples, schema, load, heaviest,
-            num_batches,
+            num_batches, resumed,
         ) = _LAYOUT.unpack(data[:VOTE_BYTES])  # fmt: skip
         return cls(
             round=number, pass_number=pass_number, taken=taken, left=bool(flags & 32), out_of_turn=bool(flags & 64),
@@ -133,7 +136,7 @@ class Vote:
             checksum=checksum, samples=samples,
             exhausted=bool(flags & 1), asked=bool(flags & 2), ready=bool(flags & 4), costs_valid=bool(flags & 8),
             costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
-            num_batches=num_batches,
+            num_batches=num_batches, resumed=resumed,
             peers_differ=bool(flags & 256),
             compiling=bool(flags & 1024),
             has_cause=bool(flags & 512),
@@ -144,7 +147,7 @@ class Vote:
         )  # fmt: skip
 
 
-_LAYOUT = struct.Struct("<Q4I6QddQ")
+_LAYOUT = struct.Struct("<Q4I6QddQQ")
 _BATCH = struct.Struct("<QQdd")
 VOTE_BYTES = _LAYOUT.size
 

@@ -38,6 +38,7 @@ from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.peers import PeersDifferError, Twin
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.reporting import report_round
+from trainer_client.balancing.resume import HalfWindow, raise_differing, tokens_differ
 from trainer_client.balancing.schemas import raise_mismatch
 from trainer_client.balancing.telling import tell_breaker, tell_dropped
 from trainer_client.balancing.tickets import Outcome, Ticket
@@ -199,15 +200,17 @@ class RoundWorker:
             self._causes.tell()
         return votes
 
-    def _decide(self, votes: list[Vote], *, waited: bool) -> Verdict:
-        return decide(
+    def _decide(self, votes: list[Vote], *, waited: bool, half: HalfWindow | None = None) -> Verdict:
+        verdict = decide(
             votes,
             waited=waited,
             has_service=self._connection is not None,
             balance=self._balance and self._groups.world_size > 1,
             fallback=self._options.fallback,
             min_samples=self._options.min_samples,
+            left=None if half is None else half.left,
         )
+        return replace(verdict, last=half.last) if half is not None and verdict.reason is Reason.RESUMED else verdict
 
     def _over(self, item: Ticket | Leaving) -> Outcome:
         """The outcome of a round that was submitted before this rank knew that its pass had ended."""
@@ -222,7 +225,7 @@ class RoundWorker:
         return Outcome.of_end(self.turns.last_end)
 
     def _count_dropped(self, number: int, verdict: Verdict, plan: RankPlan) -> None:
-        if verdict.batches is None:
+        if verdict.batches is None or verdict.reason is Reason.RESUMED:
             return
         dropped = [len(one.destinations) for batch, one in enumerate(plan.slices) if batch not in verdict.batches]
         self.counters.dropped_samples += sum(dropped)
@@ -259,8 +262,11 @@ class RoundWorker:
         schema = ticket.schema if len(ticket.samples) else self._template.schema
         own = vote_on(ticket, decision, window=self._options.window, ready=self._ready, schema=schema)
         votes = self._gather(replace(own, peers_differ=bool(differ), compiling=compiling))
-        verdict = self._decide(votes, waited=waited)
+        resumed = ticket.resumed
+        verdict = self._decide(votes, waited=waited, half=None if resumed is None else resumed.half)
         if verdict.reason is not Reason.LEFT:
+            if tokens_differ([vote.resumed for vote in votes]):
+                raise_differing(self._name, self._groups.gather_objects(resumed))
             if any(vote.peers_differ for vote in votes):
                 raise PeersDifferError(next(filter(None, self._groups.gather_objects(differ))))
             if schemas_differ(votes) is not None:

@@ -163,9 +163,6 @@ def test_frameworks_find_the_samplers_of_the_wrapped_loader() -> None:
     loader.set_epoch(1)
     assert sampler.epoch == 1
     assert list(sampler) != before
-    assert not hasattr(
-        loader, "state_dict"
-    )  # that of the wrapped loader, which has been read ahead, would lose samples
 
 
 def test_each_part_that_asks_for_the_epoch_learns_it_once() -> None:

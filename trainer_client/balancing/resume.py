@@ -1,0 +1,384 @@
+"""What a rank has trained of its data, as plain values, and going on from there.
+
+A state tells where in its data a rank was before the first window that was not wholly handed over, and of a window that
+was handed over in part also the plan that all ranks had agreed on. What was read ahead, is in flight or under way is
+read, planned and moved again, and comes out the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.partitioning.samples import RankSamples
+from trainer_client.balancing.places import GlobalSampler, Place, sampler_of
+
+if TYPE_CHECKING:  # which carries what is here
+    from trainer_client.balancing.tickets import Outcome
+
+VERSION = 1
+_CANNOT = 1  # the token of a rank that cannot go on; others are larger
+
+
+class ResumeError(ValueError):
+    """A state does not fit the job that shall go on from it, or the states of its ranks do not fit each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HalfWindow:
+    """A window that was handed over in part, as one rank knows it.
+
+    Attributes:
+        size: Batches that all of a window have room for.
+        left: Which of them have not been handed over, in order.
+        last: The pass ends with this window.
+        batch_sizes: Samples that this rank loaded for each of its batches.
+        steps: (n,) uint8, the batch that trains each of its samples.
+        ranks: (n,) uint16, the rank that trains it.
+        lengths: Checksum of the samples' lengths, by which they are known again.
+    """
+
+    size: int
+    left: tuple[int, ...]
+    last: bool
+    batch_sizes: tuple[int, ...]
+    steps: NDArray[np.uint8]
+    ranks: NDArray[np.uint16]
+    lengths: int
+
+    @classmethod
+    def of(cls, samples: RankSamples, outcome: Outcome, left: Sequence[int], *, size: int) -> HalfWindow:
+        """That of a round.
+
+        Args:
+            samples: This rank's.
+            outcome: What all ranks agreed on.
+            left: Batches that have not been handed over.
+            size: Batches of a window.
+        """
+        steps = outcome.plan.steps
+        if steps is None:
+            sizes = samples.sizes_by_batch
+            steps = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        ranks = np.zeros(len(samples), np.uint16)
+        for batch, piece in enumerate(outcome.plan.slices):
+            ranks[steps == batch] = piece.destinations
+        return cls(
+            size=size,
+            left=tuple(left),
+            last=outcome.verdict.last,
+            batch_sizes=samples.sizes_by_batch if len(samples) else (),
+            steps=steps.astype(np.uint8),
+            ranks=ranks,
+            lengths=_checksum(samples),
+        )
+
+    @property
+    def given(self) -> NDArray[np.int64]:
+        """(n,) batch and rank of each sample in one number, as `RankSamples.given`."""
+        return self.steps.astype(np.int64) << 32 | self.ranks.astype(np.int64)
+
+    @property
+    def trained(self) -> list[NDArray[np.bool_]]:
+        """Per batch as loaded, which of its samples have been handed over, wherever they were trained."""
+        begins = np.cumsum((0, *self.batch_sizes))
+        done = ~np.isin(self.steps, np.array(self.left, np.uint8))
+        return [done[begins[batch] : begins[batch + 1]] for batch in range(len(self.batch_sizes))]
+
+    def differs(self, samples: RankSamples) -> str:
+        """How the samples that were read again are not those of before; empty if they are."""
+        sizes = samples.sizes_by_batch if len(samples) else ()
+        if sizes != self.batch_sizes:
+            return f"its loader gave batches of {list(sizes)} samples where they had {list(self.batch_sizes)} before"
+        if _checksum(samples) != self.lengths:
+            return "its loader gave samples of other lengths than before"
+        return ""
+
+    def to_state(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "size": self.size, "left": list(self.left), "last": self.last, "batch_sizes": list(self.batch_sizes),
+            "steps": self.steps.tobytes(), "ranks": self.ranks.astype("<u2").tobytes(), "lengths": self.lengths,
+        }  # fmt: skip
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> HalfWindow:
+        """Reads what `to_state` wrote."""
+        return cls(
+            size=int(state["size"]),
+            left=tuple(map(int, state["left"])),
+            last=bool(state["last"]),
+            batch_sizes=tuple(map(int, state["batch_sizes"])),
+            steps=np.frombuffer(state["steps"], np.uint8),
+            ranks=np.frombuffer(state["ranks"], "<u2").astype(np.uint16),
+            lengths=int(state["lengths"]),
+        )
+
+
+def _checksum(samples: RankSamples) -> int:
+    return zlib.crc32(np.ascontiguousarray(samples.lengths, dtype=np.int64).tobytes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What a rank goes on from, as its votes tell the others.
+
+    Attributes:
+        lines: What must be the same on all ranks, one readable line each.
+        problem: Why this rank cannot go on; empty if it can.
+        half: The window to go on in; None at its beginning.
+    """
+
+    lines: tuple[str, ...] = ()
+    problem: str = ""
+    half: HalfWindow | None = None
+
+    @property
+    def token(self) -> int:
+        """64 bits that are the same on ranks that go on from the same point."""
+        if self.problem:
+            return _CANNOT
+        digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).digest()
+        return max(_CANNOT + 1, int.from_bytes(digest, "little"))
+
+    def meeting(self, samples: RankSamples, window: int) -> tuple[Resumed, RankSamples]:
+        """With the samples that were read again: a problem if they are not those of before, else their old plan.
+
+        Args:
+            samples: Of the first round.
+            window: Batches of a window in this job.
+        """
+        if self.half is None or self.problem:
+            return self, samples
+        problem = ""
+        if self.half.size != window:
+            problem = (
+                f"the state was taken within a window of {self.half.size} batches, and this job has window={window}; "
+                f"go on with BalanceOptions(window={self.half.size}), or from a state between windows"
+            )
+        elif differs := self.half.differs(samples):
+            problem = f"{differs}; go on with the data that the state was taken from"
+        return (replace(self, problem=problem), samples) if problem else (self, replace(samples, given=self.half.given))
+
+
+def tokens_differ(tokens: Sequence[int]) -> bool:
+    """Whether ranks go on from different points, or one cannot."""
+    return _CANNOT in tokens or len(set(tokens)) > 1
+
+
+def check_resumed(name: str, ranks: Sequence[Resumed | None]) -> None:
+    """Checks that all ranks go on from one point.
+
+    Raises:
+        ResumeError: If one cannot, or they do not.
+    """
+    if tokens_differ([0 if one is None else one.token for one in ranks]):
+        raise_differing(name, ranks)
+
+
+def raise_differing(name: str, ranks: Sequence[Resumed | None]) -> NoReturn:
+    """Raises the error that says which rank cannot go on, or how the first two differ.
+
+    Args:
+        name: Of the loader.
+        ranks: What each rank goes on from; None: from the beginning.
+
+    Raises:
+        ResumeError: If it is called; it does nothing else.
+    """
+    for rank, one in enumerate(ranks):
+        if one is not None and one.problem:
+            raise ResumeError(f"rank {rank} cannot go on with the loader {name!r}: {one.problem}")
+    told = [one.lines if one is not None else ("no state was loaded",) for one in ranks]
+    other = next((rank for rank, lines in enumerate(told) if lines != told[0]), 0)
+    here = "; ".join(line for line in told[0] if line not in told[other])
+    there = "; ".join(line for line in told[other] if line not in told[0])
+    raise ResumeError(
+        f"ranks do not go on with the loader {name!r} from the same point: rank 0: {here}; rank {other}: {there}; load "
+        "the states of one checkpoint, on all ranks"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderState:
+    """The state of a `BalancedLoader` on one rank.
+
+    Attributes:
+        name: Of the loader.
+        rank: This rank of those that balance together.
+        world_size: Of them.
+        batches: That were handed over in this pass.
+        finished: The pass is over; the next one begins at the loader's own beginning.
+        source: Where the wrapped loader was before the first window that was not wholly handed over; None: at its
+            beginning.
+        half: What is known of that window if it was handed over in part.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    batches: int = 0
+    finished: bool = False
+    source: Place | None = None
+    half: HalfWindow | None = None
+
+    def to_state(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "version": VERSION,
+            "name": self.name,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "batches": self.batches,
+            "finished": self.finished,
+            "source": None if self.source is None else self.source.to_state(),
+            "window": None if self.half is None else self.half.to_state(),
+        }
+
+    @classmethod
+    def from_state(cls, state: Any, name: str) -> LoaderState:
+        """Reads what `to_state` wrote.
+
+        Raises:
+            ResumeError: If it is not the state of this loader, or of another version.
+        """
+        if not isinstance(state, dict) or "version" not in state:
+            raise ResumeError(f"state is {type(state).__name__}, not what BalancedLoader.state_dict gave; load that")
+        if state["version"] != VERSION:
+            raise ResumeError(
+                f"state['version'] is {state['version']!r}, and this release reads {VERSION}; go on with the release "
+                "that wrote it, or from the beginning of an epoch"
+            )
+        if state.get("name") != name:
+            raise ResumeError(
+                f"state['name'] is {state.get('name')!r}, and this loader is {name!r}; load the state of the loader of "
+                "this name, or name this one so (BalancedLoader(name=…))"
+            )
+        try:
+            return cls(
+                name=name,
+                rank=int(state["rank"]),
+                world_size=int(state["world_size"]),
+                batches=int(state["batches"]),
+                finished=bool(state["finished"]),
+                source=None if state["source"] is None else Place.from_state(state["source"]),
+                half=None if state["window"] is None else HalfWindow.from_state(state["window"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ResumeError(f"state is damaged ({error}); load what BalancedLoader.state_dict gave") from error
+
+    @property
+    def start(self) -> Place | None:
+        """Where the loader begins its next iteration; None: as it does by itself.
+
+        A loader with a state of its own also knows by it that its epoch is over. One that had batches left when the
+        pass ended (`drop_last`) does not.
+        """
+        if not self.finished or self.source is None:
+            return self.source
+        return replace(self.source, ended=False) if self.source.way == "loader" and self.source.ended else None
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """What votes tell of it; None where the pass begins at its beginning."""
+        if self.finished or (self.source is None and self.batches == 0):
+            return None
+        lines = [f"{self.batches} batches trained in this epoch", f"states of {self.world_size} ranks"]
+        if self.half is not None:
+            lines.append(f"within a window of {self.half.size}, of which the batches {list(self.half.left)} are left")
+        if self.source is not None:
+            lines.append(f"the loader's place is found by {self.source.way}")
+            if self.source.way == "sampler":
+                lines.append(f"the sampler at {_told(self.source.at)}")
+        return Resumed(lines=tuple(lines), half=self.half)
+
+
+def _told(state: Any) -> str:
+    """A sampler's state in one line, the same for the same state."""
+    if not isinstance(state, dict):
+        return repr(state)
+    shown = {
+        key: hashlib.blake2b(value, digest_size=8).hexdigest() if isinstance(value, bytes) else value
+        for key, value in sorted(state.items())
+    }
+    return repr(shown)
+
+
+def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_size: int) -> LoaderState:
+    """What a rank goes on from, given one rank's state or those of all ranks of the old job.
+
+    Args:
+        states: One, or all, by rank.
+        loader: That goes on.
+        rank: This one.
+        world_size: Of the ranks that balance together now.
+
+    Raises:
+        ResumeError: If that cannot be told from them.
+    """
+    first = states[0]
+    if len(states) > 1:
+        _check_all(states)
+    sampler = sampler_of(loader)
+    by_sampler = first.source is None or first.source.way == "sampler"
+    if first.world_size == world_size:
+        if len(states) > 1:
+            return states[rank]
+        if first.rank != rank and not (first.half is None and by_sampler):
+            raise ResumeError(
+                f"state['rank'] is {first.rank}, and this is rank {rank}; load the state that this rank saved, or "
+                "those of all ranks as a list"
+            )
+        return replace(first, rank=rank)
+    if first.finished or (by_sampler and first.half is None):
+        return replace(first, rank=rank, world_size=world_size)
+    if len(states) < first.world_size:
+        raise ResumeError(
+            f"state['world_size'] is {first.world_size}, and {world_size} ranks go on; load the states of all "
+            f"{first.world_size} ranks as a list"
+        )
+    if by_sampler and sampler is not None:
+        return replace(first, rank=rank, world_size=world_size, source=_rest(states, sampler), half=None)
+    deal = getattr(loader, "load_state_dicts", None)
+    if deal is not None and first.half is None:
+        return replace(first, rank=rank, world_size=world_size, source=_all(states))
+    raise ResumeError(
+        f"state['world_size'] is {first.world_size}, and {world_size} ranks go on, for which "
+        + (
+            "a state between two windows is needed; take it after a number of batches that the window divides"
+            if deal is not None
+            else "the loader's data must be of the whole job: use trainer_client.balancing.sampling."
+            "GlobalBatchSampler, or give the loader load_state_dicts(states of all ranks)"
+        )
+    )
+
+
+def _check_all(states: Sequence[LoaderState]) -> None:
+    for rank, one in enumerate(states):
+        if (one.rank, one.world_size) != (rank, len(states)):
+            raise ResumeError(
+                f"states[{rank}] is of rank {one.rank} of {one.world_size}; give the states of all "
+                f"{states[0].world_size} ranks of one checkpoint, in the order of the ranks"
+            )
+    check_resumed(states[0].name, [one.resumed for one in states])
+
+
+def _rest(states: Sequence[LoaderState], sampler: GlobalSampler) -> Place:
+    source = states[0].source
+    assert source is not None
+    halves = [one.half for one in states]
+    trained = [half.trained for half in halves if half is not None]
+    return replace(source, at=sampler.rest_of(source.at, trained))
+
+
+def _all(states: Sequence[LoaderState]) -> Place:
+    """The places of all ranks in one, for a loader that deals them out again."""
+    places = [one.source for one in states if one.source is not None]
+    return Place("loader", pickle.dumps([pickle.loads(place.at) for place in places]), of_all=True)
