@@ -22,6 +22,8 @@ FUNCTIONS = (
     "tests/trainer_client/embedding/checkpoint/test_convert.py",
     "tests/trainer_client/embedding/checkpoint/test_optimizers.py",
     "tests/trainer_client/balancing/costs/",
+    "tests/trainer_client/balancing/sampling/test_order.py",
+    "tests/trainer_client/balancing/sampling/test_counted.py",
     "tests/examples/datasets/",
     "tests/examples/test_train_routed.py",
     "tests/trainer_client/embedding/tables/test_dynamicemb.py",

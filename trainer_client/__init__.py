@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from trainer_client.balancing import BalancedLoader, BalanceOptions, Balancer, RoundReport
     from trainer_client.balancing.batches import BatchSpec, MaxLength, Padded
     from trainer_client.balancing.costs import HSTUCost, TokenCost, TransformerCost
+    from trainer_client.balancing.sampling import GlobalBatchSampler
 
 __all__ = [
     "BalanceOptions",
     "BalancedLoader",
     "Balancer",
     "BatchSpec",
+    "GlobalBatchSampler",
     "HSTUCost",
     "MaxLength",
     "Padded",
@@ -34,7 +36,12 @@ __all__ = [
     "TransformerCost",
 ]
 
-_ROOMS = ("trainer_client.balancing", "trainer_client.balancing.batches", "trainer_client.balancing.costs")
+_ROOMS = (
+    "trainer_client.balancing",
+    "trainer_client.balancing.batches",
+    "trainer_client.balancing.costs",
+    "trainer_client.balancing.sampling",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-TEXTS = ("README.md", "docs/pipelines.md", "docs/batches.md", "docs/windows.md")
+TEXTS = ("README.md", "docs/pipelines.md", "docs/batches.md", "docs/windows.md", "docs/resume.md")
 RATINGS = "userId,movieId,rating,timestamp\n" + "".join(f"{user},{user % 7},3.5,{user}\n" for user in range(40))
 
 
@@ -31,6 +31,12 @@ class Model(nn.Module):
         inner = getattr(batch, "batch", batch)
         found = self.dense(inner["history"].values()[:, None])
         return found if inner is batch else (found.sum() * batch.loss_scale, found.detach())
+
+
+def _collate(samples: list[int]) -> dict[str, Any]:
+    from torchrec import JaggedTensor
+
+    return {"history": JaggedTensor(values=torch.tensor(samples), lengths=torch.ones(len(samples), dtype=torch.int64))}
 
 
 def _blocks(text: str, language: str) -> list[str]:
@@ -61,7 +67,8 @@ def _run_all(_: int, folder: str, address: str) -> list[str]:
             "rank": 0, "world_size": 1, "time": time, "timer": StepTimer("cpu"), "balancer": Balancer.embedded(),
             "kjt": KeyedJaggedTensor(keys=["a"], values=torch.arange(4), lengths=torch.tensor([4])), "num_ranks": 2,
             "block_sizes": torch.tensor([100]), "BatchSpec": BatchSpec, "MaxLength": MaxLength, "Balancer": Balancer,
-            "BalancedLoader": BalancedLoader, "BalanceOptions": BalanceOptions,
+            "BalancedLoader": BalancedLoader, "BalanceOptions": BalanceOptions, "dataset": range(9000),
+            "collate": _collate,
         }  # fmt: skip
         for number, block in enumerate(_blocks(text, "python")):
             # The balancer listens elsewhere, each block is a job, and the model has no sharded tables.
@@ -168,5 +175,5 @@ def test_the_mesh_gives_peers_the_same_samples() -> None:
 def test_the_blocks_run(tmp_path: Path) -> None:
     with running_balancer() as balancer:
         (run,) = run_ranks(1, _run_all, str(tmp_path), balancer.address)
-    assert [run.count(text) for text in TEXTS] == [4, 12, 2, 1]
+    assert [run.count(text) for text in TEXTS] == [4, 12, 2, 1, 2]
     assert (tmp_path / "balance.0.jsonl").exists()

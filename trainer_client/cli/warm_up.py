@@ -24,10 +24,10 @@ def warm_up() -> None:
 
         sets = [partitioning.KERNELS]
         if importlib.util.find_spec("torch") is not None:
-            from trainer_client.balancing import redistribution
+            from trainer_client.balancing import redistribution, sampling
             from trainer_client.embedding.routing import cpu
 
-            sets += [redistribution.KERNELS, cpu.KERNELS]
+            sets += [redistribution.KERNELS, sampling.KERNELS, cpu.KERNELS]
         ready(sets)
     if passed_over := passed_over_folder(sets[0].folder):
         console.print(passed_over)
