@@ -64,6 +64,7 @@ def main(
     rows: Annotated[int, typer.Option(help="Rows of the table.")] = 10_000_000,
     dim: Annotated[int, typer.Option(help="Columns; the optimizer state has as many.")] = 16,
     ranks: Annotated[int, typer.Option(help="Ranks before; after there are 6.")] = 4,
+    quick: Annotated[bool, typer.Option("--quick", help="A twentieth of the rows.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
     directory: Annotated[Path | None, typer.Option(help="Where to put the files.")] = None,
     child: Annotated[str, typer.Option(hidden=True)] = "",
@@ -73,6 +74,7 @@ def main(
         source, target, target_format = child.split("|")
         typer.echo(json.dumps(convert_here(Path(source), Path(target), 6, target_format)))
         return
+    rows //= 20 if quick else 1
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         root = Path(scratch)
@@ -104,7 +106,7 @@ def main(
     if json_path:
         about = {
             "rows": rows, "dim": dim, "bytes": size, "ranks": ranks, "ranks_after": 6, "machine": platform.machine(),
-            "python": platform.python_version(), "command": "python -m benchmarks.checkpoint --json FILE",
+            "python": platform.python_version(), "command": "python -m benchmarks.checkpoint " + " ".join(sys.argv[1:]),
         }  # fmt: skip
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")

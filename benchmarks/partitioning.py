@@ -9,18 +9,20 @@ a minute. Parts that a run leaves out (`--parts`) stay as they are in the JSON f
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import os
 import platform
 import statistics
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numba
 import numpy as np
+import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -249,64 +251,69 @@ def print_rest(console: Console, results: dict[str, Any]) -> None:
         console.print({k: round(v, 2) for k, v in entry.items()})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
-    parser.add_argument("--samples", type=int, nargs="+", default=[8, 32, 128, 512], help="samples a rank")
-    parser.add_argument("--lengths", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
-    parser.add_argument("--costs", nargs="+", choices=list(COSTS), default=list(COSTS))
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument(
-        "--samples-per-cell", type=int, help="fewer seeds where a cell would have more samples, at least 2"
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="small shapes, three seeds")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
-    if options.quick:
-        options.ranks, options.samples, options.seeds = [8, 32], [8, 32, 128], 3
+def one_of(names: Collection[str]) -> Any:
+    """An option that takes some of these names."""
+
+    def checked(chosen: list[str]) -> list[str]:
+        if unknown := set(chosen) - set(names):
+            raise typer.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(names)}")
+        return chosen
+
+    return typer.Option(callback=checked, help=f"some of {', '.join(names)}", show_default="all")
+
+
+def main(
+    ranks: Annotated[list[int], typer.Option(help="numbers of ranks")] = [8, 64, 256, 1024],  # noqa: B006
+    samples: Annotated[list[int], typer.Option(help="samples a rank")] = [8, 32, 128, 512],  # noqa: B006
+    lengths: Annotated[list[str], one_of(LENGTHS)] = list(LENGTHS),  # noqa: B006
+    costs: Annotated[list[str], one_of(COSTS)] = list(COSTS),  # noqa: B006
+    parts: Annotated[list[str], one_of(PARTS)] = list(PARTS),  # noqa: B006
+    seeds: Annotated[int, typer.Option(help="draws of each cell")] = 20,
+    samples_per_cell: Annotated[
+        int, typer.Option(help="fewer seeds where a cell would have more samples, at least 2")
+    ] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="small shapes, three seeds")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="result file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="picture")] = None,
+) -> None:
+    """Measures partitions: how near the bound, how much they move, how long they take."""
+    if quick:
+        ranks, samples, seeds = [8, 32], [8, 32, 128], 3
     console = Console(width=150)
     with console.status("compiling the kernels, or loading them"):
         warm_up()
     results: dict[str, Any] = {"grid": [], "nodes": [], "memory": [], "times": [], "rounds": [], "commands": {}}
-    if options.json and options.json.exists():
-        results |= json.loads(options.json.read_text())
+    if json_path and json_path.exists():
+        results |= json.loads(json_path.read_text())
     results["machine"] = f"{platform.machine()}, {os.cpu_count()} CPUs"
     results["versions"] = {"python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__}
-    for part in options.parts:
+    for part in parts:
         results["commands"][part] = "python -m benchmarks.partitioning " + " ".join(sys.argv[1:])
-    if "times" in options.parts:
+    if "times" in parts:
         growth = [(8, 32), (8, 128), (8, 512), (64, 32), (64, 128), (64, 512), (256, 32), (256, 128), (256, 256)]
-        shapes = [(8, 128), (64, 128)] if options.quick else [*growth, (1024, 32), (1024, 128), (1024, 256)]
-        results["times"] = measure_times(shapes, 7 if options.quick else 9, 2 if options.quick else 7)
-        results["rounds"] = [measure_round(256 if options.quick else 4096, 128, 4, per_node) for per_node in (1, 8)]
-    if "grid" in options.parts:
+        shapes = [(8, 128), (64, 128)] if quick else [*growth, (1024, 32), (1024, 128), (1024, 256)]
+        results["times"] = measure_times(shapes, 7 if quick else 9, 2 if quick else 7)
+        results["rounds"] = [measure_round(256 if quick else 4096, 128, 4, per_node) for per_node in (1, 8)]
+    if "grid" in parts:
         results["grid"] = []
-        grid = [
-            (r, s, d, c) for s in options.samples for d in options.lengths for r in options.ranks for c in options.costs
-        ]
-        for ranks, samples, lengths, cost in track(grid, "grid", console=console):
-            seeds = options.seeds
-            if options.samples_per_cell:
-                seeds = max(2, min(seeds, options.samples_per_cell // (ranks * samples)))
-            results["grid"].append(measure_cell(ranks, samples, lengths, cost, seeds))
+        grid = list(itertools.product(samples, lengths, ranks, costs))
+        for count, drawn, size, cost in track(grid, "grid", console=console):
+            draws = max(2, min(seeds, samples_per_cell // (size * count))) if samples_per_cell else seeds
+            results["grid"].append(measure_cell(size, count, drawn, cost, draws))
         print_grid(console, results["grid"])
-    if "nodes" in options.parts:
-        shapes = [(32, 32)] if options.quick else [(64, 32), (64, 128), (256, 128)]
-        results["nodes"] = measure_nodes(shapes, 8, 2 if options.quick else 5)
-    if "memory" in options.parts:
-        shapes = [(2, 4), (4, 4)] if options.quick else [(2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (8, 32), (64, 32)]
+    if "nodes" in parts:
+        shapes = [(32, 32)] if quick else [(64, 32), (64, 128), (256, 128)]
+        results["nodes"] = measure_nodes(shapes, 8, 2 if quick else 5)
+    if "memory" in parts:
+        shapes = [(2, 4), (4, 4)] if quick else [(2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (8, 32), (64, 32)]
         draws = {name: LENGTHS[name] for name in ("uniform", "normal", "lognormal", "zipf_1.2")}
-        results["memory"] = [
-            measure_memory(ranks, samples, draws, 2 if options.quick else 4) for ranks, samples in shapes
-        ]
+        results["memory"] = [measure_memory(ranks, samples, draws, 2 if quick else 4) for ranks, samples in shapes]
     print_rest(console, results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    if options.plot:
-        draw(results, options.plot)
+    if json_path:
+        json_path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    if plot:
+        draw(results, plot)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -195,7 +196,7 @@ def brute_rows(console: Console, instances: int) -> dict[str, Any]:
 
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    quick: Annotated[bool, typer.Option(help="Small cases only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small cases only.")] = False,
 ) -> None:
     """Run all parts and print them."""
     console = Console()
@@ -212,7 +213,7 @@ def main(
     if json_path:
         machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
         machine |= {"numpy": np.__version__, "highs": highspy.Highs().version()}  # type: ignore[no-untyped-call]
-        payload = {"command": "python -m benchmarks.placement", "machine": machine, **results}
+        payload = {"command": "python -m benchmarks.placement " + " ".join(sys.argv[1:]), "machine": machine, **results}
         json_path.write_text(json.dumps(payload, indent=1) + "\n")
 
 

@@ -236,10 +236,13 @@ def main(
     seed: int = 1,
     server: Annotated[str, typer.Option(help="further flags for the balancer")] = "",
     profile: Annotated[Path | None, typer.Option(help="where the time of the largest size goes, by py-spy")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="8 and 64 ranks, fewer rounds")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="result file")] = None,
     png: Annotated[Path | None, typer.Option(help="picture")] = None,
 ) -> None:
     """Measures rounds over sockets and without."""
+    if quick:
+        ranks, direct, rounds = [8, 64], [8, 64], 40
     warm_up()
     console = Console()
     over_sockets, without = [], []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 FUNCTIONS = (
     "tests/benchmarks/test_kernels_fuzz.py",
+    "tests/benchmarks/test_make_bench.py",
     "tests/evenkeel/partitioning/",
     "tests/evenkeel/placement/",
     "tests/docs/test_docstrings.py",
