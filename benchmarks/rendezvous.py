@@ -244,7 +244,7 @@ def main(
     if quick:
         ranks, direct, rounds = [8, 64], [8, 64], 40
     warm_up()
-    console = Console()
+    console = Console(width=120)
     over_sockets, without = [], []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("rounds", total=len(ranks) * len(per_stream) + len(direct))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.lanes import lane, waits_little
+from tests.lanes import lane, turn
 
 # As in the Makefile: ranks are forked from a process that must have no threads, and share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,14 +22,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Orders the tests for two lanes; files stay whole."""
-    items.sort(key=lambda item: waits_little(item.nodeid))
+    items.sort(key=lambda item: turn(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Imports and compiles before any test's time counts: on a machine without numba's cache that takes minutes."""
     zygote = sys.modules.get("benchmarks.harness.zygote")
-    if zygote is not None and lane(item.nodeid) == "processes" and not zygote.is_warm():
+    if zygote is not None and lane(item.nodeid) != "functions" and not zygote.is_warm():
         zygote.warm("tests.preloaded")
     return (yield)
 
@@ -43,4 +43,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return lane(nodeid)
 
+    config.option.loadscopereorder = False  # in the order of `turn`, not by the number of tests
     return Lanes(config, log)

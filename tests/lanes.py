@@ -2,6 +2,7 @@
 
 Many tests start services and ranks, mostly wait for them, and have bounds on how long something takes; no two of them
 run at the same time. Others only compute, in one thread and without a clock: they take the time in which those wait.
+Of the rest, those that start ranks but set them no tight bounds, each lane takes the next file when it has no other.
 """
 
 from __future__ import annotations
@@ -38,14 +39,38 @@ FUNCTIONS = (
     "tests/trainer_client/balancing/test_configuration.py",
 )
 
+# The longest first, so that the lanes end together.
+EITHER = (
+    "tests/examples/",
+    "tests/trainer_client/balancing/test_gradients.py",
+    "tests/benchmarks/test_programs.py",
+    "tests/trainer_client/embedding/",
+    "tests/trainer_client/balancing/redistribution/",
+    "tests/trainer_client/balancing/pipelines/",
+    "tests/trainer_client/balancing/test_windows.py",
+    "tests/trainer_client/balancing/test_rounds.py",
+    "tests/trainer_client/observing/",
+    "tests/trainer_client/planning/",
+    "tests/trainer_client/cli/",
+    "tests/docs/",
+    "tests/test_imports.py",
+    "tests/deploy/",
+)
 WAIT_MOST = ("tests/services/", "tests/faults/")
 
 
 def lane(test: str) -> str:
-    """The lane of a test, given its node id."""
-    return "functions" if test.startswith(FUNCTIONS) else "processes"
+    """The lane of a test, given its node id; of a test for either lane, its file."""
+    if test.startswith(FUNCTIONS):
+        return "functions"
+    return test.partition("::")[0] if test.startswith(EITHER) else "processes"
 
 
-def waits_little(test: str) -> bool:
-    """Whether a test comes after those in whose waits the other lane computes."""
-    return not test.startswith(WAIT_MOST)
+def turn(test: str) -> tuple[int, int]:
+    """When a test comes, given its node id; of the processes first those in whose waits the other lane computes."""
+    if test.startswith(FUNCTIONS):
+        return 1, 0
+    for place, path in enumerate(EITHER):
+        if test.startswith(path):
+            return 2, place
+    return 0, not test.startswith(WAIT_MOST)
