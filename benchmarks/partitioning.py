@@ -306,8 +306,8 @@ def main(
         results["nodes"] = measure_nodes(shapes, 8, 2 if quick else 5)
     if "memory" in parts:
         shapes = [(2, 4), (4, 4)] if quick else [(2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (8, 32), (64, 32)]
-        draws = {name: LENGTHS[name] for name in ("uniform", "normal", "lognormal", "zipf_1.2")}
-        results["memory"] = [measure_memory(ranks, samples, draws, 2 if quick else 4) for ranks, samples in shapes]
+        drawn_from = {name: LENGTHS[name] for name in ("uniform", "normal", "lognormal", "zipf_1.2")}
+        results["memory"] = [measure_memory(size, count, drawn_from, 2 if quick else 4) for size, count in shapes]
     print_rest(console, results)
     if json_path:
         json_path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")

@@ -24,7 +24,9 @@ def calibrate_command(
     dynamicemb_steps: Annotated[
         Path | None, typer.Option(help="JSON list of measured DynamicEmb steps to fit its constants to.")
     ] = None,
-    table_gib: Annotated[float, typer.Option(help="Size of the table to gather from, in GiB.")] = 4.0,
+    table_gib: Annotated[
+        float, typer.Option(min=0.001, max=1024, help="Size of the table to gather from, in GiB.")
+    ] = 4.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of tables.")] = False,
 ) -> None:
     """Measure this machine and write its hardware profile.
@@ -35,25 +37,38 @@ def calibrate_command(
     from evenkeel.placement import InvalidInputError, Runtime, builtin_profile
     from evenkeel.placement.calibration import calibrated_profile, measured_steps
     from evenkeel.placement.hardware import profile_json
+    from trainer_client.cli.placing import written
 
     console = Console(stderr=True)
     try:
-        values = _measure(console, device, table_gib) if raw is None else json.loads(raw.read_text("utf-8"))
+        values = _measure(console, device, table_gib) if raw is None else _object(raw)
         records = {runtime: values.get("kernels", {}).get(runtime.value, []) for runtime in Runtime}
         if dynamicemb_steps is not None:
             records[Runtime.DYNAMICEMB] = json.loads(dynamicemb_steps.read_text("utf-8"))
         steps = {runtime: measured_steps(own) for runtime, own in records.items()}
         profile, errors = calibrated_profile(builtin_profile(base), values, name, dict(steps))
-    except (InvalidInputError, OSError, RuntimeError, json.JSONDecodeError, AssertionError) as error:
+    except (InvalidInputError, OSError, RuntimeError, ValueError, AssertionError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     text = json.dumps(profile_json(profile), indent=2) + "\n"
-    output.write_text(text)
-    if as_json:
+    trouble = written(output, text)
+    if as_json or trouble:
         typer.echo(text, nl=False)
+    if trouble:
+        typer.echo(f"error: --output: {trouble}; the profile is above", err=True)
+        raise typer.Exit(2)
+    if as_json:
         return
     _show(Console(), values, errors)
     typer.echo(f"profile {name!r} written to {output}; use it with: evenkeel plan tables.yaml --profile {output} ...")
+
+
+def _object(raw: Path) -> dict[str, Any]:
+    values = json.loads(raw.read_text("utf-8"))
+    if not isinstance(values, dict) or not {"device", "hbm_gather", "host_gather"} <= values.keys():
+        remedy = "give what `python trainer_client/planning/measuring.py --json FILE` wrote"
+        raise ValueError(f"--raw {raw}: these are no measurements of a machine; {remedy}")
+    return values
 
 
 def _measure(console: Console, device: str, table_gib: float) -> dict[str, Any]:
@@ -61,6 +76,11 @@ def _measure(console: Console, device: str, table_gib: float) -> dict[str, Any]:
         from trainer_client.planning import measuring
     except ModuleNotFoundError as error:
         raise RuntimeError(f"measuring needs torch: {error}; install it, or give --raw") from None
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        remedy = "run this where the job will run, or give --device cpu to try it, or --raw"
+        raise RuntimeError(f"--device {device}: PyTorch finds no GPU here; {remedy}")
     with console.status("measuring", spinner="line") as status:
         return measuring.measure(
             device,

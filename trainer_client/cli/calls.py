@@ -22,8 +22,10 @@ def read_address(balancer: str | None) -> str:
     Raises:
         ValueError: If it is none.
     """
+    if not balancer:
+        raise ValueError("no balancer is named; give --balancer host:port, or set EVENKEEL_BALANCER")
     try:
-        return check_address(balancer or "")
+        return check_address(balancer)
     except ValueError as error:
         raise ValueError(f"--balancer: {error}") from None
 

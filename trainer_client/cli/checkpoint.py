@@ -43,15 +43,23 @@ def _pairs(items: list[str] | None, option: str) -> dict[str, str]:
     return pairs
 
 
+def _sizes(items: list[str] | None) -> dict[str, int]:
+    sizes = {}
+    for table, rows in _pairs(items, "--num-embeddings").items():
+        if not rows.isascii() or not rows.isdigit():
+            raise typer.BadParameter(f"{table}={rows}: give a whole number of rows", param_hint="--num-embeddings")
+        sizes[table] = int(rows)
+    return sizes
+
+
 def _open(path: Path, from_routing: str | None, sizes: list[str] | None) -> Checkpoint:
     try:
         from trainer_client.embedding.checkpoint import open_checkpoint
     except ImportError as error:
         raise _fail(f"checkpoints need PyTorch, which is not installed ({error})") from error
     try:
-        rows = {name: int(value) for name, value in _pairs(sizes, "--num-embeddings").items()}
-        return open_checkpoint(path, routing=from_routing, num_embeddings=rows)
-    except ValueError as error:
+        return open_checkpoint(path, routing=from_routing, num_embeddings=_sizes(sizes))
+    except (ValueError, OSError) as error:
         raise _fail(str(error)) from error
 
 
@@ -100,7 +108,7 @@ def inspect(
                 for rank in range(record.num_ranks):
                     for _ in checkpoint.rows(record.name, rank):
                         pass
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise _fail(str(error)) from error
     if as_json:
         typer.echo(json.dumps({"path": str(path), "format": checkpoint.format, "tables": [_plain(r) for r in records]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from evenkeel.credentials import Credentials
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest, parse_topology
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.hardware import HardwareProfile, parse_profile
+from evenkeel.placement.model import MAX_BYTES
+from evenkeel.placement.plan_file import FORMAT
 from evenkeel.planner_client import PlannerClient
+
+_POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,2}$")
 
 
 def build_request(
@@ -33,13 +38,16 @@ def build_request(
         InvalidInputError: If a field is missing, unknown or impossible.
     """
     value: dict[str, Any] = {"tables": content} if isinstance(content, list) else dict(_object(content))
+    if value.get("format") == FORMAT:  # a plan file: its request is planned again
+        value = dict(_object(value.get("request")))
     if topology is not None:
         name, machines = parse_topology(topology)
         value["topology"] = encode(machines)
         if profile is None and "hardware" not in value:
             value["hardware"] = name
     if "topology" not in value:
-        raise InvalidInputError("topology", None, "is missing", "give --topology, such as h200x8")
+        remedy = "give --topology, such as h200x8, or a topology in the file"
+        raise InvalidInputError("topology", None, "is missing", remedy)
     if profile is not None:
         value["hardware"] = encode(profile)
     if runtime is not None:
@@ -49,10 +57,16 @@ def build_request(
     request = decode(PlanRequest, value)
     machines = request.topology
     if hbm_gib is not None:
-        machines = replace(machines, hbm_bytes=round(hbm_gib * 2**30))
+        machines = replace(machines, hbm_bytes=_gib("--hbm-gib", hbm_gib))
     if host_gib is not None:
-        machines = replace(machines, host_bytes=round(host_gib * 2**30))
+        machines = replace(machines, host_bytes=_gib("--host-gib", host_gib))
     return replace(request, topology=machines)
+
+
+def _gib(flag: str, gib: float) -> int:
+    if not 0 <= gib * 2**30 <= MAX_BYTES:
+        raise InvalidInputError(flag, gib, "is out of range", f"give a number from 0 to {MAX_BYTES >> 30}")
+    return round(gib * 2**30)
 
 
 def show_plan(console: Console, plan: Plan) -> None:
@@ -66,7 +80,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     out = RichTable(title=f"{plan.seconds * 1e3:.3g} ms a step on {plan.hardware} with {plan.runtime.value}")
     out.add_column("table")
     out.add_column("mode")
-    for heading in ("ratio", "HBM GiB", "host GiB", "ms", "misses", "ms saved per GiB"):
+    for heading in ("ratio", "HBM GiB a rank", "GiB a host", "ms", "misses", "ms saved per GiB"):
         out.add_column(heading, justify="right")
     for p in plan.placements:
         out.add_row(
@@ -81,7 +95,7 @@ def show_plan(console: Console, plan: Plan) -> None:
         )
     console.print(out)
     gap = "proved optimal" if plan.gap == 0 else f"within {plan.gap:.2%} of the best possible"
-    console.print(f"{plan.status.value}: {gap}; {len(plan.modules)} fused modules")
+    console.print(f"{plan.status.value}: {gap}; {len(plan.modules)} fused module{'s' * (len(plan.modules) != 1)}")
     for name, budget in (("HBM of the fullest rank", plan.hbm), ("memory of a host", plan.host)):
         limit = "no limit" if budget.limit_bytes is None else f"{budget.limit_bytes / 2**30:.2f} GiB"
         price = f", another GiB is worth {budget.seconds_per_gib * 1e3:.3g} ms a step" if budget.seconds_per_gib else ""
@@ -112,6 +126,15 @@ def read_profile(path: Path | None) -> HardwareProfile | None:
     return None if path is None else parse_profile(read(path))
 
 
+def written(path: Path, text: str) -> str:
+    """Writes a file; why it could not be written, if so, and what to do."""
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        return f"{path}: {error.strerror or error}; name a file in a folder that is there and may be written"
+    return ""
+
+
 def _object(content: object) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidInputError("tables", content, "is neither a list nor an object", "give a list of tables")
@@ -140,7 +163,21 @@ def read(path: Path) -> object:
     except ModuleNotFoundError:
         remedy = "install pyyaml, or give a .json file"
         raise InvalidInputError(str(path), path.suffix, "needs pyyaml to be read", remedy) from None
+
+    class Loader(yaml.SafeLoader):
+        """Takes 1e8 for a number, as JSON does; for YAML 1.1 it is a text."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _POWER, list("-+0123456789"))
     try:
-        return yaml.safe_load(text)
+        return _whole(yaml.load(text, Loader))
     except yaml.YAMLError as error:
         raise InvalidInputError(str(path), text[:40], f"is no YAML: {error}", "correct the file") from None
+
+
+def _whole(value: object) -> object:
+    """The same with floats such as 1e8 as the whole numbers that they are."""
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -13,7 +13,12 @@ INFEASIBLE_EXIT = 3
 
 
 def plan_command(
-    tables: Annotated[Path, typer.Argument(help="YAML or JSON: a list of tables, or a whole request.", dir_okay=False)],
+    tables: Annotated[
+        Path,
+        typer.Argument(
+            help="YAML or JSON: a list of tables, a whole request, or a plan file.", exists=True, dir_okay=False
+        ),
+    ],
     topology: Annotated[
         str | None, typer.Option(help="Machines in short, such as h200x8 or h100x64/8 (8 ranks a host).")
     ] = None,
@@ -41,7 +46,7 @@ def plan_command(
     from evenkeel.placement import InvalidInputError, Status
     from evenkeel.placement.application import lines_to_paste
     from evenkeel.placement.plan_file import PlanFile, dumps
-    from trainer_client.cli.placing import build_request, read, read_profile, show_plan, solve
+    from trainer_client.cli.placing import build_request, read, read_profile, show_plan, solve, written
 
     try:
         request = build_request(read(tables), topology, hbm_gib, host_gib, runtime, samples, read_profile(profile))
@@ -50,15 +55,17 @@ def plan_command(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     text = dumps(PlanFile(request=request, plan=found))
-    if output is not None:
-        output.write_text(text)
+    trouble = None if output is None else written(output, text)
     if as_json:
         typer.echo(text, nl=False)
     elif code:
         typer.echo(lines_to_paste(request, found), nl=False)
     else:
         show_plan(Console(), found)
-        if output is not None:
+        if output is not None and not trouble:
             typer.echo(f"plan written to {output}")
+    if trouble:
+        typer.echo(f"error: --output: {trouble}", err=True)
+        raise typer.Exit(2)
     if found.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise typer.Exit(INFEASIBLE_EXIT)

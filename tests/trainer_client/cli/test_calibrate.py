@@ -98,3 +98,31 @@ def test_measuring_says_what_it_measures() -> None:
     found = measure("cpu", table_bytes=1 << 20, gathered_rows=256, repeats=2, progress=told.append)
     assert found["kernels"] == {}
     assert any("gathers" in what for what in told)
+
+
+def test_a_profile_outlives_a_file_that_cannot_be_written(command: typer.Typer, tmp_path: Path) -> None:
+    raw, output = RESULTS / "calibration_h200.json", tmp_path / "no" / "profile.json"
+    shown = CliRunner().invoke(command, ["--raw", str(raw), "--output", str(output)])
+    assert shown.exit_code == 2
+    assert parse_profile(json.loads(shown.stdout)).name == "calibrated"
+    assert f"--output: {output}: No such file or directory" in shown.stderr
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "{", "5"])
+def test_what_are_no_measurements_is_refused(command: typer.Typer, tmp_path: Path, content: str) -> None:
+    raw = tmp_path / "raw.json"
+    raw.write_text(content)
+    shown = CliRunner().invoke(command, ["--raw", str(raw), "--output", str(tmp_path / "profile.json")])
+    assert (shown.exit_code, shown.exception and type(shown.exception)) == (2, SystemExit)
+    assert "error: " in shown.stderr
+
+
+def test_without_a_gpu_the_remedy_is_told(
+    command: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    shown = CliRunner().invoke(command, ["--output", str(tmp_path / "profile.json")])
+    assert shown.exit_code == 2
+    assert "--device cuda: PyTorch finds no GPU here; run this where the job will run, or give --device cpu" in (
+        shown.stderr
+    )

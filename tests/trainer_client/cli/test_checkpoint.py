@@ -44,3 +44,18 @@ def test_errors_are_one_line_and_exit_code_one(arguments: list[str], message: st
     result = RUNNER.invoke(app, [argument.format(tmp_path) for argument in arguments])
     assert result.exit_code == 1
     assert message in result.output.replace("\n", " ")
+
+
+def test_the_folder_one_stands_in_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dump(tmp_path / "old", roundrobin(), 1)
+    monkeypatch.chdir(tmp_path / "old")
+    assert RUNNER.invoke(app, ["inspect", "."]).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    assert "neither a torch.distributed.checkpoint directory" in RUNNER.invoke(app, ["inspect", "."]).output
+
+
+def test_sizes_that_are_none_are_named(tmp_path: Path) -> None:
+    write_dump(tmp_path / "old", roundrobin(), 1)
+    shown = RUNNER.invoke(app, ["inspect", str(tmp_path / "old"), "--num-embeddings", "items=many"])
+    assert shown.exit_code == 2
+    assert "items=many: give a whole number of rows" in shown.output

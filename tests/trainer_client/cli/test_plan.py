@@ -139,3 +139,44 @@ def test_a_service_behind_tls_and_a_token_gives_the_same_plan(
 def test_the_command_needs_no_torch() -> None:
     check = "import trainer_client.cli.plan, trainer_client.cli.calibrate, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_a_plan_outlives_a_file_that_cannot_be_written(command: typer.Typer, tables: Path, tmp_path: Path) -> None:
+    output = tmp_path / "no" / "plan.json"
+    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--output", str(output)])
+    assert shown.exit_code == 2
+    assert "proved optimal" in shown.stdout
+    assert f"--output: {output}: No such file or directory; name a file" in shown.stderr
+    assert "Traceback" not in shown.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--hbm-gib", "nan"), ("--hbm-gib", "-1"), ("--host-gib", "inf"), ("--host-gib", "1e9")]
+)
+def test_sizes_of_memory_that_are_none(command: typer.Typer, tables: Path, flag: str, value: str) -> None:
+    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", flag, value])
+    assert shown.exit_code == 2
+    assert f"{flag}: is out of range (got {float(value)}); give a number from 0 to" in shown.stderr
+
+
+def test_a_plan_file_is_planned_again(command: typer.Typer, tables: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--output", str(output)])
+    again = CliRunner().invoke(command, [str(output), "--json"])
+    assert loads(again.stdout).request == loads(output.read_text()).request
+    smaller = CliRunner().invoke(command, [str(output), "--hbm-gib", "1", "--json"])
+    assert loads(smaller.stdout).request.topology.hbm_bytes == 1 << 30
+
+
+def test_powers_of_ten_are_numbers_in_yaml(command: typer.Typer, tmp_path: Path) -> None:
+    path = tmp_path / "tables.yaml"
+    path.write_text("- {name: '2e5', rows: 4e6, dim: 6.4e1, ids_per_sample: 1.5e-1}")
+    shown = CliRunner().invoke(command, [str(path), "--topology", "h200x8", "--json"])
+    (table,) = loads(shown.stdout).request.tables
+    assert (table.name, table.rows, table.dim, table.ids_per_sample) == ("2e5", 4_000_000, 64, 0.15)
+
+
+def test_a_file_that_is_not_there_is_named(command: typer.Typer, tmp_path: Path) -> None:
+    shown = CliRunner().invoke(command, [str(tmp_path / "nowhere.yaml"), "--topology", "h200x8"])
+    assert shown.exit_code == 2
+    assert "does not exist" in shown.stderr

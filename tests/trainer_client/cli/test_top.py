@@ -137,3 +137,10 @@ def test_it_ends_quietly_when_nobody_reads_on(balancer: ServiceProcess) -> None:
     for command in (f"{top} | head -n 1; exit ${{PIPESTATUS[0]}}", f"{top} --count 1 >&-"):
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, ""), command
+
+
+def test_without_an_address_it_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EVENKEEL_BALANCER", raising=False)
+    result = CliRunner().invoke(app, ["top", "--count", "1"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: no balancer is named; give --balancer host:port, or set EVENKEEL_BALANCER\n"

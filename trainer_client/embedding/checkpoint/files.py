@@ -16,11 +16,16 @@ from trainer_client.embedding.checkpoint.record import CheckpointError
 
 def staging_path(target: Path) -> Path:
     """Where a checkpoint is written before it takes its name."""
-    return target.with_name(f".{target.name}.writing")
+    return _beside(target, "writing")
 
 
 def _replaced_path(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
+    return _beside(target, "replaced")
+
+
+def _beside(target: Path, what: str) -> Path:
+    whole = Path(os.path.abspath(target))  # `.` has no name of its own
+    return whole.with_name(f".{whole.name}.{what}")
 
 
 def begin(target: Path, *, overwrite: bool, keep: bool = False) -> Path:
