@@ -156,7 +156,11 @@ class BalancedLoader(Generic[B]):
         return self._of_loader("batch_sampler")
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the wrapped loader which epoch begins, or its samplers and data set, as far as they want to know."""
+        """Tells the wrapped loader which epoch begins, or its samplers and data set, as far as they want to know.
+
+        With the epoch of a state that has been loaded, the next loop goes on within it, and is empty where nothing of
+        it is left; with another one, as far as the state tells its epoch, it begins that one.
+        """
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         parts: list[Any] = [self.loader]
         if not hasattr(self.loader, "set_epoch"):
@@ -164,6 +168,8 @@ class BalancedLoader(Generic[B]):
             parts.append(getattr(self.loader, "dataset", None))
         for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
             part.set_epoch(epoch)
+        if self._resume is not None:
+            self._resume = self._resume.in_epoch(epoch)
 
     def _of_loader(self, name: str) -> Any:
         if not hasattr(self.loader, name):

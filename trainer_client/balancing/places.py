@@ -36,7 +36,10 @@ class GlobalSampler(Protocol):
         """The place after so many batches of the current iteration, the same on all ranks."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration begins at a place."""
+        """The next iteration begins at a place; at its epoch's end, with the first sample again."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of `epoch`, the `"epoch"` of states: what is left of it after `load_state_dict`."""
 
     def rest_of(self, state: dict[str, Any], trained: Sequence[Sequence[NDArray[np.bool_]]]) -> dict[str, Any]:
         """The place from which what is left of a half-trained window goes on, on any number of ranks.
@@ -156,6 +159,7 @@ class Source:
             sampler = sampler_of(self._loader)
             assert sampler is not None
             sampler.load_state_dict(start.at)
+            sampler.set_epoch(start.at["epoch"])  # else another pass over it would begin where nothing of it is left
         elif start.of_all:
             self._loader.load_state_dicts(pickle.loads(start.at))
         elif self._way == "loader":

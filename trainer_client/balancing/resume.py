@@ -274,6 +274,12 @@ class LoaderState:
         except (KeyError, TypeError, ValueError) as error:
             raise ResumeError(f"state is damaged ({error}); load what BalancedLoader.state_dict gave") from error
 
+    def in_epoch(self, epoch: int) -> LoaderState | None:
+        """What is gone on from after `set_epoch`: None in another epoch, which begins by itself."""
+        if self.finished or self.source is None or self.source.way != "sampler":
+            return self
+        return self if self.source.at["epoch"] == epoch else None
+
     @property
     def start(self) -> Place | None:
         """Where the loader begins its next iteration; None: as it does by itself.

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
-from trainer_client import BalancedLoader, BalanceOptions
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.balancing.sampling import GlobalBatchSampler
 
 
 @dataclass(slots=True)
@@ -112,3 +114,37 @@ def test_what_comes_after_any_batch_is_what_would_have_come(way: str, window: in
 def test_it_is_the_same_with_a_service(balancer: ServiceProcess) -> None:
     job = Job(steps=(5, 7), batch_size=5, address=balancer.address, name="resume", options=options(window=2, depth=3))
     run_ranks(2, stop_everywhere, job, "loader")
+
+
+def test_set_epoch_and_a_loaded_state() -> None:
+    """One rank, with the project's sampler: a state of each step, each way in which a loop may go on from it."""
+    states = []
+
+    def make() -> BalancedLoader[Any]:
+        sampler = GlobalBatchSampler(20, global_batch_size=6, seed=3)
+        source = DataLoader(range(20), batch_sampler=sampler)  # type: ignore[arg-type]
+        return BalancedLoader(source, Balancer.embedded(), cost=lambda batch: torch.ones(len(batch)))
+
+    def train(loader: BalancedLoader[Any], epoch: int) -> list[list[int]]:
+        loader.set_epoch(epoch)
+        steps = []
+        for batch in loader:
+            steps.append(batch.tolist())
+            states.append((epoch, len(steps), loader.state_dict()))
+        return steps
+
+    loader = make()
+    epochs = [train(loader, epoch) for epoch in range(3)]
+    assert sorted(sample for step in epochs[1] for sample in step) == list(range(20))
+    assert epochs[1] != epochs[0]
+    assert len(states) == 12
+    for epoch, step, state in list(states):
+        for named in (True, False):  # the loop may name the state's epoch, or not
+            again = make()
+            again.load_state_dict(state)
+            rest = train(again, epoch) if named else [batch.tolist() for batch in again]
+            assert rest == epochs[epoch][step:], (epoch, step, named)
+            assert train(again, (epoch + 1) % 3) == epochs[(epoch + 1) % 3]
+        other = make()
+        other.load_state_dict(state)
+        assert train(other, (epoch + 2) % 3) == epochs[(epoch + 2) % 3]
