@@ -25,9 +25,10 @@ from rich.table import Table as RichTable
 
 from evenkeel.placement import PlanRequest, Runtime, Step, Table, Topology, Zipf, plan
 from evenkeel.placement.knapsack import Knapsack, solve_knapsack
+from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.milp import solve_milp
 from evenkeel.placement.options import build_problem
-from evenkeel.placement.solver import Limits, solve
+from evenkeel.placement.solver import solve
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def plain_highs(problem: Knapsack, gap: float, time_limit_s: float) -> Timed:
         np.ones(items * options, dtype=bool),
         np.ones(items * options),
         gap=gap,
-        time_limit_s=time_limit_s,
+        watch=Watch(Limits(time_limit_s=time_limit_s)),
     )
     return Timed(result.objective / scale, time.perf_counter() - begin)
 

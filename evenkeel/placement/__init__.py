@@ -5,7 +5,7 @@ from evenkeel.placement.compare import Comparison, OwnPlacement, compare
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, builtin_profile, builtin_profiles
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.invalid_input import InvalidInputError
-from evenkeel.placement.milp import SolveCancelledError
+from evenkeel.placement.limits import SolveCancelledError
 from evenkeel.placement.model import Mode, Optimizer, Runtime, Sharding, Step, Table, Topology
 from evenkeel.placement.plan import Placement, Plan, Status
 from evenkeel.placement.planner import plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -12,6 +13,8 @@ from evenkeel.placement.placement_problem import Group
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+
+_BLOCK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +48,67 @@ class Combinations:
         for column, modules in enumerate(self.second):
             if modules:
                 second[:, column] = value[:, list(modules)].min(axis=1)
-        total = np.empty((len(self.first), len(self.second)))
-        total[0] = second.sum(axis=0)
-        for row, modules in enumerate(self.first[1:], start=1):
-            total[row] = np.minimum(value[:, [modules[0]]], second).sum(axis=0)
-        flat: FloatArray = (total + self.fixed).ravel()
+        first = np.full((rows, len(self.first)), np.inf)
+        for column, modules in enumerate(self.first):
+            if modules:
+                first[:, column] = value[:, modules[0]]
+        total = self.fixed.copy()
+        step = max(1, _BLOCK // total.size)
+        for row in range(0, rows, step):
+            part = slice(row, row + step)
+            total += np.minimum(first[part, :, None], second[part, None, :]).sum(axis=0)
+        flat: FloatArray = total.ravel()
         return flat
+
+    def conflict(self) -> list[int]:
+        """Rows of tables that no combination holds together, few of them; empty where one holds all."""
+        first, second = self._available(self.first), self._available(self.second)
+        named: list[int] = []
+        while True:
+            allowed = np.ones((len(self.first), len(self.second)), dtype=bool)
+            for row in named:
+                allowed &= np.logical_or.outer(first[row], second[row])
+            if named and not allowed.any():
+                return sorted(named)
+            for row in range(len(self.group.tables)):
+                allowed &= np.logical_or.outer(first[row], second[row])
+                if not allowed.any():
+                    named.append(row)
+                    break
+            else:
+                return []
+
+    def _available(self, sets: tuple[tuple[int, ...], ...]) -> npt.NDArray[np.bool_]:
+        """(tables, sets) whether a table can be in one of the modules of a set."""
+        return np.stack([np.isfinite(self.group.time[:, list(modules)]).any(axis=1) for modules in sets], axis=1)
+
+    def by_module(self, priced: FloatArray) -> FloatArray:
+        """(modules,) least of (combinations,) `priced` over the combinations in which a module is open."""
+        total = priced.reshape(self.fixed.shape)
+        least = np.full(len(self.group.modules), np.inf)
+        for sets, values in ((self.first, total.min(axis=1)), (self.second, total.min(axis=0))):
+            for modules, value in zip(sets, values.tolist(), strict=True):
+                for module in modules:
+                    least[module] = min(least[module], value)
+        return least
+
+    def containing(self, chosen: IntArray) -> int:
+        """The smallest combination in which all of `chosen` are open."""
+        wanted = set(chosen.tolist())
+        row = next((r for r, modules in enumerate(self.first) if modules and wanted & set(modules)), 0)
+        rest = wanted - set(self.first[row])
+        fitting = [(len(modules), c) for c, modules in enumerate(self.second) if rest <= set(modules)]
+        return row * len(self.second) + min(fitting)[1]
 
     def choice(self, combination: int, prices: FloatArray) -> IntArray:
         """(tables,) the module of least priced cost of each table under a combination."""
-        modules = np.array(self.open(combination))
+        return self.choices([combination], prices)[0]
+
+    def choices(self, combinations: Sequence[int], prices: FloatArray) -> list[IntArray]:
+        """For each of some combinations, (tables,) the module of least priced cost of each table."""
         value = self.group.time + prices[0] * self.group.hbm + prices[1] * self.group.host
-        best: IntArray = modules[value[:, modules].argmin(axis=1)]
-        return best
+        opens = [np.array(self.open(combination)) for combination in combinations]
+        return [modules[value[:, modules].argmin(axis=1)] for modules in opens]
 
 
 def enumerate_combinations(group: Group) -> Combinations:
@@ -67,5 +118,6 @@ def enumerate_combinations(group: Group) -> Combinations:
     first: tuple[tuple[int, ...], ...] = ((), *((m,) for m in sides[0]))
     second = tuple(subset + one for one in ((), *((m,) for m in sides[1])) for subset in subsets)
     cost = np.array([module.fixed for module in group.modules])
-    fixed = np.array([[sum(cost[list(a + b)]) for b in second] for a in first], dtype=np.float64)
+    fixed_first, fixed_second = (np.array([float(cost[list(s)].sum()) for s in sets]) for sets in (first, second))
+    fixed = fixed_first[:, None] + fixed_second[None, :]
     return Combinations(group, first, second, fixed)

@@ -49,6 +49,7 @@ def maximise_dual(
     tolerance: float = 1e-7,
     iterations: int = 60,
     cutoff: float = np.inf,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Dual:
     """Kelley's cutting planes on the concave, piecewise linear dual of two budgets.
 
@@ -58,6 +59,7 @@ def maximise_dual(
         tolerance: Relative distance to the model at which to stop.
         iterations: Evaluations at most.
         cutoff: Stop as soon as the bound is at least this.
+        is_over: Asked before every evaluation but the first; once true, what was visited is returned.
     """
     dual = Dual()
     dual.points.append(evaluate(np.zeros(2)))
@@ -71,7 +73,7 @@ def maximise_dual(
     for _ in range(2):
         model.addCol(0.0, 0.0, _MAX_PRICE, 0, np.array([], dtype=np.int32), np.array([], dtype=np.float64))
     columns = np.arange(3, dtype=np.int32)
-    while len(dual.points) < iterations:
+    while len(dual.points) < iterations and not is_over():
         last = dual.points[-1]
         # theta <= value + excess . (prices - here), with prices in units of their scale.
         slope = last.excess * scale

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +10,17 @@ import scipy.sparse as sp
 
 from evenkeel.placement.dual import Dual, DualPoint, maximise_dual
 from evenkeel.placement.layers import SLACK, prepare_layers, search_layers
-from evenkeel.placement.milp import SolveCancelledError, solve_milp
+from evenkeel.placement.limits import Watch
+from evenkeel.placement.milp import MOST_COLUMNS, solve_milp
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
 _FEW_CHOICES = 1024
+_HISTORY_BYTES = 64 << 20
+_MOST_PRICED = 100_000_000
+_MOST_COMPARED = 300_000_000
 _WIDTHS = ((100, True), (100, False), (1_000, False), (8_000, False))
 """States of each layered search, and whether it is confined to the options near the dual optimum."""
 _AROUND = (0.0, 0.25, 0.5, 0.75, 1.0, 1.3, 2.0, 4.0)
@@ -56,13 +59,20 @@ class KnapsackResult:
     proved: bool
 
 
-def without_dominated(problem: Knapsack, block: int = 4_000_000) -> Knapsack:
-    """The same problem, with every option gone that another option of its item matches or beats in everything."""
+def without_dominated(problem: Knapsack, watch: Watch | None = None, block: int = 2_000_000) -> Knapsack:
+    """The same problem, with every option gone that another option of its item matches or beats in everything.
+
+    Where time is up before all items are looked at, the rest keep their options.
+    """
     cost = problem.cost.copy()
     items, options = cost.shape
+    if items * options * options > _MOST_COMPARED:
+        return problem
     step = max(1, block // max(1, options * options))
     earlier = np.tri(options, options, -1, dtype=bool)
     for first in range(0, items, step):
+        if watch is not None and watch.is_over():
+            break
         rows = slice(first, first + step)
         measures = (problem.cost[rows], problem.use[0, rows], problem.use[1, rows])
         # [i, j, k]: option k is no worse than option j.
@@ -96,8 +106,7 @@ def solve_knapsack(
     *,
     cutoff: float = np.inf,
     gap: float = 0.0,
-    time_limit_s: Callable[[], float] = lambda: 60.0,
-    should_stop: Callable[[], bool] | None = None,
+    watch: Watch | None = None,
 ) -> KnapsackResult:
     """Solve exactly: dual prices, then HiGHS on the options whose reduced cost can matter.
 
@@ -108,34 +117,37 @@ def solve_knapsack(
         problem: What to choose from.
         cutoff: Choices that cost this or more are of no interest.
         gap: Relative gap to prove.
-        time_limit_s: Seconds left for the whole search.
-        should_stop: Asked now and then; see `evenkeel.placement.milp.solve_milp`.
+        watch: Once its time is up, the best found is returned with its bound; a minute by default.
+
+    Raises:
+        SolveCancelledError: If the caller wants the search to stop.
     """
     if not len(problem.cost):
         return KnapsackResult(np.zeros(0, dtype=np.int64), 0.0, 0.0, True)
-    problem = without_dominated(problem)
+    watch = watch or Watch()
     if not np.isfinite(problem.cost).any(axis=1).all():
         return KnapsackResult(None, np.inf, np.inf, True)
     minimum = np.where(np.isfinite(problem.cost)[None], problem.use, np.inf).min(axis=2).sum(axis=1)
     if np.any(minimum > problem.budget + SLACK):
         return KnapsackResult(None, np.inf, np.inf, True)
+    problem = without_dominated(problem, watch)
     # A bound above the dearest choice there is proves that no choice is feasible.
     dearest = float(np.where(np.isfinite(problem.cost), problem.cost, -np.inf).max(axis=1).sum())
     cutoff = min(cutoff, dearest + 1e-9 * abs(dearest) + 1e-12)
     few = len(problem.cost) <= 24 and np.prod(np.isfinite(problem.cost).sum(axis=1, dtype=np.float64)) <= _FEW_CHOICES
     if few:
         return _try_all(problem, cutoff)
-    incumbent = _Incumbent(problem, cutoff)
+    incumbent = _Incumbent(problem, cutoff, watch)
 
     def evaluate(prices: FloatArray) -> DualPoint:
         point, _, choice = price(problem, prices)
         incumbent.offer(choice)
         return point
 
-    dual = maximise_dual(evaluate, price_scale(problem.cost, problem.budget), cutoff=cutoff)
+    dual = maximise_dual(evaluate, price_scale(problem.cost, problem.budget), cutoff=cutoff, is_over=watch.is_over)
     if dual.best.value >= cutoff:
         return KnapsackResult(None, np.inf, dual.best.value, True)
-    return _finish(problem, dual, incumbent, gap, time_limit_s, should_stop)
+    return _finish(problem, dual, incumbent, gap, watch)
 
 
 def _try_all(problem: Knapsack, cutoff: float) -> KnapsackResult:
@@ -155,25 +167,31 @@ def _try_all(problem: Knapsack, cutoff: float) -> KnapsackResult:
 class _Incumbent:
     """The best feasible choice so far."""
 
-    def __init__(self, problem: Knapsack, cutoff: float) -> None:
+    def __init__(self, problem: Knapsack, cutoff: float, watch: Watch) -> None:
         self.problem = problem
+        self.watch = watch
         self.choice: IntArray | None = None
         self.cost = cutoff
 
-    def offer(self, choice: IntArray, *, improve: bool = False) -> None:
-        """Take `choice` if it is feasible and better; with `improve`, spend what budget it leaves first."""
+    def offer(self, choice: IntArray, *, improve: bool = False) -> bool:
+        """Take `choice` if it is feasible and better; with `improve`, spend what budget it leaves first.
+
+        Returns:
+            Whether it keeps the budgets.
+        """
         items = np.arange(len(choice))
         use = self.problem.use[:, items, choice].sum(axis=1)
         if improve and np.any(use > self.problem.budget + SLACK):
             choice = self._repair(choice.copy(), use)
             use = self.problem.use[:, items, choice].sum(axis=1)
         if np.any(use > self.problem.budget + SLACK):
-            return
+            return False
         if improve:
             choice = self._spend(choice.copy(), use)
         cost = float(self.problem.cost[items, choice].sum())
         if cost < self.cost:
             self.choice, self.cost = choice.copy(), cost
+        return True
 
     def _repair(self, choice: IntArray, use: FloatArray) -> IntArray:
         """Trade cost for what is over budget, at the best rate first, until nothing is over or nothing helps."""
@@ -182,7 +200,7 @@ class _Incumbent:
         budget = np.where(np.isfinite(self.problem.budget), self.problem.budget, 0.0)
         for _ in range(min(400, 4 * len(choice))):
             over = float(unit @ np.maximum(0.0, use - budget))
-            if over <= 1e-15:
+            if over <= 1e-15 or self.watch.is_over():
                 break
             more = self.problem.use - self.problem.use[:, items, choice][:, :, None]
             after = (use - budget)[:, None, None] + more
@@ -200,6 +218,8 @@ class _Incumbent:
     def _spend(self, choice: IntArray, use: FloatArray) -> IntArray:
         items = np.arange(len(choice))
         for _ in range(min(200, 2 * len(choice))):
+            if self.watch.is_over():
+                break
             saved = self.problem.cost[items, choice][:, None] - self.problem.cost
             more = self.problem.use - self.problem.use[:, items, choice][:, :, None]
             fits = np.all(use[:, None, None] + more <= self.problem.budget[:, None, None] + SLACK, axis=0)
@@ -217,8 +237,7 @@ def _finish(
     dual: Dual,
     incumbent: _Incumbent,
     gap: float,
-    time_limit_s: Callable[[], float],
-    should_stop: Callable[[], bool] | None,
+    watch: Watch,
 ) -> KnapsackResult:
     best = dual.best
     _, priced, choice = price(problem, best.prices)
@@ -229,20 +248,16 @@ def _finish(
     finite = np.sort(reduced[np.isfinite(reduced)])
     bound = best.value
     margin = max(1e-12 * abs(bound), gap * abs(bound))
-
-    def is_over() -> bool:
-        if should_stop is not None and should_stop():
-            raise SolveCancelledError
-        return time_limit_s() <= 0
-
-    bound, settled = _search_layers(problem, dual, reduced, incumbent, margin, is_over)
+    bound, settled = _search_layers(problem, dual, reduced, incumbent, margin, watch)
     if settled:
         return _result(incumbent, bound if gap > 0 else incumbent.cost)
     reach = float(finite[min(len(finite) - 1, 3 * len(choice) + 60)])
     while incumbent.cost - bound > margin:
         reach = min(reach, incumbent.cost - best.value)
         kept = reduced <= reach + 1e-12
-        result = _core(problem, kept, incumbent, gap, time_limit_s(), should_stop)
+        if np.count_nonzero(kept) > MOST_COLUMNS:
+            return _result(incumbent, min(bound, incumbent.cost), proved=False)
+        result = _core(problem, kept, incumbent, gap, watch)
         whole = bool(kept[np.isfinite(reduced)].all()) or reach >= incumbent.cost - best.value
         if not result.proved:
             return _result(incumbent, max(bound, result.bound) if whole else bound, proved=False)
@@ -261,27 +276,27 @@ def _search_layers(
     reduced: FloatArray,
     incumbent: _Incumbent,
     margin: float,
-    is_over: Callable[[], bool],
+    watch: Watch,
 ) -> tuple[float, bool]:
     """Search wider and wider layers; the bound that they prove, and whether that settles the search."""
     best = dual.best
     prices = np.array([best.prices, *[point.prices for point in dual.points if point is not best][-24:]])
     spread = np.array([(a, b) for a in _AROUND for b in _AROUND])
     prices = np.unique(np.vstack([prices, best.prices * spread]), axis=0)
-    prices = np.vstack([best.prices, prices])
+    prices = np.vstack([best.prices, prices])[: max(8, _MOST_PRICED // problem.cost.size)]
     finite = np.sort(reduced[np.isfinite(reduced)])
     # First only the options nearest to the dual optimum: the better the choice they give, the fewer options matter.
     near = float(finite[min(len(finite) - 1, 3 * len(reduced) + 60)])
-    bound = best.value
+    bound, held = best.value, _HISTORY_BYTES // (6 * len(reduced))
     for most_states, reach in _WIDTHS:
         cutoff = incumbent.cost - margin
         if cutoff <= bound:
             return bound, True
-        if is_over():
+        if watch.is_over():
             break
         useful = reduced <= min(cutoff - best.value, near if reach else np.inf)
         layers = prepare_layers(problem.cost, problem.use, problem.budget, prices, useful)
-        result = search_layers(layers, cutoff, most_states=most_states, is_over=is_over)
+        result = search_layers(layers, cutoff, most_states=min(most_states, held), is_over=watch.is_over)
         if result.choice is not None:
             incumbent.offer(result.choice, improve=not result.complete)
         if not reach or near >= cutoff - best.value:
@@ -308,8 +323,7 @@ def _core(
     kept: npt.NDArray[np.bool_],
     incumbent: _Incumbent,
     gap: float,
-    time_limit_s: float,
-    should_stop: Callable[[], bool] | None,
+    watch: Watch,
 ) -> _CoreResult:
     """HiGHS over the kept options; a better choice goes to the incumbent."""
     item, option = np.nonzero(kept & np.isfinite(problem.cost))
@@ -346,13 +360,13 @@ def _core(
         np.ones(len(item), dtype=bool),
         np.ones(len(item)),
         gap=gap,
-        time_limit_s=time_limit_s,
         start=start,
-        should_stop=should_stop,
+        watch=watch,
     )
+    fits = True
     if result.values is not None:
         taken = result.values > 0.5
         chosen[item[taken]] = option[taken]
-        incumbent.offer(chosen)
+        fits = incumbent.offer(chosen)
     bound = result.bound / scale + fixed_cost if np.isfinite(result.bound) else result.bound
-    return _CoreResult(bound, result.proved)
+    return _CoreResult(bound, result.proved and fits)

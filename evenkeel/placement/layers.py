@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -121,12 +122,14 @@ def search_layers(
         is_over: Asked at every layer; once true, the search ends with nothing found.
     """
     spent, left = np.zeros(1), layers.budget[:, None].copy()
-    history: list[tuple[IntArray, IntArray]] = []
+    history: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]] = []
     dropped = np.inf
     for layer, options in enumerate(layers.options):
-        if is_over():
+        expanded = _expand(layers, layer, spent, left, cutoff, 2 * _WIDE * most_states, is_over)
+        if expanded is None:
             return LayerResult(None, cutoff, -np.inf, False)
-        parent, taken, spent, left, bound = _expand(layers, layer, spent, left, cutoff)
+        (parent, taken, spent, left, bound), unkept = expanded
+        dropped = min(dropped, unkept)
         kept = np.arange(len(spent))
         for compared, most in ((False, _WIDE * most_states), (True, most_states)):
             if compared and len(kept) > _FEW_STATES:
@@ -138,7 +141,7 @@ def search_layers(
         if not len(kept):
             break
         spent, left = spent[kept], left[:, kept]
-        history.append((parent[kept], options[taken[kept]]))
+        history.append((parent[kept].astype(np.int32), options[taken[kept]].astype(np.int16)))
     complete = dropped == np.inf
     if len(history) < len(layers.options):
         return LayerResult(None, cutoff, min(dropped, cutoff), complete)
@@ -153,19 +156,32 @@ def search_layers(
     return LayerResult(choice, float(spent[best]), min(dropped, float(spent[best])), complete)
 
 
+Expanded: TypeAlias = tuple[IntArray, IntArray, FloatArray, FloatArray, FloatArray]
+
+
 def _expand(
-    layers: Layers, layer: int, spent: FloatArray, left: FloatArray, cutoff: float
-) -> tuple[IntArray, IntArray, FloatArray, FloatArray, FloatArray]:
-    """Every state with every option of the next item that may still end below `cutoff`.
+    layers: Layers,
+    layer: int,
+    spent: FloatArray,
+    left: FloatArray,
+    cutoff: float,
+    most: int,
+    is_over: Callable[[], bool],
+) -> tuple[Expanded, float] | None:
+    """Every state with every option of the next item that may still end below `cutoff`; about `most` at most.
 
     Returns:
-        Parent state, option, cost, what is left of the budgets, and lower bound of each.
+        Parent state, option, cost, what is left of the budgets, and lower bound of each; and the least lower bound of
+        those that were dropped for want of room. `None` once the time is up.
     """
     cost, use = layers.cost[layer], layers.use[layer]
     rest, need = layers.rest[layer + 1], layers.need[layer + 1] - SLACK
     step = max(1, _CHUNK // len(cost))
-    blocks = []
+    blocks: list[Expanded] = []
+    held, dropped = 0, np.inf
     for first in range(0, len(spent), step):
+        if is_over():
+            return None
         rows = slice(first, first + step)
         new_spent = (spent[rows, None] + cost[None, :]).ravel()
         new_left = (left[:, rows, None] - use[:, None, :]).reshape(2, -1)
@@ -178,11 +194,27 @@ def _expand(
             below = np.flatnonzero(bound < cutoff)
             kept, new_spent, new_left, bound = kept[below], new_spent[below], new_left[:, below], bound[below]
         blocks.append((kept // len(cost) + first, kept % len(cost), new_spent, new_left, bound))
+        held += len(kept)
+        if held > most:
+            block, unkept = _lowest(_together(blocks), most // 2)
+            blocks, held, dropped = [block], len(block[0]), min(dropped, unkept)
+    return _together(blocks), dropped
+
+
+def _together(blocks: list[Expanded]) -> Expanded:
     if len(blocks) == 1:
         return blocks[0]
     parent, taken, costs, lefts, bounds = zip(*blocks, strict=True)
     joined = np.concatenate
     return joined(parent), joined(taken), joined(costs), np.concatenate(lefts, axis=1), joined(bounds)
+
+
+def _lowest(states: Expanded, most: int) -> tuple[Expanded, float]:
+    """The states of the lowest bounds, in their order, and the least bound of the others."""
+    parent, taken, spent, left, bound = states
+    order = np.argpartition(bound, most)
+    kept = np.sort(order[:most])
+    return (parent[kept], taken[kept], spent[kept], left[:, kept], bound[kept]), float(bound[order[most]])
 
 
 def undominated(spent: FloatArray, left: FloatArray) -> IntArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
+from evenkeel.placement.limits import SolveCancelledError, Watch
+
 FloatArray = npt.NDArray[np.float64]
 
-
-class SolveCancelledError(Exception):
-    """The caller asked the solver to stop."""
+MOST_COLUMNS = 50_000
+"""Columns of a program at most: HiGHS takes some 8 kB of memory for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,8 @@ def solve_milp(
     upper: FloatArray,
     *,
     gap: float = 0.0,
-    time_limit_s: float = 60.0,
     start: FloatArray | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    watch: Watch | None = None,
 ) -> MilpResult:
     """Minimise `cost @ x` with `row_lower <= matrix @ x <= row_upper` and `0 <= x <= upper`.
 
@@ -58,15 +57,15 @@ def solve_milp(
         integer: Which columns are whole numbers.
         upper: Upper bound of each column.
         gap: Relative gap at which to stop.
-        time_limit_s: Time after which the best found is returned with its bound.
         start: A feasible point to start from.
-        should_stop: Asked now and then; the program is given up once it answers true.
+        watch: Once its time is up, the best found is returned with its bound; a minute by default.
 
     Raises:
-        SolveCancelledError: If `should_stop` answered true.
+        SolveCancelledError: If the caller wants the search to stop.
     """
-    if should_stop is not None and should_stop():
-        raise SolveCancelledError
+    watch = watch or Watch()
+    if watch.is_over():
+        return MilpResult(None, np.inf, -np.inf, False)
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, value in (
         ("output_flag", False),
@@ -74,7 +73,7 @@ def solve_milp(
         ("random_seed", 0),
         ("mip_rel_gap", gap),
         ("mip_abs_gap", 1e-12),
-        ("time_limit", max(0.01, time_limit_s)),
+        ("time_limit", max(0.01, watch.left())),
     ):
         solver.setOptionValue(option, value)
     solver.passModel(_model(cost, matrix, row_lower, row_upper, integer, upper))
@@ -82,12 +81,11 @@ def solve_milp(
         point = highspy.HighsSolution()
         point.col_value = start.tolist()
         solver.setSolution(point)
-    if should_stop is not None:
-        for event in (solver.cbMipInterrupt, solver.cbSimplexInterrupt):
-            event.subscribe(lambda call: _interrupt(call, should_stop))
+    for event in (solver.cbMipInterrupt, solver.cbSimplexInterrupt):
+        event.subscribe(lambda call: _interrupt(call, watch))
     solver.run()
     status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kInterrupt:
+    if status == highspy.HighsModelStatus.kInterrupt and watch.is_cancelled():
         raise SolveCancelledError
     info = solver.getInfo()
     proved = status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
@@ -100,8 +98,8 @@ def solve_milp(
     return MilpResult(values, objective, bound, proved)
 
 
-def _interrupt(call: Any, should_stop: Callable[[], bool]) -> None:
-    if should_stop():
+def _interrupt(call: Any, watch: Watch) -> None:
+    if watch.is_cancelled() or watch.left() <= 0:
         call.interrupt()
 
 

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.combinations import enumerate_combinations
 from evenkeel.placement.hit_rates import step_keys
-from evenkeel.placement.invalid_input import require
+from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.layers import SLACK
+from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
 from evenkeel.placement.placement_problem import UNIT, Group, Module, PlacementProblem
 from evenkeel.placement.request import PlanRequest
@@ -143,11 +146,15 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray, cache_di
     )
 
 
-def build_problem(request: PlanRequest, grid: FloatArray | None = None) -> PlacementProblem:
+def build_problem(
+    request: PlanRequest, grid: FloatArray | None = None, *, watch: Watch | None = None
+) -> PlacementProblem:
     """The optimisation problem of `request`.
 
     Raises:
-        InvalidInputError: If the modes or the ratio of a table leave it no placement.
+        InvalidInputError: If the modes or the ratio of a table leave it no placement, if those of tables that fuse
+            contradict each other, or if `watch` says that time is up.
+        SolveCancelledError: If `watch` says so.
     """
     if grid is None:
         grid = ratio_grid(len(request.tables), request.solver.ratio_steps)
@@ -159,8 +166,15 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None) -> Place
             widest[shared] = max(widest.get(shared, 0), shards_of(table, request.topology.ranks)[1])
         key: object = table.fuse_key if table.sharding is Sharding.ROW_WISE else index
         by_key.setdefault(key, []).append(index)
-    groups = tuple(_group(request, tuple(indices), grid, widest) for indices in by_key.values())
+    groups = tuple(_group(request, tuple(indices), grid, widest, watch) for indices in by_key.values())
     return PlacementProblem(groups, budgets(request))
+
+
+def _in_time(request: PlanRequest, watch: Watch | None) -> None:
+    if watch is not None and watch.is_over():
+        what = f"is over before the placements of {len(request.tables)} tables are priced"
+        remedy = "give more time, fewer tables or fewer ratio_steps"
+        raise InvalidInputError("solver.time_limit_s", request.solver.time_limit_s, what, remedy)
 
 
 def budgets(request: PlanRequest) -> FloatArray:
@@ -177,11 +191,23 @@ def _shared_cache(table: Table) -> object:
     return (table.fuse_key, table.sharding)
 
 
-def _group(request: PlanRequest, indices: tuple[int, ...], grid: FloatArray, widest: dict[object, int]) -> Group:
+def _group(
+    request: PlanRequest,
+    indices: tuple[int, ...],
+    grid: FloatArray,
+    widest: dict[object, int],
+    watch: Watch | None,
+) -> Group:
     tables = [request.tables[index] for index in indices]
-    pinned = sorted({t.ratio for t in tables if t.ratio is not None and 0 < t.ratio < 1})
-    own = np.unique(np.concatenate([grid, np.array(pinned, dtype=np.float64)]))
-    options = [table_options(request, table, own, widest.get(_shared_cache(table), 0)) for table in tables]
+    pinned = {t.ratio: index for t, index in zip(tables, indices, strict=True) if t.ratio and t.ratio < 1}
+    most = 2 if request.runtime is Runtime.DYNAMICEMB else 1
+    if len(tables) > 1 and len(pinned) > most:
+        raise _contradiction(request, sorted(pinned.values())[: most + 1])
+    own = np.unique(np.concatenate([grid, np.array(list(pinned), dtype=np.float64)]))
+    options = []
+    for table in tables:
+        _in_time(request, watch)
+        options.append(table_options(request, table, own, widest.get(_shared_cache(table), 0)))
     for index, option in zip(indices, options, strict=True):
         table = request.tables[index]
         what = "modes" if table.modes else "ratio"
@@ -203,7 +229,40 @@ def _group(request: PlanRequest, indices: tuple[int, ...], grid: FloatArray, wid
         time[row, columns] = option.time
         hbm[row, columns] = option.hbm / UNIT
         host[row, columns] = option.host / UNIT
-    return Group(indices, modules, time, hbm, host, bound=len(tables) > 1)
+    group = Group(indices, modules, time, hbm, host, bound=len(tables) > 1)
+    if group.bound and (rows := enumerate_combinations(group).conflict()):
+        raise _contradiction(request, [indices[row] for row in rows])
+    return group
+
+
+def _contradiction(request: PlanRequest, indices: list[int]) -> InvalidInputError:
+    """Tables that fuse share one ratio a kind of storage: other pins contradict each other."""
+    index, table = indices[-1], request.tables[indices[-1]]
+    others = ", ".join(_pins(request.tables[i]) for i in indices[:-1])
+    what = f"contradicts {others}: {table.name!r} fuses with them, and fused tables share their modes and ratios"
+    remedy = "pin them alike, leave one open, or give one another group"
+    given = [mode.value for mode in table.modes] if table.ratio is None else table.ratio
+    return InvalidInputError(f"tables[{index}].{'modes' if table.ratio is None else 'ratio'}", given, what, remedy)
+
+
+def _pins(table: Table) -> str:
+    ratio = "" if table.ratio is None else f" ratio {table.ratio:g}"
+    modes = "" if not table.modes else f" modes {'|'.join(mode.value for mode in table.modes)}"
+    return f"{table.name!r} ({(modes + ratio).strip() or 'open'})"
+
+
+def without_rank(request: PlanRequest, problem: PlacementProblem) -> list[int]:
+    """Groups of a table of which no shard fits on a rank and its host, whatever its mode and ratio."""
+    topology, found = request.topology, []
+    for number, group in enumerate(problem.groups):
+        table = request.tables[group.tables[0]]
+        if table.sharding in (Sharding.TABLE_WISE, Sharding.COLUMN_WISE):
+            whole = topology.ranks / table.column_shards
+            fits = group.hbm[0] * whole <= problem.budget[0] + SLACK
+            fits &= group.host[0] * whole / topology.local_ranks <= problem.budget[1] + SLACK
+            if not (fits & np.isfinite(group.time[0])).any():
+                found.append(number)
+    return found
 
 
 def _side(runtime: Runtime, mode: Mode) -> int:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.milp import SolveCancelledError
+from evenkeel.placement.limits import Limits, SolveCancelledError
 from evenkeel.placement.model import Sharding
 from evenkeel.placement.packing import Shelves, improve_packing
 from evenkeel.placement.placement_problem import PlacementProblem, Solution
 from evenkeel.placement.ranks import Shards, place_shards
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.solver import Limits, seconds, solve, usage
+from evenkeel.placement.solver import seconds, solve, usage
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -219,6 +219,18 @@ def _spread(sizes: FloatArray, ranks: int) -> IntArray:
         rank[item] = load.argmin()
         load[rank[item]] += sizes[item]
     return rank
+
+
+def heaviest_use(request: PlanRequest, problem: PlacementProblem, resource: int) -> float:
+    """A bound that no spreading beats: HBM of the rank (0), or memory of the host (1), with the largest shard."""
+    single, largest = set(single_rank_tables(request)), 0.0
+    for group in problem.groups:
+        if group.tables[0] in single:
+            copies = request.tables[group.tables[0]].column_shards
+            use = np.where(np.isfinite(group.time[0]), (group.hbm, group.host)[resource][0], np.inf)
+            hosts = request.topology.local_ranks if resource else 1
+            largest = max(largest, float(use.min()) * request.topology.ranks / copies / hosts)
+    return largest
 
 
 def heaviest_shard(request: PlanRequest, problem: PlacementProblem) -> float:

@@ -113,10 +113,14 @@ class Shortage:
 
     Attributes:
         binding: `hbm`, `host` or `both`: the budget that no plan can keep, given the other.
-        hbm_shortfall_bytes: HBM that is missing on a rank, host memory being what it is; `None` if no HBM would do.
-        host_shortfall_bytes: Host memory that is missing on a host, likewise.
-        smallest_hbm_bytes: Smallest HBM of a rank that works, reservations and workspace included; `None` if none.
-        smallest_host_bytes: Smallest memory of a host that works, reservation included; `None` if none.
+        hbm_shortfall_bytes: HBM that a rank lacks to `smallest_hbm_bytes`; `None` where that is.
+        host_shortfall_bytes: Memory that a host lacks to `smallest_host_bytes`; `None` where that is.
+        smallest_hbm_bytes: Smallest HBM of a rank that is known to do, host memory being what it is, reservations and
+            workspace included; `None` where none is known.
+        smallest_host_bytes: Smallest memory of a host that is known to do, HBM being what it is, likewise.
+        least_hbm_bytes: No HBM of a rank below this does: proved. Where it equals `smallest_hbm_bytes`, that is the
+            smallest there is. `None` where no HBM would do.
+        least_host_bytes: No memory of a host below this does, likewise.
         tables: The tables that take most of the binding budget even in the most frugal plan, largest first.
         explanation: All of it in a sentence.
     """
@@ -126,6 +130,8 @@ class Shortage:
     host_shortfall_bytes: int | None
     smallest_hbm_bytes: int | None
     smallest_host_bytes: int | None
+    least_hbm_bytes: int | None
+    least_host_bytes: int | None
     tables: tuple[str, ...]
     explanation: str
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
-from evenkeel.placement.options import budgets, build_problem, rank_load, shards_of
-from evenkeel.placement.placement_problem import UNIT, PlacementProblem
+from evenkeel.placement.options import budgets, build_problem, rank_load, shards_of, without_rank
+from evenkeel.placement.placement_problem import UNIT, PlacementProblem, Solution
 from evenkeel.placement.placing import Placed, heaviest_shard, single_rank_tables, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Split, Status
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.shortage import explain_shortage
-from evenkeel.placement.solver import Limits, solve
+from evenkeel.placement.solver import solve
 from evenkeel.placement.storage import BUCKET_ROWS, round_up, row_bytes
 
 IntArray = npt.NDArray[np.int64]
 
 GIB = float(1 << 30)
-_MOMENT_S = 2.0
+_SEARCH_SHARE = 0.8
+"""Of the time limit, for the search itself: what it left is for why nothing fits, or for what splitting saves."""
+_MOMENT_S = 0.2
 
 
 def plan(
@@ -44,14 +46,15 @@ def plan(
         InvalidInputError: If a table has no placement that can run.
         SolveCancelledError: If `should_stop` answered true.
     """
-    problem = build_problem(request)
     limits = Limits(
         gap=request.solver.gap, time_limit_s=request.solver.time_limit_s, should_stop=should_stop, clock=clock
     )
-    end = clock() + limits.time_limit_s
-    placed, solution = solve_and_place(request, problem, limits)
-    # What follows has what the search left of its time, and a moment in any case.
-    limits = replace(limits, time_limit_s=max(_MOMENT_S, end - clock()))
+    watch = Watch(limits)
+    problem = build_problem(request, watch=watch)
+    placed, solution = None, Solution(None, np.inf, np.inf, True, np.zeros(2))
+    if not without_rank(request, problem):
+        placed, solution = solve_and_place(request, problem, limits.within(_SEARCH_SHARE * watch.left()))
+    limits = limits.within(max(_MOMENT_S, watch.left()))
     if placed is None:
         shortage = explain_shortage(request, problem, limits) if solution.proved else None
         status = Status.INFEASIBLE if solution.proved else Status.UNKNOWN
@@ -206,7 +209,7 @@ def _split(request: PlanRequest, problem: PlacementProblem, seconds: float, limi
         return None
     apart = problem.unbound()
     # An estimate is enough here: the plan itself does not hang on it.
-    solution = solve(apart, replace(limits, gap=max(limits.gap, 1e-3), exact_tables=0))
+    solution = solve(apart, limits.at_most(1e-3))
     if solution.modules is None:
         return None
     together: dict[tuple[object, ...], list[int]] = {}

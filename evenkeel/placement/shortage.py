@@ -1,46 +1,117 @@
-"""Why nothing fits: the binding budget, the shortfall, and the smallest budgets that work."""
+"""Why nothing fits: the binding budget, the shortfall, and between which sizes the smallest budgets that work lie."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenkeel.placement.options import budgets
+from evenkeel.placement.limits import Limits, Watch
+from evenkeel.placement.options import budgets, build_problem, without_rank
 from evenkeel.placement.placement_problem import UNIT, PlacementProblem, Solution
+from evenkeel.placement.placing import heaviest_use, single_rank_tables, solve_and_place
 from evenkeel.placement.plan import Shortage
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.solver import Limits, solve
+from evenkeel.placement.solver import solve
 
 _PAGE = 4096
-_SEARCH_SECONDS = 10.0
+_GROWTH = (1.0, 1.003, 1.01, 1.03, 1.07, 1.15, 1.3, 1.6, 2.2)
+_GAP = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What is needed of one budget, the other being what it is, in units.
+
+    Attributes:
+        least: Nothing below this does; infinite where nothing does.
+        enough: Known to do; infinite where nothing is known to.
+    """
+
+    least: float
+    enough: float
 
 
 def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Limits) -> Shortage:
     """What keeps every plan from fitting, and the least that would change it."""
-    exact = replace(limits, gap=1e-6, time_limit_s=min(limits.time_limit_s / 4, _SEARCH_SECONDS))
-    given = [solve(problem.minimising(resource), exact) for resource in (0, 1)]
+    watch = Watch(limits)
+    exact = replace(limits, gap=_GAP)
     lifted = problem.with_budget(np.inf, np.inf)
-    alone = [solve(lifted.minimising(resource), exact) for resource in (0, 1)]
-    needs_more = [alone[b].cost > problem.budget[b] for b in range(2)]
+    # With both budgets lifted the least use of one is the sum of the groups', and takes no search.
+    alone = [solve(lifted.minimising(resource), exact.within(max(0.1, watch.left() / 8))) for resource in (0, 1)]
+    needs_more = [alone[b].bound > problem.budget[b] for b in range(2)]
     binding = ("hbm" if needs_more[0] else "host") if needs_more[0] != needs_more[1] else "both"
-    need = [_units(solution) for solution in given]
-    short = [None if n is None else max(0, math.ceil((n - problem.budget[b]) * UNIT)) for b, n in enumerate(need)]
+    needs = [_need(request, problem, 0, exact, watch.part(0.5)), _need(request, problem, 1, exact, watch.part(1.0))]
+    enough = [_size(request, resource, need.enough) for resource, need in enumerate(needs)]
+    least = [_size(request, resource, need.least) for resource, need in enumerate(needs)]
+    now = (request.topology.hbm_bytes, request.topology.host_bytes or 0)
+    short = [None if value is None else max(0, value - have) for value, have in zip(enough, now, strict=True)]
     resource = 1 if binding == "host" else 0
-    source = given[resource] if given[resource].modules is not None else alone[resource]
-    smallest_hbm = None if need[0] is None else smallest_hbm_bytes(request, need[0])
-    smallest_host = None if need[1] is None else smallest_host_bytes(request, need[1])
-    tables = _largest(request, problem, source, resource)
+    tables = _largest(request, problem, alone[resource], resource)
+    homeless = without_rank(request, problem)
+    if homeless:
+        names = [request.tables[problem.groups[number].tables[0]].name for number in homeless]
+        tables = (*names, *(name for name in tables if name not in names))
     return Shortage(
         binding=binding,
         hbm_shortfall_bytes=short[0],
         host_shortfall_bytes=short[1],
-        smallest_hbm_bytes=smallest_hbm,
-        smallest_host_bytes=smallest_host,
-        tables=tables,
-        explanation=_explain(binding, smallest_hbm, smallest_host, tables, _units(alone[0])),
+        smallest_hbm_bytes=enough[0],
+        smallest_host_bytes=enough[1],
+        least_hbm_bytes=least[0],
+        least_host_bytes=least[1],
+        tables=tables[: max(5, len(homeless))],
+        explanation=_explain(binding, enough, least, tables, homeless=tables[: len(homeless)]),
     )
+
+
+def _need(request: PlanRequest, problem: PlacementProblem, resource: int, limits: Limits, watch: Watch) -> _Need:
+    if not np.isfinite(problem.budget[resource]):
+        return _Need(0.0, 0.0)
+    single = single_rank_tables(request)
+    lifted = problem
+    if single:
+        # Shards that no rank holds today may be held by larger ones.
+        hbm = 2**53 if resource == 0 and request.topology.hbm_bytes else request.topology.hbm_bytes
+        host = None if resource else request.topology.host_bytes
+        topology = replace(request.topology, hbm_bytes=hbm, host_bytes=host)
+        lifted = build_problem(replace(request, topology=topology)).with_budget(*map(float, problem.budget))
+    share = 0.5 if single else 1.0
+    found = solve(lifted.minimising(resource), limits.within(share * watch.left()))
+    least = found.bound
+    if not single:
+        exact = found.proved and found.gap <= 1e-12
+        return _Need(found.cost if exact else least, found.cost)
+    if not np.isfinite(least):
+        return _Need(np.inf, np.inf)
+    least = max(least, heaviest_use(request, lifted, resource))
+    return _Need(least, _known_to_place(request, lifted, resource, least, limits, watch))
+
+
+def _known_to_place(
+    request: PlanRequest, problem: PlacementProblem, resource: int, least: float, limits: Limits, watch: Watch
+) -> float:
+    """A budget under which shards were put on ranks; infinite where none was found."""
+    for number, growth in enumerate(_GROWTH):
+        if watch.is_over():
+            break
+        budget = problem.budget.copy()
+        budget[resource] = math.ceil(least * growth * UNIT / _PAGE) * _PAGE / UNIT
+        larger = problem.with_budget(float(budget[0]), float(budget[1]))
+        if without_rank(request, larger):
+            continue
+        quick = limits.at_most(0.01).within(watch.left() / (len(_GROWTH) - number))
+        placed, _ = solve_and_place(request, larger, quick)
+        if placed is not None:
+            return float(placed.use[resource])
+    return np.inf
+
+
+def _size(request: PlanRequest, resource: int, units: float) -> int | None:
+    if not np.isfinite(units):
+        return None
+    return (smallest_host_bytes if resource else smallest_hbm_bytes)(request, units)
 
 
 def smallest_hbm_bytes(request: PlanRequest, units: float) -> int:
@@ -68,10 +139,6 @@ def _grow(need: int, fraction: float) -> int:
     return 2**53 if fraction >= 1 else min(2**53, math.ceil(need / (1 - fraction)))
 
 
-def _units(solution: Solution) -> float | None:
-    return None if solution.modules is None else solution.cost
-
-
 def _largest(
     request: PlanRequest, problem: PlacementProblem, solution: Solution, resource: int, count: int = 5
 ) -> tuple[str, ...]:
@@ -87,28 +154,37 @@ def _largest(
 
 def _explain(
     binding: str,
-    smallest_hbm: int | None,
-    smallest_host: int | None,
+    enough: list[int | None],
+    least: list[int | None],
     tables: tuple[str, ...],
-    least_hbm_units: float | None,
+    *,
+    homeless: tuple[str, ...],
 ) -> str:
     what = {
         "hbm": "HBM is too small whatever the host memory",
         "host": "host memory is too small whatever the HBM",
         "both": "HBM and host memory are too small together",
     }[binding]
-    remedies = []
-    if smallest_hbm is not None:
-        remedies.append(f"{smallest_hbm / 2**30:.2f} GiB of HBM on every rank")
-    if smallest_host is not None:
-        remedies.append(f"{smallest_host / 2**30:.2f} GiB of memory on every host")
-    if remedies:
-        cure = "what would do, all else equal: " + " or ".join(remedies)
-    elif least_hbm_units is None:
-        cure = (
-            "the pinned modes and ratios of tables that fuse contradict each other: unpin one or give it another group"
-        )
-    else:
-        cure = "neither budget alone is enough to change: raise both"
-    largest = f"; the largest are {', '.join(tables)}" if tables else ""
+    if homeless:
+        are = "is one table" if len(homeless) == 1 else f"are {len(homeless)} tables"
+        names = ", ".join(homeless[:5])
+        what = f"there {are} of which no shard fits on a rank ({names}): more column shards, or row_wise, are smaller"
+    places = ("of HBM on every rank", "of memory on every host")
+    remedies = [
+        f"{_between(most, fewest)} {place}" for most, fewest, place in zip(enough, least, places, strict=True) if fewest
+    ]
+    cure = (
+        f"what would do, all else equal: {' or '.join(remedies)}"
+        if remedies
+        else "neither budget alone is enough to change: raise both"
+    )
+    largest = f"; the largest are {', '.join(tables[:5])}" if tables else ""
     return f"{what}; {cure}{largest}."
+
+
+def _between(enough: int | None, least: int) -> str:
+    if enough is None:
+        return f"no less than {least / 2**30:.2f} GiB (that less is not enough is proved, that as much is, is not)"
+    if enough == least:
+        return f"{enough / 2**30:.2f} GiB (proved the smallest)"
+    return f"{enough / 2**30:.2f} GiB (less than {least / 2**30:.2f} GiB is proved not to be enough)"

@@ -1,48 +1,48 @@
-"""The exact solver: prices on both budgets, open modules by branch and bound, tables by a knapsack under them."""
+"""The exact solver: prices on both budgets, open modules by branch and bound, tables by a knapsack under them.
+
+Where the combinations of open modules are too many to be gone through, a mixed-integer program decides over all of
+them at once: see `evenkeel.placement.joint`.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.candidates import Candidates, Visited, joint_candidates
 from evenkeel.placement.combinations import Combinations, enumerate_combinations
 from evenkeel.placement.dual import Dual, DualPoint, maximise_dual
+from evenkeel.placement.joint import solve_joint, widest
 from evenkeel.placement.knapsack import Knapsack, price_scale, solve_knapsack
 from evenkeel.placement.layers import SLACK
-from evenkeel.placement.milp import SolveCancelledError
+from evenkeel.placement.limits import Limits, Watch
+from evenkeel.placement.milp import MOST_COLUMNS
 from evenkeel.placement.placement_problem import Group, PlacementProblem, Solution
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_MOST_CANDIDATES = 5_000
-_EXACT_TABLES = 50
-DEFAULT_GAP = 1e-4
-_DIRECTIONS = 13
+_MOST_CANDIDATES = 400
+_FIRST_CANDIDATES = 30
+_FIRST_MINIMISERS = 4
+_COLUMNS = (2_000, 10_000, MOST_COLUMNS)
+"""Columns of the programs over all groups, one after the other: each finds better choices, so that fewer matter."""
+_SHARE = 0.3
+"""Of the time that is left, for a step that another one follows."""
+_SHARE_TO_FIT = 0.45
+_ROUGH = 1e-4
+_SAMPLES = 24
+_SAMPLED_GAP = 1e-3
+_MOST_SAMPLES = 300
+_NEAR_SAMPLES = 1500
+_NEAR = (0.7, 0.9, 1.0, 1.1, 1.4)
+_FAR = (0.0, 0.3, 3.0, 30.0, 3e3)
+_ANGLES = np.linspace(0, np.pi / 2, 13)
+_TABLE_BYTES = 64 << 20
+_ITERATIONS = 40
 _STEEP = 1e5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """When a search may stop early.
-
-    Attributes:
-        gap: Relative gap to prove above `exact_tables` tables; up to those the optimum is proved.
-        exact_tables: Number of tables up to which the optimum is proved whatever the gap.
-        time_limit_s: Time after which the best found is returned with its gap.
-        should_stop: Asked now and then; once true, the search raises `SolveCancelledError`.
-        clock: Seconds, for the time limit.
-    """
-
-    gap: float = DEFAULT_GAP
-    exact_tables: int = _EXACT_TABLES
-    time_limit_s: float = 30.0
-    should_stop: Callable[[], bool] | None = None
-    clock: Callable[[], float] = time.monotonic
 
 
 def solve(problem: PlacementProblem, limits: Limits | None = None) -> Solution:
@@ -60,18 +60,23 @@ def solve(problem: PlacementProblem, limits: Limits | None = None) -> Solution:
 class _Search:
     """State of one search."""
 
-    def __init__(self, problem: PlacementProblem, limits: Limits, *, nested: bool = False) -> None:
-        self.nested = nested
-        self.problem = problem
-        self.limits = limits
-        self.deadline = limits.clock() + limits.time_limit_s
+    def __init__(self, problem: PlacementProblem, limits: Limits, *, enough: float | None = None) -> None:
+        # A cost of interest: whether there is a choice that costs at most this is all that is asked for.
+        self.enough = enough
+        self.problem, self.limits = problem, limits
+        self.watch = Watch(limits)
         self.gap = 0.0 if problem.num_tables <= limits.exact_tables else limits.gap
         self.bound_groups = [index for index, group in enumerate(problem.groups) if group.bound]
         self.free_groups = [index for index, group in enumerate(problem.groups) if not group.bound]
         self.combinations: list[Combinations] = [enumerate_combinations(problem.groups[g]) for g in self.bound_groups]
         self.free = _stack([_folded(problem.groups[g]) for g in self.free_groups])
-        # For each visited price: the value of every combination of each bound group, and of all free groups.
-        self.visited: list[tuple[FloatArray, list[FloatArray], float]] = []
+        self.visited: list[Visited] = []
+        size = 8 * (_ITERATIONS + len(_ANGLES)) * sum(c.fixed.size for c in self.combinations)
+        self.keeps_visited = size <= _TABLE_BYTES
+        # No choice with a module costs less than its floor.
+        self.floors = [np.full(len(c.group.modules), -np.inf) for c in self.combinations]
+        self.free_floor = np.full(self.free.cost.shape, -np.inf)
+        self.minimisers: list[tuple[float, tuple[int, ...]]] = []
         self.best_cost = np.inf
         self.best: tuple[IntArray, ...] | None = None
 
@@ -79,25 +84,17 @@ class _Search:
         dual = self._dual()
         prices = dual.best.prices
         bound = dual.best.value
-        dearest = self._dearest()
-        if bound > dearest:
+        if bound > self._dearest():
             return Solution(None, np.inf, np.inf, True, prices)
         proved = True
         if not self.bound_groups:
             free = self._knapsack((), np.inf)
             bound, proved = max(bound, free.bound), free.proved
         else:
-            bound, proved = self._branch(bound)
+            bound, proved = self._branch(bound, prices)
         if self.best is None:
             return Solution(None, np.inf, np.inf if proved else bound, proved, prices)
         return Solution(self.best, self.best_cost, min(bound, self.best_cost), proved, prices)
-
-    def _check(self) -> None:
-        if self.limits.should_stop is not None and self.limits.should_stop():
-            raise SolveCancelledError
-
-    def _left(self) -> float:
-        return self.deadline - self.limits.clock()
 
     def _dearest(self) -> float:
         """An upper bound on the cost of any choice at all."""
@@ -113,34 +110,53 @@ class _Search:
     def _dual(self) -> Dual:
         budget = self.problem.budget
         finite = np.isfinite(budget)
-        scale = price_scale(np.array([0.0, max(self._dearest(), 1e-12)]), budget)
+        scale = self.scale = price_scale(np.array([0.0, max(self._dearest(), 1e-12)]), budget)
 
         def evaluate(prices: FloatArray) -> DualPoint:
-            self._check()
-            value, use = -float(prices[finite] @ budget[finite]), np.zeros(2)
-            free_value = 0.0
+            self.watch.check()
+            paid, use = float(prices[finite] @ budget[finite]), np.zeros(2)
+            free_value, priced_free, choice = 0.0, np.zeros((0, 1)), np.zeros(0, dtype=np.int64)
             if len(self.free.cost):
-                priced = self.free.cost + prices[0] * self.free.use[0] + prices[1] * self.free.use[1]
-                choice = priced.argmin(axis=1)
+                priced_free = self.free.cost + prices[0] * self.free.use[0] + prices[1] * self.free.use[1]
+                choice = priced_free.argmin(axis=1)
                 items = np.arange(len(choice))
-                free_value = float(priced[items, choice].sum())
+                free_value = float(priced_free[items, choice].sum())
                 use += self.free.use[:, items, choice].sum(axis=1)
-            per_group = []
+            value = free_value - paid
+            tables, least, by_module, minimiser, columns = [], [], [], [], []
             for combinations in self.combinations:
                 priced = combinations.priced(prices)
-                per_group.append(priced)
                 best = int(priced.argmin())
-                value += float(priced[best])
+                minimiser.append(best)
+                least.append(float(priced[best]))
+                by_module.append(combinations.by_module(priced))
+                value += least[-1]
                 if np.isfinite(priced[best]):
                     rows, chosen = np.arange(len(combinations.group.tables)), combinations.choice(best, prices)
                     use += [combinations.group.hbm[rows, chosen].sum(), combinations.group.host[rows, chosen].sum()]
-            self.visited.append((prices, per_group, free_value))
-            return DualPoint(prices, value + free_value, np.where(finite, use - budget, -1.0))
+                    columns.append(chosen)
+                if self.keeps_visited:
+                    tables.append(priced)
+            if np.isfinite(value):
+                for floor, mine, lowest in zip(self.floors, by_module, least, strict=True):
+                    np.maximum(floor, mine + (value - lowest), out=floor)
+                if len(priced_free):
+                    more = priced_free - priced_free.min(axis=1, keepdims=True)
+                    np.maximum(self.free_floor, more + value, out=self.free_floor)
+                if np.all(use <= budget + SLACK):
+                    self._offer(self._in_order(columns, choice))
+            self.minimisers.append((value, tuple(minimiser)))
+            if self.keeps_visited:
+                self.visited.append(Visited(prices, tables, free_value))
+            return DualPoint(prices, value, np.where(finite, use - budget, -1.0))
 
-        dual = maximise_dual(evaluate, scale, iterations=40, cutoff=self._dearest())
+        over = self.watch.is_over
+        dual = maximise_dual(evaluate, scale, iterations=_ITERATIONS, cutoff=self._dearest(), is_over=over)
         if self.bound_groups:
             # At prices without measure, combinations that cannot keep the budgets cost more than anything that can.
-            for angle in np.linspace(0, np.pi / 2, _DIRECTIONS):
+            for angle in _ANGLES:
+                if over():
+                    break
                 evaluate(_STEEP * scale * [np.cos(angle), np.sin(angle)])
         return dual
 
@@ -161,119 +177,168 @@ class _Search:
             stacked,
             cutoff=min(cutoff, self.best_cost) - fixed,
             gap=self.gap / 2,
-            time_limit_s=self._left,
-            should_stop=self.limits.should_stop,
+            watch=self.watch,
         )
         if result.choice is not None and result.cost + fixed < self.best_cost:
+            starts = np.cumsum([0, *(len(combinations.group.tables) for combinations in self.combinations)])
+            chosen = [kept[result.choice[a:b]] for kept, a, b in zip(columns, starts, starts[1:], strict=False)]
             self.best_cost = result.cost + fixed
-            self.best = self._unstack(result.choice, columns)
+            self.best = self._in_order(chosen, result.choice[starts[-1] :])
         return _Outcome(result.bound + fixed, result.proved)
 
-    def _unstack(self, choice: IntArray, columns: list[IntArray]) -> tuple[IntArray, ...]:
-        modules: dict[int, IntArray] = {}
-        start = 0
-        for index, kept in zip(self.bound_groups, columns, strict=True):
-            stop = start + len(self.problem.groups[index].tables)
-            modules[index] = kept[choice[start:stop]]
-            start = stop
-        for index in self.free_groups:
-            modules[index] = choice[start : start + 1]
-            start += 1
+    def _in_order(self, bound: list[IntArray], free: IntArray) -> tuple[IntArray, ...]:
+        """Choices of the bound groups, and of the only table of each free one, in the order of the groups."""
+        modules = dict(zip(self.bound_groups, bound, strict=True))
+        modules |= {index: free[row : row + 1] for row, index in enumerate(self.free_groups)}
         return tuple(modules[index] for index in range(len(self.problem.groups)))
 
-    def _branch(self, dual_bound: float) -> tuple[float, bool]:
-        """Every combination of open modules that could beat the best, in the order of their bounds."""
-        for combination, floor in zip(*self._candidates(np.inf, 30)[:2], strict=True):
-            self._check()
-            if self.best is not None and floor >= self.best_cost - max(1e-12, self.gap) * abs(self.best_cost):
+    def _offer(self, modules: tuple[IntArray, ...]) -> None:
+        """Takes a choice that keeps the budgets, if it is the best so far."""
+        cost = seconds(self.problem, modules)
+        if cost < self.best_cost:
+            self.best_cost, self.best = cost, modules
+
+    def _margin(self) -> float:
+        """What a choice must save to be worth finding."""
+        return max(1e-12, self.gap) * abs(self.best_cost) if self.best is not None else 0.0
+
+    def _branch(self, bound: float, best_prices: FloatArray) -> tuple[float, bool]:
+        """Every combination of open modules that could beat the best, one by one or in one program."""
+        first = [names for _, names in sorted(self.minimisers, key=lambda found: -found[0])[:_FIRST_MINIMISERS]]
+        if self.keeps_visited:
+            candidates = self._candidates(np.inf, _FIRST_CANDIDATES)
+            first = [names for names, floor in zip(candidates.names, candidates.floors, strict=True) if floor < np.inf]
+        for number, combination in enumerate(dict.fromkeys(first)):
+            if self.watch.is_over():
+                return bound, False
+            floor = candidates.floors[number] if self.keeps_visited else -np.inf
+            if self.best is not None and floor >= self.best_cost - self._margin():
                 break
             self._knapsack(combination, np.inf)
-        if self.best is None and not self.nested and not self._feasible():
-            return np.inf, True
-        margin = max(1e-12, self.gap) * abs(self.best_cost) if self.best is not None else 0.0
-        most = (
-            _MOST_CANDIDATES if len(self.combinations) > 1 else max(_MOST_CANDIDATES, self.combinations[0].fixed.size)
-        )
-        candidates, floors, complete = self._candidates(self.best_cost - margin, most)
-        lowest = dual_bound
+        if len(self.combinations) > 1 or self.best is None:
+            self._from_samples(best_prices)
+        if self._answered(bound):
+            return bound, False
+        if self.keeps_visited and self.best is not None:
+            most = _MOST_CANDIDATES if len(self.combinations) > 1 else self.combinations[0].fixed.size
+            candidates = self._candidates(self.best_cost - self._margin(), most)
+            if candidates.complete:
+                return self._go_through(candidates, bound)
+        return self._programs(bound)
+
+    def _from_samples(self, best: FloatArray) -> None:
+        """A choice made of samples: each bound group's best combinations at many prices, as options of one item."""
+        directions = _STEEP * self.scale * np.array([[np.cos(a), np.sin(a)] for a in _ANGLES])
+        near = min(_MOST_SAMPLES, max(_SAMPLES, _NEAR_SAMPLES // len(self.combinations)))
+        prices = [(near, best * factor) for factor in _NEAR]
+        prices += [(_SAMPLES, price) for price in (*(best * factor for factor in _FAR), *directions)]
+        samples: list[dict[bytes, IntArray]] = [{} for _ in self.combinations]
+        for most, price in prices:
+            for combinations, found in zip(self.combinations, samples, strict=True):
+                priced = combinations.priced(price)
+                names = [int(name) for name in np.argsort(priced, kind="stable")[:most] if np.isfinite(priced[name])]
+                found.update((chosen.tobytes(), chosen) for chosen in combinations.choices(names, price))
+            if self.watch.is_over():
+                break
+        parts = [_sampled(c.group, list(found.values())) for c, found in zip(self.combinations, samples, strict=True)]
+        items = _stack_knapsacks([*parts, self.free] if len(self.free.cost) else parts, self.problem.budget)
+        choice = solve_knapsack(items, cutoff=self.best_cost, gap=_SAMPLED_GAP, watch=self.watch.part(_SHARE)).choice
+        if choice is not None:
+            options = choice[: len(samples)].tolist()
+            bound = [list(found.values())[option] for found, option in zip(samples, options, strict=True)]
+            self._offer(self._in_order(bound, choice[len(bound) :]))
+            opened = (c.containing(mine) for c, mine in zip(self.combinations, bound, strict=True))
+            self._knapsack(tuple(opened), np.inf)
+
+    def _candidates(self, cutoff: float, most: int) -> Candidates:
+        return joint_candidates(self.visited, self.problem.budget, cutoff, most, self.watch.is_over)
+
+    def _go_through(self, candidates: Candidates, bound: float) -> tuple[float, bool]:
+        """Solves under all combinations that could beat the best; the bound, and whether that settles the search."""
         # Whatever was cut off above costs at least the cutoff.
-        outstanding = self.best_cost - margin if self.gap else np.inf
-        for position, (combination, floor) in enumerate(zip(candidates, floors, strict=True)):
-            margin = max(1e-12, self.gap) * abs(self.best_cost) if self.best is not None else 0.0
-            if floor >= self.best_cost - margin:
+        outstanding = self.best_cost - self._margin() if self.gap else np.inf
+        for position, (combination, floor) in enumerate(zip(candidates.names, candidates.floors, strict=True)):
+            if floor >= self.best_cost - self._margin():
                 outstanding = min(outstanding, floor)
                 break
-            if position and self._left() <= 0:
-                return min(max(lowest, floor), outstanding, self.best_cost), False
-            self._check()
+            if position and self.watch.is_over():
+                return min(max(bound, floor), outstanding, self.best_cost), False
             outcome = self._knapsack(combination, np.inf)
             outstanding = min(outstanding, max(outcome.bound, floor))
             if not outcome.proved:
-                return min(max(lowest, floor), outstanding), False
-        if not complete:
-            outstanding = min(outstanding, self._horizon)
-        if self.gap == 0.0 and complete:
+                return min(max(bound, floor), outstanding), False
+        if self.gap == 0.0:
             return self.best_cost, True
-        return max(lowest, min(outstanding, self.best_cost)), complete or self.best_cost <= self._horizon
+        return max(bound, min(outstanding, self.best_cost)), True
 
-    def _feasible(self) -> bool:
-        """Whether anything may fit: the least use of one budget under the other tells. A plan found so is kept."""
+    def _programs(self, bound: float) -> tuple[float, bool]:
+        """Programs over more and more modules; the bound, and whether that settles the search."""
+        if self.best is None and self.enough is None and self._cannot_fit():
+            return np.inf, True
+        floors = self._module_floors()
+        for columns in _COLUMNS:
+            cutoff = self.best_cost - self._margin() if self.best is not None else self._dearest()
+            kept = widest(self.problem, floors, cutoff, columns)
+            left_out = [floor[~mask] for floor, mask in zip(floors, kept, strict=True)]
+            whole = not any(bool((floor < cutoff).any()) for floor in left_out)
+            watch = self.watch if whole else self.watch.part(_SHARE)
+            gap = self.gap / 2 if whole else max(_ROUGH, self.gap)
+            result = solve_joint(self.problem, kept, gap=gap, start=self.best, watch=watch)
+            fits = result.modules is None or within_budget(self.problem, result.modules)
+            if result.modules is not None and fits:
+                self._offer(result.modules)
+            elsewhere = min((float(floor.min()) for floor in left_out if len(floor)), default=np.inf)
+            if self.best is None and whole and result.proved and fits:
+                return np.inf, True
+            bound = max(bound, min(result.bound, elsewhere, self.best_cost))
+            if self.best is not None and bound >= self.best_cost - self._margin() * (1 + 1e-9):
+                return bound, True
+            if whole:
+                exact = result.proved and fits
+                return (self.best_cost if exact and self.gap == 0.0 else bound), exact
+            if self._answered(bound):
+                break
+        return bound, False
+
+    def _answered(self, bound: float) -> bool:
+        """Whether it is known that there is a choice that costs little enough, or that there is none."""
+        return self.enough is not None and (self.best_cost <= self.enough or bound > self.enough)
+
+    def _cannot_fit(self) -> bool:
+        """Whether the least use of one budget under the other is above it; a plan that is found so is kept."""
         for resource in range(2):
-            if not np.isfinite(self.problem.budget[resource]):
+            if not np.isfinite(self.problem.budget[resource]) or self.watch.is_over():
                 continue
-            left = replace(self.limits, gap=1e-9, time_limit_s=max(0.1, self._left() / 4))
-            least = _Search(self.problem.minimising(resource), left, nested=True).run()
-            if least.bound > self.problem.budget[resource] + SLACK:
-                return False
-            if least.modules is not None and within_budget(self.problem, least.modules):
-                cost = seconds(self.problem, least.modules)
-                if cost < self.best_cost:
-                    self.best_cost, self.best = cost, least.modules
+            limits = self.limits.at_most(_ROUGH).within(_SHARE_TO_FIT * self.watch.left())
+            budget = float(self.problem.budget[resource]) + SLACK
+            least = _Search(self.problem.minimising(resource), limits, enough=budget).run()
+            if least.bound > budget:
                 return True
-        return True
+            if least.modules is not None and within_budget(self.problem, least.modules):
+                self._offer(least.modules)
+                return False
+        return False
 
-    def _candidates(self, cutoff: float, most: int) -> tuple[list[tuple[int, ...]], list[float], bool]:
-        """Joint combinations whose dual bound is below `cutoff`, in ascending order, `most` at each stage.
-
-        Returns:
-            The combinations, their bounds, and whether none was dropped for want of room.
-        """
-        budget = self.problem.budget + SLACK
-        finite = np.isfinite(budget)
-        paid = np.array([float(prices[finite] @ budget[finite]) for prices, _, _ in self.visited])
-        free = np.array([value for _, _, value in self.visited])
-        tables = [np.stack([values[g] for _, values, _ in self.visited]) for g in range(len(self.combinations))]
-        least = [table.min(axis=1) for table in tables]
-        everything = np.sum(least, axis=0) + free - paid
-        partial, names = (free - paid)[:, None], np.zeros((1, 0), dtype=np.int64)
-        floors = np.array([float(everything.max())])
-        self._horizon, complete = np.inf, True
-        for position, table in enumerate(tables):
-            alone = (table + (everything - least[position])[:, None]).max(axis=0)
-            usable = np.flatnonzero(alone < cutoff)
-            rest = np.sum(least[position + 1 :], axis=0) if position + 1 < len(tables) else np.zeros(len(free))
-            blocks = []
-            for row in range(partial.shape[1]):
-                floor = (partial[:, [row]] + table[:, usable] + rest[:, None]).max(axis=0)
-                kept = np.flatnonzero(floor < cutoff)
-                blocks.append((floor[kept], np.full(len(kept), row), usable[kept]))
-            if not any(len(kept) for _, _, kept in blocks):
-                return [], [], complete
-            floors, parents, added = (np.concatenate(column) for column in zip(*blocks, strict=True))
-            order = np.argsort(floors, kind="stable")
-            if len(order) > most:
-                self._horizon = min(self._horizon, float(floors[order[most]]))
-                complete, order = False, order[:most]
-            floors, parents, added = floors[order], parents[order], added[order]
-            partial = partial[:, parents] + table[:, added]
-            names = np.column_stack([names[parents], added])
-        return [tuple(int(c) for c in row) for row in names], [float(floor) for floor in floors], complete
+    def _module_floors(self) -> list[FloatArray]:
+        """For each group, the floors of its modules."""
+        found: dict[int, FloatArray] = dict(zip(self.bound_groups, self.floors, strict=True))
+        for row, index in enumerate(self.free_groups):
+            found[index] = self.free_floor[row, : len(self.problem.groups[index].modules)]
+        return [found[index] for index in range(len(self.problem.groups))]
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     bound: float
     proved: bool
+
+
+def _sampled(group: Group, choices: list[IntArray]) -> Knapsack:
+    """One item, whose options are choices of a module for each table of a group."""
+    rows, stacked = np.arange(len(group.tables)), np.stack(choices)
+    fixed = np.array([sum(group.modules[module].fixed for module in np.unique(chosen)) for chosen in choices])
+    use = np.stack([group.hbm[rows, stacked].sum(axis=1), group.host[rows, stacked].sum(axis=1)])
+    return Knapsack((group.time[rows, stacked].sum(axis=1) + fixed)[None, :], use[:, None, :], np.zeros(2))
 
 
 def _folded(group: Group) -> Group:

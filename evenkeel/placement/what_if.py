@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evenkeel.placement.invalid_input import require
+from evenkeel.placement.limits import Limits
 from evenkeel.placement.options import build_problem, ratio_grid
 from evenkeel.placement.placement_problem import UNIT, PlacementProblem
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.shortage import smallest_hbm_bytes
-from evenkeel.placement.solver import Limits, solve
+from evenkeel.placement.solver import solve
 
 MAX_POINTS = 256
 _CURVE_GAP = 1e-3

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.placement.knapsack import Knapsack, solve_knapsack, without_dominated
-from evenkeel.placement.milp import SolveCancelledError, solve_milp
+from evenkeel.placement.limits import Limits, SolveCancelledError, Watch
+from evenkeel.placement.milp import solve_milp
 from tests.evenkeel.placement.instances import brute_force_knapsack, highs_knapsack, random_knapsack
 
 
@@ -82,4 +83,4 @@ def test_a_cancelled_program_says_so() -> None:
     binary, ones = np.ones(size, dtype=bool), np.ones(size)
     low, high = np.array([0.0]), problem.budget[:1]
     with pytest.raises(SolveCancelledError):
-        solve_milp(problem.cost.ravel(), matrix, low, high, binary, ones, should_stop=lambda: True)
+        solve_milp(problem.cost.ravel(), matrix, low, high, binary, ones, watch=Watch(Limits(should_stop=lambda: True)))

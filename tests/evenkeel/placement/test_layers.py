@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from evenkeel.placement.knapsack import Knapsack, solve_knapsack
 from evenkeel.placement.layers import Layers, prepare_layers, search_layers, undominated
-from evenkeel.placement.milp import SolveCancelledError
+from evenkeel.placement.limits import Limits, SolveCancelledError, Watch
 from tests.evenkeel.placement.instances import brute_force_knapsack, random_knapsack
 
 
@@ -59,11 +59,11 @@ def test_a_search_that_is_over_finds_and_proves_nothing() -> None:
 def test_a_search_is_cancelled_between_layers() -> None:
     problem = random_knapsack(80, 30, 2, 0.35)
     whole = count()
-    solve_knapsack(problem, should_stop=lambda: next(whole) < 0)
+    solve_knapsack(problem, watch=Watch(Limits(should_stop=lambda: next(whole) < 0)))
     asked = next(whole)
     assert asked > 40
     for last in (3, asked // 2):
         calls = count()
         with pytest.raises(SolveCancelledError):
-            solve_knapsack(problem, should_stop=lambda: next(calls) >= last)  # noqa: B023
+            solve_knapsack(problem, watch=Watch(Limits(should_stop=lambda: next(calls) >= last)))  # noqa: B023
         assert next(calls) == last + 1

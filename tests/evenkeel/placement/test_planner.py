@@ -12,6 +12,7 @@ from evenkeel.placement import (
     Plan,
     PlanRequest,
     Sharding,
+    SolverOptions,
     Status,
     Table,
     Topology,
@@ -107,7 +108,8 @@ def test_what_does_not_fit_names_budgets_that_do(runtime: str) -> None:
     assert shortage.tables
     enough = replace(asked, topology=replace(asked.topology, hbm_bytes=shortage.smallest_hbm_bytes))
     assert plan(enough).status is Status.OPTIMAL
-    less = replace(asked, topology=replace(asked.topology, hbm_bytes=shortage.smallest_hbm_bytes - (4 << 20)))
+    assert shortage.least_hbm_bytes == shortage.smallest_hbm_bytes
+    less = replace(asked, topology=replace(asked.topology, hbm_bytes=shortage.least_hbm_bytes - 4096))
     assert plan(less).status is Status.INFEASIBLE
 
 
@@ -251,3 +253,49 @@ def test_bad_input_is_refused_by_field(build: object, field: str) -> None:
         build()  # type: ignore[operator]
     assert caught.value.field == field
     assert caught.value.remedy
+
+
+def test_smallest_budgets_are_proved_or_given_as_an_interval() -> None:
+    tables = tuple(replace(table, group=f"m{i % 4}") for i, table in enumerate(random_tables(12, 0)))
+    asked = request(tables, hbm_gib=2, host_gib=18.8, solver=SolverOptions(time_limit_s=4))
+    shortage = plan(asked).shortage
+    assert shortage is not None
+    assert shortage.least_host_bytes is not None
+    assert shortage.smallest_host_bytes is not None
+    # 21,398.25 MiB is the least by a program that HiGHS proves in some seconds, of tables that 8 ranks of a host share.
+    assert shortage.least_host_bytes <= 21_398.25 * 2**20 <= shortage.smallest_host_bytes <= 22_300 * 2**20
+    enough = replace(asked, topology=replace(asked.topology, host_bytes=shortage.smallest_host_bytes))
+    assert plan(enough).status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+@pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
+def test_contradicting_pins_are_named(runtime: str) -> None:
+    first, second, third, fourth = random_tables(4, 1)
+    tables = (replace(first, ratio=0.25), second, replace(third, ratio=0.5), replace(fourth, ratio=0.75))
+    with pytest.raises(InvalidInputError, match=r"contradicts 'table_0' .ratio 0.25") as caught:
+        plan(request(tables, hbm_gib=20, runtime=runtime))
+    assert caught.value.field == ("tables[3].ratio" if runtime == "dynamicemb" else "tables[2].ratio")
+    modes = (replace(first, modes=(Mode.HBM_ONLY,)), second, replace(third, modes=(Mode.HOST_ONLY,)))
+    if runtime == "dynamicemb":
+        with pytest.raises(InvalidInputError, match=r"contradicts 'table_0' .modes HBM_ONLY") as caught:
+            plan(request(modes, hbm_gib=20))
+        assert caught.value.field == "tables[2].modes"
+    else:
+        assert plan(request(modes, hbm_gib=20, runtime=runtime)).status is Status.OPTIMAL
+
+
+def test_a_table_that_fits_no_rank_is_named() -> None:
+    small, large = (Table(name=name, rows=rows, dim=128) for name, rows in (("small", 1000), ("large", 40_000_000)))
+    tables = tuple(replace(table, sharding=Sharding.TABLE_WISE) for table in (small, large))
+    asked = request(tables, hbm_gib=4, host_gib=40, runtime="torchrec", ranks=2)
+    found = plan(asked)
+    assert found.status is Status.INFEASIBLE
+    assert found.shortage is not None
+    assert found.shortage.tables[0] == "large"
+    assert "no shard fits on a rank (large)" in found.shortage.explanation
+    assert found.shortage.smallest_host_bytes is not None
+    enough = replace(asked, topology=replace(asked.topology, host_bytes=found.shortage.smallest_host_bytes))
+    assert plan(enough).seconds is not None
+    assert found.shortage.least_host_bytes is not None
+    less = replace(asked, topology=replace(asked.topology, host_bytes=found.shortage.least_host_bytes - 4096))
+    assert plan(less).status is Status.INFEASIBLE

@@ -1,0 +1,58 @@
+"""Requests that once took minutes and gigabytes, planned within a limit of memory: what came of each, as JSON lines.
+
+python -m tests.evenkeel.placement.hostile
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from dataclasses import replace
+
+from evenkeel.placement import PlanRequest, SolverOptions, Table, plan
+from tests.evenkeel.placement.instances import random_tables, request
+
+LIMIT_S = 1.0
+MEMORY_BYTES = 1 << 30
+
+
+def in_groups(count: int, groups: int, *, hbm_gib: float, host_gib: float, ratio_steps: int = 0) -> PlanRequest:
+    tables = tuple(replace(table, group=f"m{i % groups}") for i, table in enumerate(random_tables(count, 0)))
+    solver = SolverOptions(time_limit_s=LIMIT_S, ratio_steps=ratio_steps)
+    return request(tables, hbm_gib=hbm_gib, host_gib=host_gib, solver=solver)
+
+
+def pooled_and_sequences() -> PlanRequest:
+    sizes = (800, 400, 120, 50, 20, 400, 30)
+    tables = tuple(
+        Table(name=f"t{i}", rows=rows * 1_000_000, dim=128, ids_per_sample=1 + 7 * (i % 3), pooled=i % 2 == 0)
+        for i, rows in enumerate(sizes)
+    )
+    return request(tables, hbm_gib=60, host_gib=400, solver=SolverOptions(time_limit_s=LIMIT_S))
+
+
+REQUESTS = {
+    "host memory 10 % short": lambda: in_groups(12, 4, hbm_gib=2, host_gib=19258 / 1024),
+    "the finest ratios": lambda: in_groups(40, 12, hbm_gib=3, host_gib=60, ratio_steps=200),
+    "seven tables": pooled_and_sequences,
+    "as many tables as a service takes": lambda: in_groups(5000, 1700, hbm_gib=60, host_gib=4000),
+}
+
+
+def main() -> None:
+    for name, build in REQUESTS.items():
+        asked = build()
+        begin = time.monotonic()
+        try:
+            outcome = plan(asked).status.value
+        except ValueError as error:
+            outcome = str(error)
+        took = time.monotonic() - begin
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        print(json.dumps({"request": name, "outcome": outcome, "seconds": took, "peak_bytes": peak}), flush=True)
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (2 * MEMORY_BYTES, 2 * MEMORY_BYTES))
+    main()
