@@ -42,6 +42,7 @@ class Incoming:
         self._on_device: bool | None = None
         self._arriving: deque[Arriving] = deque()
         self._places: deque[Place] = deque()  # before each batch that arrives
+        self._asked = 0  # batches that were asked for here, also after the end
 
     @property
     def cost(self) -> Cost:
@@ -56,14 +57,15 @@ class Incoming:
     @property
     def place(self) -> Place:
         """Where the loader was before the batch that comes out next."""
-        return self._places[0] if self._places else self._source.place
+        return self._places[0] if self._places else self._source.place(self._asked)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        self._asked += 1
         while len(self._arriving) <= _AHEAD:
-            place = None if self._on_device is False else self._source.place
+            place = None if self._on_device is False else self._source.place(self._asked - 1 + len(self._arriving))
             try:
                 batch = next(self._source)
             except StopIteration:

@@ -246,7 +246,7 @@ class BalancedLoader(Generic[B]):
                     held = left + len(collected) + len(submitted) * stream.options.window
                     if held >= stream.options.depth * stream.options.window:
                         break
-                    batch: Any = next(source, _NO_MORE) if has_data else _NO_MORE
+                    batch: Any = next(source, _NO_MORE)
                     has_data = batch is not _NO_MORE
                     stream.open(batch if has_data else None, self._spec, self._device)
                     collected.append(batch)  # also nothing: a rank that has ended submits when the others do
@@ -308,7 +308,7 @@ class BalancedLoader(Generic[B]):
             batches = Source(())
         current = stream.begin()
         current.resumed = resumed
-        first = _Position(source=batches.place)
+        first = _Position(source=batches.place(0))
         if state is not None and resumed is not None:
             first = replace(first, batches=state.batches, half=state.half)
         self._handed.clear()

@@ -136,20 +136,24 @@ class Source:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._ended = True
+            self._ended, self._batches = True, iter(())
             raise
         self._read += 1
         if self._way == "skip":
             self._last = fingerprint(batch)
         return batch
 
-    @property
-    def place(self) -> Place:
-        """Where it is now."""
+    def place(self, batches: int) -> Place:
+        """Where it is now.
+
+        Args:
+            batches: That the ranks have taken in this iteration, also where this one had none any more. A sampler tells
+                the place after them, the other ways that after what has been read.
+        """
         if self._way == "sampler":
             sampler = sampler_of(self._loader)
             assert sampler is not None
-            return Place("sampler", sampler.state_after(self._read))
+            return Place("sampler", sampler.state_after(batches))
         if self._way == "loader":
             return Place("loader", pickle.dumps(self._loader.state_dict()), self._ended)
         return Place("skip", self._read, self._ended, self._last)

@@ -347,7 +347,7 @@ def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_si
         return replace(first, rank=rank, world_size=world_size)
     if len(states) < first.world_size:
         raise ResumeError(
-            f"state['world_size'] is {first.world_size}, and {world_size} ranks go on; load the states of all "
+            f"state['world_size'] is {first.world_size}, and this job has {world_size}; load the states of all "
             f"{first.world_size} ranks as a list"
         )
     if by_sampler and sampler is not None:
@@ -356,7 +356,7 @@ def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_si
     if deal is not None and first.half is None:
         return replace(first, rank=rank, world_size=world_size, source=_all(states))
     raise ResumeError(
-        f"state['world_size'] is {first.world_size}, and {world_size} ranks go on, for which "
+        f"state['world_size'] is {first.world_size}, and this job has {world_size}, for which "
         + (
             "a state between two windows is needed; take it after a number of batches that the window divides"
             if deal is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.sampling import GlobalBatchSampler
+from trainer_client.balancing.resume import ResumeError
 
 
 @dataclass(slots=True)
@@ -148,3 +150,134 @@ def test_set_epoch_and_a_loaded_state() -> None:
         other = make()
         other.load_state_dict(state)
         assert train(other, (epoch + 2) % 3) == epochs[(epoch + 2) % 3]
+
+
+def refused(rank: int, job: Job, fault: str) -> str:
+    """Stops after four batches, and goes on with states that do not fit; says what came of it on this rank."""
+    with job.balancer() as balancer:
+
+        def make(**changes: Any) -> BalancedLoader[Any]:
+            return BalancedLoader(Counting(replace(job, **changes), rank), balancer, cost=cost_of, spec=SPEC)
+
+        loader = make()
+        states = []
+        for number, _ in enumerate(loader):
+            states.append(loader.state_dict())
+            if number == 3:
+                break
+        again = make(**({"batch_size": 7} if fault == "data" and rank == 1 else {}))
+        late = rank == 1 and fault == "older"
+        if not (rank == 1 and fault == "missing"):
+            again.load_state_dict(states[2 if late else 3])
+        try:
+            for _ in again:
+                pass
+        except ResumeError as error:
+            return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("fault", "window", "words"),
+    [
+        ("older", 1, "rank 0: 4 batches trained in this epoch.*rank 1: 3 batches trained"),
+        ("missing", 1, "rank 0: 4 batches trained in this epoch.*rank 1: no state was loaded"),
+        ("data", 1, "rank 1 cannot go on.*batch 3 of the loader is not the one"),
+        ("data", 3, r"rank 1 cannot go on.*"),
+    ],
+)
+def test_all_ranks_hear_of_states_that_do_not_fit(fault: str, window: int, words: str) -> None:
+    told = run_ranks(2, refused, Job(steps=(6, 6), options=options(window=window)), fault)
+    assert told[0] == told[1]
+    assert re.search(words, told[0]), told[0]
+
+
+def alone(window: int = 1, **changes: Any) -> BalancedLoader[Any]:
+    job = Job(steps=(6,), options=options(window=window))
+    return BalancedLoader(Counting(job, 0), Balancer.embedded(options=job.options), cost=cost_of, spec=SPEC, **changes)
+
+
+def state_after(batches: int, *, window: int = 1) -> dict[str, Any]:
+    loader = alone(window)
+    for _, _ in zip(range(batches), loader, strict=False):
+        pass
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 7}, r"state\['version'\] is 7, and this release reads 1"),
+        ({"name": "eval"}, r"state\['name'\] is 'eval', and this loader is 'train'"),
+        ({"world_size": 3}, r"state\['world_size'\] is 3, and this job has 1; load the states of all 3 ranks"),
+        ({"rank": 2, "world_size": 1}, r"state\['rank'\] is 2, and this is rank 0"),
+        ({"source": {"way": "guess", "at": 3}}, "state is damaged.*source"),
+        ({"batches": None}, "state is damaged"),
+    ],
+)
+def test_a_state_that_cannot_be_read_is_refused_by_field_and_value(change: dict[str, Any], words: str) -> None:
+    state = state_after(4)
+    with pytest.raises(ResumeError, match=words):
+        alone().load_state_dict({**state, **change})
+    for nothing in ([], None, "state"):
+        with pytest.raises((ResumeError, TypeError)):
+            alone().load_state_dict(nothing)  # type: ignore[arg-type]
+
+
+def test_within_a_window_the_window_stays_as_it_was() -> None:
+    state = state_after(4, window=3)
+    assert state["window"]["left"] == [1, 2]
+    loader = alone(2)
+    loader.load_state_dict(state)
+    with pytest.raises(ResumeError, match=r"within a window of 3 batches, and this job has window=2; go on with"):
+        list(loader)
+    loader = alone(3)
+    loader.load_state_dict(state)
+    assert len(list(loader)) == 2
+    loader = alone(2)
+    loader.load_state_dict(state_after(3, window=3))  # between two windows any will do
+    assert len(list(loader)) == 3
+
+
+def test_another_way_to_find_the_place_is_refused() -> None:
+    state = state_after(2)
+    job = Job(steps=(6,))
+    loader: BalancedLoader[Any] = BalancedLoader(Stateful(job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
+    loader.load_state_dict(state)
+    with pytest.raises(ResumeError, match=r"is 'skip', and this loader's place is found by 'loader'"):
+        list(loader)
+
+
+def test_a_shorter_loader_is_refused_and_a_random_order_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    state = state_after(5)
+    job = Job(steps=(3,))
+    loader: BalancedLoader[Any] = BalancedLoader(Counting(job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
+    loader.load_state_dict(state)
+    with pytest.raises(ResumeError, match="the loader ended after 3 batches, and the state was taken after 5"):
+        list(loader)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(64)), batch_size=4, shuffle=True)
+
+    def make() -> BalancedLoader[Any]:
+        return BalancedLoader(data, Balancer.embedded(), cost=lambda batch: batch[0])
+
+    first = make()
+    next(iter(first))
+    again = make()
+    again.load_state_dict(first.state_dict())
+    with pytest.raises(ResumeError, match="batches come in another order"):
+        list(again)
+    assert "draws its order from torch's own generator" in caplog.text
+
+
+def test_a_pipeline_asks_for_the_state_of_batches_ago() -> None:
+    loader = alone()
+    states = [loader.state_dict()]
+    for _ in loader:
+        states.append(loader.state_dict())
+        for ahead in range(len(states)):
+            assert loader.state_dict(ahead=ahead)["batches"] == states[-1 - ahead]["batches"]
+    assert loader.state_dict()["finished"]
+    assert not loader.state_dict(ahead=1)["finished"]
+    assert loader.state_dict(ahead=1)["batches"] == 5
+    with pytest.raises(ValueError, match="ahead is 65; use 0 to 64"):
+        loader.state_dict(ahead=65)
