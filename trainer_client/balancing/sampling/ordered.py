@@ -86,8 +86,12 @@ class OrderedBatchSampler(Sampler[list[int]]):
         latest = _Iteration(self, start)
         if self._loaded is not None and not self._epoch_was_named and latest.end(1) == 0:
             latest = _Iteration(self, Position(epoch=self._epoch))  # the epoch had ended: this is the next loop
-        self._loaded, self._latest = None, latest
+        self._latest = latest
         return latest.batches()
+
+    def _begun(self) -> None:
+        """A loaded state holds until the first batch is asked for: loaders with workers make two iterators to begin."""
+        self._loaded = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state behind all batches that the latest iteration has yielded."""
@@ -227,6 +231,7 @@ class _Iteration:
     def batches(self) -> Iterator[list[int]]:
         """This rank's batches."""
         sampler, begin = self._sampler, 0
+        sampler._begun()
         while (end := self.end(self.yielded + 1)) > begin:
             numbers = sampler.part(self._coming, begin, end, sampler.rank, sampler.world_size)
             if not numbers.size:  # of the last global batch
