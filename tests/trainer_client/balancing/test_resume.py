@@ -17,7 +17,6 @@ from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.balancing.sampling import GlobalBatchSampler
 from trainer_client.balancing.resume import ResumeError
 from trainer_client.balancing.sampling import GlobalBatchSampler
 
