@@ -30,7 +30,7 @@ from trainer_client.balancing.resume import (
     state_for,
 )
 from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.tickets import Cost, Ticket
+from trainer_client.balancing.tickets import Cost, Outcome, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class BalancedLoader(Generic[B]):
         self._resume: LoaderState | None = None  # which the next loop goes on from
         self._handed: deque[_Position] = deque([_Position()], maxlen=MAX_AHEAD + 1)  # after each batch, the latest last
         self._finished = False
+        self._ranks: tuple[int, int] | None = None  # this one and their number, when last looked at
 
     @property
     def report(self) -> RoundReport:
@@ -193,7 +194,9 @@ class BalancedLoader(Generic[B]):
         if not 0 <= ahead <= MAX_AHEAD:
             raise ValueError(f"ahead is {ahead}; use 0 to {MAX_AHEAD} batches that a pipeline holds")
         position = self._handed[max(0, len(self._handed) - 1 - ahead)]
-        rank, world_size = self._balancer.place
+        if self._ranks is None:
+            self._ranks = self._balancer.place
+        rank, world_size = self._ranks
         half = position.half
         return LoaderState(
             name=self._name,
@@ -307,6 +310,7 @@ class BalancedLoader(Generic[B]):
             resumed = Resumed(problem=f"{type(error).__name__}: {error}")  # which all ranks hear of
             batches = Source(())
         current = stream.begin()
+        self._ranks = None
         current.resumed = resumed
         first = _Position(source=batches.place(0))
         if state is not None and resumed is not None:
@@ -330,8 +334,7 @@ class BalancedLoader(Generic[B]):
         outcome = stream.outcome(window.ticket)
         position = _Position(source=window.end, batches=batches)
         if window.left:
-            size = stream.options.window
-            half = partial(HalfWindow.of, window.ticket.samples, outcome, tuple(window.batches), size=size)
+            half = partial(window.half, outcome, tuple(window.batches), stream.options.window)
             position = _Position(source=window.begin, batches=batches, half=half)
         return pending, outcome.reports[batch], position
 
@@ -358,6 +361,13 @@ class _Window:
     begin: Place | None
     end: Place
     batches: deque[int] = field(default_factory=deque)
+    known: HalfWindow | None = None
+
+    def half(self, outcome: Outcome, left: tuple[int, ...], size: int) -> HalfWindow:
+        """What is known of it with batches left; the arrays are made once."""
+        if self.known is None:
+            self.known = HalfWindow.of(self.ticket.samples, outcome, left, size=size)
+        return replace(self.known, left=left)
 
     @property
     def left(self) -> int:

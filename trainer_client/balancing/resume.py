@@ -68,8 +68,7 @@ class HalfWindow:
             sizes = samples.sizes_by_batch
             steps = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         ranks = np.zeros(len(samples), np.uint16)
-        for batch, piece in enumerate(outcome.plan.slices):
-            ranks[steps == batch] = piece.destinations
+        ranks[np.argsort(steps, kind="stable")] = np.concatenate([piece.destinations for piece in outcome.plan.slices])
         return cls(
             size=size,
             left=tuple(left),
