@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ log = structlog.get_logger(__name__)
 
 _MAX_WATCHES = 256
 _SPARE_CALLS = 1024  # of those that are being refused
+_QUIET_SECONDS = 2.0  # of a start, then it says what it waits for
 _WAITING_CONNECTIONS = 2  # whose calls may all wait to be looked at
 _IDLE_CONNECTION_MS = 60_000
 _TRACES_SECONDS = 2.5
@@ -127,7 +129,12 @@ class BalancerServer:
         """
         settings = self._settings
         # A round that met a kernel not yet compiled would be taken for stuck: the port opens when all is compiled.
-        await self._pool.start()
+        say = partial(log.info, "compiling_kernels", remedy="wait; `evenkeel warm-up` does it ahead of time")
+        notice = asyncio.get_running_loop().call_later(_QUIET_SECONDS, say)
+        try:
+            await self._pool.start()
+        finally:
+            notice.cancel()
         self._server = self._build()
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"{host}:{settings.port}"

@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.server import SERVICE
@@ -357,3 +358,18 @@ async def test_idle_and_hostile_connections_do_not_disturb_a_job(start_server: S
             assert {answer.decision.outcome for answer in answers} == {pb.Decision.OUTCOME_BALANCED}
         assert len(server.servicer.streams) == 2
         await asyncio.gather(*(channel.close() for channel in [*idle, *(rank.channel for rank in hostile)]))
+
+
+async def test_a_start_that_takes_long_says_what_it_waits_for(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.balancer.server._QUIET_SECONDS", 0.0)
+    with capture_logs() as logs:
+        await start_server()
+    events = [line["event"] for line in logs]
+    assert events[0] == "compiling_kernels"
+    assert events[-1] == "serving"
+    with capture_logs() as logs:
+        monkeypatch.undo()
+        await start_server()
+    assert "compiling_kernels" not in [line["event"] for line in logs]
