@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenkeel.placement.hit_rates import Eviction
-from evenkeel.placement.invalid_input import require
+from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
-from evenkeel.placement.plan import Placement, Plan
+from evenkeel.placement.plan import Placement, Plan, Status
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.storage import BUCKET_ROWS, round_up
 
@@ -16,6 +16,7 @@ TORCHREC_KERNELS = {
     Mode.CACHING: "fused_uvm_caching",
     Mode.HOST_ONLY: "fused_uvm",
 }
+_ROOM = "give more memory, or plan smaller tables"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,11 @@ def lines_to_paste(request: PlanRequest, plan: Plan) -> str:
 def _pairs(request: PlanRequest, plan: Plan, runtime: Runtime) -> list[tuple[Table, Placement]]:
     remedy = f"plan with runtime={runtime.value}"
     require(plan.runtime is runtime, "plan.runtime", plan.runtime.value, f"is not {runtime.value}", remedy)
+    lacking = "holds no placements"
+    if plan.shortage is not None:
+        raise InvalidInputError("plan.status", plan.status.value, f"{lacking}: {plan.shortage.explanation}", _ROOM)
+    if plan.status is Status.UNKNOWN:
+        raise InvalidInputError("plan.status", plan.status.value, lacking, "raise solver.time_limit_s and plan again")
     placed = [placement.table for placement in plan.placements]
     wanted = [table.name for table in request.tables]
     require(

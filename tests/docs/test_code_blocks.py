@@ -161,7 +161,7 @@ def test_the_exporter_tells_its_address(tmp_path: Path) -> None:
 
 def test_every_page_with_python_is_run() -> None:
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} | {"README.md"}
-    run = {*TEXTS, "docs/meshes.md", "docs/routing.md", "docs/deployment.md", "docs/tutorial.md"}
+    run = {*TEXTS, "docs/meshes.md", "docs/routing.md", "docs/deployment.md", "docs/tutorial.md", "docs/planning.md"}
     assert {page for page in pages if _blocks(page, "python")} == run
 
 

@@ -20,6 +20,7 @@ from evenkeel.placement.model import MAX_BYTES
 from evenkeel.placement.plan_file import FORMAT
 from evenkeel.planner_client import PlannerClient
 
+_WORTH = 1e-3  # of a step; what splitting saves below it is not said
 _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,2}$")
 
 
@@ -78,10 +79,10 @@ def show_plan(console: Console, plan: Plan) -> None:
         console.print("[bold red]No answer in time.[/] Raise solver.time_limit_s.")
         return
     out = RichTable(title=f"{plan.seconds * 1e3:.3g} ms a step on {plan.hardware} with {plan.runtime.value}")
-    out.add_column("table")
-    out.add_column("mode")
-    for heading in ("ratio", "HBM GiB a rank", "GiB a host", "ms", "misses", "ms saved per GiB"):
-        out.add_column(heading, justify="right")
+    out.add_column("table", overflow="fold")
+    out.add_column("mode", no_wrap=True)
+    for heading in ("ratio", "HBM GiB\na rank", "GiB\na host", "ms", "misses", "µs saved\na GiB"):
+        out.add_column(heading, justify="right", no_wrap=True)
     for p in plan.placements:
         out.add_row(
             escape(p.table),
@@ -91,16 +92,17 @@ def show_plan(console: Console, plan: Plan) -> None:
             f"{p.host_bytes / 2**30:.2f}",
             f"{p.seconds * 1e3:.3g}",
             f"{p.miss_rate:.0%}",
-            f"{p.seconds_per_gib * 1e3:.3g}" if p.seconds_per_gib else "",
+            f"{p.seconds_per_gib * 1e6:.3g}" if p.seconds_per_gib else "",
         )
     console.print(out)
     gap = "proved optimal" if plan.gap == 0 else f"within {plan.gap:.2%} of the best possible"
     console.print(f"{plan.status.value}: {gap}; {len(plan.modules)} fused module{'s' * (len(plan.modules) != 1)}")
-    for name, budget in (("HBM of the fullest rank", plan.hbm), ("memory of a host", plan.host)):
+    room = f" beside {plan.workspace_bytes / 2**30:.2f} GiB of workspace" if plan.workspace_bytes else ""
+    for name, budget, beside in (("HBM of the fullest rank", plan.hbm, room), ("memory of a host", plan.host, "")):
         limit = "no limit" if budget.limit_bytes is None else f"{budget.limit_bytes / 2**30:.2f} GiB"
         price = f", another GiB is worth {budget.seconds_per_gib * 1e3:.3g} ms a step" if budget.seconds_per_gib else ""
-        console.print(f"{name}: {budget.used_bytes / 2**30:.2f} GiB of {limit}{price}")
-    if plan.split is not None and plan.split.saves_seconds > 0:
+        console.print(f"{name}: {budget.used_bytes / 2**30:.2f} GiB of {limit}{beside}{price}", soft_wrap=True)
+    if plan.split is not None and plan.split.saves_seconds > _WORTH * plan.seconds:
         count, saved = len(plan.split.modules), plan.split.saves_seconds * 1e3
         console.print(f"splitting the fused groups into {count} modules would save {saved:.3g} ms a step")
 

@@ -34,7 +34,7 @@ from evenkeel.placement import (
     Zipf,
     plan,
 )
-from evenkeel.placement.application import dynamicemb_options, lines_to_paste
+from evenkeel.placement.application import dynamicemb_options, lines_to_paste, torchrec_options
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 from tests.services.planner.serving import served
 from trainer_client.planning import (
@@ -246,3 +246,11 @@ def test_a_refusal_and_an_absent_service_say_why(url: str, tmp_path: Path) -> No
         PlannerClient(url=f"{url}/nowhere").plan(request)
     with pytest.raises(PlannerError, match="check the address"):
         PlannerClient(url="http://127.0.0.1:9").plan(request)
+
+
+@pytest.mark.parametrize("runtime", list(Runtime))
+def test_a_plan_in_which_nothing_fits_says_so_when_it_is_applied(runtime: Runtime) -> None:
+    request = replace(_request(describe_model(_Model()), hbm_bytes=1 << 20, host_bytes=0), runtime=runtime)
+    apply = torchrec_options if runtime is Runtime.TORCHREC else dynamicemb_options
+    with pytest.raises(InvalidInputError, match=r"plan\.status: holds no placements: .*GiB of HBM.*give more memory"):
+        apply(request, plan(request))

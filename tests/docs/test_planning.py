@@ -1,0 +1,82 @@
+"""The page about planning: its files are taken, its commands print what it shows, its code is that of the example."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.docs.programs import printed_by_ranks
+from tests.services.planner.serving import served
+from trainer_client.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"```console\n(.*?)```", TEXT, re.S)
+(TABLES,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
+(JOB,) = re.findall(r"```json\n(.*?)```", TEXT, re.S)
+PLANNED = [block for block in SHOWN if block.startswith("$ evenkeel plan")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the page's reader stands, with the page's files."""
+    (tmp_path / "tables.yaml").write_text(TABLES, encoding="utf-8")
+    (tmp_path / "job.json").write_text(JOB, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def _check(printed: str, shown: str) -> None:
+    """Compares line by line; `…` stands for the rest."""
+    got, wanted = [[line.rstrip() for line in text.splitlines()] for text in (printed, shown)]
+    if wanted[-1] == "…":
+        del wanted[-1], got[len(wanted) :]
+    assert got == wanted
+
+
+def test_the_commands_print_what_the_page_shows(folder: Path) -> None:
+    assert len(PLANNED) == 4
+    for block in PLANNED:
+        command, _, shown = block.partition("\n")
+        result = CliRunner().invoke(app, shlex.split(command)[2:])
+        assert result.exit_code == (3 if "Nothing fits" in shown else 0), result.output
+        _check(result.output, shown)
+
+
+def test_a_service_answers_as_the_page_shows(folder: Path) -> None:
+    (shown,) = re.findall(r"^(\{.*)…$", TEXT, re.M)
+    with served(folder) as planner:
+        request = urllib.request.Request(f"{planner.url}/v1/plans", JOB.encode())  # as curl -d sends it
+        with urllib.request.urlopen(request) as answer:
+            text = answer.read().decode()
+        assert text.startswith(shown)
+        assert json.loads(text).keys() == {"plan", "code"}
+        asked = CliRunner().invoke(app, ["plan", "job.json", "--url", planner.url])
+    assert asked.exit_code == 0
+    (here,) = (block.partition("\n")[2] for block in PLANNED if block.startswith("$ evenkeel plan job.json\n"))
+    _check(asked.output, here)
+
+
+def test_the_code_is_that_of_the_example_and_prints_what_the_page_shows(folder: Path) -> None:
+    program = (ROOT / "examples/plan_tables.py").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    assert len(blocks) == 3
+    assert [block for block in blocks if block not in program] == []
+    (shown,) = (block.partition("\n")[2] for block in SHOWN if "examples.plan_tables" in block)
+    _check(printed_by_ranks("examples.plan_tables", folder), shown)
+    assert CliRunner().invoke(app, ["plan", "plan.json"]).exit_code == 0
+
+
+def test_the_profile_that_calibrate_writes_is_taken(folder: Path) -> None:
+    (block,) = (block for block in SHOWN if "calibrate" in block)
+    first, second = (shlex.split(line)[2:] for line in block.splitlines())
+    measured = CliRunner().invoke(app, [*first, "--device", "cpu", "--table-gib", "0.01"])
+    assert measured.exit_code == 0, measured.output
+    assert CliRunner().invoke(app, second).exit_code == 0
