@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Imports and compiles before any test's time counts: on a machine without numba's cache that takes minutes."""
     zygote = sys.modules.get("benchmarks.harness.zygote")
-    if zygote is not None and lane(item.nodeid) != "functions" and not zygote.is_warm():
+    if zygote is not None and not zygote.is_warm():
         zygote.warm("tests.preloaded")
     return (yield)
 
