@@ -24,6 +24,7 @@ FUNCTIONS = (
     "tests/trainer_client/embedding/checkpoint/test_convert.py",
     "tests/trainer_client/embedding/checkpoint/test_optimizers.py",
     "tests/trainer_client/balancing/costs/",
+    "tests/trainer_client/balancing/test_fingerprints.py",
     "tests/trainer_client/balancing/sampling/test_order.py",
     "tests/trainer_client/balancing/sampling/test_counted.py",
     "tests/examples/datasets/",

@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 _MAX_WATCHES = 256
 _SPARE_CALLS = 1024  # of those that are being refused
-_QUIET_SECONDS = 2.0  # of a start, then it says what it waits for
+_QUIET_SECONDS = 10.0  # of a start, then it says what it may be doing
 _WAITING_CONNECTIONS = 2  # whose calls may all wait to be looked at
 _IDLE_CONNECTION_MS = 60_000
 _TRACES_SECONDS = 2.5
@@ -129,7 +129,11 @@ class BalancerServer:
         """
         settings = self._settings
         # A round that met a kernel not yet compiled would be taken for stuck: the port opens when all is compiled.
-        say = partial(log.info, "compiling_kernels", remedy="wait; `evenkeel warm-up` does it ahead of time")
+        say = partial(
+            log.info,
+            "still_starting",
+            remedy="kernels may be compiling: wait; `evenkeel warm-up` does it ahead of time",
+        )
         notice = asyncio.get_running_loop().call_later(_QUIET_SECONDS, say)
         try:
             await self._pool.start()

@@ -212,6 +212,6 @@ def fingerprint(batch: Any) -> int:
     for tensor in itertools.islice(tensors, _TENSORS_LOOKED_AT):
         value = zlib.crc32(str((tensor.dtype, tuple(tensor.shape))).encode(), value)
         first = tensor.detach().reshape(-1)[: _BYTES_LOOKED_AT // max(1, tensor.element_size())]
-        first = first.resolve_conj().resolve_neg().contiguous()
+        first = first.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)  # an expanded one too
         value = zlib.crc32(first.view(torch.uint8).numpy().tobytes(), value)
     return value

@@ -367,9 +367,9 @@ async def test_a_start_that_takes_long_says_what_it_waits_for(
     with capture_logs() as logs:
         await start_server()
     events = [line["event"] for line in logs]
-    assert events[0] == "compiling_kernels"
+    assert events[0] == "still_starting"
     assert events[-1] == "serving"
     with capture_logs() as logs:
         monkeypatch.undo()
         await start_server()
-    assert "compiling_kernels" not in [line["event"] for line in logs]
+    assert "still_starting" not in [line["event"] for line in logs]
