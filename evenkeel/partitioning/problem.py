@@ -292,13 +292,13 @@ def make_problem(
         most=most,
         speeds=all_speeds,
         nodes=all_nodes,
-        limits=units[:0],
+        limits=_limits(units, all_speeds, bound, tolerance),
     )
     interchangeable = (speeds is None or bool((all_speeds == all_speeds[0]).all())) and (
         memory_caps is None or bool((caps == caps[0]).all())
     )
     return Problem(
-        terms=with_limits(terms, bound, tolerance),
+        terms=terms,
         num_ranks=num_ranks,
         costs=all_costs,
         cost_exponent=cost_exponent,

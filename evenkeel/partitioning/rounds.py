@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import DEFAULT_TOLERANCE, Partition, evenness
 from evenkeel.partitioning.samples import Lengths, RankSamples, RoundSamples
-from evenkeel.partitioning.slices import Slice, Slices, plan_digest, slice_plan
+from evenkeel.partitioning.slices import Slice, Slices, hash_plan, slice_plan
 from evenkeel.partitioning.windows import partition_window
 
 CHEAP_STRATEGY = "lpt"
@@ -220,7 +220,7 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
 def digest_of(plan: RoundPlan, samples: RoundSamples) -> bytes:
     """16 bytes that name a plan and what it was made of, on every machine alike."""
     slices = plan.slices
-    return plan_digest(slices.destinations, samples.counts_at_home, samples.lengths, slices.steps, samples.num_batches)
+    return hash_plan(slices.destinations, samples.counts_at_home, samples.lengths, slices.steps, samples.num_batches)
 
 
 def _figures(part: Partition, size: int) -> Figures:

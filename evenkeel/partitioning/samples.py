@@ -94,13 +94,17 @@ class RankSamples:
             as_float: some rank's costs are float64.
             with_memory: there are memory caps.
         """
-        columns = [self.costs.astype(np.float64 if as_float else np.int64).view(np.int64), self.moving_sizes]
+        first = 2 + with_memory + (self.given is not None)
+        rows = np.empty((len(self), first + self.lengths.shape[1]), np.int64)
+        rows[:, 0] = self.costs.astype(np.float64 if as_float else np.int64, copy=False).view(np.int64)
+        rows[:, 1] = self.moving_sizes
         if with_memory:
             assert self.memory is not None
-            columns.append(self.memory.view(np.int64))
+            rows[:, 2] = self.memory.view(np.int64)
         if self.given is not None:
-            columns.append(self.given)
-        return np.concatenate([np.stack(columns, axis=1), self.lengths.astype(np.int64, copy=False)], axis=1)
+            rows[:, first - 1] = self.given
+        rows[:, first:] = self.lengths
+        return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,7 +142,7 @@ class RoundSamples:
     @property
     def counts_at_home(self) -> NDArray[np.int64]:
         """(ranks,) samples of each rank."""
-        return np.asarray(self.batch_sizes.sum(axis=1))
+        return self.batch_sizes[:, 0] if self.num_batches == 1 else np.asarray(self.batch_sizes.sum(axis=1))
 
     @property
     def moving_sizes(self) -> NDArray[np.int64]:
@@ -206,7 +210,7 @@ class RoundSamples:
             with_given: the ranks' samples have `given`.
         """
         first = 2 + with_memory + with_given
-        table = np.concatenate([np.frombuffer(row, dtype="<i8").reshape(-1, first + num_fields) for row in rows])
+        table = np.frombuffer(b"".join(rows), dtype="<i8").reshape(-1, first + num_fields)
         costs, sizes, *others = (np.ascontiguousarray(table[:, column]) for column in range(first))
         return cls(
             batch_sizes=batch_sizes,

@@ -133,6 +133,17 @@ def _first_outside(numbers: NDArray[np.int32], end: int) -> int:
 
 
 @kernel
+def _sum_within(counts: NDArray[np.int64], most: int) -> int:
+    """The sum of counts of 0 to `most` each; -1 if one is not, since their sum might wrap around."""
+    total = 0
+    for count in counts:
+        if count < 0 or count > most:
+            return -1
+        total += count
+    return total
+
+
+@kernel
 def _slice_plan(
     places: NDArray[np.int32],
     num_places: int,
@@ -202,14 +213,14 @@ def _plan_arrays(
     values = plain_array(values, values.dtype if values.dtype in _LENGTHS else np.int64)
     if ranks.ndim != 1 or counts.ndim != 1:
         raise ValueError("destinations and counts_at_home must have one dimension each")
-    if counts.size and int(counts.min()) < 0:
-        raise ValueError(f"counts_at_home[{int(counts.argmin())}] is {int(counts.min())}; counts must not be negative")
-    if counts.size and int(counts.max()) > ranks.size:  # whose sum might wrap around to the right one
-        most = int(counts.argmax())
-        raise ValueError(f"counts_at_home[{most}] is {int(counts[most])}, but there are {ranks.size} destinations")
-    if int(counts.sum()) != ranks.size:
+    total = _sum_within(counts, ranks.size)
+    if total < 0:
+        bad = int(counts.argmin() if counts.min() < 0 else counts.argmax())
+        wrong = "; counts must not be negative" if counts[bad] < 0 else f", but there are {ranks.size} destinations"
+        raise ValueError(f"counts_at_home[{bad}] is {int(counts[bad])}{wrong}")
+    if total != ranks.size:
         raise ValueError(
-            f"counts_at_home add up to {int(counts.sum())}, but there are {ranks.size} destinations; pass one a sample"
+            f"counts_at_home add up to {total}, but there are {ranks.size} destinations; pass one a sample"
         )
     if values.ndim != 2 or values.shape[0] != ranks.size:
         raise ValueError(f"lengths has shape {values.shape}; it must be (samples, fields), here ({ranks.size}, fields)")
@@ -292,7 +303,17 @@ def plan_digest(
         ValueError: If the shapes disagree.
     """
     ranks, counts, values = _plan_arrays(destinations, counts_at_home, lengths)
-    batches = checked_steps(steps, ranks.size, num_steps)
+    return hash_plan(ranks, counts, values, checked_steps(steps, ranks.size, num_steps), num_steps)
+
+
+def hash_plan(
+    ranks: NDArray[np.int32],
+    counts: NDArray[np.int64],
+    values: NDArray[np.int64] | NDArray[np.uint32],
+    batches: NDArray[np.int32] | None,
+    num_steps: int,
+) -> bytes:
+    """As `plan_digest`, of arrays that fit together."""
     digest = hashlib.sha256(usedforsecurity=False)  # has processor instructions: a third of blake2b's time
     digest.update(np.array([ranks.size, counts.size, values.shape[1]], "<i8").tobytes())
     digest.update(ranks.astype("<i4", copy=False).data)

@@ -89,7 +89,7 @@ def _cost(section: Any) -> Callable[[Any], Any]:
 def _options(section: Any) -> BalanceOptions:
     if not isinstance(section, Mapping):
         raise ValueError(f"balance is {type(section).__name__}; give a mapping of options")
-    known = [field.name for field in fields(BalanceOptions)]
+    known = [field.name for field in fields(BalanceOptions) if field.init]
     for key in section:
         if key not in known:
             raise ValueError(f"balance has no option {key!r}; use {', '.join(known)}")

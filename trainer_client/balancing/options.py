@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Real
 from typing import Literal, get_args
@@ -49,6 +49,7 @@ class BalanceOptions:
             outages are bridged as ever.
         group_timeout: How long a collective of Evenkeel's own process groups may take before the job fails; at least
             twice `timeout`, which another rank may wait for the service first.
+        of_rounds: What a round's plan depends on; follows from the others.
     """
 
     strategy: str = "minimal_move"
@@ -64,12 +65,13 @@ class BalanceOptions:
     node_leader: NodeLeader = "auto"
     require_service: bool = False
     group_timeout: timedelta = timedelta(minutes=10)
+    of_rounds: RoundOptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field, choices in (("counts", Counts), ("fallback", Fallback)):
-            value = getattr(self, field)
+        for name, choices in (("counts", Counts), ("fallback", Fallback)):
+            value = getattr(self, name)
             if value not in get_args(choices):
-                raise ValueError(f"{field} is {value!r}; use one of {', '.join(get_args(choices))}")
+                raise ValueError(f"{name} is {value!r}; use one of {', '.join(get_args(choices))}")
         if self.node_leader not in ("auto", True, False):
             raise ValueError(f"node_leader is {self.node_leader!r}; use 'auto', True or False")
         if not isinstance(self.require_service, bool):
@@ -84,31 +86,28 @@ class BalanceOptions:
             raise ValueError(f"depth is {self.depth!r}; use a whole number of at least 1 batch in flight")
         if not is_whole(self.window) or not 1 <= self.window <= MAX_WINDOW:
             raise ValueError(f"window is {self.window!r}; use 1 to {MAX_WINDOW} batches")
-        for field in ("timeout", "group_timeout"):
-            value = getattr(self, field)
+        for name in ("timeout", "group_timeout"):
+            value = getattr(self, name)
             if not isinstance(value, timedelta) or value <= timedelta(0):
-                raise ValueError(f"{field} is {value}; use a positive timedelta")
-        for field, allowed in (("speeds", SPEEDS), ("memory_caps", MEMORY_CAPS)):
-            values = getattr(self, field)
+                raise ValueError(f"{name} is {value}; use a positive timedelta")
+        for name, allowed in (("speeds", SPEEDS), ("memory_caps", MEMORY_CAPS)):
+            values = getattr(self, name)
             if values is None:
                 continue
             if not isinstance(values, Iterable) or not all(map(_is_real, values)):
-                raise ValueError(f"{field} is {values!r}; give a list of one number for each rank")
+                raise ValueError(f"{name} is {values!r}; give a list of one number for each rank")
             for rank, value in enumerate(values):
                 if not allowed.holds(value):
-                    raise ValueError(f"{field}[{rank}] is {value}; use numbers from {allowed}")
-
-    @property
-    def of_rounds(self) -> RoundOptions:
-        """What a round's plan depends on."""
-        return RoundOptions(
+                    raise ValueError(f"{name}[{rank}] is {value}; use numbers from {allowed}")
+        of_rounds = RoundOptions(
             strategy=self.strategy,
             counts=self.counts,
             tolerance=self.tolerance,
-            speeds=tuple(self.speeds or ()),
-            memory_caps=tuple(self.memory_caps or ()),
+            speeds=() if self.speeds is None else tuple(self.speeds),
+            memory_caps=() if self.memory_caps is None else tuple(self.memory_caps),
             min_samples=self.min_samples,
         )
+        object.__setattr__(self, "of_rounds", of_rounds)  # made once, read in every round
 
     @property
     def collective_timeout(self) -> timedelta:
@@ -126,10 +125,10 @@ class BalanceOptions:
         Raises:
             ValueError: If `speeds` or `memory_caps` has another length than the world size.
         """
-        for field in ("speeds", "memory_caps"):
-            values = getattr(self, field)
+        for name in ("speeds", "memory_caps"):
+            values = getattr(self, name)
             if values is not None and len(values) != world_size:
-                raise ValueError(f"{field} has {len(values)} entries for {world_size} ranks; give one for each rank")
+                raise ValueError(f"{name} has {len(values)} entries for {world_size} ranks; give one for each rank")
 
 
 def _is_real(value: object) -> bool:
