@@ -163,14 +163,14 @@ class RoundPlan:
         sums = {name: sum(getattr(each, name) for each in self.batches) for name in counted}
         return replace(self.batches[self.worst], **sums)
 
-    def of(self, rank: int) -> RankPlan:
-        """What a rank knows of it."""
+    def of(self, rank: int, seconds: float | None = None) -> RankPlan:
+        """What a rank knows of it; `seconds` that it took where nobody has noted them in it."""
         return RankPlan(
             steps=self.slices.steps_of(rank),
             slices=self.slices.batches_of(rank),
             figures=self.batches,
             loads=tuple(self.loads_after[:, rank].tolist()),
-            seconds=self.seconds,
+            seconds=self.seconds if seconds is None else seconds,
         )
 
 

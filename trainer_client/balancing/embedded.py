@@ -67,7 +67,7 @@ def balance_embedded(
         plan = plan_round(everyone, how.spreading() if stay else how)
     except PartitionError as error:
         return error
-    return replace(plan, seconds=time.perf_counter() - started).of(groups.rank)
+    return plan.of(groups.rank, time.perf_counter() - started)
 
 
 def decide_alone(name: str, ticket: Ticket, options: BalanceOptions, template: FlatBatch) -> Outcome:
