@@ -42,7 +42,7 @@ from examples.datasets import SequenceBatch
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
 from trainer_client.balancing.batches import FlatBatch, flatten
-from trainer_client.balancing.redistribution.regroup import pick
+from trainer_client.balancing.redistribution.copying import pick
 from trainer_client.balancing.tickets import Cost
 from trainer_client.observing.measurement import peak_tflops
 

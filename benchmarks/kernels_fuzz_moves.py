@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from benchmarks.references.bucketize import bucketize
 from evenkeel.partitioning import slice_plan
 from evenkeel.partitioning.sorting import ascending_order
-from trainer_client.balancing.redistribution.copies import WHOLE, Job, copy_on_host, describe_samples
-from trainer_client.balancing.redistribution.fields import FieldTable
+from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, Job, copy_on_host, describe_samples
 from trainer_client.balancing.redistribution.moves import describe, measure
 from trainer_client.embedding.routing import as_routing, block_bucketize
 from trainer_client.embedding.routing.modes import Routing

@@ -190,9 +190,8 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
 
 def measure_copies(device: torch.device) -> dict[str, float]:
     """Rate of the gathering copy kernel on one device beside that of a plain copy, bytes read and written."""
-    from trainer_client.balancing.redistribution.copies import describe_samples
+    from trainer_client.balancing.redistribution.copies import FieldTable, describe_samples
     from trainer_client.balancing.redistribution.copying import copy, piece_bytes
-    from trainer_client.balancing.redistribution.fields import FieldTable
 
     flat = make_batch(CASES[-1], 0).to(device)
     fields = FieldTable.of(flat.structure.leaves)

@@ -12,7 +12,7 @@ import torch
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.redistribution import Pending
-from trainer_client.balancing.redistribution.regroup import pick
+from trainer_client.balancing.redistribution.copying import pick
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.tickets import Outcome, Ticket
 from trainer_client.balancing.tracing import RoundTrace

@@ -2,8 +2,7 @@
 
 from trainer_client.balancing.batches.arriving import Arriving, is_on_device
 from trainer_client.balancing.batches.flat import FlatBatch
-from trainer_client.balancing.batches.flatten import flatten
-from trainer_client.balancing.batches.paths import lookup, read_lengths
+from trainer_client.balancing.batches.flatten import flatten, lookup, read_lengths
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec, MaxLength, Padded
 from trainer_client.balancing.batches.structure import FieldSchema, Schema
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.derived import settle
+from trainer_client.balancing.batches.nodes import settle
 from trainer_client.balancing.batches.overwritten import Watch
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
 from trainer_client.balancing.batches.structure import LENGTHS_DTYPE, Schema, Structure

@@ -12,8 +12,7 @@ from typing import Literal
 
 import torch
 
-from trainer_client.balancing.batches.derived import derived_nodes
-from trainer_client.balancing.batches.nodes import Node
+from trainer_client.balancing.batches.nodes import Node, derived_nodes
 from trainer_client.balancing.batches.spec import Padded
 
 Kind = Literal["dense", "jagged", "shared"]

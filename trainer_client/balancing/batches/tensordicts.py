@@ -6,8 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer_client.balancing.batches.derived import DerivedNode
-from trainer_client.balancing.batches.nodes import Node, Parts, Taken
+from trainer_client.balancing.batches.nodes import DerivedNode, Node, Parts, Taken
 
 if TYPE_CHECKING:
     from trainer_client.balancing.batches.containers import Walk

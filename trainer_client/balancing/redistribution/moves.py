@@ -20,6 +20,7 @@ from evenkeel.partitioning.compile import ZERO, kernel
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.redistribution.copies import (
     MAX_UNITS,
+    FieldTable,
     Ints,
     Job,
     add_piece,
@@ -29,7 +30,6 @@ from trainer_client.balancing.redistribution.copies import (
     write_items,
     write_starts,
 )
-from trainer_client.balancing.redistribution.fields import FieldTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.redistribution_check import bytes_of, random_batch
 from benchmarks.references.redistribution import gather_samples
 from trainer_client.balancing.redistribution import copying, warm_up
-from trainer_client.balancing.redistribution.regroup import pick
+from trainer_client.balancing.redistribution.copying import pick
 
 
 def main() -> None:

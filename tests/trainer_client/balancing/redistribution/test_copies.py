@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning.slices import Slice
-from trainer_client.balancing.redistribution.copies import WHOLE, copy_on_host, describe_samples
-from trainer_client.balancing.redistribution.fields import FieldTable
+from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, copy_on_host, describe_samples
 from trainer_client.balancing.redistribution.moves import measure
 
 NOTHING = np.zeros(0, dtype=np.int64)

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 
 from evenkeel.partitioning.slices import Slice, slice_plan
 from tests.trainer_client.random_batches import Case, cases
-from trainer_client.balancing.redistribution.copies import WHOLE
-from trainer_client.balancing.redistribution.fields import ALIGNMENT, FieldTable, lay_out
+from trainer_client.balancing.redistribution.copies import ALIGNMENT, WHOLE, FieldTable, lay_out
 from trainer_client.balancing.redistribution.moves import Amounts, measure
 
 

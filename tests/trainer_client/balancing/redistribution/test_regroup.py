@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.references.redistribution import gather_samples
 from tests.trainer_client.random_batches import Case, assert_same, cases
-from trainer_client.balancing.redistribution.regroup import pick
+from trainer_client.balancing.redistribution.copying import pick
 
 
 @settings(max_examples=80, deadline=None)
