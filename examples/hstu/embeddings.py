@@ -120,7 +120,7 @@ def shard_by_torchrec(model: nn.Module, device: torch.device, plan_file: Path | 
     sharders: list[Any] = [EmbeddingCollectionSharder()]
     if plan_file is not None:
         from evenkeel.placement import plan_file as files
-        from trainer_client.planning.torchrec import sharding_plan
+        from trainer_client.planning.applying import sharding_plan
 
         content = files.loads(plan_file.read_text())
         plan = sharding_plan(model, content.request, content.plan, device=device.type)

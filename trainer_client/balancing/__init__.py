@@ -2,12 +2,12 @@
 
 from trainer_client.balancing.agreement import Mode, ProgramOrderError, Reason, SchemaMismatchError
 from trainer_client.balancing.balancer import Balancer
-from trainer_client.balancing.causes import ServiceRequiredError
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.peers import PeersDifferError
 from trainer_client.balancing.report import Counters, RoundReport
 from trainer_client.balancing.stream import BatchStream
+from trainer_client.balancing.telling import ServiceRequiredError
 from trainer_client.balancing.tickets import Ticket
 
 __all__ = [

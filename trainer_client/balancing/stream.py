@@ -26,8 +26,7 @@ from trainer_client.balancing.passes import Pass, used_after
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters
-from trainer_client.balancing.schemas import check_fields
-from trainer_client.balancing.telling import tell_end, tell_unreadable
+from trainer_client.balancing.telling import check_fields, tell_end, tell_unreadable
 from trainer_client.balancing.tickets import Cost, Outcome, Ticket, read_nothing, read_round
 from trainer_client.balancing.tracing import RoundTrace, StreamTracer
 from trainer_client.balancing.worker import RoundWorker

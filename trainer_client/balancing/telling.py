@@ -1,12 +1,22 @@
-"""What a stream says to people, on which rank and how loudly."""
+"""What a stream says to people, on which rank and how loudly; what keeps it from the balancer, how batches differ."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
-from trainer_client.balancing.agreement import Verdict
+from trainer_client.balancing.agreement import SchemaMismatchError, Verdict
+from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.batches.structure import remedy
 from trainer_client.balancing.breaker import Breaker
+from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.options import BalanceOptions
+
+if TYPE_CHECKING:  # grpcio is needed only where a service is
+    from trainer_client.balancing.service import Connection
+    from trainer_client.balancing.service.outages import Cause
 
 logger = logging.getLogger(__name__)
 
@@ -86,3 +96,153 @@ def tell_breaker(
         "balancing on the ranks" if options.fallback == "embedded" else "without balancing",
         "that is mended" if lasting else "it is back",
     )  # fmt: skip
+
+
+START_SECONDS = 30.0
+"""How long `BalanceOptions.require_service` waits for a service that may be starting too."""
+
+_LOOK_SECONDS = 0.2
+
+
+class ServiceRequiredError(RuntimeError):
+    """`BalanceOptions.require_service` is set, and not every rank has come to the service."""
+
+
+class Causes:
+    """Tells the causes of all ranks, each once."""
+
+    def __init__(self, name: str, groups: Groups, connection: Connection | None, fallback: str) -> None:
+        """Knows of none yet.
+
+        Args:
+            name: Of the stream.
+            groups: The ranks that speak to the service.
+            connection: This rank's; None without a service.
+            fallback: What the job does meanwhile.
+        """
+        self._name = name
+        self._groups = groups
+        self._connection = connection
+        self._going_on = "balancing on the ranks" if fallback == "embedded" else "without balancing"
+        self._known: Cause | None = None
+        self._told: set[str] = set()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this rank has a cause that it has not told yet."""
+        cause = None if self._connection is None else self._connection.cause
+        return cause is not None and cause != self._known
+
+    def tell(self) -> None:
+        """Rank 0 says what all ranks have. Collective."""
+        self._known = None if self._connection is None else self._connection.cause
+        causes = self._groups.gather_objects(self._known)
+        if self._groups.rank == 0:
+            for text in _by_cause(causes):
+                if text not in self._told:
+                    self._told.add(text)
+                    logger.error("%s: waiting will not bring the balancer to %s; going on %s until it is mended",
+                                 self._name, text, self._going_on)  # fmt: skip
+
+
+def require_service(groups: Groups, connection: Connection) -> None:
+    """Waits until the streams of all ranks are joined. Collective among the ranks that speak to the service.
+
+    Raises:
+        ServiceRequiredError: If one has a cause that does not pass, or time is up; on all ranks.
+    """
+    started = time.monotonic()
+    while True:
+        states = groups.gather_objects(
+            (connection.ready, connection.cause, connection.trouble, time.monotonic() - started)
+        )
+        missing = [rank for rank, (ready, *_) in enumerate(states) if not ready]
+        if not missing:
+            return
+        causes = [cause for _, cause, *_ in states]
+        if any(causes):
+            raise ServiceRequiredError(
+                f"require_service is set, and the balancer does not serve {'; '.join(_by_cause(causes))}"
+            )
+        if states[0][3] > START_SECONDS:
+            trouble = states[missing[0]][2] or "no answer"
+            raise ServiceRequiredError(
+                f"require_service is set, and {_ranks(missing)} did not come to the balancer within {START_SECONDS:g} "
+                f"s: {trouble}; start it, or leave require_service out to go on without it"
+            )
+        time.sleep(_LOOK_SECONDS)
+
+
+def _by_cause(causes: Sequence[Cause | None]) -> list[str]:
+    """Each cause with the ranks that it holds up."""
+    found: dict[str, list[int]] = {}
+    for rank, cause in enumerate(causes):
+        if cause is not None:
+            found.setdefault(str(cause), []).append(rank)
+    return [f"{_ranks(ranks)} ({text})" for text, ranks in found.items()]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+NAMES = "give loaders of different batches different names (BalancedLoader(name=…))"
+
+
+def raise_mismatch(schemas: Sequence[tuple[str, ...] | None]) -> NoReturn:
+    """Raises the error that shows how the first two differing ranks differ.
+
+    Args:
+        schemas: One readable line per field, by rank; None for a rank that has seen no batch.
+
+    Raises:
+        SchemaMismatchError: If it is called; it does nothing else.
+    """
+    known = [(rank, lines) for rank, lines in enumerate(schemas) if lines is not None]
+    first_rank, first = known[0]
+    for rank, lines in known[1:]:
+        if lines != first:
+            only_first = [line for line in first if line not in lines]
+            only_other = [line for line in lines if line not in first]
+            here, there = "; ".join(only_first), "; ".join(only_other)
+            if here and there:
+                both = f"rank {first_rank} has {here}, rank {rank} has {there}"
+            elif here:
+                both = f"rank {first_rank} has {here}, which rank {rank} lacks"
+            elif there:
+                both = f"rank {rank} has {there}, which rank {first_rank} lacks"
+            else:
+                both = f"ranks {first_rank} and {rank} have the same fields in another order"
+            raise SchemaMismatchError(
+                f"batches differ between ranks: {both}; {remedy(only_first, only_other)}; {NAMES}"
+            )
+    raise SchemaMismatchError(
+        f"batches changed their fields or dtypes between rounds, and not on all ranks alike; {NAMES}"
+    )
+
+
+def check_fields(name: str, flats: Sequence[FlatBatch], template: FlatBatch, *, served: bool) -> None:
+    """Checks what one rank's batches must have in common; what all ranks' must, they check when they agree.
+
+    Args:
+        name: Of the loader.
+        flats: The batches of a round.
+        template: What the stream began with.
+        served: Whether a service reads their lengths, of as many fields as at the beginning.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    first = next((flat for flat in flats if flat.num_samples), flats[0])
+    for flat in flats:
+        if flat.num_samples and flat.schema is not first.schema and flat.schema.hash != first.schema.hash:
+            raise ValueError(
+                "batches of one window differ, so that their samples cannot change places: "
+                f"{first.schema.diff(flat.schema, own='one', others='another')}; use window=1, or pad them alike"
+            )
+    if served and first.num_jagged != template.num_jagged:
+        raise ValueError(
+            f"{name!r} began with batches of other fields: "
+            f"{template.schema.diff(first.schema, own='the first', others='this one')}; {NAMES}"
+        )

@@ -18,7 +18,7 @@ from evenkeel.credentials import Credentials, read_credentials
 from evenkeel.handshakes import shake_hands
 from evenkeel.protocol import balancer_pb2 as pb
 from trainer_client.cli.calls import Calls, connected, explain, home_of, read_address
-from trainer_client.cli.findings import Finding, Status
+from trainer_client.cli.doctor import Finding, Status
 
 PROTOCOL_VERSION = 1
 _ROUND_TRIPS = 20

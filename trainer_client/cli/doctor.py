@@ -6,6 +6,8 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +17,33 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer_client.cli.connection_options import BalancerOption, CaOption, TokenOption
-from trainer_client.cli.findings import Finding, Status
+
+
+class Status(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        check: What was looked at.
+        status: How bad it is.
+        text: What was found.
+        remedy: What to do; empty when there is nothing to do.
+    """
+
+    check: str
+    status: Status
+    text: str
+    remedy: str = ""
+
 
 _COLORS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red", Status.SKIP: "dim"}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from evenkeel import __version__
 from evenkeel.variables import misspelt
-from trainer_client.cli.findings import Finding, Status
+from trainer_client.cli.doctor import Finding, Status
 
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 _TIMEX_BYTES = 512  # more than struct timex has on any architecture

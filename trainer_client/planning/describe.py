@@ -1,13 +1,16 @@
-"""A model's tables as the planner wants them."""
+"""A model's tables as the planner wants them, and how often their keys are looked up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import nn
 
-from evenkeel.placement import InvalidInputError, Optimizer, Table
+from evenkeel.placement import Histogram, InvalidInputError, Optimizer, Table
 from evenkeel.placement.access import Access, Zipf
 
 _BYTES = {"FP32": 4, "FP16": 2, "BF16": 2}
@@ -108,3 +111,108 @@ def module_configs(module: Any) -> list[Any]:
     return list(
         module.embedding_bag_configs() if hasattr(module, "embedding_bag_configs") else module.embedding_configs()
     )
+
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+class KeyHistogram:
+    """Counts the lookups of a sample of the keys exactly, and scales up.
+
+    Which keys are in the sample is decided by a hash of the key, so a key is either counted in every batch or never.
+    While more than `max_keys` keys would be counted, the sampled share is halved and the others are forgotten. With
+    a share `s` and `n` keys counted, the number of keys of any frequency is known with a relative standard error
+    of about `1 / sqrt(n_f)`, `n_f` being the counted keys of that frequency; the few most frequent keys are kept
+    whatever the sample, so that the head of the distribution is exact from the time a key got there.
+    """
+
+    def __init__(self, *, max_keys: int = 200_000, heavy_keys: int = 4_096) -> None:
+        """Start empty.
+
+        Args:
+            max_keys: Keys counted at most; 24 bytes each.
+            heavy_keys: Most frequent keys kept whatever the sample.
+
+        Raises:
+            InvalidInputError: If a number of keys is below one.
+        """
+        if max_keys < 1 or not 0 <= heavy_keys <= max_keys:
+            raise InvalidInputError("max_keys", max_keys, "is too small", "give at least 1, and more than heavy_keys")
+        self.max_keys, self.heavy_keys = max_keys, heavy_keys
+        self._level = 0
+        self._keys = np.zeros(0, dtype=np.int64)
+        self._counts = np.zeros(0, dtype=np.int64)
+        self._lookups = 0
+
+    @property
+    def sampled_share(self) -> float:
+        """Share of the keys that are counted."""
+        return 0.5**self._level
+
+    @property
+    def lookups(self) -> int:
+        """Lookups seen."""
+        return self._lookups
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of the number of keys, relative; 0 while all keys are counted."""
+        if self._level == 0 or not len(self._keys):
+            return 0.0
+        return float(np.sqrt((1 - self.sampled_share) / len(self._keys)))
+
+    def observe(self, keys: torch.Tensor) -> None:
+        """Count the lookups of one batch.
+
+        Args:
+            keys: (lookups,) keys of one table, repeated ones included, on any device.
+        """
+        self._lookups += keys.numel()
+        unique, counts = torch.unique(keys.detach().reshape(-1).to(torch.int64), return_counts=True)
+        own, added = unique.cpu().numpy(), counts.cpu().numpy()
+        kept = self._in_sample(own) | np.isin(own, self._keys, assume_unique=True)
+        joined = np.concatenate([self._keys, own[kept]])
+        weight = np.concatenate([self._counts, added[kept]])
+        self._keys, where = np.unique(joined, return_inverse=True)
+        self._counts = np.bincount(where, weights=weight, minlength=len(self._keys)).astype(np.int64)
+        while len(self._keys) > self.max_keys:
+            self._level += 1
+            heavy = np.zeros(len(self._keys), dtype=bool)
+            heavy[np.argsort(-self._counts, kind="stable")[: self.heavy_keys]] = True
+            stays = self._in_sample(self._keys) | heavy
+            if stays.all():
+                continue
+            self._keys, self._counts = self._keys[stays], self._counts[stays]
+
+    def histogram(self, *, bins_per_factor_two: int = 4) -> Histogram:
+        """The frequencies in log-spaced bins, for a plan request to carry.
+
+        Raises:
+            InvalidInputError: If nothing was observed.
+        """
+        if not len(self._keys):
+            raise InvalidInputError("lookups", 0, "has none observed", "observe at least one batch")
+        sampled = self._in_sample(self._keys)
+        # A heavy key outside of the sample stands for itself only, one inside for itself too: the head is complete.
+        heavy = np.zeros(len(self._keys), dtype=bool)
+        if self._level:
+            heavy[np.argsort(-self._counts, kind="stable")[: self.heavy_keys]] = True
+        scale = np.where(heavy, 1.0, np.where(sampled, 1 / self.sampled_share, 0.0))
+        bins = np.floor(np.log2(self._counts) * bins_per_factor_two).astype(np.int64)
+        names, where = np.unique(bins, return_inverse=True)
+        keys = np.bincount(where, weights=scale, minlength=len(names))
+        lookups = np.bincount(where, weights=scale * self._counts, minlength=len(names))
+        kept = keys > 0
+        return Histogram(keys=tuple(keys[kept][::-1].tolist()), lookups=tuple(lookups[kept][::-1].tolist()))
+
+    def _in_sample(self, keys: IntArray) -> BoolArray:
+        if self._level == 0:
+            return np.ones(len(keys), dtype=bool)
+        mixed = keys.astype(np.uint64) * _MIX
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= _MIX
+        shown: BoolArray = (mixed >> np.uint64(64 - self._level)) == 0
+        return shown

@@ -11,9 +11,9 @@ from typing import Protocol
 from evenkeel.credentials import Credentials
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
-from trainer_client.balancing.service.causes import Cause
 from trainer_client.balancing.service.messages import ServiceDecision, read_decision, submit_request
 from trainer_client.balancing.service.node import NodeFollower, NodeLeader, NodeSeat
+from trainer_client.balancing.service.outages import Cause
 from trainer_client.balancing.service.uplink import Listener, Uplink
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ from typing import Protocol
 from google.protobuf.message import DecodeError
 
 from evenkeel.protocol import balancer_pb2 as pb
-from trainer_client.balancing.service.backoff import Backoff
-from trainer_client.balancing.service.causes import Cause
 from trainer_client.balancing.service.frames import FrameLink, Kind, LoopThread, connect
+from trainer_client.balancing.service.outages import Backoff, Cause
 from trainer_client.balancing.service.uplink import Listener, Uplink
 
 _RANK, _EPOCH = struct.Struct("<I"), struct.Struct("<Q")

@@ -14,9 +14,8 @@ from evenkeel.addresses import resolve
 from evenkeel.credentials import Credentials
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-from trainer_client.balancing.service.backoff import Backoff
-from trainer_client.balancing.service.causes import Cause, of_call, of_refusal
 from trainer_client.balancing.service.messages import VersionError, check_version
+from trainer_client.balancing.service.outages import Backoff, Cause, of_call, of_refusal
 
 CLOSE_SECONDS = 2.0
 _SPARE_DESCRIPTORS = 16

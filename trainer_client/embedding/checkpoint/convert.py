@@ -9,10 +9,18 @@ from typing import Literal
 
 from trainer_client.embedding.checkpoint import dcp
 from trainer_client.embedding.checkpoint.dynamicemb import COUNTER, DynamicEmbDump, check_seed, is_dump, write_options
-from trainer_client.embedding.checkpoint.files import Entry, Journal, begin, fingerprint, publish, recover
-from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord, to_json
-from trainer_client.embedding.checkpoint.rows import Rows, for_dcp, for_dump, repeated_key, reshape, split_by_owner
-from trainer_client.embedding.checkpoint.spool import Spool
+from trainer_client.embedding.checkpoint.files import Entry, Journal, Spool, begin, fingerprint, publish, recover
+from trainer_client.embedding.checkpoint.record import (
+    CheckpointError,
+    Rows,
+    TableRecord,
+    for_dcp,
+    for_dump,
+    repeated_key,
+    reshape,
+    split_by_owner,
+    to_json,
+)
 from trainer_client.embedding.routing import Routing, RoutingLike, as_routing
 from trainer_client.embedding.routing.modes import check_num_ranks
 

@@ -25,8 +25,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainer_client.embedding.checkpoint.files import Entry, Journal
-from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord, from_json, to_json
-from trainer_client.embedding.checkpoint.rows import Rows, check_owner, torch_dtype
+from trainer_client.embedding.checkpoint.record import (
+    CheckpointError,
+    Rows,
+    TableRecord,
+    check_owner,
+    from_json,
+    to_json,
+    torch_dtype,
+)
 
 RECORD = "evenkeel.record"
 Chunk = tuple[str, int, int]

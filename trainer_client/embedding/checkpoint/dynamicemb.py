@@ -14,8 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_client.embedding.checkpoint.record import ArraySpec, CheckpointError, TableRecord
-from trainer_client.embedding.checkpoint.rows import Rows, check_owner, torch_dtype
+from trainer_client.embedding.checkpoint.record import (
+    ArraySpec,
+    CheckpointError,
+    Rows,
+    TableRecord,
+    check_owner,
+    torch_dtype,
+)
 from trainer_client.embedding.routing import DIST_TYPES, Routing, as_routing
 
 _FILE = re.compile(

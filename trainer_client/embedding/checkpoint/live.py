@@ -21,8 +21,16 @@ from trainer_client.embedding.checkpoint.optimizers import (
     prepare_state,
     read_state,
 )
-from trainer_client.embedding.checkpoint.record import ArraySpec, CheckpointError, RoutingMismatchError, TableRecord
-from trainer_client.embedding.checkpoint.rows import Rows, for_dcp, repeated_key, reshape
+from trainer_client.embedding.checkpoint.record import (
+    ArraySpec,
+    CheckpointError,
+    RoutingMismatchError,
+    Rows,
+    TableRecord,
+    for_dcp,
+    repeated_key,
+    reshape,
+)
 from trainer_client.embedding.routing import owners
 from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord
-from trainer_client.embedding.checkpoint.rows import torch_dtype
+from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord, torch_dtype
 
 PREFIX = "optimizer."
 """Of the names of its arrays in a checkpoint."""

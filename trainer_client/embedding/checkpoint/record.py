@@ -1,12 +1,21 @@
-"""What a checkpoint says about each table, beside its rows, and what can be wrong with it."""
+"""What a checkpoint says about each table, and chunks of its rows on their way between a table and a file.
+
+A dump keeps all optimizer state in one array.
+
+"""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from trainer_client.embedding.routing import Routing, block_size
+import torch
+from torch import Tensor
+
+from trainer_client.embedding.routing import Routing, block_size, owners
 from trainer_client.embedding.routing.modes import HASH_IDENTITY
 
 
@@ -144,3 +153,143 @@ def from_json(text: str, *, where: str) -> list[TableRecord]:
                 f"this release has {HASH_IDENTITY!r}"
             )
     return records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Some rows of a table.
+
+    Attributes:
+        keys: (n): int64.
+        arrays: By name, (n, ...) values or optimizer state.
+        where: The file that they come from, for errors.
+    """
+
+    keys: Tensor
+    arrays: dict[str, Tensor]
+    where: str = ""
+
+    def take(self, index: Tensor) -> "Rows":
+        """The rows that an index tensor or a mask picks."""
+        arrays = {name: array[index] for name, array in self.arrays.items()}
+        return Rows(keys=self.keys[index], arrays=arrays, where=self.where)
+
+    def digest(self) -> int:
+        """CRC-32 of the keys and then of the arrays in the order of their names."""
+        crc = zlib.crc32(as_bytes(self.keys))
+        for name in sorted(self.arrays):
+            crc = zlib.crc32(as_bytes(self.arrays[name]), crc)
+        return crc
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """A CPU tensor's memory."""
+    flat = tensor.detach().contiguous().view(-1)
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array) if flat.numel() else memoryview(b"")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name such as `float32`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def repeated_key(where: str, table: str, key: int) -> CheckpointError:
+    """The error for a key that a checkpoint holds twice."""
+    return CheckpointError(
+        f"{where}: key {key} of table {table} is in the checkpoint twice; the file was doubled, or another copied into "
+        "it; restore it from a copy"
+    )
+
+
+def check_owner(rows: Rows, record: TableRecord, rank: int) -> None:
+    """Checks that a rank owns all of some rows.
+
+    Raises:
+        CheckpointError: If it does not; names the file and the first key that is out of place.
+    """
+    owner = owners(rows.keys, record.routing, num_ranks=record.num_ranks, block_size=record.block)
+    wrong = owner != rank
+    if bool(wrong.any()):
+        key, right = int(rows.keys[wrong][0]), int(owner[wrong][0])
+        raise CheckpointError(
+            f"{rows.where}: holds key {key} of table {record.name} for rank {rank}, but {record.describe()} gives it "
+            f"to rank {right}; the file is in the wrong place, or was saved under another routing than recorded"
+        )
+
+
+def split_by_owner(rows: Rows, record: TableRecord) -> Iterator[tuple[int, Rows]]:
+    """The rows of each rank that has any, in their order."""
+    owner = owners(rows.keys, record.routing, num_ranks=record.num_ranks, block_size=record.block)
+    order = torch.argsort(owner, stable=True)
+    counts = torch.bincount(owner, minlength=record.num_ranks).tolist()
+    at = 0
+    for rank, count in enumerate(counts):
+        if count:
+            yield rank, rows.take(order[at : at + count])
+        at += count
+
+
+_LAYOUT = "evenkeel_opt_values"
+_SCALARS = "evenkeel_scalars"
+_FRESH = "evenkeel_fresh"
+_OPTIMIZER = "evenkeel_optimizer"
+_OF_A_DUMP = ("values", "scores", "opt_values", "frequencies")
+
+
+def for_dump(record: TableRecord) -> TableRecord:
+    """The record with all optimizer state in one array, which is all that a dump can hold.
+
+    Raises:
+        CheckpointError: If values or state are not float32.
+    """
+    state = [name for name in sorted(record.arrays) if name not in _OF_A_DUMP]
+    arrays = {name: spec for name, spec in record.arrays.items() if name not in state}
+    if any(record.arrays[name].dtype != "float32" for name in (*state, *({"values"} & set(arrays)))):
+        raise CheckpointError(f"table {record.name}: a DynamicEmb dump holds float32 values and optimizer state only")
+    extra = dict(record.extra)
+    if state:
+        layout = {name: list(record.arrays[name].shape) for name in state}
+        extra |= {_LAYOUT: layout, _SCALARS: record.scalars, _FRESH: record.fresh, _OPTIMIZER: record.optimizer}
+        width = sum(math.prod(shape) for shape in layout.values())
+        arrays["opt_values"] = ArraySpec(dtype="float32", shape=(width,))
+    return dataclasses.replace(record, arrays=arrays, extra=extra)
+
+
+def for_dcp(record: TableRecord) -> TableRecord:
+    """The record with the optimizer state apart again, if a dump says how it was put together."""
+    extra = dict(record.extra)
+    layout, scalars = extra.pop(_LAYOUT, None), extra.pop(_SCALARS, None)
+    fresh, optimizer = extra.pop(_FRESH, {}), extra.pop(_OPTIMIZER, "")
+    if layout is None or "opt_values" not in record.arrays:
+        return record
+    arrays = {name: spec for name, spec in record.arrays.items() if name != "opt_values"}
+    arrays |= {name: ArraySpec(dtype="float32", shape=tuple(shape)) for name, shape in layout.items()}
+    return dataclasses.replace(
+        record,
+        arrays=arrays,
+        extra=extra,
+        scalars=scalars or record.scalars,
+        fresh=fresh or record.fresh,
+        optimizer=optimizer or record.optimizer,
+    )
+
+
+def reshape(rows: Rows, target: TableRecord) -> Rows:
+    """Rows with the target's arrays: optimizer state joined or taken apart."""
+    if rows.arrays.keys() == target.arrays.keys():
+        return rows
+    arrays = {name: array for name, array in rows.arrays.items() if name in target.arrays}
+    if "opt_values" in target.arrays:
+        parts = [rows.arrays[name].flatten(1) if rows.arrays[name].dim() > 1 else rows.arrays[name][:, None]
+                 for name in sorted(rows.arrays) if name not in target.arrays]  # fmt: skip
+        arrays["opt_values"] = torch.cat(parts, dim=1)
+    else:
+        at = 0
+        for name in (n for n in target.arrays if n not in arrays):
+            shape = target.arrays[name].shape
+            arrays[name] = rows.arrays["opt_values"][:, at : at + math.prod(shape)].reshape(-1, *shape)
+            at += math.prod(shape)
+    return Rows(keys=rows.keys, arrays=arrays, where=rows.where)

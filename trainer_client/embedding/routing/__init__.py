@@ -1,8 +1,13 @@
 """Which rank owns an embedding key, and putting the keys of a batch into the order of their owners."""
 
-from trainer_client.embedding.routing.bucketize import Bucketized, block_bucketize, block_bucketize_sparse_features
+from trainer_client.embedding.routing.bucketize import (
+    Bucketized,
+    block_bucketize,
+    block_bucketize_sparse_features,
+    bucketize_kjt,
+    torchrec_uses_evenkeel,
+)
 from trainer_client.embedding.routing.cpu import warm_up
-from trainer_client.embedding.routing.kjt import bucketize_kjt, torchrec_uses_evenkeel
 from trainer_client.embedding.routing.modes import (
     DIST_TYPES,
     MAX_RANKS,
@@ -13,9 +18,10 @@ from trainer_client.embedding.routing.modes import (
     block_size,
     continuous,
     hash_roundrobin,
+    owners,
     roundrobin,
+    route,
 )
-from trainer_client.embedding.routing.ownership import owners, route
 from trainer_client.embedding.routing.skew import SkewReport, report
 
 __all__ = [

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_client.embedding.routing.modes import RoutingLike, as_routings
-from trainer_client.embedding.routing.ownership import as_int64, owners
+from trainer_client.embedding.routing.modes import RoutingLike, as_int64, as_routings, owners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

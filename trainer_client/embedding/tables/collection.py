@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_client.embedding.routing import block_bucketize, warm_up
-from trainer_client.embedding.routing.ownership import as_int64
+from trainer_client.embedding.routing.modes import as_int64
 from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, TableFactory
 from trainer_client.embedding.tables.exchange import (
     Status,

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer_client.embedding.routing import owners
-from trainer_client.embedding.routing.ownership import as_int64
-from trainer_client.embedding.routing.ownership import fmix64 as mix
+from trainer_client.embedding.routing.modes import as_int64
+from trainer_client.embedding.routing.modes import fmix64_of as mix
 from trainer_client.embedding.tables.config import RoutedTable
 from trainer_client.embedding.tables.part import TablePart
 

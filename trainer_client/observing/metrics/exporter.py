@@ -19,7 +19,7 @@ from prometheus_client import start_http_server
 from trainer_client.balancing import BalancedLoader, RoundReport
 from trainer_client.embedding.routing.modes import RoutingLike
 from trainer_client.embedding.routing.skew import feature_skew
-from trainer_client.observing.measurement.clock import Mark, mark
+from trainer_client.observing.measurement.steps import Mark, mark
 from trainer_client.observing.metrics.measures import RankMeasures
 
 B = TypeVar("B")

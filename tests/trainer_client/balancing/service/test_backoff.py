@@ -10,7 +10,7 @@ import pytest
 from benchmarks.harness.balancer_process import running_balancer
 from evenkeel.protocol import balancer_pb2 as pb
 from tests.services.balancer.samples import join_message
-from trainer_client.balancing.service.backoff import Backoff
+from trainer_client.balancing.service.outages import Backoff
 from trainer_client.balancing.service.uplink import Uplink
 
 

@@ -22,9 +22,9 @@ from evenkeel.protocol import balancer_pb2 as pb
 from services.security.tokens import hash_token
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.balancing import causes
-from trainer_client.balancing.causes import ServiceRequiredError
-from trainer_client.balancing.service.causes import of_refusal
+from trainer_client.balancing import telling
+from trainer_client.balancing.service.outages import of_refusal
+from trainer_client.balancing.telling import ServiceRequiredError
 
 TOKEN = "t" * 43
 
@@ -134,7 +134,7 @@ def test_what_waiting_does_not_mend_is_told_once(
 
 
 def without_anybody(rank: int, port: int) -> Any:
-    causes.START_SECONDS = 1.0
+    telling.START_SECONDS = 1.0
     kept = Kept()
     logging.getLogger("trainer_client").addHandler(kept)
     found = []

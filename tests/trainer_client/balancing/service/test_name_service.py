@@ -19,7 +19,7 @@ from evenkeel import addresses
 from evenkeel.credentials import Credentials
 from tests.services.security.jobs import join
 from tests.trainer_client.balancing.service.name_server import NXDOMAIN, NameServer, Reply
-from trainer_client.balancing.service import Connection, causes, uplink
+from trainer_client.balancing.service import Connection, outages, uplink
 
 NAME = "balancers.example.test"
 THOUSANDS = [f"127.{1 + n // 250 % 16}.{n // 4000}.{1 + n % 250}" for n in range(4000)]
@@ -109,9 +109,9 @@ def test_thousands_of_addresses_are_not_all_looked_into(
         threading.Thread(target=take, args=(listener,), daemon=True).start()
         port = listener.getsockname()[1]
         found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (place, port)) for place in THOUSANDS]
-        monkeypatch.setattr(causes, "_PROBES_SECONDS", 1.0)
+        monkeypatch.setattr(outages, "_PROBES_SECONDS", 1.0)
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_more: found)
-        assert causes.of_call(unavailable, f"spread://{NAME}:{port}", Credentials()) is None
+        assert outages.of_call(unavailable, f"spread://{NAME}:{port}", Credentials()) is None
         assert 1 <= tried < 50
         listener.shutdown(socket.SHUT_RDWR)
 
@@ -128,7 +128,7 @@ def test_the_cause_is_found_where_the_first_of_several_is_gone(unavailable: grpc
                 context.wrap_socket(peer, server_side=True).close()
 
         threading.Thread(target=speak_tls, daemon=True).start()
-        cause = causes.of_call(unavailable, f"spread://127.0.0.1:{closed_port()},127.0.0.1:{port}", Credentials())
+        cause = outages.of_call(unavailable, f"spread://127.0.0.1:{closed_port()},127.0.0.1:{port}", Credentials())
     assert cause is not None
     assert cause.kind == "certificates"
     assert f"127.0.0.1:{port}" in cause.text

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer_client.embedding.checkpoint.spool import find_repeated
+from trainer_client.embedding.checkpoint.files import find_repeated
 
 
 @pytest.mark.parametrize("limit", [100, 10_000])

@@ -1,6 +1,6 @@
 import pytest
 
-from trainer_client.balancing.session_names import name_session
+from trainer_client.balancing.opening import name_session
 
 
 def test_the_launcher_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

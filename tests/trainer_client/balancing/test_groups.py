@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer, BatchSpec
-from trainer_client.balancing import communicators
-from trainer_client.balancing.communicators import _common
+from trainer_client.balancing import groups
+from trainer_client.balancing.groups import _common
 
 MINUTE = timedelta(minutes=1)
 
@@ -88,7 +88,7 @@ def abandon_a_move(rank: int) -> Any:
     if rank == 0:
         pending.wait()
     balancer.close()
-    left = [len(shelf.left) for shelf in communicators._shelves[dist.group.WORLD].values()]
+    left = [len(shelf.left) for shelf in groups._shelves[dist.group.WORLD].values()]
     pending.wait()
     with Balancer.embedded() as other:
         samples = epoch(rank, other)

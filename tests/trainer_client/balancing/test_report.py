@@ -11,8 +11,7 @@ from evenkeel.partitioning.rounds import Figures, RankPlan
 from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.report import RoundReport
-from trainer_client.balancing.reporting import report_round
+from trainer_client.balancing.report import RoundReport, report_round
 from trainer_client.balancing.tickets import nothing_to_do
 from trainer_client.balancing.votes import Vote
 

@@ -1,18 +1,59 @@
-"""A plan as TorchRec's constraints, or as a complete sharding plan."""
+"""A plan as DynamicEmb's options, as TorchRec's constraints, or as a complete sharding plan."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from evenkeel.placement import InvalidInputError, MissCurve, Plan, PlanRequest
-from evenkeel.placement.application import TorchRecOptions, torchrec_options
+from evenkeel.placement.application import DynamicEmbOptions, TorchRecOptions, dynamicemb_options, torchrec_options
 from trainer_client.planning.describe import embedding_modules, module_configs
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
+
+
+def dynamicemb_constraints(request: PlanRequest, plan: Plan, **options: Any) -> dict[str, Any]:
+    """`DynamicEmbParameterConstraints` by table name, to give to DynamicEmb's planner.
+
+    Without DynamicEmb installed, use `evenkeel.placement.application.dynamicemb_options` for the bare values, or
+    `evenkeel.placement.application.lines_to_paste` for source lines.
+
+    Args:
+        request: The request.
+        plan: Its plan.
+        options: Further arguments of every table's `DynamicEmbTableOptions`.
+
+    Raises:
+        InvalidInputError: If the plan is for another runtime or for other tables.
+        ModuleNotFoundError: If DynamicEmb is not installed.
+    """
+    library = importlib.import_module("dynamicemb")
+    constraints = importlib.import_module("dynamicemb.planner").DynamicEmbParameterConstraints
+    return {
+        name: constraints(
+            sharding_types=["row_wise"],
+            use_dynamicemb=True,
+            dynamicemb_options=_table_options(library, option, options),
+        )
+        for name, option in dynamicemb_options(request, plan).items()
+    }
+
+
+def _table_options(library: Any, option: DynamicEmbOptions, more: dict[str, Any]) -> Any:
+    return library.DynamicEmbTableOptions(
+        caching=option.caching,
+        global_hbm_for_values=option.global_hbm_for_values,
+        dist_type=option.dist_type,
+        bucket_capacity=option.bucket_capacity,
+        init_capacity=option.init_capacity,
+        score_strategy=getattr(library.DynamicEmbScoreStrategy, option.score_strategy),
+        **more,
+    )
+
 
 _CURVE = tuple((step + 1) / 50 for step in range(50))
 

@@ -17,8 +17,9 @@ from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from tests.trainer_client.balancing.test_forked_workers import SAMPLES, Samples
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.balancing import nodes
+from trainer_client.balancing import membership
 from trainer_client.balancing.groups import Groups
+from trainer_client.balancing.service import frames
 
 OPTIONS = BalanceOptions(timeout=timedelta(seconds=10), node_leader=True)
 
@@ -61,9 +62,9 @@ def seat(rank: int, wanted: Any, where: tuple[str, ...], lonely: int) -> Any:
     """The seat that a rank takes; `lonely` cannot reach anybody."""
     os.environ["EVENKEEL_NODE"] = where[rank]
     if rank == lonely:
-        nodes.connect = _unreachable  # type: ignore[assignment]
+        frames.connect = _unreachable  # type: ignore[assignment]
     groups = Groups.create(None, timedelta(seconds=60))
-    taken = nodes.take_seat(groups, BalanceOptions(node_leader=wanted))
+    taken = membership.take_seat(groups, BalanceOptions(node_leader=wanted))
     if taken is None:
         return None
     assert taken.rank == rank
@@ -94,7 +95,7 @@ def test_a_node_that_cannot_meet_has_a_stream_for_each_rank() -> None:
 
 
 def seat_from_two_ranks_on(rank: int, where: tuple[str, ...], lonely: int) -> Any:
-    nodes.AUTO_RANKS = 2
+    membership.AUTO_RANKS = 2
     return seat(rank, "auto", where, lonely)
 
 
