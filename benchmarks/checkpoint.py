@@ -21,14 +21,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 
-def write_dump(path: Path, *, rows: int, dim: int, num_ranks: int) -> None:
+def write_dump(path: Path, *, rows: int, dim: int, world_size: int) -> None:
     """A DynamicEmb dump of roundrobin keys: values and an optimizer state of the same width."""
     path.mkdir()
     (path / "items_opt_args.json").write_text(json.dumps({"dist_type": "roundrobin", "num_embeddings": rows}))
     block = np.random.default_rng(0).random((1 << 16, dim), dtype=np.float32)
-    for rank in range(num_ranks):
-        tail = f".rank_{rank}.world_size_{num_ranks}"
-        keys = np.arange(rank, rows, num_ranks, dtype=np.int64)
+    for rank in range(world_size):
+        tail = f".rank_{rank}.world_size_{world_size}"
+        keys = np.arange(rank, rows, world_size, dtype=np.int64)
         keys.tofile(path / f"items_emb_keys{tail}")
         for array in ("values", "opt_values"):
             with (path / f"items_emb_{array}{tail}").open("wb") as file:
@@ -52,7 +52,7 @@ def convert_here(source: Path, target: Path, ranks: int, target_format: str) -> 
         convert(
             checkpoint,
             target,
-            num_ranks=ranks,
+            world_size=ranks,
             routing="hash_roundrobin",
             target_format=target_format,  # type: ignore[arg-type]
             progress=lambda done, total: bar.update(task, completed=done, total=total),
@@ -78,7 +78,7 @@ def main(
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         root = Path(scratch)
-        write_dump(root / "old", rows=rows, dim=dim, num_ranks=ranks)
+        write_dump(root / "old", rows=rows, dim=dim, world_size=ranks)
         size = sum(file.stat().st_size for file in (root / "old").iterdir())
         start = time.perf_counter()
         shutil.copytree(root / "old", root / "copy")

@@ -15,7 +15,7 @@ from evenkeel.partitioning.sorting import ascending_order
 from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, Job, copy_on_host, describe_samples
 from trainer_client.balancing.redistribution.moves import describe, measure
 from trainer_client.embedding.routing import as_routing, block_bucketize
-from trainer_client.embedding.routing.modes import Routing
+from trainer_client.embedding.routing.ownership import Routing
 
 Rng = np.random.Generator
 Bytes = NDArray[np.uint8]

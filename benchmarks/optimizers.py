@@ -107,14 +107,14 @@ class Run:
     ) -> Run:
         """New tables with new optimizers."""
         table = declare(routing)
-        build = BlockTable if table.mode.dist_type == "continuous" else KeyTable
-        parts = [build(table, rank=rank, num_ranks=ranks, device=torch.device(device)) for rank in range(ranks)]
+        build = BlockTable if table.resolved_routing.dist_type == "continuous" else KeyTable
+        parts = [build(table, rank=rank, world_size=ranks, device=torch.device(device)) for rank in range(ranks)]
         return cls(table, parts, [kind([part.weight], **arguments) for part in parts])
 
     def owner(self, keys: Tensor) -> Tensor:
         """Rank of each key."""
         ranks = len(self.parts)
-        return owners(keys, self.table.mode, num_ranks=ranks, block_size=self.table.rows_per_rank(ranks))
+        return owners(keys, self.table.resolved_routing, world_size=ranks, block_size=self.table.rows_per_rank(ranks))
 
     def train(self, steps: range) -> None:
         """Steps towards a target of each key; later steps know more keys."""
@@ -143,7 +143,7 @@ class Run:
         """Loads each rank's rows and state."""
         checkpoint = open_checkpoint(path)
         for rank, (part, optimizer) in enumerate(zip(self.parts, self.optimizers, strict=True)):
-            load_table(checkpoint, self.table, part, rank=rank, num_ranks=len(self.parts), optimizer=optimizer)
+            load_table(checkpoint, self.table, part, rank=rank, world_size=len(self.parts), optimizer=optimizer)
 
     def held(self) -> Tensor:
         """Keys of all ranks, sorted."""
@@ -250,7 +250,11 @@ def compare(
             if not (way in NEW_ORDER and name in MIXES_ROWS):
                 run.train(range(BEFORE, BEFORE + AFTER))
                 # A block has all its rows from the start, so a row that no key had taken has aged there.
-                keys = saved_keys if (table == "continuous") != (run.table.mode.dist_type == "continuous") else all_keys
+                keys = (
+                    saved_keys
+                    if (table == "continuous") != (run.table.resolved_routing.dist_type == "continuous")
+                    else all_keys
+                )
                 places = torch.searchsorted(all_keys, keys)
                 theirs = {n: v[places] if v.dim() else v for n, v in expected.items()}
                 difference = max(difference, furthest(run.by_key(keys), theirs))
@@ -284,14 +288,14 @@ def _other(kind: type[torch.optim.Optimizer], implementation: str, device: str) 
 def _brought(path: Path, target: Path, way: str, routing: RoutingLike) -> Path:
     """The checkpoint to load, converted where that is part of the way."""
     if way == "convert":
-        convert(open_checkpoint(path), target, num_ranks=2, routing=routing, overwrite=True)
+        convert(open_checkpoint(path), target, world_size=2, routing=routing, overwrite=True)
         return target
     if way == "dump":
         dump = target.with_name("dump")
         seeded = open_checkpoint(path).records["t"].routing.seed
         plain = "hash_roundrobin" if seeded else None  # a dump holds no seed
-        convert(open_checkpoint(path), dump, num_ranks=3, routing=plain, target_format="dynamicemb", overwrite=True)
-        convert(open_checkpoint(dump), target, num_ranks=1, target_format="dcp", overwrite=True)
+        convert(open_checkpoint(path), dump, world_size=3, routing=plain, target_format="dynamicemb", overwrite=True)
+        convert(open_checkpoint(dump), target, world_size=1, target_format="dcp", overwrite=True)
         return target
     return path
 

@@ -1,4 +1,4 @@
-"""Train routed embeddings on adversarial keys, save, and resume under another mode and another number of ranks.
+"""Train routed embeddings on adversarial keys, save, and resume under another routing and another number of ranks.
 
     python -m examples.train_routed --dist-type roundrobin --ranks 4
     python -m examples.train_routed --dist-type hash_roundrobin --ranks 4 --resume-as continuous --resume-ranks 2
@@ -15,7 +15,7 @@ DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 NUM_KEYS = 20_000
 
 
-def run_rank(rank: int, num_ranks: int, arguments: argparse.Namespace, dist_type: str, store: str) -> None:
+def run_rank(rank: int, world_size: int, arguments: argparse.Namespace, dist_type: str, store: str) -> None:
     """One rank: load if there is a checkpoint, train, print the balance, save."""
     import torch
     import torch.distributed as dist
@@ -31,7 +31,7 @@ def run_rank(rank: int, num_ranks: int, arguments: argparse.Namespace, dist_type
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
+        "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
     )
     seed = arguments.seed if dist_type == "hash_roundrobin" else 0
     table = RoutedTable(
@@ -52,7 +52,7 @@ def run_rank(rank: int, num_ranks: int, arguments: argparse.Namespace, dist_type
         rows = checkpoint.load(collection, arguments.checkpoint, optimizer=optimizer)["items"]
         start = arguments.steps
         if rank == 0:
-            print(f"loaded {rows:,} rows into {table.mode} over {num_ranks} ranks")
+            print(f"loaded {rows:,} rows into {table.resolved_routing} over {world_size} ranks")
     for step in range(start, start + arguments.steps):
         generator = torch.Generator().manual_seed(1_000_003 * step + rank)
         popularity = torch.rand(arguments.batch * 8, generator=generator, dtype=torch.float64)
@@ -71,12 +71,12 @@ def run_rank(rank: int, num_ranks: int, arguments: argparse.Namespace, dist_type
         optimizer.step()
         if rank == 0 and (step + 1) % 10 == 0:
             print(f"step {step + 1}: loss {float(loss.detach()):.4f}")
-    block = block_size(table.num_embeddings, num_ranks)
-    owner = owners(torch.unique(torch.cat(seen)), table.mode, num_ranks=num_ranks, block_size=block)
-    counts = torch.bincount(owner, minlength=num_ranks).to(device)
+    block = block_size(table.num_embeddings, world_size)
+    owner = owners(torch.unique(torch.cat(seen)), table.resolved_routing, world_size=world_size, block_size=block)
+    counts = torch.bincount(owner, minlength=world_size).to(device)
     dist.all_reduce(counts)
     if rank == 0:
-        print(f"{table.mode} over {num_ranks} ranks: keys asked of each rank {counts.tolist()}, "
+        print(f"{table.resolved_routing} over {world_size} ranks: keys asked of each rank {counts.tolist()}, "
               f"max/mean {float(counts.max() / counts.float().mean()):.2f}")  # fmt: skip
     checkpoint.save(collection, arguments.checkpoint, optimizer=optimizer, overwrite=True)
     dist.destroy_process_group()
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dist-type", choices=DIST_TYPES, default="roundrobin", help="how keys choose their rank")
     parser.add_argument("--ranks", type=int, default=4, help="processes to train with")
-    parser.add_argument("--resume-as", choices=DIST_TYPES, default="hash_roundrobin", help="mode to resume under")
+    parser.add_argument("--resume-as", choices=DIST_TYPES, default="hash_roundrobin", help="routing to resume under")
     parser.add_argument("--resume-ranks", type=int, default=2, help="processes to resume with")
     parser.add_argument("--steps", type=int, default=20, help="steps before and after the change")
     parser.add_argument("--batch", type=int, default=256, help="rows of a rank's batch")
@@ -111,9 +111,9 @@ def main() -> None:
         if arguments.checkpoint is None:
             arguments.checkpoint = Path(scratch) / "checkpoint"
         phases = ((arguments.dist_type, arguments.ranks), (arguments.resume_as, arguments.resume_ranks))
-        for number, (dist_type, num_ranks) in enumerate(phases):
-            own = (num_ranks, arguments, dist_type, f"{scratch}/store{number}")
-            start_processes(run_rank, own, num_ranks, start_method=start_method)  # type: ignore[no-untyped-call]
+        for number, (dist_type, world_size) in enumerate(phases):
+            own = (world_size, arguments, dist_type, f"{scratch}/store{number}")
+            start_processes(run_rank, own, world_size, start_method=start_method)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ def bucketize(
     lengths: Tensor,
     indices: Tensor,
     block_sizes: Sequence[int],
-    num_ranks: int,
+    world_size: int,
     routings: Sequence[Routing],
     *,
     weights: Tensor | None = None,
@@ -33,12 +33,14 @@ def bucketize(
     row_start, start = 0, 0
     for size, block, routing in zip(sizes, block_sizes, routings, strict=True):
         stop = start + int(counts[row_start : row_start + size].sum())
-        owner[start:stop], sent[start:stop] = route(indices[start:stop], routing, num_ranks=num_ranks, block_size=block)
+        owner[start:stop], sent[start:stop] = route(
+            indices[start:stop], routing, world_size=world_size, block_size=block
+        )
         row_start, start = row_start + size, stop
     order = torch.argsort(owner, stable=True)
     slot = torch.empty_like(order)
     slot[order] = torch.arange(order.numel(), device=order.device)
-    new_lengths = torch.bincount(owner * num_rows + row, minlength=num_ranks * num_rows).to(lengths.dtype)
+    new_lengths = torch.bincount(owner * num_rows + row, minlength=world_size * num_rows).to(lengths.dtype)
     new_weights = weights[order] if weights is not None else None
     narrow = torch.int64 if indices.dtype == torch.uint64 else indices.dtype
     return new_lengths, sent[order], new_weights, position[order].to(narrow), slot.to(narrow)

@@ -25,11 +25,11 @@ def draw(results: dict[str, Any], path: Path) -> Path:
     figure, (bars, lines, times) = plt.subplots(1, 3, figsize=(13, 4), width_ratios=(5, 5, 3), constrained_layout=True)
     step = worst_step(results)
     colors = {"off": "#c44e52", "on": "#4c72b0"}
-    num_ranks = len(results["off"]["ranks"])
+    world_size = len(results["off"]["ranks"])
     for offset, (name, result) in enumerate(results.items()):
         loads = np.array([rank[step]["load"] for rank in result["ranks"]])
         bars.bar(
-            np.arange(num_ranks) + 0.4 * (offset - 0.5), loads / loads.mean(), 0.4, color=colors[name],
+            np.arange(world_size) + 0.4 * (offset - 0.5), loads / loads.mean(), 0.4, color=colors[name],
             label=f"balancing {name}",
         )  # fmt: skip
         after = [entry["after"] for entry in result["ranks"][0]]
@@ -43,7 +43,7 @@ def draw(results: dict[str, Any], path: Path) -> Path:
     lines.plot(bound, color="black", linestyle=":", label="lower bound")
     bars.axhline(1.0, color="black", linewidth=0.8)
     bars.set(title=f"Load of each rank, step {step}", xlabel="rank", ylabel="load / mean load")
-    bars.set_xticks(range(num_ranks))
+    bars.set_xticks(range(world_size))
     lines.set(title="The slowest rank of each step", xlabel="step", ylabel="max / mean load", ylim=(0.9, None))
     times.set(title="A step with a core per rank", ylabel="CPU time of the slowest rank, ms")
     for axes in (bars, lines):

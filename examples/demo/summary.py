@@ -44,7 +44,7 @@ def summarize(results: dict[str, Any]) -> dict[str, Any]:
 
 def show(summary: dict[str, Any], results: dict[str, Any], console: Console) -> None:
     """Prints the table, and the loads of one step and the time of a step as bars."""
-    num_ranks = len(results["off"]["ranks"])
+    world_size = len(results["off"]["ranks"])
     table = Table(title="Mean of all steps")
     table.add_column("")
     for name in summary:
@@ -60,7 +60,7 @@ def show(summary: dict[str, Any], results: dict[str, Any], console: Console) -> 
         ("steps by the service's plan", "balanced_by_service", "{}"),
         ("loss of the last step", "final_loss", "{:.4f}"),
         ("a step, a core per rank *", "step_seconds_with_a_core_per_rank", "{:.3f} s"),
-        (f"a step, {cores()} cores for {num_ranks} ranks", "step_seconds", "{:.3f} s"),
+        (f"a step, {cores()} cores for {world_size} ranks", "step_seconds", "{:.3f} s"),
         ("the run, wall clock", "seconds", "{:.1f} s"),
     ]
     for label, key, form in rows:

@@ -65,7 +65,7 @@ def _run_all(_: int, folder: str, address: str) -> list[str]:
             "dense_parameters": list(model.parameters()), "optimizer": torch.optim.SGD(model.parameters(), 1e-3),
             "loss_sum": lambda output, _: output.sum(), "cost": TokenCost(tokens="history"), "torch": torch,
             "rank": 0, "world_size": 1, "time": time, "timer": StepTimer("cpu"), "balancer": Balancer.embedded(),
-            "kjt": KeyedJaggedTensor(keys=["a"], values=torch.arange(4), lengths=torch.tensor([4])), "num_ranks": 2,
+            "kjt": KeyedJaggedTensor(keys=["a"], values=torch.arange(4), lengths=torch.tensor([4])),
             "block_sizes": torch.tensor([100]), "BatchSpec": BatchSpec, "MaxLength": MaxLength, "Balancer": Balancer,
             "BalancedLoader": BalancedLoader, "BalanceOptions": BalanceOptions, "dataset": range(9000),
             "collate": _collate,
@@ -120,7 +120,7 @@ def _run_on_tables(_: int, folder: str) -> tuple[int, bool]:
             return self.score(self.collection(batch)["item"])
 
     names: dict[str, Any] = {
-        "kjt": keys("a", "b"), "block_sizes": torch.tensor([100, 100]), "num_ranks": 2, "device": device,
+        "kjt": keys("a", "b"), "block_sizes": torch.tensor([100, 100]), "world_size": 2, "device": device,
         "torch": torch,
         "DistributedDataParallel": lambda module, device_ids: nn.parallel.DistributedDataParallel(module),
         "Ranker": Ranker, "batch": keys("item"), "loader": SimpleNamespace(loss_scale=0.25),

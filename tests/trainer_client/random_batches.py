@@ -122,13 +122,13 @@ plans = st.lists(
 def cases(draw: st.DrawFn, min_ranks: int = 1, max_ranks: int = 4) -> Case:
     """Batches of a random schema on some ranks, and random destinations; some ranks hold or get nothing."""
     fields = draw(plans)
-    num_ranks = draw(st.integers(min_ranks, max_ranks))
-    counts = draw(st.lists(st.integers(0, 9), min_size=num_ranks, max_size=num_ranks))
+    world_size = draw(st.integers(min_ranks, max_ranks))
+    counts = draw(st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size))
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
-    homes = np.repeat(np.arange(num_ranks), counts)
+    homes = np.repeat(np.arange(world_size), counts)
     moving = rng.random(homes.size) < draw(st.sampled_from([0.0, 0.2, 1.0]))
-    destinations = np.where(moving, rng.integers(0, num_ranks, homes.size), homes).astype(np.int32)
+    destinations = np.where(moving, rng.integers(0, world_size, homes.size), homes).astype(np.int32)
     spec = spec_for(fields)
     batches = [flatten(build_batch(fields, n, seed + rank), spec) for rank, n in enumerate(counts)]
     return Case(batches=batches, counts=counts, destinations=destinations)

@@ -49,12 +49,12 @@ def tell_unreadable(name: str, error: Exception) -> None:
     )  # fmt: skip
 
 
-def tell_dropped(name: str, round_number: int, verdict: Verdict, *, rank: int, num_ranks: int) -> None:
+def tell_dropped(name: str, round_number: int, verdict: Verdict, *, rank: int, world_size: int) -> None:
     """Says that `drop_last` has dropped a global batch: rank 0 says when that ends the loops."""
     logger.log(
         logging.INFO if verdict.ends and rank == 0 else logging.DEBUG,
         "%s: round %d has a global batch with too few samples for %d ranks, which drop_last drops%s", name,
-        round_number, num_ranks, "; the loops of all ranks end" if verdict.ends else "",
+        round_number, world_size, "; the loops of all ranks end" if verdict.ends else "",
     )  # fmt: skip
 
 

@@ -226,7 +226,7 @@ class RoundWorker:
             return
         dropped = [len(one.destinations) for batch, one in enumerate(plan.slices) if batch not in verdict.batches]
         self.counters.dropped_samples += sum(dropped)
-        tell_dropped(self._name, number, verdict, rank=self._groups.rank, num_ranks=self._groups.world_size)
+        tell_dropped(self._name, number, verdict, rank=self._groups.rank, world_size=self._groups.world_size)
 
     def _know(self, ticket: Ticket) -> None:
         """Notes what batches look like that this rank has samples of."""

@@ -68,7 +68,7 @@ def _plain(record: TableRecord) -> dict[str, Any]:
         "name": record.name,
         "dist_type": record.routing.dist_type,
         "seed": record.routing.seed,
-        "num_ranks": record.num_ranks,
+        "world_size": record.world_size,
         "num_embeddings": record.num_embeddings,
         "rows": list(record.rows),
         "arrays": {name: {"dtype": spec.dtype, "shape": list(spec.shape)} for name, spec in record.arrays.items()},
@@ -84,8 +84,8 @@ def _print(records: list[TableRecord], title: str) -> None:
         total = sum(record.rows)
         spread = f"{min(record.rows):,} to {max(record.rows):,}" if record.rows else ""
         arrays = ", ".join(f"{n} {s.dtype}{list(s.shape)}" for n, s in sorted(record.arrays.items()))
-        ratio = f"{max(record.rows) * record.num_ranks / total:.3f}" if total else ""
-        table.add_row(record.name, str(record.routing), str(record.num_ranks), f"{total:,}", spread, ratio, arrays)
+        ratio = f"{max(record.rows) * record.world_size / total:.3f}" if total else ""
+        table.add_row(record.name, str(record.routing), str(record.world_size), f"{total:,}", spread, ratio, arrays)
     Console().print(table)
 
 
@@ -105,7 +105,7 @@ def inspect(
     if check:
         try:
             for record in records:
-                for rank in range(record.num_ranks):
+                for rank in range(record.world_size):
                     for _ in checkpoint.rows(record.name, rank):
                         pass
         except (ValueError, OSError) as error:
@@ -142,7 +142,7 @@ def convert(
     from trainer_client.embedding.checkpoint import convert as run
     from trainer_client.embedding.routing import Routing
 
-    def mode(name: str) -> Routing:
+    def routing_named(name: str) -> Routing:
         return Routing(dist_type=cast(Any, name), seed=seed if name == "hash_roundrobin" else 0)
 
     bar = Progress(
@@ -151,9 +151,9 @@ def convert(
     )  # fmt: skip
     try:
         named = routing or []
-        chosen: Any = mode(named[0]) if len(named) == 1 and "=" not in named[0] else None
+        chosen: Any = routing_named(named[0]) if len(named) == 1 and "=" not in named[0] else None
         if named and chosen is None:
-            chosen = {table: mode(name) for table, name in _pairs(named, "--routing").items()}
+            chosen = {table: routing_named(name) for table, name in _pairs(named, "--routing").items()}
             unknown = next((table for table in chosen if table not in checkpoint.records), None)
             if unknown is not None:
                 raise _fail(f"{source}: no table {unknown}; it holds {', '.join(checkpoint.records)}")
@@ -162,7 +162,7 @@ def convert(
             result = run(
                 checkpoint,
                 target,
-                num_ranks=ranks,
+                world_size=ranks,
                 routing=chosen,
                 target_format=cast(Literal["dcp", "dynamicemb"] | None, to),
                 overwrite=overwrite,

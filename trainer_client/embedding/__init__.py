@@ -1,1 +1,1 @@
-"""Row-wise sharded embeddings whose keys are routed by any mode: routing, tables and checkpoints."""
+"""Row-wise sharded embeddings whose keys are routed in any way: routing, tables and checkpoints."""

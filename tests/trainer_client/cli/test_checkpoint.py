@@ -33,7 +33,7 @@ def test_inspect_and_convert(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["inspect", "{}/none"], "no such directory"),
-        (["convert", "{}/old", "{}/new", "--ranks", "0"], "num_ranks is 0"),
+        (["convert", "{}/old", "{}/new", "--ranks", "0"], "world_size is 0"),
         (["convert", "{}/old", "{}/old", "--ranks", "2"], "old exists"),
         (["convert", "{}/old", "{}/new", "--ranks", "2", "--routing", "odd"], "'odd'"),
         (["convert", "{}/old", "{}/new", "--ranks", "2", "--routing", "users=roundrobin"], "no table users"),

@@ -85,14 +85,14 @@ class Moves(NamedTuple):
     num_words: int
 
 
-def measure(piece: Slice, lengths: Ints, fields: FieldTable, num_ranks: int, most: int) -> Amounts:
+def measure(piece: Slice, lengths: Ints, fields: FieldTable, world_size: int, most: int) -> Amounts:
     """The sizes of all buffers.
 
     Args:
         piece: The slice.
         lengths: (n, num_jagged) of the rank's own samples.
         fields: The fields.
-        num_ranks: Number of ranks.
+        world_size: Number of ranks.
         most: Bytes above which a piece is cut.
 
     Raises:
@@ -100,7 +100,7 @@ def measure(piece: Slice, lengths: Ints, fields: FieldTable, num_ranks: int, mos
             negative, or there are more values than pieces can count.
     """
     order, begin, sent_units, source_units, sent, received, kept, units, staying, num_words, largest = _measure(
-        piece.destinations, int(piece.rank), num_ranks, piece.sources, piece.source_counts, piece.source_totals,
+        piece.destinations, int(piece.rank), world_size, piece.sources, piece.source_counts, piece.source_totals,
         lengths, fields.column, fields.unit_bytes, most,
     )  # fmt: skip
     if largest < 0:
@@ -160,7 +160,7 @@ def describe(
 def _measure(
     destinations: NDArray[np.int32],
     rank: int,
-    num_ranks: int,
+    world_size: int,
     sources: NDArray[np.int32],
     source_counts: NDArray[np.int32],
     source_totals: Ints,
@@ -172,15 +172,15 @@ def _measure(
     num_own, num_jagged = lengths.shape
     num_fields, num_columns = column.size, num_jagged + 1
     columns = columns_of(column, num_jagged)
-    begin = np.zeros(num_ranks + 1, np.int64)
-    sent_units = np.zeros((num_ranks, num_columns), np.int64)
+    begin = np.zeros(world_size + 1, np.int64)
+    sent_units = np.zeros((world_size, num_columns), np.int64)
     for i in range(num_own):
         peer = destinations[i]
         begin[peer + 1] += 1
         for jagged in range(num_jagged):
             sent_units[peer, jagged] += lengths[i, jagged]
     num_groups = 0
-    for peer in range(num_ranks):
+    for peer in range(world_size):
         sent_units[peer, num_jagged] = begin[peer + 1]
         num_groups += begin[peer + 1] > 0
         begin[peer + 1] += begin[peer]
@@ -204,9 +204,9 @@ def _measure(
             units[index] += amount
         staying += source_counts[k] if sources[k] == rank else 0
 
-    sent, received = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    sent, received = np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
     for field in range(num_fields):
-        for peer in range(num_ranks):
+        for peer in range(world_size):
             sent[peer] += (sent_units[peer, columns[field]] * unit_bytes[field] + 15) & -16
         for k in range(sources.size):
             received[sources[k]] += (source_units[k, columns[field]] * unit_bytes[field] + 15) & -16
@@ -218,14 +218,14 @@ def _measure(
     for index in range(num_columns):
         if cuts[index]:
             copied = units[index]
-            for peer in range(num_ranks):
+            for peer in range(world_size):
                 copied += sent_units[peer, index]
             num_pieces += num_own + num_groups + sources.size + copied // cuts[index]
     num_words = num_fields * (9 + num_groups + sources.size) + 4 + 2 * num_pieces
     if largest == 0:
         for index in range(num_columns):
             total = ZERO
-            for peer in range(num_ranks):
+            for peer in range(world_size):
                 total += sent_units[peer, index]
             largest = max(largest, units[index], total)
     return order, begin, sent_units, source_units, sent, received, kept, units, staying, num_words, largest

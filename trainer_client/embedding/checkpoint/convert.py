@@ -1,4 +1,4 @@
-"""Re-routing a checkpoint on disk: any mode and number of ranks to any other, in bounded memory."""
+"""Re-routing a checkpoint on disk: any routing and number of ranks to any other, in bounded memory."""
 
 import shutil
 import zlib
@@ -22,7 +22,7 @@ from trainer_client.embedding.checkpoint.record import (
     to_json,
 )
 from trainer_client.embedding.routing import Routing, RoutingLike, as_routing
-from trainer_client.embedding.routing.modes import check_num_ranks
+from trainer_client.embedding.routing.ownership import check_world_size
 
 Checkpoint = dcp.DcpCheckpoint | DynamicEmbDump
 Format = Literal["dcp", "dynamicemb"]
@@ -54,7 +54,7 @@ def open_checkpoint(
 
     Args:
         path: Its directory.
-        routing: For DynamicEmb dumps that do not name their mode; see `DynamicEmbDump`.
+        routing: For DynamicEmb dumps that do not name theirs; see `DynamicEmbDump`.
         num_embeddings: Sizes of continuous tables that the dump does not give.
 
     Raises:
@@ -67,8 +67,8 @@ def open_checkpoint(
     if (path / ".metadata").exists():
         return dcp.DcpCheckpoint(path)
     if is_dump(path):
-        mode = as_routing(routing) if routing is not None else None
-        return DynamicEmbDump(path, routing=mode, num_embeddings=num_embeddings)
+        given = as_routing(routing) if routing is not None else None
+        return DynamicEmbDump(path, routing=given, num_embeddings=num_embeddings)
     raise CheckpointError(f"{path}: neither a torch.distributed.checkpoint directory (.metadata) nor a DynamicEmb dump")
 
 
@@ -95,7 +95,7 @@ class _Run:
         progress(done)
         # A state names every file: with many ranks it is written for every so many chunks.
         stride = -(-spool.num_files // 64)
-        for rank in range(state["rank"], source.records[name].num_ranks):
+        for rank in range(state["rank"], source.records[name].world_size):
             first = state["chunk"] if rank == state["rank"] else 0
             for chunk, rows in enumerate(source.rows(name, rank, first=first), first + 1):
                 for owner, part in split_by_owner(reshape(rows, record), record):
@@ -114,11 +114,11 @@ class _Run:
         Raises:
             CheckpointError: If one did; names the file and the key.
         """
-        for rank in range(self.new[name].num_ranks):
+        for rank in range(self.new[name].world_size):
             key = spool.find_repeated(rank, self.work)
             if key is not None:
                 before = self.source.records[name]
-                home = before.routing.owner(key, num_ranks=before.num_ranks, block_size=before.block)
+                home = before.routing.owner(key, world_size=before.world_size, block_size=before.block)
                 raise repeated_key(self.source.where(name, home), name, key)
 
 
@@ -126,7 +126,7 @@ def convert(
     source: Checkpoint,
     target: Path | str,
     *,
-    num_ranks: int,
+    world_size: int,
     routing: RoutingLike | Mapping[str, RoutingLike] | None = None,
     target_format: Format | None = None,
     overwrite: bool = False,
@@ -144,8 +144,8 @@ def convert(
     Args:
         source: An open checkpoint.
         target: The new directory.
-        num_ranks: Ranks to lay the rows out for.
-        routing: New mode of all tables or by table; modes stay as they are where none is given.
+        world_size: Ranks to lay the rows out for.
+        routing: New routing of all tables or by table; it stays as it is where none is given.
         target_format: The source's by default.
         overwrite: Whether an existing target may be replaced.
         progress: Told after every chunk.
@@ -153,14 +153,14 @@ def convert(
     Raises:
         CheckpointError: If the source is damaged, or cannot be expressed in the target's format.
     """
-    check_num_ranks(num_ranks)
+    check_world_size(world_size)
     target, target_format = Path(target), target_format or source.format  # type: ignore[assignment]
     new: dict[str, TableRecord] = {}
     for name, record in source.records.items():
         chosen = routing.get(name.removesuffix(COUNTER)) if isinstance(routing, Mapping) else routing
-        mode: Routing = as_routing(chosen) if chosen is not None else record.routing
+        wanted: Routing = as_routing(chosen) if chosen is not None else record.routing
         shaped = for_dump(record) if target_format == "dynamicemb" else for_dcp(record)
-        new[name] = shaped.rerouted(mode, num_ranks)
+        new[name] = shaped.rerouted(wanted, world_size)
         # Refusals come before anything is written.
         _ = new[name].block
         if target_format == "dynamicemb":
@@ -196,7 +196,7 @@ def convert(
                 advance(rows.keys.numel())
                 return rows
 
-            finished = dcp.write(result, finished, range(num_ranks), read, alone=True, journal=journal)
+            finished = dcp.write(result, finished, range(world_size), read, alone=True, journal=journal)
         publish(target, result)
     except CheckpointError:
         shutil.rmtree(work, ignore_errors=True)  # what is wrong with the source would be wrong again

@@ -82,7 +82,7 @@ class _Contents:
 
     @staticmethod
     def _with_digests(record: TableRecord, digest: Callable[[Chunk], int]) -> TableRecord:
-        ranks = range(record.num_ranks)
+        ranks = range(record.world_size)
         chunks = [[(record.name, rank, chunk) for chunk in range(chunk_count(record, rank))] for rank in ranks]
         return dataclasses.replace(record, digests=tuple(tuple(digest(chunk) for chunk in some) for some in chunks))
 

@@ -32,10 +32,10 @@ _DTYPES = {"values": "float32", "opt_values": "float32", "scores": "int64", "fre
 COUNTER = "/counter"
 
 
-def file_name(table: str, array: str, rank: int, num_ranks: int) -> str:
+def file_name(table: str, array: str, rank: int, world_size: int) -> str:
     """Name of the file of one array of one rank."""
     kind = "counter" if table.endswith(COUNTER) else "emb"
-    return f"{table.removesuffix(COUNTER)}_{kind}_{array}.rank_{rank}.world_size_{num_ranks}"
+    return f"{table.removesuffix(COUNTER)}_{kind}_{array}.rank_{rank}.world_size_{world_size}"
 
 
 def is_dump(path: Path) -> bool:
@@ -76,23 +76,23 @@ class DynamicEmbDump:
                 ranks.add((int(match["rank"]), int(match["ranks"])))
         self.records = {}
         for table, arrays in found.items():
-            num_ranks = self._check_complete(table, arrays)
-            self.records[table] = self._record(table, sorted(arrays), num_ranks, routing, num_embeddings or {})
+            world_size = self._check_complete(table, arrays)
+            self.records[table] = self._record(table, sorted(arrays), world_size, routing, num_embeddings or {})
 
     def _check_complete(self, table: str, arrays: dict[str, set[tuple[int, int]]]) -> int:
         sizes = {ranks for pairs in arrays.values() for _, ranks in pairs}
         if len(sizes) > 1:
             raise CheckpointError(f"{self.path}: table {table} has files of world sizes {sorted(sizes)}; keep one dump")
-        num_ranks = sizes.pop()
+        world_size = sizes.pop()
         for array in {"keys", *arrays}:
-            for rank in range(num_ranks):
-                if (rank, num_ranks) not in arrays.get(array, set()):
-                    name = file_name(table, array, rank, num_ranks)
+            for rank in range(world_size):
+                if (rank, world_size) not in arrays.get(array, set()):
+                    name = file_name(table, array, rank, world_size)
                     raise CheckpointError(f"{self.path / name}: is missing; restore it from a copy")
-        return num_ranks
+        return world_size
 
     def _record(
-        self, table: str, arrays: list[str], num_ranks: int, routing: Routing | None, sizes: Mapping[str, int]
+        self, table: str, arrays: list[str], world_size: int, routing: Routing | None, sizes: Mapping[str, int]
     ) -> TableRecord:
         name = table.removesuffix(COUNTER)
         options_file = self.path / f"{name}_opt_args.json"
@@ -108,10 +108,10 @@ class DynamicEmbDump:
             )
         if dist_type is not None and dist_type not in DIST_TYPES:
             raise CheckpointError(f"{options_file}: dist_type is {dist_type!r}; known are {', '.join(DIST_TYPES)}")
-        mode = as_routing(dist_type) if dist_type is not None else routing or as_routing("roundrobin")
+        named = as_routing(dist_type) if dist_type is not None else routing or as_routing("roundrobin")
         rows = []
-        for rank in range(num_ranks):
-            file = self.path / file_name(table, "keys", rank, num_ranks)
+        for rank in range(world_size):
+            file = self.path / file_name(table, "keys", rank, world_size)
             size = file.stat().st_size
             if size % 8:
                 raise CheckpointError(f"{file}: has {size} bytes, no whole number of 8-byte keys; it is truncated")
@@ -119,11 +119,11 @@ class DynamicEmbDump:
         specs = {}
         for array in arrays:
             if array != "keys":
-                specs[array] = ArraySpec(dtype=_DTYPES[array], shape=(self._width(table, array, rows, num_ranks),))
+                specs[array] = ArraySpec(dtype=_DTYPES[array], shape=(self._width(table, array, rows, world_size),))
         return TableRecord(
             name=table,
-            routing=mode,
-            num_ranks=num_ranks,
+            routing=named,
+            world_size=world_size,
             num_embeddings=int(sizes.get(name, options.get("num_embeddings", 0))),
             rows=tuple(rows),
             arrays=specs,
@@ -131,10 +131,10 @@ class DynamicEmbDump:
             extra=options,
         )
 
-    def _width(self, table: str, array: str, rows: list[int], num_ranks: int) -> int:
+    def _width(self, table: str, array: str, rows: list[int], world_size: int) -> int:
         """Columns of an array, the same for all ranks."""
         item = torch_dtype(_DTYPES[array]).itemsize
-        files = [self.path / file_name(table, array, rank, num_ranks) for rank in range(num_ranks)]
+        files = [self.path / file_name(table, array, rank, world_size) for rank in range(world_size)]
         widths = [file.stat().st_size // (item * n) for file, n in zip(files, rows, strict=True) if n]
         width = max(set(widths), key=widths.count) if widths else 1
         for file, count in zip(files, rows, strict=True):
@@ -147,7 +147,7 @@ class DynamicEmbDump:
 
     def where(self, table: str, rank: int) -> str:
         """The file of a rank's keys."""
-        return str(self.path / file_name(table, "keys", rank, self.records[table].num_ranks))
+        return str(self.path / file_name(table, "keys", rank, self.records[table].world_size))
 
     def rows(self, table: str, rank: int, *, first: int = 0) -> Iterator[Rows]:
         """Chunks of a table's rows on a rank, from chunk `first` on.
@@ -163,7 +163,7 @@ class DynamicEmbDump:
             arrays = {}
             for name, spec in record.arrays.items():
                 kind, width = np.dtype(spec.dtype).newbyteorder("<"), spec.shape[0]
-                file = self.path / file_name(table, name, rank, record.num_ranks)
+                file = self.path / file_name(table, name, rank, record.world_size)
                 flat = np.fromfile(file, dtype=kind, count=count * width, offset=kind.itemsize * width * start)
                 arrays[name] = torch.from_numpy(flat).view(count, width)
             rows = Rows(keys=keys, arrays=arrays, where=keys_file)

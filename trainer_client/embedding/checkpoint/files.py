@@ -214,7 +214,7 @@ def find_repeated(pieces: Iterable[torch.Tensor], total: int, scratch: Path, *, 
         for path in files:
             path.write_bytes(b"")
         for piece in pieces:
-            part = owners(piece, _MIXED, num_ranks=parts)
+            part = owners(piece, _MIXED, world_size=parts)
             order = torch.argsort(part, stable=True)
             counts = torch.bincount(part, minlength=parts).tolist()
             keys, at = piece[order], 0
@@ -245,11 +245,11 @@ class Spool:
         self.path, self.record = path, record
         self._name = record.name if dump else record.name.replace("/", "@")
         self._arrays = ("keys", *record.arrays)
-        self._counts = [0] * record.num_ranks
-        self._sums = {array: [0] * record.num_ranks for array in self._arrays}
+        self._counts = [0] * record.world_size
+        self._sums = {array: [0] * record.world_size for array in self._arrays}
 
     def _file(self, array: str, rank: int) -> Path:
-        return self.path / file_name(self._name, array, rank, self.record.num_ranks)
+        return self.path / file_name(self._name, array, rank, self.record.world_size)
 
     def _row_bytes(self, array: str) -> int:
         spec = self.record.arrays.get(array, ArraySpec(dtype="int64", shape=()))
@@ -258,7 +258,7 @@ class Spool:
     @property
     def num_files(self) -> int:
         """Files that it writes."""
-        return len(self._arrays) * self.record.num_ranks
+        return len(self._arrays) * self.record.world_size
 
     def append(self, rank: int, rows: Rows) -> None:
         """Adds rows to a rank's files."""
@@ -281,7 +281,7 @@ class Spool:
         """
         held = len(states) - 1
         for array in self._arrays:
-            for rank in range(self.record.num_ranks):
+            for rank in range(self.record.world_size):
                 held = min(held, self._holds(array, rank, states[: held + 1]))
         state = states[held] if held >= 0 else Spool(self.path, self.record, dump=True).state()
         self._counts = list(state["rows"])

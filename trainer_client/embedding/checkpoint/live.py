@@ -36,12 +36,12 @@ from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTab
 
 
 def _record(
-    table: RoutedTable, arrays: dict[str, Tensor], scalars: dict[str, float], num_ranks: int, optimizer: str
+    table: RoutedTable, arrays: dict[str, Tensor], scalars: dict[str, float], world_size: int, optimizer: str
 ) -> TableRecord:
     return TableRecord(
         name=table.name,
-        routing=table.mode,
-        num_ranks=num_ranks,
+        routing=table.resolved_routing,
+        world_size=world_size,
         num_embeddings=table.num_embeddings,
         rows=(),
         arrays={
@@ -64,7 +64,7 @@ def _check_held(table: RoutedTable, owned: Any) -> None:
 class _Held:
     """A rank's rows of one table, read in chunks."""
 
-    def __init__(self, table: RoutedTable, owned: Any, optimizers: Optimizers, num_ranks: int) -> None:
+    def __init__(self, table: RoutedTable, owned: Any, optimizers: Optimizers, world_size: int) -> None:
         _check_held(table, owned)
         self.keys: Tensor = owned.held_keys()
         optimizer = owner_of(optimizers, owned.weight, table.name)
@@ -75,7 +75,7 @@ class _Held:
             state, scalars = read_state(layout, optimizer.state.get(owned.weight, {}))
         self.fresh = fresh_rows(state, self.keys.numel())
         self.arrays = {"values": owned.weight.detach(), **state}
-        self.record = _record(table, self.arrays, scalars, num_ranks, type(optimizer).__name__ if optimizer else "")
+        self.record = _record(table, self.arrays, scalars, world_size, type(optimizer).__name__ if optimizer else "")
 
     def rows(self, chunk: int) -> Rows:
         start = chunk * self.record.chunk_rows
@@ -88,9 +88,9 @@ class _Held:
 
 
 def _gather(value: Any, collection: RoutedEmbeddingCollection) -> list[Any]:
-    if collection.num_ranks == 1:
+    if collection.world_size == 1:
         return [value]
-    gathered: list[Any] = [None] * collection.num_ranks
+    gathered: list[Any] = [None] * collection.world_size
     dist.all_gather_object(gathered, value, group=collection.group)
     return gathered
 
@@ -131,7 +131,7 @@ def save(
     held: dict[str, _Held] = {}
     try:
         held = {
-            t.name: _Held(t, collection.tables[t.name], optimizer, collection.num_ranks) for t in collection.configs
+            t.name: _Held(t, collection.tables[t.name], optimizer, collection.world_size) for t in collection.configs
         }
     except ValueError as error:
         problem = error
@@ -165,7 +165,7 @@ def save(
         records,
         [collection.rank],
         lambda name, _, chunk: held[name].rows(chunk),
-        alone=collection.num_ranks == 1,
+        alone=collection.world_size == 1,
         group=collection.group,
     )
     _gather(None, collection)
@@ -184,7 +184,7 @@ def load_table(
     owned: Any,
     *,
     rank: int,
-    num_ranks: int,
+    world_size: int,
     optimizer: Optimizers = None,
     convert: bool = True,
 ) -> int:
@@ -195,7 +195,7 @@ def load_table(
         table: The declaration.
         owned: The rank's part.
         rank: Which rank.
-        num_ranks: Ranks that share the table now.
+        world_size: Ranks that share the table now.
         optimizer: Gets the saved state of these rows.
         convert: Whether rows may come from a checkpoint of another routing.
 
@@ -207,7 +207,7 @@ def load_table(
         RoutingMismatchError: If the routing differs and `convert` is off.
     """
     return _check_fit(
-        checkpoint, table, owned, rank=rank, num_ranks=num_ranks, optimizer=optimizer, convert=convert
+        checkpoint, table, owned, rank=rank, world_size=world_size, optimizer=optimizer, convert=convert
     ).load()
 
 
@@ -234,10 +234,10 @@ class _Load:
             state = prepare_state(self.optimizer, self.layout, weight, record)
         filled = torch.zeros(weight.shape[0], dtype=torch.bool, device=weight.device)
         loaded = 0
-        for source in [self.rank] if same else range(self.saved.num_ranks):
+        for source in [self.rank] if same else range(self.saved.world_size):
             for read in self.checkpoint.rows(name, source):
                 rows = reshape(read, record)
-                mine = owners(rows.keys, record.routing, num_ranks=record.num_ranks, block_size=record.block)
+                mine = owners(rows.keys, record.routing, world_size=record.world_size, block_size=record.block)
                 part = rows if same else rows.take(mine == self.rank)
                 if part.keys.numel() == 0:
                     continue
@@ -255,7 +255,7 @@ def _check_fit(
     owned: Any,
     *,
     rank: int,
-    num_ranks: int,
+    world_size: int,
     optimizer: Optimizers,
     convert: bool,
 ) -> _Load:
@@ -268,7 +268,11 @@ def _check_fit(
             f"({table.embedding_dim},)"
         )
     now = dataclasses.replace(
-        for_dcp(saved), routing=table.mode, num_ranks=num_ranks, num_embeddings=table.num_embeddings, rows=()
+        for_dcp(saved),
+        routing=table.resolved_routing,
+        world_size=world_size,
+        num_embeddings=table.num_embeddings,
+        rows=(),
     )
     if not now.routes_like(saved) and not convert:
         raise RoutingMismatchError(
@@ -276,7 +280,11 @@ def _check_fit(
             f"{now.describe()}; allow conversion, or convert it first with `evenkeel checkpoint convert`"
         )
     _check_held(table, owned)
-    if not hasattr(owned, "reset_parameters") and table.mode.dist_type != "continuous" and owned.held_keys().numel():
+    if (
+        not hasattr(owned, "reset_parameters")
+        and table.resolved_routing.dist_type != "continuous"
+        and owned.held_keys().numel()
+    ):
         raise CheckpointError(
             f"table {table.name}: it holds keys already, and its storage {type(owned).__name__} has no "
             "reset_parameters() that would make it forget them; load into a newly made collection"
@@ -338,7 +346,7 @@ def load(
                 table,
                 collection.tables[table.name],
                 rank=collection.rank,
-                num_ranks=collection.num_ranks,
+                world_size=collection.world_size,
                 optimizer=optimizer,
                 convert=convert,
             )

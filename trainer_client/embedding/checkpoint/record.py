@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer_client.embedding.routing import Routing, block_size, owners
-from trainer_client.embedding.routing.modes import HASH_IDENTITY
+from trainer_client.embedding.routing.ownership import HASH_IDENTITY
 
 
 class CheckpointError(ValueError):
@@ -52,7 +52,7 @@ class TableRecord:
     Attributes:
         name: The table's name.
         routing: Mode and seed that decided where the rows lie.
-        num_ranks: Ranks that the rows lie on.
+        world_size: Ranks that the rows lie on.
         num_embeddings: Size of the table, which gives the block size under `continuous`; 0 if not known.
         rows: Rows on each rank.
         arrays: Values and optimizer state, by name; `values` is always there.
@@ -68,7 +68,7 @@ class TableRecord:
 
     name: str
     routing: Routing
-    num_ranks: int
+    world_size: int
     num_embeddings: int
     rows: tuple[int, ...]
     arrays: dict[str, ArraySpec]
@@ -92,19 +92,19 @@ class TableRecord:
             return 0
         if self.num_embeddings < 1:
             raise CheckpointError(f"table {self.name} is continuous, but its size is not recorded; give num_embeddings")
-        return block_size(self.num_embeddings, self.num_ranks)
+        return block_size(self.num_embeddings, self.world_size)
 
     def describe(self) -> str:
         """The routing in words."""
-        return f"{self.routing} over {self.num_ranks} rank{'s' if self.num_ranks != 1 else ''}"
+        return f"{self.routing} over {self.world_size} rank{'s' if self.world_size != 1 else ''}"
 
-    def rerouted(self, routing: Routing, num_ranks: int) -> Self:
+    def rerouted(self, routing: Routing, world_size: int) -> Self:
         """The same table under another routing, before its rows are counted."""
-        return dataclasses.replace(self, routing=routing, num_ranks=num_ranks, rows=(), digests=())
+        return dataclasses.replace(self, routing=routing, world_size=world_size, rows=(), digests=())
 
     def routes_like(self, other: "TableRecord") -> bool:
         """Whether every key has the same owner under both."""
-        return (self.routing, self.num_ranks, self.block) == (other.routing, other.num_ranks, other.block)
+        return (self.routing, self.world_size, self.block) == (other.routing, other.world_size, other.block)
 
 
 def to_json(records: Sequence[TableRecord]) -> str:
@@ -210,7 +210,7 @@ def check_owner(rows: Rows, record: TableRecord, rank: int) -> None:
     Raises:
         CheckpointError: If it does not; names the file and the first key that is out of place.
     """
-    owner = owners(rows.keys, record.routing, num_ranks=record.num_ranks, block_size=record.block)
+    owner = owners(rows.keys, record.routing, world_size=record.world_size, block_size=record.block)
     wrong = owner != rank
     if bool(wrong.any()):
         key, right = int(rows.keys[wrong][0]), int(owner[wrong][0])
@@ -222,9 +222,9 @@ def check_owner(rows: Rows, record: TableRecord, rank: int) -> None:
 
 def split_by_owner(rows: Rows, record: TableRecord) -> Iterator[tuple[int, Rows]]:
     """The rows of each rank that has any, in their order."""
-    owner = owners(rows.keys, record.routing, num_ranks=record.num_ranks, block_size=record.block)
+    owner = owners(rows.keys, record.routing, world_size=record.world_size, block_size=record.block)
     order = torch.argsort(owner, stable=True)
-    counts = torch.bincount(owner, minlength=record.num_ranks).tolist()
+    counts = torch.bincount(owner, minlength=record.world_size).tolist()
     at = 0
     for rank, count in enumerate(counts):
         if count:

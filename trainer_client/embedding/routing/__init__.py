@@ -8,7 +8,7 @@ from trainer_client.embedding.routing.bucketize import (
     torchrec_uses_evenkeel,
 )
 from trainer_client.embedding.routing.cpu import warm_up
-from trainer_client.embedding.routing.modes import (
+from trainer_client.embedding.routing.ownership import (
     DIST_TYPES,
     MAX_RANKS,
     DistType,

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from trainer_client.embedding.routing import cpu
-from trainer_client.embedding.routing.modes import RoutingLike, as_routings, check_num_ranks
+from trainer_client.embedding.routing.ownership import RoutingLike, as_routings, check_world_size
 
 Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 _library = torch.library.Library("evenkeel", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "block_bucketize(Tensor lengths, Tensor indices, Tensor block_sizes, SymInt num_ranks, int[] modes, int[] mixes, "
+    "block_bucketize(Tensor lengths, Tensor indices, Tensor block_sizes, SymInt world_size, int[] modes, int[] mixes, "
     "Tensor? weights=None, bool positions=False, bool permutation=True, Tensor? batch_sizes=None) "
     "-> (Tensor, Tensor, Tensor?, Tensor?, Tensor?)"
 )
@@ -36,7 +36,7 @@ def _fake(
     lengths: Tensor,
     indices: Tensor,
     _block_sizes: Tensor,
-    num_ranks: int,
+    world_size: int,
     _modes: list[int],
     _mixes: list[int],
     weights: Tensor | None = None,
@@ -45,7 +45,7 @@ def _fake(
     _batch_sizes: Tensor | None = None,
 ) -> Outputs:
     return (
-        lengths.new_empty(num_ranks * lengths.numel()),
+        lengths.new_empty(world_size * lengths.numel()),
         indices.new_empty(indices.numel()),
         weights.new_empty(weights.numel()) if weights is not None else None,
         indices.new_empty(indices.numel()) if positions else None,
@@ -62,7 +62,7 @@ class Bucketized(NamedTuple):
     """Result of `block_bucketize`.
 
     Attributes:
-        lengths: (num_ranks x rows): indices of each (rank, feature, row) cell, rank-major, in the dtype of the input.
+        lengths: (world_size x rows): indices of each (rank, feature, row) cell, rank-major, in the dtype of the input.
         indices: (num_indices): what is sent, cell by cell, in the order of the input inside each cell.
         weights: (num_indices): the weights in the order of `indices`, if weights were given.
         positions: (num_indices): place of each of `indices` in its input row, if asked for.
@@ -116,7 +116,7 @@ def _check(
     if weights is not None and (weights.numel() != indices.numel() or weights.dim() != 1):
         raise ValueError(f"weights have shape {tuple(weights.shape)}; give one for each of {indices.numel()} indices")
     if modes not in (1, num_features):
-        raise ValueError(f"routing names {modes} modes for {num_features} features; give one, or one per feature")
+        raise ValueError(f"{modes} routings for {num_features} features; give one, or one per feature")
     if batch_sizes is None and num_features and lengths.numel() % num_features:
         raise ValueError(f"{lengths.numel()} lengths do not divide by {num_features} features; give batch_sizes")
     if batch_sizes is not None and batch_sizes.numel() != num_features:
@@ -127,7 +127,7 @@ def block_bucketize(
     lengths: Tensor,
     indices: Tensor,
     block_sizes: Tensor | Sequence[int] | None,
-    num_ranks: int,
+    world_size: int,
     routing: RoutingLike | Sequence[RoutingLike] = "roundrobin",
     *,
     weights: Tensor | None = None,
@@ -146,8 +146,8 @@ def block_bucketize(
         indices: (num_indices): keys, row after row; int32, int64 or uint64. A key has one owner whatever its dtype.
         block_sizes: (features): rows of each feature's table that a rank holds under `continuous`; None if no feature
             is routed so.
-        num_ranks: 1 to 4096.
-        routing: A mode's name, a mode object, or one of these per feature.
+        world_size: 1 to 4096.
+        routing: A routing, its name, or one of these per feature.
         weights: (num_indices): carried along.
         positions: Also return each index's place in its row.
         permutation: Also return each input index's place in the output.
@@ -159,7 +159,7 @@ def block_bucketize(
     Raises:
         ValueError: If a size, dtype or shape does not fit; on the CPU also if the lengths do not add up.
     """
-    check_num_ranks(num_ranks)
+    check_world_size(world_size)
     modes, mixes, needs_blocks = _codes(routing)
     named = 1 if isinstance(routing, RoutingLike) else len(routing)
     if needs_blocks and block_sizes is None:
@@ -172,7 +172,7 @@ def block_bucketize(
     if num_features or lengths.numel():
         _check(lengths, keys, weights, num_features, batches, named)
     outputs = torch.ops.evenkeel.block_bucketize(
-        lengths.contiguous(), keys.contiguous(), blocks, num_ranks, modes or [1], mixes or [0],
+        lengths.contiguous(), keys.contiguous(), blocks, world_size, modes or [1], mixes or [0],
         weights.contiguous() if weights is not None else None, positions, permutation, batches,
     )  # fmt: skip
     result = Bucketized(*outputs)
@@ -209,10 +209,10 @@ def block_bucketize_sparse_features(
         batch_size_per_feature: Rows of each feature where they differ.
         max_B: Not needed.
         block_bucketize_pos: Uneven blocks; not supported.
-        keep_orig_idx: Send keys instead of rows; not supported with `continuous`, what the other modes always do.
+        keep_orig_idx: Send keys instead of rows; not supported with `continuous`, what the other routings always do.
         total_num_blocks: Two-level blocks; not supported.
         keep_orig_idx_per_feature: Not supported.
-        routing: A mode or one per feature, beyond FBGEMM's arguments.
+        routing: One for all features or one per feature, beyond FBGEMM's arguments.
 
     Raises:
         ValueError: If an argument that is not supported is given.
@@ -236,7 +236,7 @@ def block_bucketize_sparse_features(
 
 def bucketize_kjt(
     kjt: Any,
-    num_ranks: int,
+    world_size: int,
     block_sizes: Tensor | Sequence[int] | None,
     routing: RoutingLike | Sequence[RoutingLike] = "roundrobin",
     *,
@@ -247,14 +247,14 @@ def bucketize_kjt(
 
     Args:
         kjt: The batch; features may differ in batch size.
-        num_ranks: Ranks.
+        world_size: Ranks.
         block_sizes: Rows a rank of each feature's table; None if no feature is `continuous`.
-        routing: A mode, or one per feature.
+        routing: One for all features, or one per feature.
         permutation: Also return each input value's place in the result.
         positions: Put each value's place in its row where weights go, in place of the batch's own weights.
 
     Returns:
-        A KeyedJaggedTensor of `num_ranks` times the features, rank after rank, and the permutation or None.
+        A KeyedJaggedTensor of `world_size` times the features, rank after rank, and the permutation or None.
 
     Raises:
         ValueError: If `block_bucketize` would.
@@ -268,7 +268,7 @@ def bucketize_kjt(
         kjt.lengths().view(-1),
         kjt.values(),
         block_sizes,
-        num_ranks,
+        world_size,
         routing,
         weights=kjt.weights_or_none(),
         positions=positions,
@@ -276,12 +276,12 @@ def bucketize_kjt(
         batch_sizes=kjt.stride_per_key() if variable else None,
     )
     bucketized = KeyedJaggedTensor(
-        keys=list(kjt.keys()) * num_ranks,
+        keys=list(kjt.keys()) * world_size,
         values=sent.indices,
         weights=sent.positions if positions else sent.weights,
         lengths=sent.lengths,
         stride=None if variable else kjt.stride(),
-        stride_per_key_per_rank=kjt.stride_per_key_per_rank() * num_ranks if variable else None,
+        stride_per_key_per_rank=kjt.stride_per_key_per_rank() * world_size if variable else None,
     )
     return bucketized, sent.permutation
 

@@ -41,11 +41,11 @@ def _modulo(key: Any, ranks: Any, power_of_two: bool) -> Any:
 def _route(keys: Array, spans: Array, owners: Array, sent: Array, counts: Array, mixed: bool) -> None:
     """Writes each key's owner and, where any span is continuous, the index sent to it; counts keys per rank.
 
-    `spans` (spans, 5) has first and last key, mode, mix and block size of runs of keys that are routed alike.
+    `spans` (spans, 5) has first and last key, number of the routing, mix and block size of runs of keys routed alike.
     """
-    num_ranks = counts.size
-    ranks = np.uint64(num_ranks)
-    power_of_two = num_ranks & (num_ranks - 1) == 0
+    world_size = counts.size
+    ranks = np.uint64(world_size)
+    power_of_two = world_size & (world_size - 1) == 0
     for span in range(spans.shape[0]):
         first, last, mode = spans[span, 0], spans[span, 1], spans[span, 2]
         if mode == 0:
@@ -161,16 +161,16 @@ def _run(function: Callable[..., None], tasks: list[tuple[Any, ...]]) -> None:
         other.result()
 
 
-def _row_bounds(row_ends: Array, num_ranks: int) -> list[int]:
+def _row_bounds(row_ends: Array, world_size: int) -> list[int]:
     """First row of every thread's run, and the number of rows: about equally much work for each."""
     num_rows = row_ends.size
     if not num_rows:
         return [0, 0]
-    work = int(row_ends[-1]) + num_rows * num_ranks // _CELLS_PER_KEY
+    work = int(row_ends[-1]) + num_rows * world_size // _CELLS_PER_KEY
     threads = max(1, min(torch.get_num_threads(), work // _KEYS_PER_THREAD))
     if threads == 1:
         return [0, num_rows]
-    done = row_ends + np.arange(1, num_rows + 1) * num_ranks // _CELLS_PER_KEY
+    done = row_ends + np.arange(1, num_rows + 1) * world_size // _CELLS_PER_KEY
     cuts = np.searchsorted(done, np.arange(1, threads) * (int(done[-1]) / threads))
     return [0, *dict.fromkeys(cut for cut in cuts.tolist() if 0 < cut < num_rows), num_rows]
 
@@ -189,7 +189,7 @@ def block_bucketize(
     lengths: Tensor,
     indices: Tensor,
     block_sizes: Tensor,
-    num_ranks: int,
+    world_size: int,
     modes: list[int],
     mixes: list[int],
     weights: Tensor | None = None,
@@ -208,17 +208,17 @@ def block_bucketize(
     else:
         starts = [0, *np.cumsum(batch_sizes.numpy(), dtype=np.int64).tolist()][:num_features]
     ends = np.concatenate([_ZERO, row_ends])
-    bounds = _row_bounds(row_ends, num_ranks)
+    bounds = _row_bounds(row_ends, world_size)
     spans = _spans(ends, starts, bounds, modes, mixes, block_sizes.tolist())
-    owners = np.empty(num_keys, dtype=np.uint8 if num_ranks <= 256 else np.uint16)
+    owners = np.empty(num_keys, dtype=np.uint8 if world_size <= 256 else np.uint16)
     continuous = 0 in modes
     sent = np.empty_like(keys) if continuous else keys
     mixed = continuous and len(set(modes)) > 1
-    cursors = np.zeros((len(spans), num_ranks), dtype=np.uint64)
+    cursors = np.zeros((len(spans), world_size), dtype=np.uint64)
     _run(_route, [(keys, span, owners, sent, cursor, mixed) for span, cursor in zip(spans, cursors, strict=True)])
     totals = cursors.sum(axis=0)
     cursors = np.cumsum(cursors, axis=0) - cursors + (np.cumsum(totals) - totals)
-    new_lengths, new_indices = _zeros(lengths, num_ranks * num_rows), _empty(indices)
+    new_lengths, new_indices = _zeros(lengths, world_size * num_rows), _empty(indices)
     slots = _empty(indices)
     out, cells, slots_array = new_indices.numpy(), new_lengths.numpy(), slots.numpy()
     tasks = []

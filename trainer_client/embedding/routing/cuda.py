@@ -29,8 +29,8 @@ class _Params(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in _FIELDS.split()]
 
 
-def _count_threads(num_ranks: int) -> int:
-    return 128 if num_ranks <= 16 else 256
+def _count_threads(world_size: int) -> int:
+    return 128 if world_size <= 16 else 256
 
 
 def scatter_shape(num_keys: int) -> tuple[int, int]:
@@ -48,17 +48,17 @@ def source() -> str:
 
 
 def macros(
-    num_ranks: int, *, key_bytes: int, length_bytes: int, weight_bytes: int, scatter: tuple[int, int]
+    world_size: int, *, key_bytes: int, length_bytes: int, weight_bytes: int, scatter: tuple[int, int]
 ) -> dict[str, str]:
     """What the source leaves open."""
     integer = {4: "int", 8: "long long"}
     return {
-        "RANKS": f"{num_ranks}u",
+        "RANKS": f"{world_size}u",
         "KEY": integer[key_bytes],
         "LENGTH": integer[length_bytes],
         "WEIGHT": {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}[weight_bytes],
         "MAX_TILE_KEYS": str((1 << _UNIT_BITS) + _LONG_ROW + 1),
-        "COUNT_THREADS": str(_count_threads(num_ranks)),
+        "COUNT_THREADS": str(_count_threads(world_size)),
         "SCATTER_THREADS": str(scatter[0]),
         "SCATTER_BLOCKS": str(scatter[1]),
     }
@@ -66,10 +66,10 @@ def macros(
 
 @cache
 def _module(
-    device: int, num_ranks: int, key_bytes: int, length_bytes: int, weight_bytes: int, scatter: tuple[int, int]
+    device: int, world_size: int, key_bytes: int, length_bytes: int, weight_bytes: int, scatter: tuple[int, int]
 ) -> Module:
     defines = macros(
-        num_ranks, key_bytes=key_bytes, length_bytes=length_bytes, weight_bytes=weight_bytes, scatter=scatter
+        world_size, key_bytes=key_bytes, length_bytes=length_bytes, weight_bytes=weight_bytes, scatter=scatter
     )
     return Module(source(), _KERNELS, defines, device)
 
@@ -87,7 +87,7 @@ def block_bucketize(
     lengths: Tensor,
     indices: Tensor,
     block_sizes: Tensor,
-    num_ranks: int,
+    world_size: int,
     modes: list[int],
     mixes: list[int],
     weights: Tensor | None = None,
@@ -116,16 +116,16 @@ def block_bucketize(
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
             return block_bucketize(
-                lengths, indices, block_sizes, num_ranks, modes, mixes, weights, positions, permutation, batch_sizes
+                lengths, indices, block_sizes, world_size, modes, mixes, weights, positions, permutation, batch_sizes
             )
     num_tiles = (num_keys + _ROW_COST * num_rows + (1 << _UNIT_BITS) - 1) >> _UNIT_BITS
     scatter = scatter_shape(num_keys)
     weight_bytes = weights.element_size() if weights is not None else 4
-    module = _module(device.index, num_ranks, indices.element_size(), lengths.element_size(), weight_bytes, scatter)
+    module = _module(device.index, world_size, indices.element_size(), lengths.element_size(), weight_bytes, scatter)
     pitch = (num_tiles + 3) & ~3
     scan = "scan_few_rows" if num_rows <= _FEW_ROWS else "scan_rows"
     scan_blocks = -(-num_rows // (_SCAN_THREADS * (1 if num_rows <= _FEW_ROWS else 8)))
-    sizes = [_align(4 * n) for n in (num_rows + 1, 4 * (num_tiles + 1), num_ranks * pitch, num_ranks, num_ranks)]
+    sizes = [_align(4 * n) for n in (num_rows + 1, 4 * (num_tiles + 1), world_size * pitch, world_size, world_size)]
     work = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     at, starts = work.data_ptr(), []
     for size in sizes:
@@ -133,14 +133,14 @@ def block_bucketize(
         at += size
     rows_per_tile = (num_rows << _UNIT_BITS) // (num_keys + _ROW_COST * num_rows)
     rows_per_tile = rows_per_tile * 5 // 4 + 63
-    passes = -(-rows_per_tile * num_ranks // _CELLS)
-    rows_per_pass = max(32, min(rows_per_tile // passes + 31, _CELLS // num_ranks) & ~31)
+    passes = -(-rows_per_tile * world_size // _CELLS)
+    rows_per_pass = max(32, min(rows_per_tile // passes + 31, _CELLS // world_size) & ~31)
     # Long rows sum up their lengths: clear all cells where rows are long on average, else those of the long rows only.
     # One fill clears them and what the scan needs cleared.
     clear_all = num_keys > _LONG_ROW * num_rows
-    num_cells = num_ranks * num_rows if clear_all else 0
+    num_cells = world_size * num_rows if clear_all else 0
     cleared = lengths.new_zeros(num_cells + (8 * (scan_blocks + 1) + 15) // lengths.element_size())
-    new_lengths = cleared[:num_cells] if clear_all else lengths.new_empty(num_ranks * num_rows)
+    new_lengths = cleared[:num_cells] if clear_all else lengths.new_empty(world_size * num_rows)
     scan_state = _align(cleared.data_ptr() + num_cells * lengths.element_size())
     lanes = 1 << min(5, max(0, (num_keys // (8 * num_rows)).bit_length()))
     params = _Params(
@@ -169,13 +169,13 @@ def block_bucketize(
     if weights is not None and new_weights is not None:
         params.weights, params.new_weights = weights.data_ptr(), new_weights.data_ptr()
     stream = torch.cuda.current_stream(device).cuda_stream
-    shared_count = 4 * (2 * num_ranks + rows_per_pass + 1 + num_ranks * (rows_per_pass // 4 | 1))
+    shared_count = 4 * (2 * world_size + rows_per_pass + 1 + world_size * (rows_per_pass // 4 | 1))
     tile_keys = (1 << _UNIT_BITS) + _LONG_ROW + 1
-    shared_scatter = tile_keys * (indices.element_size() + 2) + num_ranks * (4 + scatter[0] // 16)
+    shared_scatter = tile_keys * (indices.element_size() + 2) + world_size * (4 + scatter[0] // 16)
     for name, blocks, threads, shared in (
         (scan, scan_blocks, _SCAN_THREADS, 0),
-        ("count_tile", num_tiles, _count_threads(num_ranks), shared_count),
-        ("scan_tiles", num_ranks, _TILE_THREADS, 0),
+        ("count_tile", num_tiles, _count_threads(world_size), shared_count),
+        ("scan_tiles", world_size, _TILE_THREADS, 0),
         ("scatter_tile", num_tiles, scatter[0], shared_scatter),
     ):
         module.launch(name, blocks=blocks, threads=threads, shared=shared, stream=stream, parameters=params)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_client.embedding.routing.modes import RoutingLike, as_int64, as_routings, owners
+from trainer_client.embedding.routing.ownership import RoutingLike, as_int64, as_routings, owners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,58 +44,64 @@ class SkewReport:
         return "\n".join(lines)
 
 
-def lower_bound(counts: Tensor, num_ranks: int) -> float:
+def lower_bound(counts: Tensor, world_size: int) -> float:
     """Least possible load of the fullest rank.
 
     Args:
         counts: (keys): occurrences of each distinct key.
-        num_ranks: Ranks.
+        world_size: Ranks.
     """
     ordered = counts.sort(descending=True).values.to(torch.float64)
     padded = torch.cat([torch.zeros(1, dtype=torch.float64, device=ordered.device), ordered.cumsum(0)])
-    j = torch.arange((ordered.numel() - 1) // num_ranks + 1, device=ordered.device)
-    last = j * num_ranks + 1  # the keys in question, of which the j + 1 lightest may share a rank
+    j = torch.arange((ordered.numel() - 1) // world_size + 1, device=ordered.device)
+    last = j * world_size + 1  # the keys in question, of which the j + 1 lightest may share a rank
     pigeonhole = padded[last] - padded[last - j - 1]
-    return max(float(ordered.sum()) / num_ranks, float(pigeonhole.max()))
+    return max(float(ordered.sum()) / world_size, float(pigeonhole.max()))
 
 
 def _loads(
-    kjt: Any, num_ranks: int, routing: RoutingLike | Sequence[RoutingLike], block_sizes: Sequence[int] | None
+    kjt: Any, world_size: int, routing: RoutingLike | Sequence[RoutingLike], block_sizes: Sequence[int] | None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Of each feature its name, its keys on the host, and (num_ranks) how many of them each rank owns.
+    """Of each feature its name, its keys on the host, and (world_size) how many of them each rank owns.
 
     Raises:
-        ValueError: If the numbers of modes, block sizes and features differ.
+        ValueError: If the numbers of routings, block sizes and features differ.
     """
     names = list(kjt.keys())
-    modes = as_routings(routing)
-    modes = modes * len(names) if len(modes) == 1 else modes
+    routings = as_routings(routing)
+    routings = routings * len(names) if len(routings) == 1 else routings
     blocks = list(block_sizes) if block_sizes is not None else [0] * len(names)
-    if len(modes) != len(names) or len(blocks) != len(names):
-        raise ValueError(f"{len(modes)} modes and {len(blocks)} block sizes for {len(names)} features; give one each")
+    if len(routings) != len(names) or len(blocks) != len(names):
+        raise ValueError(
+            f"{len(routings)} routings and {len(blocks)} block sizes for {len(names)} features; give one each"
+        )
     values, at = as_int64(kjt.values()).cpu(), 0
-    for name, mode, block, length in zip(names, modes, blocks, kjt.length_per_key(), strict=True):
+    for name, how, block, length in zip(names, routings, blocks, kjt.length_per_key(), strict=True):
         keys = values[at : at + length]
         at += length
-        yield name, keys, torch.bincount(owners(keys, mode, num_ranks=num_ranks, block_size=block), minlength=num_ranks)
+        yield (
+            name,
+            keys,
+            torch.bincount(owners(keys, how, world_size=world_size, block_size=block), minlength=world_size),
+        )
 
 
 def feature_skew(
     kjt: Any,
     *,
-    num_ranks: int,
+    world_size: int,
     routing: RoutingLike | Sequence[RoutingLike] = "roundrobin",
     block_sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Keys of the rank with the most over the mean, of each feature that has any; arguments as in `report`."""
-    loads = _loads(kjt, num_ranks, routing, block_sizes)
-    return {name: int(load.max()) * num_ranks / len(keys) for name, keys, load in loads if len(keys)}
+    loads = _loads(kjt, world_size, routing, block_sizes)
+    return {name: int(load.max()) * world_size / len(keys) for name, keys, load in loads if len(keys)}
 
 
 def report(
     kjt: Any,
     *,
-    num_ranks: int,
+    world_size: int,
     routing: RoutingLike | Sequence[RoutingLike] = "roundrobin",
     block_sizes: Sequence[int] | None = None,
     top: int = 5,
@@ -104,17 +110,17 @@ def report(
 
     Args:
         kjt: A KeyedJaggedTensor.
-        num_ranks: Ranks.
-        routing: A mode, or one per feature.
+        world_size: Ranks.
+        routing: One for all features, or one per feature.
         block_sizes: Rows a rank of each feature's table, for `continuous`.
         top: Number of hottest keys.
 
     Raises:
-        ValueError: If the numbers of modes, block sizes and features differ.
+        ValueError: If the numbers of routings, block sizes and features differ.
     """
-    load = torch.zeros(num_ranks, dtype=torch.int64, device="cpu")
+    load = torch.zeros(world_size, dtype=torch.int64, device="cpu")
     counts, hottest = [torch.zeros(0, dtype=torch.int64, device="cpu")], []
-    for name, keys, of_feature in _loads(kjt, num_ranks, routing, block_sizes):
+    for name, keys, of_feature in _loads(kjt, world_size, routing, block_sizes):
         load += of_feature
         unique, count = torch.unique(keys, return_counts=True)
         counts.append(count)
@@ -126,7 +132,7 @@ def report(
     every, total = torch.cat(counts), int(load.sum())
     return SkewReport(
         keys_per_rank=tuple(load.tolist()),
-        max_over_mean=int(load.max()) * num_ranks / total if total else 0.0,
-        best_max_over_mean=lower_bound(every, num_ranks) * num_ranks / total if total else 0.0,
+        max_over_mean=int(load.max()) * world_size / total if total else 0.0,
+        best_max_over_mean=lower_bound(every, world_size) * world_size / total if total else 0.0,
         hottest=tuple(sorted(hottest, key=lambda hot: -hot.count)[:top]),
     )

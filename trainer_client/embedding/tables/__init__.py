@@ -1,4 +1,4 @@
-"""Row-wise sharded embeddings whose keys are routed by any mode: key exchange, lookup at the owner, exchange back."""
+"""Row-wise sharded embeddings whose keys are routed in any way: key exchange, lookup at the owner, exchange back."""
 
 from trainer_client.embedding.tables.clipping import clip_grad_norm_
 from trainer_client.embedding.tables.collection import RoutedEmbeddingCollection

@@ -56,7 +56,7 @@ def clip_grad_norm_(
         grads = [p.grad for p in collection.parameters() if p.grad is not None]
         total = _power_sum([get_total_norm(grads, norm_type).to(device, torch.float32)] if grads else [], norm_type)
         total = torch.zeros((), device=device) if total is None else total
-        if collection.num_ranks > 1:
+        if collection.world_size > 1:
             operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             dist.all_reduce(total, operation, group=collection.group)
         sums.append(total)

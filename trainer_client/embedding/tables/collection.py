@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_client.embedding.routing import block_bucketize, warm_up
-from trainer_client.embedding.routing.modes import as_int64
+from trainer_client.embedding.routing.ownership import as_int64
 from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, TableFactory
 from trainer_client.embedding.tables.exchange import (
     Status,
@@ -27,11 +27,11 @@ from trainer_client.embedding.tables.part import RankLocal, module_name, rows_of
 from trainer_client.embedding.tables.tables import BlockTable, KeyTable
 
 
-def default_table(table: RoutedTable, rank: int, num_ranks: int, device: torch.device) -> nn.Module:
-    """A block of rows under `continuous`, a table of keys under the other modes."""
-    if table.mode.dist_type == "continuous":
-        return BlockTable(table, rank=rank, num_ranks=num_ranks, device=device)
-    return KeyTable(table, rank=rank, num_ranks=num_ranks, device=device)
+def default_table(table: RoutedTable, rank: int, world_size: int, device: torch.device) -> nn.Module:
+    """A block of rows under `continuous`, a table of keys under the others."""
+    if table.resolved_routing.dist_type == "continuous":
+        return BlockTable(table, rank=rank, world_size=world_size, device=device)
+    return KeyTable(table, rank=rank, world_size=world_size, device=device)
 
 
 def _as_group(ranks: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -93,11 +93,11 @@ class RoutedEmbeddingCollection(RankLocal):
                 raise ValueError(f"{kind} {twice!r} is named twice; names must be unique")
         self.configs = tuple(tables)
         self.group = _as_group(process_group)
-        self.rank, self.num_ranks = _seat(self.group)
-        if self.num_ranks > 1:
+        self.rank, self.world_size = _seat(self.group)
+        if self.world_size > 1:
             exchange_group(self.group)  # made while all ranks are here
         self.deduplicate = deduplicate
-        self.gradient_divide_factor = self.num_ranks if gradient_divide_factor is None else gradient_divide_factor
+        self.gradient_divide_factor = self.world_size if gradient_divide_factor is None else gradient_divide_factor
         if not self.gradient_divide_factor > 0:
             raise ValueError(f"gradient_divide_factor is {gradient_divide_factor}; give a number above 0")
         if torch.device(device).type == "cpu":
@@ -105,8 +105,8 @@ class RoutedEmbeddingCollection(RankLocal):
         self._device = torch.device(device)
         self.tables: dict[str, Any] = {}
         for table in tables:
-            built = make_table(table, self.rank, self.num_ranks, torch.device(device))
-            name = module_name(table.name, self.rank, self.num_ranks)
+            built = make_table(table, self.rank, self.world_size, torch.device(device))
+            name = module_name(table.name, self.rank, self.world_size)
             while name in self._modules:
                 name += "_"
             self.add_module(name, built)
@@ -150,9 +150,9 @@ class RoutedEmbeddingCollection(RankLocal):
 
     def _fail(self, problem: Exception, num_columns: int) -> NoReturn:
         """Raises an error that this rank has before an exchange, on all ranks."""
-        if self.num_ranks > 1:
+        if self.world_size > 1:
             group = exchange_group(self.group)
-            counts = torch.zeros(self.num_ranks, num_columns + 1, dtype=torch.int64)
+            counts = torch.zeros(self.world_size, num_columns + 1, dtype=torch.int64)
             counts[:, -1] = 1
             exchange_counts(counts.to(self._device), group)
             raise_together(problem, group)
@@ -186,19 +186,19 @@ class RoutedEmbeddingCollection(RankLocal):
                 lengths,
                 values,
                 [
-                    table.rows_per_rank(self.num_ranks) if table.mode.dist_type == "continuous" else 1
+                    table.rows_per_rank(self.world_size) if table.resolved_routing.dist_type == "continuous" else 1
                     for table in tables
                 ],
-                self.num_ranks,
-                [table.mode for table in tables],
+                self.world_size,
+                [table.resolved_routing for table in tables],
                 batch_sizes=list(batch_sizes),
             )
-            rows = cut(sent.lengths.view(self.num_ranks, -1), batch_sizes, 1)
+            rows = cut(sent.lengths.view(self.world_size, -1), batch_sizes, 1)
         except Exception as problem:
             self._fail(problem, len(tables))
         assert sent.permutation is not None
-        counts = torch.stack([cells.sum(1) for cells in rows] + [sent.lengths.new_zeros(self.num_ranks)], dim=1)
-        if self.num_ranks == 1:
+        counts = torch.stack([cells.sum(1) for cells in rows] + [sent.lengths.new_zeros(self.world_size)], dim=1)
+        if self.world_size == 1:
             found = self._look_up_owned(sent.indices, [column[:-1] for column in counts.tolist()], tables)
         else:
             found = self._look_up_at_owners(sent.indices, counts, tables)
@@ -290,9 +290,10 @@ class RoutedEmbeddingCollection(RankLocal):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        rank, num_ranks = _seat(None)
-        if (rank, num_ranks) != (self.rank, self.num_ranks):
+        rank, world_size = _seat(None)
+        if (rank, world_size) != (self.rank, self.world_size):
             raise ValueError(
-                f"the pickled collection has the rows of rank {self.rank} of {self.num_ranks}, and this is rank {rank} "
-                f"of {num_ranks}; save with trainer_client.embedding.checkpoint.save and load with checkpoint.load"
+                f"the pickled collection has the rows of rank {self.rank} of {self.world_size}, and this is rank "
+                f"{rank} of {world_size}; save with trainer_client.embedding.checkpoint.save and load with "
+                "checkpoint.load"
             )

@@ -51,14 +51,14 @@ class RoutedTable:
         as_routing(self.routing)
 
     @property
-    def mode(self) -> Routing:
-        """The routing as a mode object."""
+    def resolved_routing(self) -> Routing:
+        """The routing, also where it was given by its name."""
         return as_routing(self.routing)
 
-    def rows_per_rank(self, num_ranks: int) -> int:
+    def rows_per_rank(self, world_size: int) -> int:
         """Rows that a rank holds at most."""
-        even = block_size(self.num_embeddings, num_ranks)
-        if self.mode.dist_type == "continuous":
+        even = block_size(self.num_embeddings, world_size)
+        if self.resolved_routing.dist_type == "continuous":
             return even
         return self.capacity if self.capacity is not None else max(1024, even + even // 2)
 

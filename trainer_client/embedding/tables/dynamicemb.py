@@ -34,13 +34,13 @@ def _state_bytes(optimizer: str, dim: int, item: int) -> int:
 
 
 def table_options(
-    table: RoutedTable, *, num_ranks: int, optimizer: str = "adam", hbm_bytes: int | None = None
+    table: RoutedTable, *, world_size: int, optimizer: str = "adam", hbm_bytes: int | None = None
 ) -> dict[str, Any]:
     """Arguments of `DynamicEmbTableOptions` for a rank's part of a table.
 
     Args:
         table: Its declaration.
-        num_ranks: Ranks that share it.
+        world_size: Ranks that share it.
         optimizer: One of `OPTIMIZERS`.
         hbm_bytes: Bytes of values and optimizer state to keep in HBM on each rank; all of them by default.
 
@@ -49,14 +49,14 @@ def table_options(
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
-    if table.mode.dist_type == "continuous":
+    if table.resolved_routing.dist_type == "continuous":
         raise ValueError(
             f"table {table.name}: continuous routing sends row numbers, which need no table of keys; use the default "
             "storage, or route by roundrobin or hash_roundrobin"
         )
     if table.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"table {table.name}: dtype is {table.dtype}; DynamicEmb has float32, float16 and bfloat16")
-    capacity = -(-table.rows_per_rank(num_ranks) // BUCKET) * BUCKET
+    capacity = -(-table.rows_per_rank(world_size) // BUCKET) * BUCKET
     row = table.embedding_dim * table.dtype.itemsize
     row += _state_bytes(optimizer, table.embedding_dim, table.dtype.itemsize)
     return {
@@ -66,7 +66,7 @@ def table_options(
         "max_capacity": capacity,
         "bucket_capacity": BUCKET,
         "local_hbm_for_values": hbm_bytes if hbm_bytes is not None else capacity * (-(-row // 16) * 16),
-        "dist_type": table.mode.dist_type,
+        "dist_type": table.resolved_routing.dist_type,
     }
 
 
@@ -128,10 +128,10 @@ class DynamicEmbTable(nn.Module):
         Raises:
             ValueError: If the routing has a seed, which a dump cannot record.
         """
-        if self.table.mode.seed:
+        if self.table.resolved_routing.seed:
             raise ValueError(
-                f"table {self.table.name}: routing is {self.table.mode}, and a dump of DynamicEmb records no seed; "
-                "use hash_roundrobin with seed 0"
+                f"table {self.table.name}: routing is {self.table.resolved_routing}, and a dump of DynamicEmb has "
+                "no seed; use hash_roundrobin with seed 0"
             )
         self.tables.dump(str(path), optim=True, counter=False, pg=group)
 
@@ -141,7 +141,7 @@ class DynamicEmbTable(nn.Module):
         Raises:
             ValueError: If this release of DynamicEmb would silently leave out rows of `hash_roundrobin`.
         """
-        if self.table.mode.dist_type == "hash_roundrobin" and find_spec("dynamicemb.key_ownership") is None:
+        if self.table.resolved_routing.dist_type == "hash_roundrobin" and find_spec("dynamicemb.key_ownership") is None:
             raise ValueError(
                 f"table {self.table.name}: this release of DynamicEmb keeps only keys with key % ranks == rank when it "
                 "loads; take a newer one, or route by roundrobin"
@@ -166,7 +166,7 @@ def dynamicemb_tables(*, optimizer: str = "adam", hbm_bytes: int | None = None, 
 def _make_table(
     table: RoutedTable,
     rank: int,
-    num_ranks: int,
+    world_size: int,
     device: torch.device,
     *,
     optimizer: str,
@@ -174,7 +174,7 @@ def _make_table(
     arguments: dict[str, Any],
 ) -> nn.Module:
     del rank
-    options = table_options(table, num_ranks=num_ranks, optimizer=optimizer, hbm_bytes=hbm_bytes)
+    options = table_options(table, world_size=world_size, optimizer=optimizer, hbm_bytes=hbm_bytes)
     if find_spec("dynamicemb") is None:
         raise ImportError(f"table {table.name}: DynamicEmb is not installed; install it, or leave make_table out")
     return DynamicEmbTable(table, options, optimizer=optimizer, device=device, arguments=arguments)

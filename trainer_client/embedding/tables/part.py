@@ -116,12 +116,12 @@ _REMEDY = (
 )
 
 
-def module_name(table: str, rank: int, num_ranks: int) -> str:
+def module_name(table: str, rank: int, world_size: int) -> str:
     """Name of a rank's part of a table in its collection.
 
     Each rank's is another one, so that what joins the state dicts of ranks keeps all rows, and none loads another's.
     """
-    return f"{table.replace('.', '_')}_rank_{rank}_of_{num_ranks}"
+    return f"{table.replace('.', '_')}_rank_{rank}_of_{world_size}"
 
 
 def rows_of_other_ranks(table: RoutedTable, state_dict: Mapping[str, Any], prefix: str, mine: str) -> str | None:
@@ -145,19 +145,19 @@ class TablePart(RankLocal):
     Args:
         table: The declaration.
         rank: Which part.
-        num_ranks: Ranks that share the table.
+        world_size: Ranks that share the table.
     """
 
     weight: nn.Parameter
     rows: int
 
-    def __init__(self, table: RoutedTable, *, rank: int, num_ranks: int) -> None:
+    def __init__(self, table: RoutedTable, *, rank: int, world_size: int) -> None:
         super().__init__()
-        self.table, self.rank, self.num_ranks = table, rank, num_ranks
+        self.table, self.rank, self.world_size = table, rank, world_size
 
     def extra_repr(self) -> str:
         """The table in words."""
-        return f"{self.table.name}, {self.table.mode}, rank {self.rank} of {self.num_ranks}"
+        return f"{self.table.name}, {self.table.resolved_routing}, rank {self.rank} of {self.world_size}"
 
     def check_weight(self) -> None:
         """Checks that no wrapper has taken the rows apart or put others in their place.
@@ -177,9 +177,9 @@ class TablePart(RankLocal):
         """What decides which keys and rows are here, as JSON text in bytes; a part of the state dict."""
         record = {
             "table": self.table.name,
-            "routing": str(self.table.mode),
+            "routing": str(self.table.resolved_routing),
             "rank": self.rank,
-            "num_ranks": self.num_ranks,
+            "world_size": self.world_size,
             "num_embeddings": self.table.num_embeddings,
         }
         return torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer_client.embedding.routing import owners
-from trainer_client.embedding.routing.modes import as_int64
-from trainer_client.embedding.routing.modes import fmix64_of as mix
+from trainer_client.embedding.routing.ownership import as_int64
+from trainer_client.embedding.routing.ownership import fmix64_of as mix
 from trainer_client.embedding.tables.config import RoutedTable
 from trainer_client.embedding.tables.part import TablePart
 
@@ -56,13 +56,13 @@ class BlockTable(TablePart):
     Args:
         table: The declaration.
         rank: Which block.
-        num_ranks: Number of blocks.
+        world_size: Number of blocks.
         device: Where it lives.
     """
 
-    def __init__(self, table: RoutedTable, *, rank: int, num_ranks: int, device: torch.device) -> None:
-        super().__init__(table, rank=rank, num_ranks=num_ranks)
-        block = table.rows_per_rank(num_ranks)
+    def __init__(self, table: RoutedTable, *, rank: int, world_size: int, device: torch.device) -> None:
+        super().__init__(table, rank=rank, world_size=world_size)
+        block = table.rows_per_rank(world_size)
         self.first = min(rank * block, table.num_embeddings)
         self.rows = min(table.num_embeddings - self.first, block)
         self.weight = nn.Parameter(torch.empty(self.rows, table.embedding_dim, dtype=table.dtype, device=device))
@@ -91,7 +91,7 @@ class BlockTable(TablePart):
         ):
             raise ValueError(
                 f"table {self.table.name}: a key is outside of 0 to {self.table.num_embeddings - 1}; "
-                "continuous routing takes row numbers only, the other modes take any key"
+                "continuous routing takes row numbers only, the others take any key"
             )
         return functional.embedding(indices, self.weight)
 
@@ -125,7 +125,7 @@ class KeyTable(TablePart):
     Args:
         table: The declaration.
         rank: Which part.
-        num_ranks: Ranks that share the table.
+        world_size: Ranks that share the table.
         device: Where it lives.
     """
 
@@ -133,9 +133,9 @@ class KeyTable(TablePart):
     sorted_rows: Tensor
     refuses = True  # when it is full
 
-    def __init__(self, table: RoutedTable, *, rank: int, num_ranks: int, device: torch.device) -> None:
-        super().__init__(table, rank=rank, num_ranks=num_ranks)
-        self.rows = table.rows_per_rank(num_ranks)
+    def __init__(self, table: RoutedTable, *, rank: int, world_size: int, device: torch.device) -> None:
+        super().__init__(table, rank=rank, world_size=world_size)
+        self.rows = table.rows_per_rank(world_size)
         self.weight = nn.Parameter(torch.empty(self.rows, table.embedding_dim, dtype=table.dtype, device=device))
         # As long as the table has rows from the start, so that copies and averages of a model can take them over.
         self.register_buffer("sorted_keys", torch.empty(self.rows, dtype=torch.int64, device=device))
@@ -180,8 +180,8 @@ class KeyTable(TablePart):
         used = int((self.sorted_rows >= 0).sum())
         keys, rows = self.sorted_keys[:used], self.sorted_rows[:used].sort().values
         fine = (rows == torch.arange(used, device=rows.device)).all() & (keys[1:] > keys[:-1]).all()
-        if self.table.mode.dist_type != "continuous":
-            fine &= (owners(keys, self.table.mode, num_ranks=self.num_ranks) == self.rank).all()
+        if self.table.resolved_routing.dist_type != "continuous":
+            fine &= (owners(keys, self.table.resolved_routing, world_size=self.world_size) == self.rank).all()
         if not bool(fine):
             raise ValueError(
                 f"table {self.table.name}: its keys were overwritten by something that is no part of it, such as a "

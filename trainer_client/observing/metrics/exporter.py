@@ -17,7 +17,7 @@ import torch
 from prometheus_client import start_http_server
 
 from trainer_client.balancing import BalancedLoader, RoundReport
-from trainer_client.embedding.routing.modes import RoutingLike
+from trainer_client.embedding.routing.ownership import RoutingLike
 from trainer_client.embedding.routing.skew import feature_skew
 from trainer_client.observing.measurement.steps import Mark, mark
 from trainer_client.observing.metrics.measures import RankMeasures
@@ -177,7 +177,7 @@ class RankExporter:
         self,
         kjt: Any,
         *,
-        num_ranks: int,
+        world_size: int,
         routing: RoutingLike | Sequence[RoutingLike] = "roundrobin",
         block_sizes: Sequence[int] | None = None,
         every: int = 100,
@@ -186,18 +186,18 @@ class RankExporter:
 
         Args:
             kjt: A batch's KeyedJaggedTensor, best on the host: the one that is measured is copied there.
-            num_ranks: Ranks that own the keys.
-            routing: A mode, or one per feature.
+            world_size: Ranks that own the keys.
+            routing: One for all features, or one per feature.
             block_sizes: Rows a rank of each feature's table, for `continuous`.
             every: Calls from one that measures to the next; the others cost nothing.
 
         Raises:
-            ValueError: If the numbers of modes, block sizes and features differ.
+            ValueError: If the numbers of routings, block sizes and features differ.
         """
         self._key_calls += 1
         if (self._key_calls - 1) % every:
             return
-        skew = feature_skew(kjt, num_ranks=num_ranks, routing=routing, block_sizes=block_sizes)
+        skew = feature_skew(kjt, world_size=world_size, routing=routing, block_sizes=block_sizes)
         for name, ratio in skew.items():
             self.measures.key_skew(name, ratio)
 

@@ -30,7 +30,7 @@ def balancer() -> Iterator[ServiceProcess]:
 
 
 @contextmanager
-def node_of(balancer: ServiceProcess, num_ranks: int = 3, *, linger: float = 0.5) -> Iterator[list[Connection]]:
+def node_of(balancer: ServiceProcess, world_size: int = 3, *, linger: float = 0.5) -> Iterator[list[Connection]]:
     """The ranks of one node, connected; rank 0 leads."""
     job = uuid.uuid4().hex
     listener, address = listen()
@@ -38,17 +38,17 @@ def node_of(balancer: ServiceProcess, num_ranks: int = 3, *, linger: float = 0.5
         Connection(
             balancer.address,
             join_request(
-                job=job, group="default", loader="train", run_id="run", restart_count=0, world_size=num_ranks,
+                job=job, group="default", loader="train", run_id="run", restart_count=0, world_size=world_size,
                 rank=rank, node="node", options=RoundOptions(), schema_hash=b"", schema_fields=[],
                 client_version="test",
             ),
             join_timeout=SECONDS,
             seat=NodeSeat(
-                rank=rank, ranks=tuple(range(num_ranks)), address=address, linger=linger,
+                rank=rank, ranks=tuple(range(world_size)), address=address, linger=linger,
                 listener=listener if rank == 0 else None,
             ),
         )
-        for rank in range(num_ranks)
+        for rank in range(world_size)
     ]  # fmt: skip
     try:
         for rank in ranks:

@@ -35,7 +35,7 @@ def values_of(keys: np.ndarray, width: int, salt: int) -> np.ndarray:
 def write_dump(
     path: Path,
     routing: Routing,
-    num_ranks: int,
+    world_size: int,
     *,
     table: str = "items",
     keys: np.ndarray = KEYS,
@@ -48,10 +48,10 @@ def write_dump(
     if dist_type:
         options["dist_type"] = routing.dist_type
     (path / f"{table}_opt_args.json").write_text(json.dumps(options))
-    block = block_size(NUM_EMBEDDINGS, num_ranks)
-    owner = np.array([routing.owner(int(k), num_ranks=num_ranks, block_size=block) for k in keys])
-    for rank in range(num_ranks):
-        mine, tail = keys[owner == rank], f".rank_{rank}.world_size_{num_ranks}"
+    block = block_size(NUM_EMBEDDINGS, world_size)
+    owner = np.array([routing.owner(int(k), world_size=world_size, block_size=block) for k in keys])
+    for rank in range(world_size):
+        mine, tail = keys[owner == rank], f".rank_{rank}.world_size_{world_size}"
         mine.tofile(path / f"{table}_emb_keys{tail}")
         values_of(mine, DIM, 1).tofile(path / f"{table}_emb_values{tail}")
         values_of(mine, 2 * DIM, 2).tofile(path / f"{table}_emb_opt_values{tail}")
@@ -62,17 +62,17 @@ def write_dump(
 
 
 def check_rows(
-    checkpoint: Checkpoint, routing: Routing, num_ranks: int, *, table: str = "items", keys: Iterable[int] = KEYS
+    checkpoint: Checkpoint, routing: Routing, world_size: int, *, table: str = "items", keys: Iterable[int] = KEYS
 ) -> None:
     """Every row on exactly its owner, with the values and state of its key, bit for bit."""
     record = checkpoint.records[table]
-    assert (record.routing, record.num_ranks) == (routing, num_ranks)
-    block = block_size(NUM_EMBEDDINGS, num_ranks)
+    assert (record.routing, record.world_size) == (routing, world_size)
+    block = block_size(NUM_EMBEDDINGS, world_size)
     found = []
-    for rank in range(num_ranks):
+    for rank in range(world_size):
         for rows in checkpoint.rows(table, rank):
             for key in rows.keys.tolist():
-                assert routing.owner(key, num_ranks=num_ranks, block_size=block) == rank
+                assert routing.owner(key, world_size=world_size, block_size=block) == rank
             raw = rows.keys.numpy()
             assert np.array_equal(rows.arrays["values"].numpy(), values_of(raw, DIM, 1))
             if "opt_values" in rows.arrays:

@@ -23,7 +23,7 @@ def test_every_row_is_on_its_owner_for_every_pair_of_modes_and_ranks(
     for before, after in itertools.product(RANKS, RANKS):
         old, new = tmp_path / "old", tmp_path / "new"
         write_dump(old, source, before)
-        result = convert(opened(old), new, num_ranks=after, routing=target)
+        result = convert(opened(old), new, world_size=after, routing=target)
         assert result.rows == len(KEYS) + sum(opened(old).records["items/counter"].rows)
         check_rows(opened(new), target, after)
         frequencies = sum(opened(new).records["items/counter"].rows)
@@ -36,13 +36,13 @@ def test_every_row_is_on_its_owner_for_every_pair_of_modes_and_ranks(
 @pytest.mark.parametrize("target", [*MODES, hash_roundrobin(77)], ids=str)
 def test_between_formats_and_back(target: Routing, before: int, after: int, tmp_path: Path) -> None:
     write_dump(tmp_path / "dump", roundrobin(), before)
-    convert(opened(tmp_path / "dump"), tmp_path / "dcp", num_ranks=after, routing=target, target_format="dcp")
+    convert(opened(tmp_path / "dump"), tmp_path / "dcp", world_size=after, routing=target, target_format="dcp")
     check_rows(opened(tmp_path / "dcp"), target, after)
     assert opened(tmp_path / "dcp").records["items"].extra["evict_strategy"] == "lru"
-    convert(opened(tmp_path / "dcp"), tmp_path / "dcp2", num_ranks=before, routing=hash_roundrobin(5))
+    convert(opened(tmp_path / "dcp"), tmp_path / "dcp2", world_size=before, routing=hash_roundrobin(5))
     check_rows(opened(tmp_path / "dcp2"), hash_roundrobin(5), before)
     convert(
-        opened(tmp_path / "dcp2"), tmp_path / "dump2", num_ranks=5, routing={"items": "roundrobin"},
+        opened(tmp_path / "dcp2"), tmp_path / "dump2", world_size=5, routing={"items": "roundrobin"},
         target_format="dynamicemb",
     )  # fmt: skip
     check_rows(opened(tmp_path / "dump2"), roundrobin(), 5)
@@ -60,7 +60,7 @@ def test_a_dump_under_another_mode_than_it_says_is_refused_before_a_row_is_lost(
         pytest.warns(UserWarning, match="roundrobin"),
         pytest.raises(CheckpointError, match=r"keys\.rank_\d\.world_size_3: holds key -?\d+ .* gives it to rank"),
     ):
-        convert(opened(tmp_path / "old"), tmp_path / "new", num_ranks=2)
+        convert(opened(tmp_path / "old"), tmp_path / "new", world_size=2)
     assert not (tmp_path / "new").exists()
 
 
@@ -105,14 +105,14 @@ def test_swapped_doubled_and_foreign_files_of_a_dump(tmp_path: Path) -> None:
             "world sizes": r"world sizes \[2, 4\]",
         }
         with pytest.raises(CheckpointError, match=message.get(case, r"rank_[01]\.world_size_2: holds key")):
-            convert(opened(old), tmp_path / "new", num_ranks=3)
+            convert(opened(old), tmp_path / "new", world_size=3)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["old"]
         shutil.rmtree(old)
 
 
 def test_damaged_files_of_torch_checkpoints_are_named(tmp_path: Path) -> None:
     write_dump(tmp_path / "dump", roundrobin(), 2)
-    convert(opened(tmp_path / "dump"), tmp_path / "good", num_ranks=2, target_format="dcp")
+    convert(opened(tmp_path / "dump"), tmp_path / "good", world_size=2, target_format="dcp")
     keys = next(opened(tmp_path / "good").rows("items", 0)).keys.numpy().tobytes()
     data = next(file for file in (tmp_path / "good").glob("*.distcp") if keys in file.read_bytes())
     half, flipped = data.stat().st_size // 2, bytearray(data.read_bytes())
@@ -125,23 +125,23 @@ def test_damaged_files_of_torch_checkpoints_are_named(tmp_path: Path) -> None:
         else:
             broken.write_bytes(change)
         with pytest.raises(CheckpointError, match=data.name.replace(".", r"\.")):
-            convert(opened(tmp_path / "bad"), tmp_path / "new", num_ranks=3)
+            convert(opened(tmp_path / "bad"), tmp_path / "new", world_size=3)
         assert not (tmp_path / "new").exists()
         shutil.rmtree(tmp_path / "bad")
 
 
 def test_an_interrupted_conversion_leaves_the_old_checkpoint_whole_and_can_be_repeated(tmp_path: Path) -> None:
     write_dump(tmp_path / "source", roundrobin(), 3)
-    convert(opened(tmp_path / "source"), tmp_path / "target", num_ranks=2)
+    convert(opened(tmp_path / "source"), tmp_path / "target", world_size=2)
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(opened(tmp_path / "source"), tmp_path / "target", num_ranks=4, overwrite=True, progress=stop)
+        convert(opened(tmp_path / "source"), tmp_path / "target", world_size=4, overwrite=True, progress=stop)
     check_rows(opened(tmp_path / "target"), roundrobin(), 2)
     (staging_path(tmp_path / "target") / "left over").touch()
-    convert(opened(tmp_path / "source"), tmp_path / "target", num_ranks=4, overwrite=True)
+    convert(opened(tmp_path / "source"), tmp_path / "target", world_size=4, overwrite=True)
     check_rows(opened(tmp_path / "target"), roundrobin(), 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
 
@@ -166,9 +166,9 @@ def test_dying_between_the_two_renamings_loses_nothing(tmp_path: Path, monkeypat
 def test_refusals(tmp_path: Path) -> None:
     write_dump(tmp_path / "old", roundrobin(), 1)
     with pytest.raises(CheckpointError, match="old exists"):
-        convert(opened(tmp_path / "old"), tmp_path / "old", num_ranks=2)
+        convert(opened(tmp_path / "old"), tmp_path / "old", world_size=2)
     with pytest.raises(CheckpointError, match="no routing seed"):
-        convert(opened(tmp_path / "old"), tmp_path / "new", num_ranks=2, routing=hash_roundrobin(1))
+        convert(opened(tmp_path / "old"), tmp_path / "new", world_size=2, routing=hash_roundrobin(1))
     with pytest.raises(CheckpointError, match="no such directory"):
         opened(tmp_path / "none")
     (tmp_path / "empty").mkdir()
@@ -179,7 +179,7 @@ def test_refusals(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match="dist_type"),
         pytest.raises(CheckpointError, match="its size is not recorded; give num_embeddings"),
     ):
-        convert(opened(tmp_path / "old"), tmp_path / "new", num_ranks=2, routing="continuous")
+        convert(opened(tmp_path / "old"), tmp_path / "new", world_size=2, routing="continuous")
 
 
 MEMORY_SCRIPT = """
@@ -202,7 +202,7 @@ def dump(name, rows):
             np.zeros((10_000, 64), np.float32).tofile(values)
 
 def peak(name, form):
-    convert(open_checkpoint(root / name), root / (name + form), num_ranks=4, target_format=form)
+    convert(open_checkpoint(root / name), root / (name + form), world_size=4, target_format=form)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 dump("small", 200_000)

@@ -82,27 +82,27 @@ def test_ranks_save_and_any_number_of_ranks_loads(tmp_path: Path) -> None:
     for rank in range(3):
         expected |= torch.load(tmp_path / f"expected{rank}", weights_only=False)
     for name in ("saved", "again"):
-        for num_ranks in (1, 2, 4):
+        for world_size in (1, 2, 4):
             for mode in DIST_TYPES:
                 found: dict[Any, list[torch.Tensor]] = {}
-                for rank in range(num_ranks):
-                    found |= load_as(tmp_path / name, mode, rank, num_ranks)
+                for rank in range(world_size):
+                    found |= load_as(tmp_path / name, mode, rank, world_size)
                 assert_same_rows(found, expected)
 
 
-def load_as(path: Path, mode: str, rank: int, num_ranks: int) -> dict[Any, list[torch.Tensor]]:
+def load_as(path: Path, mode: str, rank: int, world_size: int) -> dict[Any, list[torch.Tensor]]:
     """One rank's rows after a load, checked to be its own; items have negative keys and stay a table of keys."""
     collection = RoutedEmbeddingCollection(make_tables(mode, mode if mode != "continuous" else "roundrobin"))
     for table in collection.configs:
-        collection.tables[table.name] = default_table(table, rank, num_ranks, torch.device("cpu"))
+        collection.tables[table.name] = default_table(table, rank, world_size, torch.device("cpu"))
     optimizer = torch.optim.Adam([owned.weight for owned in collection.tables.values()])
     for table in collection.configs:
         owned = collection.tables[table.name]
         load_table(
-            open_checkpoint(path), table, owned, rank=rank, num_ranks=num_ranks, optimizer=optimizer
+            open_checkpoint(path), table, owned, rank=rank, world_size=world_size, optimizer=optimizer
         )  # fmt: skip
-        block = table.rows_per_rank(num_ranks)
-        owner = owners(owned.held_keys(), table.mode, num_ranks=num_ranks, block_size=block)
+        block = table.rows_per_rank(world_size)
+        owner = owners(owned.held_keys(), table.resolved_routing, world_size=world_size, block_size=block)
         assert bool((owner == rank).all())
     return snapshot(collection, optimizer)
 
@@ -145,7 +145,7 @@ def test_a_key_that_comes_twice_is_named_with_its_file(tmp_path: Path) -> None:
         here.mkdir()
         (here / "t_opt_args.json").write_text('{"dist_type": "hash_roundrobin"}')
         ranks = 1 if file == "rank_0" else 2
-        owner = owners(torch.from_numpy(doubled), hash_roundrobin(), num_ranks=ranks).numpy()
+        owner = owners(torch.from_numpy(doubled), hash_roundrobin(), world_size=ranks).numpy()
         for rank in range(ranks):
             mine = doubled[owner == rank]
             mine.tofile(here / f"t_emb_keys.rank_{rank}.world_size_{ranks}")

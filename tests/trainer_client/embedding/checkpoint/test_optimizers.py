@@ -175,7 +175,7 @@ def test_state_comes_back_from_a_dump_as_it_went(tmp_path: Path) -> None:
     adagrad = [torch.optim.Adagrad(c.parameters(), lr=0.1, initial_accumulator_value=0.5) for c in (first, second)]
     step(first, [adagrad[0]], torch.arange(5))
     save(first, tmp_path / "saved", optimizer=adagrad[0])
-    convert(open_checkpoint(tmp_path / "saved"), tmp_path / "dump", num_ranks=1, target_format="dynamicemb")
+    convert(open_checkpoint(tmp_path / "saved"), tmp_path / "dump", world_size=1, target_format="dynamicemb")
     load(second, tmp_path / "dump", optimizer=adagrad[1])
     for collection, optimizer in zip((first, second), adagrad, strict=True):
         step(collection, [optimizer], torch.arange(3, 9))

@@ -24,7 +24,7 @@ def run(root: Path, target_format: Format) -> int:
     """Converts over an older checkpoint; returns the rows taken over from earlier attempts."""
     source = DynamicEmbDump(root / "source", chunk_rows=CHUNK)
     return convert(
-        source, root / "target", num_ranks=3, routing="hash_roundrobin", target_format=target_format, overwrite=True
+        source, root / "target", world_size=3, routing="hash_roundrobin", target_format=target_format, overwrite=True
     ).resumed
 
 
@@ -65,7 +65,7 @@ def attempt(root: Path, target_format: Format, kill_at: int) -> int | None:
 def prepare(root: Path) -> None:
     root.mkdir()
     write_dump(root / "source", roundrobin(), 4)
-    convert(open_checkpoint(root / "source"), root / "target", num_ranks=2)
+    convert(open_checkpoint(root / "source"), root / "target", world_size=2)
 
 
 def damage(staging: Path, draw: random.Random) -> None:
@@ -130,10 +130,10 @@ def test_only_the_same_work_goes_on(target_format: Format, tmp_path: Path) -> No
     prepare(tmp_path / "a")
     source, target = tmp_path / "a" / "source", tmp_path / "a" / "new"
 
-    def begin(num_ranks: int, rows: int) -> int:
+    def begin(world_size: int, rows: int) -> int:
         progress = stop_after(rows) if rows else None
         opened = DynamicEmbDump(source, chunk_rows=CHUNK)
-        done = convert(opened, target, num_ranks=num_ranks, target_format=target_format, progress=progress)  # type: ignore[arg-type]
+        done = convert(opened, target, world_size=world_size, target_format=target_format, progress=progress)  # type: ignore[arg-type]
         return done.resumed
 
     with pytest.raises(KeyboardInterrupt):
@@ -155,9 +155,9 @@ def test_two_processes_do_not_write_one_checkpoint(tmp_path: Path) -> None:
     work.mkdir()
     held = Journal(work / "journal", {"other": 1})
     with pytest.raises(CheckpointError, match=r"\.new\.writing: another process writes this checkpoint"):
-        convert(opened(tmp_path / "a" / "source"), tmp_path / "a" / "new", num_ranks=2)
+        convert(opened(tmp_path / "a" / "source"), tmp_path / "a" / "new", world_size=2)
     held.close()
-    convert(opened(tmp_path / "a" / "source"), tmp_path / "a" / "new", num_ranks=2)
+    convert(opened(tmp_path / "a" / "source"), tmp_path / "a" / "new", world_size=2)
 
 
 def test_a_line_that_was_cut_off_and_what_follows_it_do_not_count(tmp_path: Path) -> None:

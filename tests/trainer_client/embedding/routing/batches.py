@@ -16,7 +16,7 @@ class Batch:
     indices: Tensor
     block_sizes: list[int]
     routings: list[Routing]
-    num_ranks: int
+    world_size: int
     weights: Tensor | None
     batch_sizes: list[int] | None
 
@@ -27,7 +27,7 @@ def make_batch(
     num_features: int,
     max_rows: int,
     max_length: int,
-    num_ranks: int,
+    world_size: int,
     routings: list[Routing],
     index_dtype: torch.dtype = torch.int64,
     length_dtype: torch.dtype = torch.int64,
@@ -63,7 +63,7 @@ def make_batch(
         indices=indices.to(index_dtype),
         block_sizes=blocks,
         routings=routings,
-        num_ranks=num_ranks,
+        world_size=world_size,
         weights=weights,
         batch_sizes=sizes.tolist() if variable else None,
     )

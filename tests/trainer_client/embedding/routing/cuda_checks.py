@@ -19,7 +19,7 @@ def on_gpu(batch: Batch, *, positions: bool, permutation: bool) -> Bucketized:
         batch.lengths.cuda(),
         batch.indices.cuda(),
         batch.block_sizes,
-        batch.num_ranks,
+        batch.world_size,
         batch.routings,
         weights=batch.weights.cuda() if batch.weights is not None else None,
         positions=positions,
@@ -33,7 +33,7 @@ def check(batch: Batch, *, positions: bool = True, permutation: bool = True) -> 
         batch.lengths,
         batch.indices,
         batch.block_sizes,
-        batch.num_ranks,
+        batch.world_size,
         batch.routings,
         weights=batch.weights,
         batch_sizes=batch.batch_sizes,
@@ -48,7 +48,7 @@ def check(batch: Batch, *, positions: bool = True, permutation: bool = True) -> 
 def random_batches(number: int) -> int:
     ranks = itertools.cycle([1, 2, 3, 4, 7, 8, 16, 63, 64, 100, 255, 256, 1000, 1024, 4095, 4096])
     shapes = itertools.cycle([(40, 70), (1, 5), (7, 1), (3000, 3), (300, 40), (20, 3000), (2, 30_000), (900, 0)])
-    for seed, num_ranks, (rows, length) in zip(range(number), ranks, shapes, strict=False):
+    for seed, world_size, (rows, length) in zip(range(number), ranks, shapes, strict=False):
         num_features = seed % 6
         modes = (MODES, (MODES[0],), (MODES[2],))[seed % 3]
         batch = make_batch(
@@ -56,7 +56,7 @@ def random_batches(number: int) -> int:
             num_features=num_features,
             max_rows=rows,
             max_length=length,
-            num_ranks=num_ranks,
+            world_size=world_size,
             routings=[modes[(seed + f) % len(modes)] for f in range(num_features)],
             index_dtype=(torch.int64, torch.int32)[seed // 2 % 2],
             length_dtype=(torch.int64, torch.int32)[seed // 3 % 2],
@@ -69,7 +69,7 @@ def random_batches(number: int) -> int:
 
 
 def giant_rows() -> None:
-    for num_ranks in (1, 3, 256, 4096):
+    for world_size in (1, 3, 256, 4096):
         lengths = torch.tensor([5, 3_000_000, 0, 7, 1024, 1025, 4096, 0], dtype=torch.int32)
         keys = torch.arange(int(lengths.sum())) * 3
         batch = Batch(
@@ -77,7 +77,7 @@ def giant_rows() -> None:
             indices=keys,
             block_sizes=[1000, 5],
             routings=[MODES[2], MODES[0]],
-            num_ranks=num_ranks,
+            world_size=world_size,
             weights=None,
             batch_sizes=None,
         )
@@ -88,7 +88,7 @@ def giant_rows() -> None:
                 indices=keys[:100_001] * 2**40,
                 block_sizes=[2**62],
                 routings=[continuous()],
-                num_ranks=num_ranks,
+                world_size=world_size,
                 weights=None,
                 batch_sizes=None,
             )
@@ -96,7 +96,7 @@ def giant_rows() -> None:
 
 
 def graph() -> None:
-    first = make_batch(1, num_features=3, max_rows=99, max_length=99, num_ranks=7, routings=list(MODES[:3]))
+    first = make_batch(1, num_features=3, max_rows=99, max_length=99, world_size=7, routings=list(MODES[:3]))
     lengths, keys = first.lengths.cuda(), first.indices.cuda()
 
     def call() -> Bucketized:
@@ -117,7 +117,7 @@ def graph() -> None:
 
 
 def no_synchronisation() -> None:
-    batch = make_batch(2, num_features=2, max_rows=50, max_length=50, num_ranks=5, routings=list(MODES[:2]))
+    batch = make_batch(2, num_features=2, max_rows=50, max_length=50, world_size=5, routings=list(MODES[:2]))
     lengths, keys = batch.lengths.cuda(), batch.indices.cuda()
     for _ in range(2):
         block_bucketize(lengths, keys, batch.block_sizes, 5, batch.routings)
@@ -126,7 +126,7 @@ def no_synchronisation() -> None:
 
 
 def compiled() -> None:
-    batch = make_batch(3, num_features=2, max_rows=50, max_length=50, num_ranks=5, routings=list(MODES[:2]))
+    batch = make_batch(3, num_features=2, max_rows=50, max_length=50, world_size=5, routings=list(MODES[:2]))
 
     def step(lengths: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         result = block_bucketize(lengths, keys * 3, batch.block_sizes, 5, batch.routings)

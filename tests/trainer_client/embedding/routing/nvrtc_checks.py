@@ -25,10 +25,10 @@ def main() -> None:
         plain = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device"]
         assert b"copy_pieces" in nvrtc.compile_cubin(copying.source(), plain)
         variants += 1
-        for num_ranks, keys, lengths, scatter in itertools.product(
+        for world_size, keys, lengths, scatter in itertools.product(
             (1, 8, 256, 4096), (4, 8), (4, 8), ((512, 2), (256, 3))
         ):
-            defines = cuda.macros(num_ranks, key_bytes=keys, length_bytes=lengths, weight_bytes=4, scatter=scatter)
+            defines = cuda.macros(world_size, key_bytes=keys, length_bytes=lengths, weight_bytes=4, scatter=scatter)
             options = plain + [f"-D{name}={value}" for name, value in defines.items()]
             image = nvrtc.compile_cubin(cuda.source(), options)
             assert all(kernel.encode() in image for kernel in cuda._KERNELS)

@@ -16,7 +16,7 @@ def batches(draw: st.DrawFn, *, modes: tuple[Routing, ...] = MODES, negative: bo
         num_features=num_features,
         max_rows=draw(st.sampled_from([0, 1, 7, 40])),
         max_length=draw(st.sampled_from([0, 1, 5, 70])),
-        num_ranks=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 16, 63, 64, 255, 256, 1000, 4096])),
+        world_size=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 16, 63, 64, 255, 256, 1000, 4096])),
         routings=draw(st.lists(st.sampled_from(modes), min_size=num_features, max_size=num_features)),
         index_dtype=index_dtype,
         length_dtype=draw(st.sampled_from([torch.int32, torch.int64])),

@@ -19,7 +19,7 @@ def run(batch: Batch, *, positions: bool = True, permutation: bool = True) -> Bu
         batch.lengths,
         batch.indices,
         batch.block_sizes,
-        batch.num_ranks,
+        batch.world_size,
         batch.routings,
         weights=batch.weights,
         positions=positions,
@@ -43,7 +43,7 @@ def test_equals_the_definition_in_every_mode(batch: Batch) -> None:
         batch.lengths,
         batch.indices,
         batch.block_sizes,
-        batch.num_ranks,
+        batch.world_size,
         batch.routings,
         weights=batch.weights,
         batch_sizes=batch.batch_sizes,
@@ -63,7 +63,7 @@ def test_equals_fbgemm_in_continuous_mode(batch: Batch, positions: bool, permuta
         positions,
         permutation,
         torch.tensor(batch.block_sizes).to(batch.indices.dtype),
-        batch.num_ranks,
+        batch.world_size,
         batch.weights,
         sizes.to(batch.lengths.dtype) if sizes is not None else None,
         max(batch.batch_sizes) if batch.batch_sizes else -1,
@@ -78,7 +78,7 @@ def test_a_batch_of_several_chunks_equals_the_definition() -> None:
         num_features=3,
         max_rows=3000,
         max_length=900,
-        num_ranks=13,
+        world_size=13,
         routings=list(MODES[:3]),
         weight_dtype=torch.float32,
     )
@@ -93,15 +93,15 @@ def test_a_batch_of_several_chunks_equals_the_definition() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 4096])
-def test_blocks_near_the_largest_keys(num_ranks: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 4096])
+def test_blocks_near_the_largest_keys(world_size: int) -> None:
     keys = torch.tensor([0, 1, 2**62, 2**62 + 1, 2**63 - 1, -1, -(2**63), -(2**62), 2**52 - 1, 2**52])
-    for block in (0, 1, 2, 2**32 // num_ranks, 2**52, 2**62 - 1, 2**62, 2**63 - 1):
-        ours = block_bucketize(torch.tensor([keys.numel()]), keys, [block], num_ranks, "continuous")
-        expected = reference(torch.tensor([keys.numel()]), keys, [block], num_ranks, [continuous()])
+    for block in (0, 1, 2, 2**32 // world_size, 2**52, 2**62 - 1, 2**62, 2**63 - 1):
+        ours = block_bucketize(torch.tensor([keys.numel()]), keys, [block], world_size, "continuous")
+        expected = reference(torch.tensor([keys.numel()]), keys, [block], world_size, [continuous()])
         assert_same(ours, (*expected[:3], None, expected[4]))
-        owners = [continuous().owner(key, num_ranks=num_ranks, block_size=block) for key in keys.tolist()]
-        assert torch.equal(ours.lengths, torch.bincount(torch.tensor(owners), minlength=num_ranks))
+        owners = [continuous().owner(key, world_size=world_size, block_size=block) for key in keys.tolist()]
+        assert torch.equal(ours.lengths, torch.bincount(torch.tensor(owners), minlength=world_size))
 
 
 def test_one_giant_row() -> None:
@@ -137,7 +137,7 @@ def test_uint64_keys_go_where_their_bits_go_as_int64() -> None:
 
 
 def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
-    batch = make_batch(3, num_features=2, max_rows=9, max_length=9, num_ranks=5, routings=list(MODES[1:3]))
+    batch = make_batch(3, num_features=2, max_rows=9, max_length=9, world_size=5, routings=list(MODES[1:3]))
     arguments = (batch.lengths, batch.indices, torch.tensor([10, 20]), 5, [0, 2], [0, 99])
     torch.library.opcheck(
         torch.ops.evenkeel.block_bucketize.default,
@@ -157,10 +157,10 @@ def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_ranks": 0}, "num_ranks is 0"),
-        ({"num_ranks": 4097}, "num_ranks is 4097"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"world_size": 4097}, "world_size is 4097"),
         ({"routing": "random"}, "'random'"),
-        ({"routing": ["continuous"] * 3}, "3 modes for 2 features"),
+        ({"routing": ["continuous"] * 3}, "3 routings for 2 features"),
         ({"routing": "continuous", "block_sizes": None}, "block_sizes is None"),
         ({"lengths": torch.tensor([1, 2, 3])}, "3 lengths do not divide by 2"),
         ({"lengths": torch.tensor([1.0, 2.0])}, "lengths have dtype torch.float32"),
@@ -180,7 +180,7 @@ def test_refusals_name_field_and_value(change: dict[str, object], message: str) 
         "lengths": torch.tensor([1, 2]),
         "indices": torch.tensor([4, 5, 6]),
         "block_sizes": [4, 4],
-        "num_ranks": 2,
+        "world_size": 2,
         "routing": "roundrobin",
     }
     with pytest.raises(ValueError, match=message):
@@ -195,7 +195,7 @@ def test_the_adapter_refuses_what_it_lacks(name: str) -> None:
 
 
 def test_results_are_the_same_on_every_machine() -> None:
-    batch = make_batch(11, num_features=2, max_rows=50, max_length=30, num_ranks=9, routings=[hash_roundrobin(5)] * 2)
+    batch = make_batch(11, num_features=2, max_rows=50, max_length=30, world_size=9, routings=[hash_roundrobin(5)] * 2)
     result = run(batch)
     digest = hashlib.sha256(result.indices.numpy().tobytes()).hexdigest()
     again = run(batch)

@@ -61,19 +61,19 @@ def test_torchrecs_row_wise_sharding_uses_it_inside_the_block_only() -> None:
 def test_report_tells_skew_of_routing_from_skew_of_keys() -> None:
     keys = torch.arange(1000) * 8
     kjt = KeyedJaggedTensor(keys=["f"], values=keys, lengths=torch.tensor([1000]))
-    bad, good = report(kjt, num_ranks=8), report(kjt, num_ranks=8, routing=hash_roundrobin())
+    bad, good = report(kjt, world_size=8), report(kjt, world_size=8, routing=hash_roundrobin())
     assert bad.max_over_mean == 8
     assert bad.best_max_over_mean == 1
     assert good.max_over_mean < 1.3
     hot = KeyedJaggedTensor(
         keys=["f"], values=torch.cat([keys, keys.new_full((1000,), -5)]), lengths=torch.tensor([2000])
     )
-    found = report(hot, num_ranks=8, routing=hash_roundrobin())
+    found = report(hot, world_size=8, routing=hash_roundrobin())
     assert found.best_max_over_mean == 1000 / 250
     assert (found.hottest[0].key, found.hottest[0].count) == (-5, 1000)
     assert "no routing can do better than 4.000" in str(found)
     empty = KeyedJaggedTensor(keys=["f"], values=keys[:0], lengths=torch.tensor([0]))
-    assert report(empty, num_ranks=3).max_over_mean == 0
+    assert report(empty, world_size=3).max_over_mean == 0
 
 
 def test_the_lower_bound_is_met_by_brute_force() -> None:

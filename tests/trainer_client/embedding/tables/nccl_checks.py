@@ -18,7 +18,7 @@ from tests.trainer_client.embedding.tables.wrapped import WRAPPERS, to_device, t
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
 
 
-def compare(rank: int, num_ranks: int, device: torch.device, deduplicate: bool) -> None:
+def compare(rank: int, world_size: int, device: torch.device, deduplicate: bool) -> None:
     collection = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate, device=device)
     whole = Whole()
     ours = torch.optim.Adam(collection.parameters(), lr=0.1)
@@ -26,7 +26,7 @@ def compare(rank: int, num_ranks: int, device: torch.device, deduplicate: bool) 
     for step in range(3):
         ours.zero_grad()
         theirs.zero_grad()
-        expected = [whole.look_up(make_batch(other, step)) for other in range(num_ranks)]
+        expected = [whole.look_up(make_batch(other, step)) for other in range(world_size)]
         results = collection(to_device(make_batch(rank, step), device))
         for name, value in expected[rank].items():
             torch.testing.assert_close(results[name].cpu(), value, rtol=1e-4, atol=1e-5)
@@ -35,7 +35,7 @@ def compare(rank: int, num_ranks: int, device: torch.device, deduplicate: bool) 
         ours.step()
         theirs.step()
     collection.to("cpu")
-    check_rows(collection, whole, rank, num_ranks, tolerance=1e-3)
+    check_rows(collection, whole, rank, world_size, tolerance=1e-3)
 
 
 def measure_deduplication(device: torch.device) -> dict[str, float]:

@@ -12,7 +12,7 @@ from trainer_client.embedding.tables.tables import initial_rows
 
 
 def train_and_compare(rank: int) -> None:
-    num_ranks = dist.get_world_size()
+    world_size = dist.get_world_size()
     for deduplicate in (False, True):
         collection, whole = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate), Whole()
         ours = torch.optim.Adam(collection.parameters(), lr=0.1)
@@ -20,7 +20,7 @@ def train_and_compare(rank: int) -> None:
         for step in range(3):
             ours.zero_grad()
             theirs.zero_grad()
-            expected = [whole.look_up(make_batch(other, step)) for other in range(num_ranks)]
+            expected = [whole.look_up(make_batch(other, step)) for other in range(world_size)]
             results = collection(make_batch(rank, step))
             for name, value in expected[rank].items():
                 torch.testing.assert_close(results[name], value)
@@ -28,7 +28,7 @@ def train_and_compare(rank: int) -> None:
             torch.stack([loss_of(result) for result in expected]).mean().backward()
             ours.step()
             theirs.step()
-        check_rows(collection, whole, rank, num_ranks)
+        check_rows(collection, whole, rank, world_size)
 
 
 def test_ranks_compute_what_one_process_computes() -> None:
@@ -55,7 +55,7 @@ def test_reads_a_keyed_jagged_tensor() -> None:
 
 def test_evaluation_inserts_nothing() -> None:
     table = RoutedTable(name="items", embedding_dim=3, features=("item",), num_embeddings=10)
-    owned = KeyTable(table, rank=0, num_ranks=1, device=torch.device("cpu"))
+    owned = KeyTable(table, rank=0, world_size=1, device=torch.device("cpu"))
     keys = torch.tensor([4, -9, 4], dtype=torch.int32)
     expected = initial_rows(keys.long(), table)
     owned.eval()

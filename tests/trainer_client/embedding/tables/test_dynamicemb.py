@@ -16,7 +16,7 @@ def make_table(**changes: Any) -> RoutedTable:
 
 @pytest.mark.parametrize("dist_type", ["roundrobin", "hash_roundrobin"])
 def test_options_carry_routing_dtype_and_a_whole_number_of_buckets(dist_type: str) -> None:
-    options = table_options(make_table(routing=dist_type, dtype=torch.bfloat16), num_ranks=7)
+    options = table_options(make_table(routing=dist_type, dtype=torch.bfloat16), world_size=7)
     assert options["dist_type"] == dist_type
     assert options["embedding_dtype"] == torch.bfloat16
     assert options["index_type"] == torch.int64
@@ -29,10 +29,10 @@ def test_options_carry_routing_dtype_and_a_whole_number_of_buckets(dist_type: st
     ("optimizer", "row_bytes"), [("sgd", 48), ("adam", 144), ("adagrad", 96), ("rowwise_adagrad", 64)]
 )
 def test_by_default_all_values_are_in_hbm_with_their_optimizer_state(optimizer: str, row_bytes: int) -> None:
-    options = table_options(make_table(capacity=1000), num_ranks=2, optimizer=optimizer)
+    options = table_options(make_table(capacity=1000), world_size=2, optimizer=optimizer)
     assert options["max_capacity"] == 1024
     assert options["local_hbm_for_values"] == 1024 * row_bytes
-    assert table_options(make_table(), num_ranks=2, hbm_bytes=5)["local_hbm_for_values"] == 5
+    assert table_options(make_table(), world_size=2, hbm_bytes=5)["local_hbm_for_values"] == 5
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_by_default_all_values_are_in_hbm_with_their_optimizer_state(optimizer: 
 )
 def test_refusals(changes: dict[str, Any], optimizer: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        table_options(make_table(**changes), num_ranks=2, optimizer=optimizer)
+        table_options(make_table(**changes), world_size=2, optimizer=optimizer)
 
 
 def test_without_dynamicemb_the_error_says_what_to_do() -> None:

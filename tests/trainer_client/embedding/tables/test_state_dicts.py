@@ -162,7 +162,7 @@ def test_a_map_of_keys_that_something_else_wrote_is_noticed(harm: str) -> None:
     train(model, range(3))
     owned = model.sparse[0].tables["items.main"]  # type: ignore[union-attr,index]
     if harm == "another's keys":
-        owned.num_ranks = 2  # what a broadcast from another rank would leave here
+        owned.world_size = 2  # what a broadcast from another rank would leave here
         owned.sorted_keys.copy_(owned.sorted_keys.clone())
     elif harm == "rows twice":
         owned.sorted_rows[1] = owned.sorted_rows[0]

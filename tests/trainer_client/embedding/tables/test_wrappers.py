@@ -21,9 +21,9 @@ def train_beside_reference(rank: int, wraps: list[str]) -> None:
         train_wrapped(name, rank, dist.get_world_size(), torch.device("cpu"), 1e-4)
 
 
-@pytest.mark.parametrize(("num_ranks", "wraps"), [(2, WRAPPERS), (4, ["ddp", "fsdp2"])])
-def test_wrapped_models_train_as_one_process_does(num_ranks: int, wraps: list[str]) -> None:
-    run_ranks(num_ranks, train_beside_reference, wraps)
+@pytest.mark.parametrize(("world_size", "wraps"), [(2, WRAPPERS), (4, ["ddp", "fsdp2"])])
+def test_wrapped_models_train_as_one_process_does(world_size: int, wraps: list[str]) -> None:
+    run_ranks(world_size, train_beside_reference, wraps)
 
 
 def overflow_on_one_rank(rank: int) -> float:
@@ -51,7 +51,7 @@ def test_with_a_sharded_scaler_all_ranks_skip_a_step() -> None:
 
 def use_wrongly(rank: int) -> None:
     collection = RoutedEmbeddingCollection([TABLE], process_group=init_device_mesh("cpu", (2,)))
-    assert (collection.rank, collection.num_ranks) == (rank, 2)
+    assert (collection.rank, collection.world_size) == (rank, 2)
     with pytest.raises(ValueError, match=r"a mesh of 2 dimensions; pass the one whose ranks share the tables"):
         RoutedEmbeddingCollection([TABLE], process_group=init_device_mesh("cpu", (2, 1)))
     model = FullyShardedDataParallel(

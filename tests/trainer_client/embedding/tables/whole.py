@@ -67,14 +67,14 @@ def loss_of(results: dict[str, Tensor]) -> Tensor:
 
 
 def check_rows(
-    collection: RoutedEmbeddingCollection, whole: Whole, rank: int, num_ranks: int, *, tolerance: float = 1e-5
+    collection: RoutedEmbeddingCollection, whole: Whole, rank: int, world_size: int, *, tolerance: float = 1e-5
 ) -> None:
     held_anywhere = torch.zeros(1, dtype=torch.int64)
     for table in whole.tables:
         owned: Any = collection.tables[table.name]
         held = owned.held_keys().cpu()
-        block = table.rows_per_rank(num_ranks)
-        assert bool((owners(held, table.mode, num_ranks=num_ranks, block_size=block) == rank).all())
+        block = table.rows_per_rank(world_size)
+        assert bool((owners(held, table.resolved_routing, world_size=world_size, block_size=block) == rank).all())
         index = torch.searchsorted(whole.keys[table.name], held)
         expected = whole.weights[table.name][index]
         torch.testing.assert_close(owned.weight[: held.numel()].cpu(), expected, rtol=tolerance, atol=tolerance)

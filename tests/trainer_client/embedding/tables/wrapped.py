@@ -108,7 +108,7 @@ def wrap(model: Nested, name: str, device: torch.device) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=name == "ddp", static_graph=name == "static")
 
 
-def train_wrapped(name: str, rank: int, num_ranks: int, device: torch.device, tolerance: float) -> None:
+def train_wrapped(name: str, rank: int, world_size: int, device: torch.device, tolerance: float) -> None:
     """Trains a wrapped model beside the reference for some steps, and compares all of it after each."""
     model, reference = Nested(device, odd=name == "unused"), Reference(odd=name == "unused")
     wrapped = wrap(model, name, device)
@@ -116,11 +116,11 @@ def train_wrapped(name: str, rank: int, num_ranks: int, device: torch.device, to
     ours = torch.optim.Adam(wrapped.parameters(), lr=0.05)
     theirs = torch.optim.Adam(reference.parameters(), lr=0.05)
     for step in range(4):
-        batches = [make_batch(other, step) for other in range(num_ranks)]
+        batches = [make_batch(other, step) for other in range(world_size)]
         total = sum(rows_in(batch) for batch in batches)
         ours.zero_grad(set_to_none=step % 2 == 0)
         theirs.zero_grad()
-        loss = wrapped(to_device(batches[rank], device), rank) * num_ranks / total  # the documented `loss_scale`
+        loss = wrapped(to_device(batches[rank], device), rank) * world_size / total  # the documented `loss_scale`
         loss.backward()
         expected = torch.stack([reference.tower(batch, other) for other, batch in enumerate(batches)]).sum() / total
         expected.backward()
@@ -132,8 +132,8 @@ def train_wrapped(name: str, rank: int, num_ranks: int, device: torch.device, to
         theirs.step()
         with FullyShardedDataParallel.summon_full_params(wrapped) if name == "fsdp1" else nullcontext():
             check_dense(model, reference, tolerance)
-        check_rows(model.sparse, reference.stem, rank, num_ranks, tolerance=tolerance)
-        check_rows(model.last, reference.last, rank, num_ranks, tolerance=tolerance)
+        check_rows(model.sparse, reference.stem, rank, world_size, tolerance=tolerance)
+        check_rows(model.last, reference.last, rank, world_size, tolerance=tolerance)
     # On GPUs, in one call, PyTorch's optimizers fail over distributed tensors beside others.
     mixed = len({isinstance(parameter, DTensor) for parameter in wrapped.parameters()}) == 2
     assert mixed or name != "fsdp2"

@@ -128,12 +128,12 @@ def test_the_skew_of_keys_is_measured_now_and_then() -> None:
 
     with RankExporter.start(job="keys", rank=0) as exporter:
         for keys in ((1, 5, 9, 2), (0, 0, 0, 0), (0, 0, 0, 0), (1, 2, 3, 0)):
-            exporter.keys(batch(*keys), num_ranks=4, routing="roundrobin", every=3)
+            exporter.keys(batch(*keys), world_size=4, routing="roundrobin", every=3)
             if keys[0] == 1 and keys[1] == 5:
                 first = scrape(exporter.port)
         last = scrape(exporter.port)
         with pytest.raises(ValueError, match="2 modes"):
-            exporter.keys(batch(1), num_ranks=4, routing=["roundrobin", "roundrobin"], every=1)
+            exporter.keys(batch(1), world_size=4, routing=["roundrobin", "roundrobin"], every=1)
     assert value(first, "key_skew_ratio", table="even") == 1.0
     assert value(first, "key_skew_ratio", table="hot") == 3.0
     assert value(last, "key_skew_ratio", table="hot") == 1.0

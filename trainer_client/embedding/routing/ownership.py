@@ -54,7 +54,7 @@ class Routing:
             it that uses the same hash. Only `hash_roundrobin` has one.
 
     Raises:
-        ValueError: If the mode is unknown, the seed is out of range, or a mode without a hash is given a seed.
+        ValueError: If `dist_type` is unknown, the seed is out of range, or given without a hash.
     """
 
     dist_type: DistType = "roundrobin"
@@ -73,7 +73,7 @@ class Routing:
 
     @property
     def code(self) -> int:
-        """The mode's number: 0 continuous, 1 roundrobin, 2 hash_roundrobin."""
+        """Its number, a `mode` to the kernels: 0 continuous, 1 roundrobin, 2 hash_roundrobin."""
         return DIST_TYPES.index(self.dist_type)
 
     @property
@@ -82,12 +82,12 @@ class Routing:
         mixed = fmix64(self.seed)
         return mixed - (1 << 64) if mixed >> 63 else mixed
 
-    def owner(self, key: int, *, num_ranks: int, block_size: int = 0) -> int:
+    def owner(self, key: int, *, world_size: int, block_size: int = 0) -> int:
         """Rank that owns one key, in plain Python integers; negative keys count modulo 2**64."""
         key &= _MASK
-        if self.dist_type == "continuous" and key < block_size * num_ranks:
+        if self.dist_type == "continuous" and key < block_size * world_size:
             return key // block_size
-        return (fmix64(key ^ fmix64(self.seed)) if self.dist_type == "hash_roundrobin" else key) % num_ranks
+        return (fmix64(key ^ fmix64(self.seed)) if self.dist_type == "hash_roundrobin" else key) % world_size
 
 
 RoutingLike = str | Routing
@@ -95,7 +95,7 @@ RoutingLike = str | Routing
 CONTINUOUS = Routing(dist_type="continuous")
 ROUNDROBIN = Routing(dist_type="roundrobin")
 HASH_ROUNDROBIN = Routing(dist_type="hash_roundrobin")
-_BY_NAME = {mode.dist_type: mode for mode in (CONTINUOUS, ROUNDROBIN, HASH_ROUNDROBIN)}
+_BY_NAME = {routing.dist_type: routing for routing in (CONTINUOUS, ROUNDROBIN, HASH_ROUNDROBIN)}
 
 
 def continuous() -> Routing:
@@ -114,7 +114,7 @@ def hash_roundrobin(seed: int = 0) -> Routing:
 
 
 def as_routing(routing: RoutingLike) -> Routing:
-    """Returns the mode that a name or a mode object stands for.
+    """The routing that a name stands for; one that is a routing already.
 
     Raises:
         ValueError: If the name is unknown.
@@ -135,20 +135,20 @@ def as_routings(routing: RoutingLike | Sequence[RoutingLike]) -> tuple[Routing, 
     return tuple(as_routing(item) for item in routing)
 
 
-def check_num_ranks(num_ranks: int) -> int:
-    """Returns `num_ranks`.
+def check_world_size(world_size: int) -> int:
+    """Returns `world_size`.
 
     Raises:
         ValueError: If it is not between 1 and `MAX_RANKS`.
     """
-    if not 1 <= num_ranks <= MAX_RANKS:
-        raise ValueError(f"num_ranks is {num_ranks}; give 1 to {MAX_RANKS}")
-    return num_ranks
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"world_size is {world_size}; give 1 to {MAX_RANKS}")
+    return world_size
 
 
-def block_size(num_rows: int, num_ranks: int) -> int:
-    """Rows of a continuous table that a rank holds: `ceil(num_rows / num_ranks)`."""
-    return -(-num_rows // num_ranks)
+def block_size(num_rows: int, world_size: int) -> int:
+    """Rows of a continuous table that a rank holds: `ceil(num_rows / world_size)`."""
+    return -(-num_rows // world_size)
 
 
 _LOW = 0xFFFFFFFF
@@ -172,11 +172,11 @@ def fmix64_of(keys: Tensor) -> Tensor:
     return keys ^ _shift(keys, 33)
 
 
-def _divide_by_ranks(keys: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+def _divide_by_ranks(keys: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
     """Unsigned quotient and remainder, by long division in base 2**32."""
     high, low = _shift(keys, 32), keys & _LOW
-    rest = (high % num_ranks << 32) + low
-    return (high // num_ranks << 32) + rest // num_ranks, rest % num_ranks
+    rest = (high % world_size << 32) + low
+    return (high // world_size << 32) + rest // world_size, rest % world_size
 
 
 def _divide_by_block(keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -200,31 +200,31 @@ def as_int64(keys: Tensor) -> Tensor:
     return keys.to(torch.int64)
 
 
-def route(keys: Tensor, routing: Routing, *, num_ranks: int, block_size: int = 0) -> tuple[Tensor, Tensor]:
+def route(keys: Tensor, routing: Routing, *, world_size: int, block_size: int = 0) -> tuple[Tensor, Tensor]:
     """Owner of each key, and the index that is sent to it.
 
     Args:
         keys: Any shape; int32, int64 or uint64.
-        routing: The table's mode.
-        num_ranks: Ranks that share the table.
-        block_size: Rows a rank under `continuous`, below 2**63; other modes ignore it.
+        routing: The table's.
+        world_size: Ranks that share the table.
+        block_size: Rows a rank under `continuous`, below 2**63; others ignore it.
 
     Returns:
         Owners as int64 and indices in the keys' dtype (the low half of an out-of-range quotient for int32), in the
         shape of `keys`.
 
     Raises:
-        ValueError: If `num_ranks` or a dtype is out of range.
+        ValueError: If `world_size` or a dtype is out of range.
     """
-    check_num_ranks(num_ranks)
+    check_world_size(world_size)
     wide = as_int64(keys)
     if routing.dist_type == "roundrobin":
-        return _divide_by_ranks(wide, num_ranks)[1], keys
+        return _divide_by_ranks(wide, world_size)[1], keys
     if routing.dist_type == "hash_roundrobin":
-        return _divide_by_ranks(fmix64_of(wide ^ routing.mix), num_ranks)[1], keys
-    quotient, remainder = _divide_by_ranks(wide, num_ranks)
+        return _divide_by_ranks(fmix64_of(wide ^ routing.mix), world_size)[1], keys
+    quotient, remainder = _divide_by_ranks(wide, world_size)
     if block_size > 0:
-        limit = min(block_size * num_ranks, 1 << 64)
+        limit = min(block_size * world_size, 1 << 64)
         # Unsigned comparison: flip the sign bit of both sides.
         inside = (wide ^ _MIN) <= ((limit - 1) - (1 << 63))
         block, within = _divide_by_block(wide, block_size)
@@ -233,6 +233,6 @@ def route(keys: Tensor, routing: Routing, *, num_ranks: int, block_size: int = 0
     return remainder, sent
 
 
-def owners(keys: Tensor, routing: Routing, *, num_ranks: int, block_size: int = 0) -> Tensor:
+def owners(keys: Tensor, routing: Routing, *, world_size: int, block_size: int = 0) -> Tensor:
     """Rank that owns each key, as int64 in the shape of `keys`; see `route`."""
-    return route(keys, routing, num_ranks=num_ranks, block_size=block_size)[0]
+    return route(keys, routing, world_size=world_size, block_size=block_size)[0]

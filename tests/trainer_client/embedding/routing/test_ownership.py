@@ -15,7 +15,7 @@ from trainer_client.embedding.routing import (
     roundrobin,
     route,
 )
-from trainer_client.embedding.routing.modes import fmix64
+from trainer_client.embedding.routing.ownership import fmix64
 
 RANKS = st.sampled_from([1, 2, 3, 5, 7, 8, 64, 100, 255, 256, 1000, 1024, 4095, 4096])
 KEYS = st.integers(-(2**63), 2**63 - 1)
@@ -32,46 +32,46 @@ def test_fmix64_gives_the_published_values() -> None:
 
 @given(st.lists(KEYS, min_size=1, max_size=30), ROUTINGS, RANKS, st.integers(1, 2**63 - 1))
 def test_tensor_routing_equals_arithmetic_on_integers(
-    keys: list[int], routing: Routing, num_ranks: int, block: int
+    keys: list[int], routing: Routing, world_size: int, block: int
 ) -> None:
-    owner, sent = route(torch.tensor(keys), routing, num_ranks=num_ranks, block_size=block)
-    assert owner.tolist() == [routing.owner(key, num_ranks=num_ranks, block_size=block) for key in keys]
+    owner, sent = route(torch.tensor(keys), routing, world_size=world_size, block_size=block)
+    assert owner.tolist() == [routing.owner(key, world_size=world_size, block_size=block) for key in keys]
     for key, index in zip(keys, sent.tolist(), strict=True):
         unsigned = key % 2**64
         if routing.dist_type != "continuous":
             assert index == key
-        elif unsigned < block * num_ranks:
+        elif unsigned < block * world_size:
             assert index % 2**64 == unsigned % block
         else:
-            assert index % 2**64 == unsigned // num_ranks
+            assert index % 2**64 == unsigned // world_size
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=30), ROUTINGS, RANKS, st.integers(1, 2**31))
-def test_a_key_has_one_owner_whatever_its_dtype(keys: list[int], routing: Routing, num_ranks: int, block: int) -> None:
+def test_a_key_has_one_owner_whatever_its_dtype(keys: list[int], routing: Routing, world_size: int, block: int) -> None:
     wide = torch.tensor(keys)
-    expected = owners(wide, routing, num_ranks=num_ranks, block_size=block)
+    expected = owners(wide, routing, world_size=world_size, block_size=block)
     for other in (wide.to(torch.int32), wide.view(torch.uint64)):
-        assert torch.equal(owners(other, routing, num_ranks=num_ranks, block_size=block), expected)
+        assert torch.equal(owners(other, routing, world_size=world_size, block_size=block), expected)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16, 48, 64, 100, 256, 1000, 1024])
-def test_keys_in_steps_of_the_ranks_spread_evenly_under_the_hash(num_ranks: int) -> None:
-    keys = torch.arange(max(50_000, 1000 * num_ranks)) * num_ranks
-    assert owners(keys, roundrobin(), num_ranks=num_ranks).unique().numel() == 1
-    counts = torch.bincount(owners(keys, hash_roundrobin(), num_ranks=num_ranks), minlength=num_ranks).double()
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16, 48, 64, 100, 256, 1000, 1024])
+def test_keys_in_steps_of_the_ranks_spread_evenly_under_the_hash(world_size: int) -> None:
+    keys = torch.arange(max(50_000, 1000 * world_size)) * world_size
+    assert owners(keys, roundrobin(), world_size=world_size).unique().numel() == 1
+    counts = torch.bincount(owners(keys, hash_roundrobin(), world_size=world_size), minlength=world_size).double()
     assert float((counts.max() - counts.min()) / counts.mean()) < 0.30
     assert float(counts.max() / counts.min()) < 1.50
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8, 64])
-def test_one_zipf_load_under_several_encodings_of_its_keys(num_ranks: int) -> None:
+@pytest.mark.parametrize("world_size", [4, 8, 64])
+def test_one_zipf_load_under_several_encodings_of_its_keys(world_size: int) -> None:
     popularity = 1.0 / torch.arange(10, 200_010, dtype=torch.float64) ** 0.8
     share = popularity / popularity.sum()
     ids = torch.arange(share.numel())
     generator = torch.Generator().manual_seed(1)
     encodings = {
         "plain": ids,
-        "times ranks": ids * num_ranks,
+        "times ranks": ids * world_size,
         "table in the high bits": ids | (7 << 56),
         "even numbers": ids * 2,
         "timestamps": 1_700_000_000_000_000 + ids * 1000,
@@ -79,13 +79,13 @@ def test_one_zipf_load_under_several_encodings_of_its_keys(num_ranks: int) -> No
     }
 
     def spread(keys: torch.Tensor, routing: Routing) -> float:
-        load = torch.zeros(num_ranks, dtype=torch.float64)
-        load.index_add_(0, owners(keys, routing, num_ranks=num_ranks), share)
+        load = torch.zeros(world_size, dtype=torch.float64)
+        load.index_add_(0, owners(keys, routing, world_size=world_size), share)
         return float((load.max() - load.min()) / load.mean())
 
     assert spread(encodings["times ranks"], roundrobin()) > 0.50
     # A random owner gives each rank's share a relative standard deviation of sqrt(W * sum of squares).
-    limit = 7 * math.sqrt(num_ranks * float(share.square().sum()))
+    limit = 7 * math.sqrt(world_size * float(share.square().sum()))
     for name, keys in encodings.items():
         for seed in (0, 99):
             assert spread(keys, hash_roundrobin(seed)) < limit, (name, seed)
@@ -97,28 +97,28 @@ def gini(loads: torch.Tensor) -> float:
     return float((2 * ranks - ordered.numel() - 1).mul(ordered).sum() / (ordered.numel() * ordered.sum()))
 
 
-@pytest.mark.parametrize("num_ranks", [8, 256])
-def test_gini_of_histories_of_items(num_ranks: int) -> None:
+@pytest.mark.parametrize("world_size", [8, 256])
+def test_gini_of_histories_of_items(world_size: int) -> None:
     generator = torch.Generator().manual_seed(2)
     draws = torch.rand(400_000, generator=generator, dtype=torch.float64)
     items = (1_000_000**draws).to(torch.int64) * 1000 + 400_000  # log-uniform popularity, padded keys
     unique = items.unique()
-    assert gini(torch.bincount(owners(unique, roundrobin(), num_ranks=num_ranks), minlength=num_ranks)) > 0.5
-    counts = torch.bincount(owners(unique, hash_roundrobin(), num_ranks=num_ranks), minlength=num_ranks)
+    assert gini(torch.bincount(owners(unique, roundrobin(), world_size=world_size), minlength=world_size)) > 0.5
+    counts = torch.bincount(owners(unique, hash_roundrobin(), world_size=world_size), minlength=world_size)
     assert gini(counts) < 0.06
 
 
-@pytest.mark.parametrize("num_ranks", [8, 256, 1024])
-def test_a_seed_makes_the_owner_independent_of_the_table_hash(num_ranks: int) -> None:
+@pytest.mark.parametrize("world_size", [8, 256, 1024])
+def test_a_seed_makes_the_owner_independent_of_the_table_hash(world_size: int) -> None:
     keys = torch.arange(400_000)
-    table = owners(keys, hash_roundrobin(), num_ranks=num_ranks)  # the bucket of a table hashed by fmix64
+    table = owners(keys, hash_roundrobin(), world_size=world_size)  # the bucket of a table hashed by fmix64
     for seed, whole in ((0, False), (1, True), (2**63, True), (123456789, True)):
-        mine = owners(keys, hash_roundrobin(seed), num_ranks=num_ranks) == 3
+        mine = owners(keys, hash_roundrobin(seed), world_size=world_size) == 3
         reached = table[mine].unique().numel()
-        assert (reached > num_ranks * 0.25) if whole else reached == 1, seed
+        assert (reached > world_size * 0.25) if whole else reached == 1, seed
 
 
-def test_modes_are_named_and_checked() -> None:
+def test_ownership_are_named_and_checked() -> None:
     assert as_routing("hash_roundrobin") == hash_roundrobin(0)
     assert str(hash_roundrobin(3)) == "hash_roundrobin(seed=3)"
     assert [continuous().code, roundrobin().code, hash_roundrobin().code] == [0, 1, 2]
@@ -132,4 +132,4 @@ def test_modes_are_named_and_checked() -> None:
         with pytest.raises(ValueError, match=message):
             Routing(**arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="float32"):
-        owners(torch.ones(2), roundrobin(), num_ranks=2)
+        owners(torch.ones(2), roundrobin(), world_size=2)
