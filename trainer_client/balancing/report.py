@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,10 @@ from evenkeel.partitioning.api import evenness
 from evenkeel.partitioning.rounds import Figures, RankPlan
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.tickets import Ticket
 from trainer_client.balancing.votes import Vote
+
+if TYPE_CHECKING:  # which carries reports
+    from trainer_client.balancing.tickets import Ticket
 
 logger = logging.getLogger(__name__)
 
