@@ -119,8 +119,9 @@ def check_moves(rng: Rng) -> str:
         )
         words = np.full(amounts.num_words, -1, np.int64)
         moves = describe(
-            words, amounts, piece, held, fields, own_units[:-1].copy(),
-            np.array([b.address for b in here], np.int64), np.array([b.address for b in there], np.int64),
+            words, amounts, piece, held, fields,
+            fields.first_rows(np.array([b.address for b in here], np.int64), own_units),
+            fields.first_rows(np.array([b.address for b in there], np.int64), new_units),
             sent.address, received.address, most=most, join=join,
         )  # fmt: skip
         assert moves.num_words <= words.size

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,10 +81,11 @@ class FieldTable:
 
     def addresses(self, tensors: Sequence[torch.Tensor], totals: NDArray[np.int64]) -> NDArray[np.int64]:
         """(F,) address of each field's first row in contiguous tensors that hold `totals` values per column."""
-        first = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)[self.leaf_index]
-        begins = [int(totals[self.before_columns[a:b]].sum()) for a, b in pairwise(self.before_begin.tolist())]
-        result: NDArray[np.int64] = first + np.array(begins, dtype=np.int64) * self.unit_bytes
-        return result
+        return self.first_rows(np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64), totals)
+
+    def first_rows(self, begins: NDArray[np.int64], totals: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same for tensors that begin at these addresses."""
+        return _first_rows(begins, totals, self.leaf_index, self.before_begin, self.before_columns, self.unit_bytes)
 
     def segment_bytes(self, counts: NDArray[np.int64], totals: NDArray[np.int64]) -> NDArray[np.int64]:
         """(peers, F) bytes of each field.
@@ -95,6 +95,24 @@ class FieldTable:
             totals: (peers, num_jagged) values per jagged column.
         """
         return np.column_stack([totals, counts])[:, self.column] * self.unit_bytes
+
+
+@kernel
+def _first_rows(
+    begins: NDArray[np.int64],
+    totals: NDArray[np.int64],
+    leaf: NDArray[np.int64],
+    before_begin: NDArray[np.int64],
+    before_columns: NDArray[np.int64],
+    unit_bytes: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    addresses = np.empty(leaf.size, np.int64)
+    for field in range(leaf.size):
+        rows = np.int64(0)
+        for k in range(before_begin[field], before_begin[field + 1]):
+            rows += totals[before_columns[k]]
+        addresses[field] = begins[leaf[field]] + rows * unit_bytes[field]
+    return addresses
 
 
 ALIGNMENT = 16

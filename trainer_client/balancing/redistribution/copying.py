@@ -131,7 +131,8 @@ def load_on_host() -> None:
     fields = FieldTable.of(())
     amounts = measure(nowhere, table, fields, 1, WHOLE)
     words = np.zeros(amounts.num_words, dtype=np.int64)
-    describe(words, amounts, nowhere, table, fields, nothing, nothing, nothing, 0, 0, most=WHOLE, join=True)
+    places = fields.first_rows(nothing, nothing)
+    describe(words, amounts, nowhere, table, fields, places, places, 0, 0, most=WHOLE, join=True)
     described = describe_samples(nothing, begin, table, begin, fields, np.zeros((1, 0), np.int64), nothing, most=WHOLE)
     copy_described(*described, torch.device("cpu"))
 

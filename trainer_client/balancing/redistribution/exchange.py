@@ -178,9 +178,9 @@ def exchange(
     words.view(np.int32)[: lengths.size] = lengths.reshape(-1)
     described = on_host if device.type == "cpu" else torch.empty_like(on_host, device=device)
     moves = describe(
-        words[begin:], amounts, piece, lengths, landing.fields, flat.totals,
-        _addresses([*flat.tensors, described]), _addresses([*landing.tensors, table]),
-        sent.data_ptr(), received.data_ptr(),
+        words[begin:], amounts, piece, lengths, landing.fields,
+        landing.fields.addresses([*flat.tensors, described], flat.totals),
+        landing.fields.addresses([*landing.tensors, table], amounts.units), sent.data_ptr(), received.data_ptr(),
         most=piece_bytes(device), join=amounts.kept_bytes < OVERLAP_BYTES,
     )  # fmt: skip
     if device.type != "cpu":
@@ -212,10 +212,6 @@ def exchange(
         )
 
     return finish
-
-
-def _addresses(tensors: list[torch.Tensor]) -> NDArray[np.int64]:
-    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
 def _check(piece: Slice, lengths: NDArray[np.int64]) -> None:

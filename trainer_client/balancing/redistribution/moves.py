@@ -122,7 +122,6 @@ def describe(
     piece: Slice,
     lengths: Ints,
     fields: FieldTable,
-    totals: Ints,
     here: Ints,
     there: Ints,
     sent: int,
@@ -139,18 +138,16 @@ def describe(
         piece: The slice.
         lengths: (n, num_jagged) of the rank's own samples.
         fields: The fields.
-        totals: (num_jagged,) values that the rank holds per jagged column.
-        here: (leaves,) addresses of its tensors.
-        there: (leaves,) addresses of the tensors of the result.
+        here: (F,) addresses of its fields.
+        there: (F,) addresses of the fields of the result.
         sent: Address of the send buffer.
         received: Address of the receive buffer.
         most: Bytes above which a piece is cut.
         join: Copy what stays together with what is sent; `keep` is empty then.
     """
     jobs, num_words = _describe(
-        words, words.view(np.int32), amounts.order, amounts.begin, amounts.sent_units, amounts.source_units,
-        int(piece.rank), piece.sources, lengths, fields.column, fields.unit_bytes, fields.leaf_index,
-        fields.before_begin, fields.before_columns, totals, amounts.units, here, there, sent, received, most, join,
+        words, amounts.order, amounts.begin, amounts.sent_units, amounts.source_units, int(piece.rank), piece.sources,
+        lengths, fields.column, fields.unit_bytes, here, there, sent, received, most, join,
     )  # fmt: skip
     pack, keep, unpack = (Job(*job) for job in jobs.tolist())
     return Moves(pack, keep, unpack, num_words)
@@ -234,7 +231,6 @@ def _measure(
 @kernel
 def _describe(
     words: Ints,
-    halves: NDArray[np.int32],
     order: Ints,
     begin: Ints,
     sent_units: Ints,
@@ -244,11 +240,6 @@ def _describe(
     lengths: Ints,
     column: Ints,
     unit_bytes: Ints,
-    leaf: Ints,
-    before_begin: Ints,
-    before_columns: Ints,
-    own_totals: Ints,
-    new_units: Ints,
     here: Ints,
     there: Ints,
     sent: int,
@@ -256,7 +247,7 @@ def _describe(
     most: int,
     join: bool,
 ) -> tuple[Ints, int]:
-    num_fields, num_columns, num_sources = column.size, new_units.size, sources.size
+    num_fields, num_columns, num_sources = column.size, sent_units.shape[1], sources.size
     columns = columns_of(column, num_columns - 1)
     cuts = units_of_pieces(columns, unit_bytes, num_columns, most)
     num_groups = 0
@@ -279,12 +270,7 @@ def _describe(
 
     # Where each field is, and where it comes to be; sources come in order of their ranks.
     for field in range(num_fields):
-        own_rows, new_rows = np.int64(0), np.int64(0)
-        for k in range(before_begin[field], before_begin[field + 1]):
-            own_rows += own_totals[before_columns[k]]
-            new_rows += new_units[before_columns[k]]
-        words[at_here + field] = here[leaf[field]] + own_rows * unit_bytes[field]
-        words[at_landing + field] = there[leaf[field]] + new_rows * unit_bytes[field]
+        words[at_here + field], words[at_landing + field] = here[field], there[field]
     staying = np.zeros(num_columns, np.int64)
     cursor = received
     for k in range(num_sources):
@@ -307,7 +293,7 @@ def _describe(
                 words[place] = cursor
                 cursor += (units * unit_bytes[field] + 15) & -16
 
-    pieces = halves[2 * at_pieces :]
+    pieces = words.view(np.int32)[2 * at_pieces :]
     piece_begin = np.zeros((3, num_columns + 1), np.int64)
     count, landing = ZERO, ZERO
     starts = np.empty((num_columns, order.size + 1), np.int64)
