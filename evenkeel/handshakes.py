@@ -15,12 +15,12 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # of HTTP/2, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handshake:
-    """How it ended.
+    """How a handshake with a server ended.
 
     Attributes:
         problem: What is wrong; empty: nothing.
         remedy: What to do about it.
-        version: Of TLS; empty in plaintext.
+        version: The version of TLS; empty in plaintext.
         certificate: The server's, as `ssl.SSLSocket.getpeercert` gives it.
     """
 

@@ -62,7 +62,7 @@ def open_provider(
         endpoint: URL of an OpenTelemetry collector that takes OTLP over HTTP, such as `http://collector:4318`. Headers
             and certificates come from OpenTelemetry's own `OTEL_EXPORTER_OTLP_…` variables.
         processor: what gets the spans instead.
-        attributes: of the resource.
+        attributes: what spans are said to come from, beside the service's name.
 
     Raises:
         ValueError: If the endpoint is no URL.

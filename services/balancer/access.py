@@ -124,7 +124,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._follower = asyncio.create_task(self._follow(self._tokens), name="tokens")
 
     def stop(self) -> None:
-        """Ends that."""
+        """Follows them no more."""
         if self._follower is not None:
             self._follower.cancel()
 
@@ -157,7 +157,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._options
 
     def now(self) -> float:
-        """Seconds."""
+        """Seconds on the clock of tokens and connections."""
         return self._clock()
 
     @contextlib.contextmanager

@@ -67,7 +67,7 @@ def balance_message(figures: Figures, seconds: float) -> pb.Balance:
     """How even a round, or a batch of a window, is.
 
     Args:
-        figures: of it.
+        figures: how even the plan is.
         seconds: that its plan took.
     """
     return pb.Balance(partition_seconds=seconds, **{name: getattr(figures, name) for name in FIGURES})

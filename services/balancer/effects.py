@@ -89,7 +89,7 @@ class Decided:
     """A round was decided; for logs and metrics.
 
     Attributes:
-        session: of the round.
+        session: whose round it is.
         round: its number.
         decision: its outcome.
         waited: seconds from its first submission to its decision.
@@ -111,8 +111,8 @@ class SessionId:
 
     Attributes:
         key: the name that it holds.
-        run_id: of the launcher.
-        restart_count: of the launcher.
+        run_id: the launcher's name of the run.
+        restart_count: the launcher's count of restarts.
         opening: tells apart what a launcher starts again under the same run and count.
     """
 

@@ -29,7 +29,7 @@ class Metrics:
         """Registers the metrics.
 
         Args:
-            version: of the software.
+            version: the software's version.
             max_jobs: jobs that get a label of their own. A caller gets as many as are left for others; its later jobs
                 share the label `other`.
         """

@@ -33,7 +33,7 @@ class EdgeOptions:
     """What the edge needs to know beside the hub.
 
     Attributes:
-        version: of the software.
+        version: the software's version.
         strategies: names of the strategies that it knows.
         default_strategy: for sessions that name none.
         max_message_bytes: of one message.

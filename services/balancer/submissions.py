@@ -56,8 +56,8 @@ class Joining:
 
     Attributes:
         key: the session.
-        run_id: of the launcher.
-        restart_count: of the launcher.
+        run_id: the launcher's name of the run.
+        restart_count: the launcher's count of restarts.
         rank: who speaks.
         node: its host.
         terms: what all ranks must say alike.

@@ -94,7 +94,7 @@ def open_tracer(endpoint: str | None, *, instance: int, processor: SpanProcessor
 
     Args:
         endpoint: URL of a collector.
-        instance: of the balancer.
+        instance: the number of this balancer process.
         processor: what gets the spans instead.
 
     Raises:

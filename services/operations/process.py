@@ -18,7 +18,7 @@ def add_process_metrics(registry: CollectorRegistry, *, service: str, version: s
     Args:
         registry: Where to.
         service: `balancer` or `planner`.
-        version: Of the software.
+        version: The software's version.
     """
     info = Gauge(
         "evenkeel_build_info", "What runs; always 1.", ("service", "version", "python"), registry=registry

@@ -148,12 +148,12 @@ class BalancedLoader(Generic[B]):
 
     @property
     def sampler(self) -> Any:
-        """The wrapped loader's."""
+        """The wrapped loader's sampler."""
         return self._of_loader("sampler")
 
     @property
     def batch_sampler(self) -> Any:
-        """The wrapped loader's."""
+        """The wrapped loader's batch sampler."""
         return self._of_loader("batch_sampler")
 
     def set_epoch(self, epoch: int) -> None:

@@ -226,7 +226,7 @@ def connect(
     """This rank's way to the service, not yet started. Collective.
 
     Args:
-        address: Of the balancer.
+        address: Where the balancer is.
         session: What all ranks call themselves.
         groups: The ranks.
         options: Rank 0's options.

@@ -54,7 +54,7 @@ class Pass:
         """Begins a pass.
 
         Args:
-            name: Of the stream.
+            name: The stream's name.
             mover: What starts moves, once the stream is open.
             tell: Tells the other ranks that this one has left, and whether it was out of turn.
             patience: Seconds that a round may take at most.
@@ -94,7 +94,7 @@ class Pass:
         """From where the pass goes on, where its first round is submitted, and the samples as `Resumed.meeting` says.
 
         Args:
-            samples: Of the round.
+            samples: The round's samples on this rank.
             window: Batches of a window.
         """
         if self.resumed is None:

@@ -158,7 +158,7 @@ def make_pipeline(
         model: Returns the loss and anything else; TorchRec's pipelines look for sharded modules in it.
         optimizer: Of the dense part.
         device: Of this rank.
-        options: Of the pipeline.
+        options: What the pipeline takes.
 
     Raises:
         ValueError: If there is no such pipeline.

@@ -186,7 +186,7 @@ def raise_differing(name: str, ranks: Sequence[Resumed | None]) -> NoReturn:
     """Raises the error that says which rank cannot go on, or how the first two differ.
 
     Args:
-        name: Of the loader.
+        name: The loader's name.
         ranks: What each rank goes on from; None: from the beginning.
 
     Raises:
@@ -210,9 +210,9 @@ class LoaderState:
     """The state of a `BalancedLoader` on one rank.
 
     Attributes:
-        name: Of the loader.
+        name: The loader's name.
         rank: This rank of those that balance together.
-        world_size: Of them.
+        world_size: Number of ranks.
         batches: That were handed over in this pass.
         finished: The pass is over; the next one begins at the loader's own beginning.
         source: Where the wrapped loader was before the first window that was not wholly handed over; None: at its

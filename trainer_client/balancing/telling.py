@@ -27,7 +27,7 @@ def tell_end(name: str, verdict: Verdict, taken: int, *, rank: int, again: bool)
     Time limits end evaluations so every time: a warning on one rank, once, is enough for those who wonder.
 
     Args:
-        name: Of the loader.
+        name: The loader's name.
         verdict: By which the pass has ended.
         taken: Batches that this rank's loop has got.
         rank: This rank.
@@ -73,9 +73,9 @@ def tell_breaker(
     """Says that the breaker has opened or closed: rank 0 for all; the first rank that missed the answer knows why.
 
     Args:
-        name: Of the loader.
+        name: The loader's name.
         round_number: After whose agreement it did.
-        verdict: Of the round.
+        verdict: What the ranks do in the round.
         breaker: As it is now.
         options: Rank 0's options.
         rank: This rank.
@@ -115,7 +115,7 @@ class Causes:
         """Knows of none yet.
 
         Args:
-            name: Of the stream.
+            name: The stream's name.
             groups: The ranks that speak to the service.
             connection: This rank's; None without a service.
             fallback: What the job does meanwhile.
@@ -226,7 +226,7 @@ def check_fields(name: str, flats: Sequence[FlatBatch], template: FlatBatch, *, 
     """Checks what one rank's batches must have in common; what all ranks' must, they check when they agree.
 
     Args:
-        name: Of the loader.
+        name: The loader's name.
         flats: The batches of a round.
         template: What the stream began with.
         served: Whether a service reads their lengths, of as many fields as at the beginning.

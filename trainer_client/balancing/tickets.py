@@ -105,7 +105,7 @@ class Ticket:
         """What all ranks agreed on; waits for it.
 
         Args:
-            name: Of the loader.
+            name: The loader's name.
             patience: Seconds to wait at most.
 
         Raises:
@@ -214,7 +214,7 @@ def read_round(
     """What a rank knows of its own samples of a round, and why its costs cannot be used (empty: they can).
 
     Args:
-        batches: Of the host.
+        batches: The batches, on the host.
         flats: The same, flattened.
         cost: From a batch to the predicted work of each sample.
         memory: From a batch to what each sample adds to the memory caps; None: its bytes.

@@ -95,7 +95,7 @@ def render(rows: list[Row], address: str, several: bool, silent: list[str], widt
 
     Args:
         rows: The sessions.
-        address: For the title.
+        address: The balancer's address, for the title.
         several: Whether there are several balancers.
         silent: Those that do not answer.
         width: Characters of a line; columns that matter less are left out where there is no room.
@@ -152,7 +152,7 @@ def watch(balancers: list[Calls], address: str, job: str, interval: float, count
 
     Args:
         balancers: All behind the address; one that does not answer is left out, as long as another does.
-        address: For the title.
+        address: The balancer's address, for the title.
         job: Only this job; empty: all.
         interval: Seconds between two looks.
         count: Looks to take.

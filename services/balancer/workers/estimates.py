@@ -20,7 +20,7 @@ class Size:
     """What the time of a partition depends on.
 
     Attributes:
-        ranks: of the session.
+        ranks: how many ranks the session has.
         samples: of all ranks.
         values: samples times jagged fields.
         window: batches of the round.

@@ -46,7 +46,7 @@ class WorkerPool:
         """Prepares a pool.
 
         Args:
-            options: of the operator.
+            options: what the operator has set.
             observer: is told about workers.
             zygote: where workers come from; started if None.
         """

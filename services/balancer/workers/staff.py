@@ -42,7 +42,7 @@ class Staff:
     """Keeps `size` workers, of which some are hired; more are forked on demand."""
 
     def __init__(self, size: int, memory_bytes: int, employer: Employer, zygote: Zygote | None) -> None:
-        """Prepares it.
+        """Forks nobody yet.
 
         Args:
             size: workers to keep.

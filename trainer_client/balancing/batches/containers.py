@@ -56,7 +56,7 @@ class DictNode:
     own_dict: bool = False
 
     def build(self, parts: Parts) -> dict[Any, Any]:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         if issubclass(self.kind, defaultdict):
             result: dict[Any, Any] = self.kind(self.default_factory)
         else:
@@ -71,7 +71,7 @@ class DictNode:
         return result
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         if type(value) is not self.kind or len(value) != len(self.items):
             return False
         if getattr(value, "default_factory", None) is not self.default_factory:
@@ -85,11 +85,11 @@ class DictNode:
         return aliased and self.members.take(value, taken)
 
     def read(self, value: Any, key: Any) -> Any:
-        """See `Container`."""
+        """The value at a key."""
         return value[key]
 
     def replace(self, value: Any, changes: dict[Any, Any]) -> Any:
-        """See `Container`."""
+        """The same with other values at some keys."""
         for key, item in changes.items():
             value[key] = item
         return value
@@ -104,14 +104,14 @@ class UserDictNode:
     members: ObjectNode
 
     def build(self, parts: Parts) -> UserDict[Any, Any]:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         result = self.kind.__new__(self.kind)
         object.__setattr__(result, "data", {key: node.build(parts) for key, node in self.items})
         self.members.fill(result, parts)
         return result
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         if type(value) is not self.kind or len(value.data) != len(self.items):
             return False
         found = zip(self.items, value.data.items(), strict=True)
@@ -119,11 +119,11 @@ class UserDictNode:
         return same and self.members.take(value, taken)
 
     def read(self, value: Any, key: Any) -> Any:
-        """See `Container`."""
+        """The value at a key."""
         return value.data[key]
 
     def replace(self, value: Any, changes: dict[Any, Any]) -> Any:
-        """See `Container`."""
+        """The same with other values at some keys."""
         value.data.update(changes)
         return value
 
@@ -136,21 +136,21 @@ class SequenceNode:
     items: Items
 
     def build(self, parts: Parts) -> Any:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         return self._made([node.build(parts) for _, node in self.items])
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         if type(value) is not self.kind or len(value) != len(self.items):
             return False
         return all(node.take(item, taken) for (_, node), item in zip(self.items, value, strict=True))
 
     def read(self, value: Any, key: Any) -> Any:
-        """See `Container`."""
+        """The value at a key."""
         return value[key]
 
     def replace(self, value: Any, changes: dict[Any, Any]) -> Any:
-        """See `Container`."""
+        """The same with other values at some keys."""
         values = [changes.get(index, item) for index, item in enumerate(value)]
         if isinstance(value, list):
             value[:] = values
@@ -178,7 +178,7 @@ class ObjectNode:
     stored: frozenset[str]
 
     def build(self, parts: Parts) -> Any:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         result = object.__new__(self.kind)
         self.fill(result, parts)
         return result
@@ -189,7 +189,7 @@ class ObjectNode:
             object.__setattr__(result, name, node.build(parts))
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         if type(value) is not self.kind or getattr(value, "__dict__", _NOTHING).keys() != self.stored:
             return False
         try:
@@ -198,11 +198,11 @@ class ObjectNode:
             return False
 
     def read(self, value: Any, key: Any) -> Any:
-        """See `Container`."""
+        """The value at a key."""
         return getattr(value, key)
 
     def replace(self, value: Any, changes: dict[Any, Any]) -> Any:
-        """See `Container`."""
+        """The same with other values at some keys."""
         set_members(value, changes)
         return value
 
@@ -214,11 +214,11 @@ class ConstantNode:
     value: Any
 
     def build(self, _parts: Parts) -> Any:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         return self.value
 
     def take(self, value: Any, _taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         return bool(value == self.value)
 
 

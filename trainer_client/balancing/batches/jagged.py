@@ -85,7 +85,7 @@ class JaggedNode:
     lengths_dtype: torch.dtype
 
     def build(self, parts: Parts) -> Any:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
         return JaggedTensor(
@@ -95,7 +95,7 @@ class JaggedNode:
         )
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         return is_jagged_tensor(value) and _take(value, self, taken)
 
 
@@ -110,7 +110,7 @@ class KeyedNode:
     lengths_dtype: torch.dtype
 
     def build(self, parts: Parts) -> Any:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         values, weights = parts.tensor(self.values), None if self.weights is None else parts.tensor(self.weights)
@@ -140,7 +140,7 @@ class KeyedNode:
         return {key: JaggedTensor(values, weights=weights, lengths=lengths, offsets=start) for key in self.keys}
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         if not is_keyed_jagged_tensor(value) or tuple(value.keys()) != self.keys:
             return False
         if value.variable_stride_per_key() or value.inverse_indices_or_none() is not None:
@@ -156,14 +156,14 @@ class NestedNode:
     values: int
 
     def build(self, parts: Parts) -> torch.Tensor:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         lengths = parts.lengths((self.column,), torch.int64)
         offsets = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
         nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(parts.tensor(self.values), offsets=offsets)
         return nested
 
     def take(self, _value: Any, _taken: Taken) -> bool:
-        """See `Node`; nested tensors always go the long way."""
+        """Refuses, so that batches with nested tensors are always read by their declarations."""
         return False
 
 
@@ -208,7 +208,7 @@ class PaddedNode:
     padding: Padded
 
     def build(self, parts: Parts) -> torch.Tensor:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         values = parts.tensor(self.leaf)
         longest = max(parts.lengths_on_host(self.column), default=0)
         width = -(-longest // self.padding.multiple) * self.padding.multiple
@@ -225,7 +225,7 @@ class PaddedNode:
         return result.view(parts.num_samples, width, *values.shape[1:])
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         taken.tensors.append(value)
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             return False

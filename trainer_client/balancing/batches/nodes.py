@@ -61,11 +61,11 @@ class TensorNode:
     leaf: int
 
     def build(self, parts: Parts) -> torch.Tensor:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         return parts.tensor(self.leaf)
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         taken.tensors.append(value)
         return isinstance(value, torch.Tensor)
 
@@ -77,11 +77,11 @@ class SharedNode:
     value: Any
 
     def build(self, parts: Parts) -> Any:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         return _moved(self.value, parts.device)
 
     def take(self, value: Any, _taken: Taken) -> bool:
-        """See `Node`; a shared value may be another one in each batch."""
+        """Accepts None for None only: other shared values may differ from batch to batch."""
         return value is None and self.value is None
 
 
@@ -92,13 +92,13 @@ class BatchSizeNode:
     dtype: torch.dtype | None
 
     def build(self, parts: Parts) -> int | torch.Tensor:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         if self.dtype is None:
             return parts.num_samples
         return torch.full((), parts.num_samples, dtype=self.dtype, device=parts.device)
 
     def take(self, value: Any, _taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         return type(value) is int and self.dtype is None
 
 
@@ -145,10 +145,10 @@ class DerivedNode:
         return DerivedNode, (self.path, function, self.column)
 
     def build(self, _parts: Parts) -> None:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
 
     def take(self, _value: Any, _taken: Taken) -> bool:
-        """See `Node`; the value does not matter."""
+        """Accepts any value, since it is computed anew."""
         return True
 
 

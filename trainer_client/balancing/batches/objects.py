@@ -53,12 +53,12 @@ class ArrayNode:
     dtype: np.dtype[Any]
 
     def build(self, parts: Parts) -> NDArray[Any]:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         array: NDArray[Any] = parts.tensor(self.leaf).numpy()
         return array.view(self.dtype) if self.dtype.kind in _TIMES else array
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         if type(value) is not np.ndarray or value.dtype.newbyteorder("=") != self.dtype:
             return False
         taken.tensors.append(as_tensor(value))
@@ -115,7 +115,7 @@ class ObjectsNode:
         return ObjectsNode(path, leaf, np.ndarray, dtype, value.shape[1:])
 
     def build(self, parts: Parts) -> Any:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         data = parts.tensor(self.values).numpy().data
         ends = list(accumulate(parts.lengths_on_host(self.path), initial=0))
         objects = [pickle.loads(data[since:until]) for since, until in pairwise(ends)]
@@ -129,7 +129,7 @@ class ObjectsNode:
         return np.array(objects, dtype=self.dtype).reshape(len(objects), *self.shape)
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         if type(value) is not self.kind:
             return False
         if self.kind is np.ndarray and (self.of(value, self.path, self.values) != self or not value.ndim):

@@ -28,7 +28,7 @@ class Watch:
         self._seen = [_bytes(tensors[index]) for index in self._largest]
 
     def check(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> None:
-        """Compares.
+        """Compares the tensors with what they were.
 
         Raises:
             BatchError: If one is not as it was.

@@ -43,7 +43,7 @@ class TensorDictNode:
         return TensorDictNode(_kind(value), items, *_properties(value))
 
     def build(self, parts: Parts) -> Any:
-        """See `Node`."""
+        """Makes it again, around the tensors of `parts`."""
         from tensordict import NonTensorStack, TensorDict
 
         batch_size = () if self.batch_dims is None else (parts.num_samples, *self.batch_dims)
@@ -59,7 +59,7 @@ class TensorDictNode:
         return result if self.kind is None else self.kind.from_tensordict(result)
 
     def take(self, value: Any, taken: Taken) -> bool:
-        """See `Node`."""
+        """Takes another of its kind apart."""
         if not is_tensordict(value) or _kind(value) is not self.kind:
             return False
         if _properties(value) != (self.batch_dims, self.names, self.placed):
@@ -72,11 +72,11 @@ class TensorDictNode:
         )
 
     def read(self, value: Any, key: str) -> Any:
-        """See `Container`."""
+        """The value at a key."""
         return value.get(key, None)
 
     def replace(self, value: Any, changes: dict[str, Any]) -> Any:
-        """See `Container`."""
+        """The same with other values at some keys."""
         for key, item in changes.items():
             value.set(key, item)
         return value

@@ -24,7 +24,7 @@ class RoutedTable:
         capacity: Rows a rank can hold when keys are inserted on first sight; 1.5 times the even share by default, and
             never less than 1024.
         seed: Seed of the initial values, which depend on it, the key and the column only.
-        dtype: Of the values.
+        dtype: Type of the values.
 
     Raises:
         ValueError: If a size is not positive or the pooling is unknown.

@@ -112,7 +112,7 @@ class AttentionWork:
         return (self.offsets, self.candidates) if self.candidates else (self.offsets,)
 
     def flops(self, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """See `Work`."""
+        """FLOPs of the forward and of the backward pass of one call."""
         lengths = torch.diff(_named(arguments, self.offsets)).double()
         history = lengths if self.candidates is None else lengths - _named(arguments, self.candidates)
         pairs = history * (history + 1) / 2 + (lengths - history) * (history + 1)
@@ -143,7 +143,7 @@ class ProductWork:
         return (self.rows,)
 
     def flops(self, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """See `Work`."""
+        """FLOPs of the forward and of the backward pass of one call."""
         value = _named(arguments, self.rows)
         forward = 2.0 * self.weights * value.shape[:-1].numel()
         return torch.tensor([forward, (MATMUL_WITH_BACKWARD - 1) * forward], dtype=torch.float64, device="cpu")

@@ -57,7 +57,7 @@ class HostMark:
         self._time = time.perf_counter()
 
     def ready(self) -> bool:
-        """Always."""
+        """Whether it has been reached: always."""
         return True
 
     def since(self, earlier: Mark) -> float:
