@@ -190,12 +190,13 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
 
 def measure_copies(device: torch.device) -> dict[str, float]:
     """Rate of the gathering copy kernel on one device beside that of a plain copy, bytes read and written."""
+    from benchmarks.references.blocks import segment_bytes
     from trainer_client.balancing.redistribution.copies import FieldTable, describe_samples
     from trainer_client.balancing.redistribution.copying import copy, piece_bytes
 
     flat = make_batch(CASES[-1], 0).to(device)
     fields = FieldTable.of(flat.structure.leaves)
-    sizes = fields.segment_bytes(np.array([flat.num_samples]), flat.totals[None])[0]
+    sizes = segment_bytes(fields, np.array([flat.num_samples]), flat.totals[None])[0]
     target = torch.empty(int(sizes.sum()) + 16 * len(sizes), dtype=torch.uint8, device=device)
     padded = (sizes + 15) // 16 * 16
     begin = np.array([0, flat.num_samples])

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from benchmarks.references.blocks import lay_out
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing import redistribution
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.redistribution import Pending
-from trainer_client.balancing.redistribution.copies import FieldTable, describe_samples, lay_out
+from trainer_client.balancing.redistribution.copies import FieldTable, describe_samples
 from trainer_client.balancing.redistribution.copying import copy_described, piece_bytes
 from trainer_client.process_groups import all_gather
 

@@ -87,15 +87,6 @@ class FieldTable:
         """The same for tensors that begin at these addresses."""
         return _first_rows(begins, totals, self.leaf_index, self.before_begin, self.before_columns, self.unit_bytes)
 
-    def segment_bytes(self, counts: NDArray[np.int64], totals: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(peers, F) bytes of each field.
-
-        Args:
-            counts: (peers,) samples.
-            totals: (peers, num_jagged) values per jagged column.
-        """
-        return np.column_stack([totals, counts])[:, self.column] * self.unit_bytes
-
 
 @kernel
 def _first_rows(
@@ -113,43 +104,6 @@ def _first_rows(
             rows += totals[before_columns[k]]
         addresses[field] = begins[leaf[field]] + rows * unit_bytes[field]
     return addresses
-
-
-ALIGNMENT = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """The blocks of some peers in one buffer.
-
-    Attributes:
-        sizes: (peers, F) bytes of each segment.
-        offsets: (peers, F) where it begins.
-        block_bytes: (peers,) bytes of each block, padding included.
-    """
-
-    sizes: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    block_bytes: NDArray[np.int64]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the buffer."""
-        return int(self.block_bytes.sum())
-
-
-def lay_out(fields: FieldTable, counts: NDArray[np.int64], totals: NDArray[np.int64]) -> Blocks:
-    """Places the segments of some peers.
-
-    Args:
-        fields: The fields.
-        counts: (peers,) samples of each peer.
-        totals: (peers, num_jagged) values per jagged column.
-    """
-    sizes = fields.segment_bytes(counts, totals)
-    padded = (sizes + (ALIGNMENT - 1)) & -ALIGNMENT
-    ends = np.cumsum(padded.ravel()).reshape(padded.shape)
-    return Blocks(sizes=sizes, offsets=ends - padded, block_bytes=padded.sum(axis=1))
 
 
 Ints = NDArray[np.int64]
