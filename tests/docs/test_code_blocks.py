@@ -29,7 +29,7 @@ class Model(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         inner = getattr(batch, "batch", batch)
-        found = self.dense(inner["history"].values()[:, None])
+        found = self.dense(inner["history"].values().float()[:, None])
         return found if inner is batch else (found.sum() * batch.loss_scale, found.detach())
 
 
@@ -74,6 +74,7 @@ def _run_all(_: int, folder: str, address: str) -> list[str]:
             # The balancer listens elsewhere, each block is a job, and the model has no sharded tables.
             code = block.replace("balancer:50051", address).replace("train-42", f"{Path(text).stem}-{number}")
             code = code.replace('make_pipeline("sparse_dist"', 'make_pipeline("base"')
+            code = code.replace("num_workers=4", "num_workers=1")  # each loop starts them anew
             if "pipeline.progress" in code and "make_pipeline" not in code:  # a new one: the last has ended
                 loader = BalancedLoader(data, Balancer.embedded(), cost=names["cost"])
                 names["batches"] = balanced_batches(loader)
