@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainer_client.balancing import BalancedLoader, BalanceOptions, Balancer, RoundReport
     from trainer_client.balancing.batches import BatchSpec, MaxLength, Padded
     from trainer_client.balancing.costs import HSTUCost, TokenCost, TransformerCost
-    from trainer_client.balancing.sampling import GlobalBatchSampler
+    from trainer_client.balancing.sampling import GlobalBatchSampler, TokenBudgetSampler
 
 __all__ = [
     "BalanceOptions",
@@ -32,6 +32,7 @@ __all__ = [
     "MaxLength",
     "Padded",
     "RoundReport",
+    "TokenBudgetSampler",
     "TokenCost",
     "TransformerCost",
 ]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
-import numpy as np
-from numpy.typing import NDArray
-
 from trainer_client.balancing.membership import Ranks
 from trainer_client.balancing.sampling.ordered import Coming, OrderedBatchSampler
 from trainer_client.checks import check_whole
@@ -53,17 +50,15 @@ class GlobalBatchSampler(OrderedBatchSampler):
             ValueError: If an argument is wrong.
         """
         super().__init__(
-            data, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size, process_group=process_group
-        )
+            data, seed=seed, shuffle=shuffle, drop_last=drop_last, rank=rank, world_size=world_size,
+            process_group=process_group,
+        )  # fmt: skip
         self.global_batch_size = global_batch_size
-        self.drop_last = drop_last
         check_whole(self, global_batch_size=1)
         if global_batch_size < self.world_size:
             raise ValueError(
                 f"global_batch_size is {global_batch_size} for {self.world_size} ranks; use one sample for each or more"
             )
-        if not isinstance(drop_last, bool):
-            raise ValueError(f"drop_last is {drop_last!r}; use True or False")
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
@@ -74,9 +69,3 @@ class GlobalBatchSampler(OrderedBatchSampler):
         """After the fixed number of samples, or where the epoch ends."""
         end = min(begin + self.global_batch_size, coming.samples)
         return begin if self.drop_last and end - begin < self.global_batch_size else end
-
-    def part(self, coming: Coming, begin: int, end: int, rank: int, world_size: int) -> NDArray[np.int64]:  # noqa: ARG002
-        """A consecutive part; the first ranks have one sample more where it does not come out even."""
-        share, more = divmod(end - begin, world_size)
-        first = begin + rank * share + min(rank, more)
-        return np.arange(first, first + share + (rank < more))

@@ -16,6 +16,7 @@ from trainer_client.balancing.sampling.order import MAX_SAMPLES, VERSION, Sample
 from trainer_client.balancing.sampling.position import Position, Rest, read_position
 from trainer_client.checks import check_whole, is_whole
 
+CONSECUTIVE = "consecutive"
 _REMEMBERED = 1 << 16  # ends of batches, more than loaders read ahead of the one that is trained
 
 
@@ -32,6 +33,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         *,
         seed: int,
         shuffle: bool,
+        drop_last: bool,
         rank: int | None,
         world_size: int | None,
         process_group: Ranks | None,
@@ -42,8 +44,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
         check_whole(self, seed=0)
         self.seed = int(seed)
         self.shuffle = shuffle
-        if not isinstance(shuffle, bool):
-            raise ValueError(f"shuffle is {shuffle!r}; use True or False")
+        self.drop_last = drop_last
+        for name in ("shuffle", "drop_last"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; use True or False")
         self._follows_default_group = rank is None and world_size is None and process_group is None
         self.rank, self.world_size = _place(rank, world_size, process_group)
         self._epoch = 0
@@ -58,9 +62,25 @@ class OrderedBatchSampler(Sampler[list[int]]):
         `begin` if there is none any more.
         """
 
-    @abstractmethod
+    @property
+    def division(self) -> str:
+        """How the next iteration divides a global batch over ranks, as states tell it."""
+        return CONSECUTIVE
+
+    def divide(self, coming: Coming, begin: int, end: int, world_size: int) -> NDArray[np.int32]:
+        """(end - begin,) the rank of each sample of a global batch, where parts are not consecutive."""
+        raise NotImplementedError
+
     def part(self, coming: Coming, begin: int, end: int, rank: int, world_size: int) -> NDArray[np.int64]:
-        """Which samples of a global batch a rank gets: (k,) numbers from `begin` to `end`-1, ascending."""
+        """Which samples of a global batch a rank gets: (k,) numbers from `begin` to `end`-1, ascending.
+
+        Consecutive parts differ by one sample at most; the first ranks have one more where it does not come out even.
+        """
+        if coming.division != CONSECUTIVE:
+            return np.flatnonzero(self.divide(coming, begin, end, world_size) == rank) + begin
+        share, more = divmod(end - begin, world_size)
+        first = begin + rank * share + min(rank, more)
+        return np.arange(first, first + share + (rank < more))
 
     @property
     def epoch(self) -> int:
@@ -107,10 +127,11 @@ class OrderedBatchSampler(Sampler[list[int]]):
                 fewer than have been yielded.
         """
         if self._latest is None:  # since the start, a state or another epoch
-            position = self._loaded or Position(epoch=self._epoch)
+            position, division = self._loaded or Position(epoch=self._epoch), self.division
         else:
-            position = self._latest.start.after(self._latest.end(batches))
-        return {**self._identity(), **position.plain()}
+            coming = self._latest.coming
+            position, division = coming.start.after(self._latest.end(batches)), coming.division
+        return {**self._identity(), **position.plain(), "division": division}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration begin where a state says, on any number of ranks.
@@ -135,7 +156,13 @@ class OrderedBatchSampler(Sampler[list[int]]):
             ValueError: If these are not the batches that follow the state.
         """
         start = self._read(state)
-        coming = Coming(self, start)
+        division = state.get("division")
+        if division not in (CONSECUTIVE, self.division):
+            raise ValueError(
+                f"state['division'] is {division!r} and this sampler's is {self.division!r}: it cannot tell which rank "
+                "had which sample of the window; load it into a sampler with the options of the job that saved it"
+            )
+        coming = Coming(self, start, str(division))
         left, begin = [], 0
         for batch in range(max(map(len, trained), default=0)):
             masks = [np.asarray(masks[batch] if batch < len(masks) else [], np.bool_) for masks in trained]
@@ -155,7 +182,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
         after = start.after(begin)
         places = np.concatenate((coming.places(numbers), after.left))
         rest = Rest.of(places) if places.size else None
-        return {**self._identity(), **Position(epoch=start.epoch, place=after.place, rest=rest).plain()}
+        position = Position(epoch=start.epoch, place=after.place, rest=rest)
+        return {**self._identity(), **position.plain(), "division": self.division}
 
     def _identity(self) -> dict[str, Any]:
         return {"version": VERSION, "samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
@@ -188,10 +216,17 @@ _REMEDIES = {
 
 
 class Coming:
-    """The samples that come from a position on, numbered from 0."""
+    """The samples that come from a position on, numbered from 0.
 
-    def __init__(self, sampler: OrderedBatchSampler, start: Position) -> None:
+    Attributes:
+        start: The position.
+        samples: How many there are.
+        division: How global batches of them are divided over ranks.
+    """
+
+    def __init__(self, sampler: OrderedBatchSampler, start: Position, division: str) -> None:
         self.start = start
+        self.division = division
         self.samples = start.to_come(sampler.num_samples)
         self._order = SampleOrder(sampler.num_samples, seed=sampler.seed, epoch=start.epoch, shuffle=sampler.shuffle)
 
@@ -213,8 +248,7 @@ class _Iteration:
 
     def __init__(self, sampler: OrderedBatchSampler, start: Position) -> None:
         self._sampler = sampler
-        self._coming = Coming(sampler, start)
-        self.start = start
+        self.coming = Coming(sampler, start, sampler.division)
         self.yielded = 0
         self._ends = np.zeros(_REMEMBERED, np.int64)
         self._known = 0  # global batches whose end is known
@@ -224,7 +258,7 @@ class _Iteration:
         assert batches > self._known - _REMEMBERED
         while self._known < batches:
             last = int(self._ends[self._known % _REMEMBERED])
-            self._ends[(self._known + 1) % _REMEMBERED] = self._sampler.end_of_batch(self._coming, last)
+            self._ends[(self._known + 1) % _REMEMBERED] = self._sampler.end_of_batch(self.coming, last)
             self._known += 1
         return int(self._ends[batches % _REMEMBERED])
 
@@ -233,10 +267,10 @@ class _Iteration:
         sampler, begin = self._sampler, 0
         sampler._begun()
         while (end := self.end(self.yielded + 1)) > begin:
-            numbers = sampler.part(self._coming, begin, end, sampler.rank, sampler.world_size)
+            numbers = sampler.part(self.coming, begin, end, sampler.rank, sampler.world_size)
             if not numbers.size:  # of the last global batch
                 return
-            batch: list[int] = self._coming.indexes(numbers).tolist()
+            batch: list[int] = self.coming.indexes(numbers).tolist()
             begin = end
             self.yielded += 1
             yield batch

@@ -144,6 +144,7 @@ def test_epochs_have_orders_of_their_own_and_iterations_begin_anew() -> None:
     assert list(sampler) == second  # a loop that was left begins again
     assert sampler.state_dict() == {
         "version": 1, "samples": 50, "seed": 5, "shuffle": True, "epoch": 1, "position": 50, "rest": None,
+        "division": "consecutive",
     }  # fmt: skip
 
 
