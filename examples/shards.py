@@ -23,11 +23,10 @@ import torch.distributed as dist
 
 from evenkeel.partitioning import partition
 from examples.datasets.lengths import LogNormalLengths
-from trainer_client import BalancedLoader, Balancer, BatchSpec
+from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.sampling import SampleOrder
 
 VERSION = 1
-SPEC = BatchSpec(jagged=("history",))
 
 
 class ShardLoader:
@@ -150,3 +149,69 @@ def collate(records: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         "id": torch.tensor([record["id"] for record in records]),
         "history": torch.nested.nested_tensor_from_jagged(values, lengths=lengths),
     }
+
+
+def write_shards(folder: Path, count: int, *, seed: int = 0) -> int:
+    """Writes files of very different lengths; the number of their records."""
+    rng, written = np.random.default_rng(seed), 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(count):
+        lengths = LogNormalLengths(mean=60, maximum=600).draw(rng, int(rng.integers(5, 200)))
+        lines = [
+            json.dumps({"id": written + number, "history": rng.integers(0, 1000, length).tolist()})
+            for number, length in enumerate(lengths.tolist())
+        ]
+        (folder / f"{shard:04}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        written += len(lengths)
+    return written
+
+
+def train(folder: Path, *, batch_size: int, max_steps: int | None) -> Counter[int]:
+    """Trains on until the epoch ends, or for some steps; how often this rank has trained each record."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shards = ShardLoader(sorted(folder.glob("*.jsonl")), batch_size=batch_size, rank=rank, world_size=world_size)
+    trained: Counter[int] = Counter()
+    with Balancer.embedded(job="shards") as balancer:
+        loader = BalancedLoader(shards, balancer, cost=lambda batch: batch["history"].offsets().diff() ** 2)
+        states = [json.loads(path.read_text()) for path in sorted(folder.glob("state.*.json"))]
+        if states:
+            loader.load_state_dict(states)
+        for step, batch in enumerate(loader, 1):
+            trained.update(batch["id"].tolist())
+            if step == max_steps:
+                break
+        state = loader.state_dict()
+    dist.barrier()  # all have read the old states
+    if rank == 0:
+        for path in folder.glob("state.*.json"):
+            path.unlink()
+    dist.barrier()
+    (folder / f"state.{rank:04}.json").write_text(json.dumps(state))
+    with (folder / f"trained.{rank:04}.txt").open("a") as ledger:
+        ledger.writelines(f"{record}\n" for record in trained.elements())
+    dist.barrier()
+    return trained
+
+
+def main() -> None:
+    """The command line, on each rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where shards, states and ledgers are; all ranks see it")
+    parser.add_argument("--write", type=int, default=0, help="shards to write first")
+    parser.add_argument("--steps", type=int, help="stop after so many")
+    parser.add_argument("--batch-size", type=int, default=32, help="records of each rank in a step")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    if options.write and dist.get_rank() == 0:
+        print(f"{write_shards(options.folder, options.write)} records in {options.write} shards")
+    dist.barrier()
+    train(options.folder, batch_size=options.batch_size, max_steps=options.steps)
+    if dist.get_rank() == 0:
+        ledgers = [path.read_text().split() for path in options.folder.glob("trained.*.txt")]
+        times = Counter(Counter(record for ledger in ledgers for record in ledger).values())
+        print("; ".join(f"{records} records were trained {often} times" for often, records in sorted(times.items())))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
