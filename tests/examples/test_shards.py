@@ -1,0 +1,94 @@
+"""Shards of per-rank streams: read once each, by any number of ranks, stopped anywhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.ranks import run_ranks
+from examples.shards import ShardLoader, train, write_shards
+
+
+def _ranks(folder: Path, world_size: int, **options: Any) -> list[ShardLoader]:
+    paths = sorted(folder.glob("*.jsonl"))
+    return [ShardLoader(paths, batch_size=16, rank=k, world_size=world_size, **options) for k in range(world_size)]
+
+
+def _read(loader: ShardLoader, at_most: int | None = None) -> list[int]:
+    found: list[int] = []
+    for number, batch in enumerate(loader, 1):
+        found += batch["id"].tolist()
+        if number == at_most:
+            break
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 5), (4, 4), (1, 12)])
+def test_any_number_of_ranks_reads_what_others_have_left(tmp_path: Path, before: int, after: int) -> None:
+    records = write_shards(tmp_path, 9)
+    ranks = _ranks(tmp_path, before)
+    for rank in ranks:
+        rank.set_epoch(2)
+    found = [record for number, rank in enumerate(ranks) for record in _read(rank, 2 + 3 * number)]
+    states = [rank.state_dict() for rank in ranks]
+    others = _ranks(tmp_path, after)
+    for rank in others:
+        rank.load_state_dicts(states)
+        rank.set_epoch(2)
+    left = [rank.state_dict()["offsets"] for rank in others]
+    assert Counter(shard for state in left for shard in state) == Counter(
+        s for state in states for s in state["offsets"]
+    )
+    found += [record for rank in others for record in _read(rank)]
+    assert sorted(found) == list(range(records))
+    assert [rank.state_dict()["offsets"] for rank in others] == [{}] * after
+
+
+def test_a_rank_goes_on_alone_and_epochs_begin_anew(tmp_path: Path) -> None:
+    write_shards(tmp_path, 4)
+    (whole,) = _ranks(tmp_path, 1)
+    everything = _read(whole)
+    assert _read(whole) == everything
+    _read(whole, 3)
+    (again,) = _ranks(tmp_path, 1)
+    again.load_state_dict(whole.state_dict())
+    assert again.state_dict() == whole.state_dict()
+    assert _read(again) == everything[48:]
+    assert _read(again) == everything
+    again.load_state_dict(whole.state_dict())
+    again.set_epoch(1)
+    assert sorted(_read(again)) == sorted(everything)
+
+
+def test_states_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, 4)
+    first, second = _ranks(tmp_path, 2)
+    states = [first.state_dict(), second.state_dict()]
+    with pytest.raises(ValueError, match=r"state\['world_size'\] is 2 and should be 1; load the state of this rank"):
+        first.load_state_dicts(states[:1])
+    with pytest.raises(ValueError, match=r"state\['rank'\] is 1 and should be 0"):
+        first.load_state_dicts(states[::-1])
+    with pytest.raises(ValueError, match=r"state\['epoch'\] is 1 and should be 0"):
+        first.load_state_dicts([states[0], {**states[1], "epoch": 1}])
+    with pytest.raises(ValueError, match=r"shard \d is in two states, the later of rank 1"):
+        first.load_state_dicts([states[0], {**states[1], "offsets": states[0]["offsets"]}])
+    with pytest.raises(ValueError, match=r"state\['rank'\] is 1 and should be 0"):
+        first.load_state_dict(states[1])
+    with pytest.raises(ValueError, match=r"state\['seed'\] is 0 and should be 7"):
+        _ranks(tmp_path, 2, seed=7)[0].load_state_dict(states[0])
+
+
+def _train(_: int, folder: str, max_steps: int | None) -> Counter[int]:
+    return train(Path(folder), batch_size=16, max_steps=max_steps)
+
+
+def test_a_balanced_job_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    records = write_shards(tmp_path, 8)
+    trained: Counter[int] = Counter()
+    for world_size, steps in ((3, 4), (2, 5), (2, None)):
+        for found in run_ranks(world_size, _train, str(tmp_path), steps):
+            trained.update(found)
+    assert trained == Counter(range(records))
