@@ -25,7 +25,6 @@ FUNCTIONS = (
     "tests/trainer_client/embedding/checkpoint/test_optimizers.py",
     "tests/trainer_client/balancing/costs/",
     "tests/trainer_client/balancing/test_fingerprints.py",
-    "tests/trainer_client/balancing/sampling/test_order.py",
     "tests/trainer_client/balancing/sampling/test_budgets.py",
     "tests/trainer_client/balancing/sampling/test_counted.py",
     "tests/trainer_client/balancing/sampling/test_order.py",
