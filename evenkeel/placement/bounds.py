@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, TypeAlias, cast
 
+import numpy as np
+
 from evenkeel.placement.invalid_input import require
 
 Check: TypeAlias = Callable[[Any, str], None]
@@ -113,7 +115,8 @@ def _check(hint: Any) -> Check | None:
     if origin is tuple:
         several = len(arguments) == 2 and arguments[1] is Ellipsis
         items = [_check(argument) for argument in (arguments[:1] if several else arguments)]
-        return None if all(item is None for item in items) else _each(items, several)
+        span = next((bound for bound in typing.get_args(arguments[0]) if isinstance(bound, Range)), None)
+        return None if all(item is None for item in items) else _each(items, several, span if several else None)
     return None
 
 
@@ -132,8 +135,12 @@ def _bounded(base: Any, bounds: tuple[Any, ...]) -> Check:
     return check
 
 
-def _each(checks: list[Check | None], several: bool) -> Check:
+def _each(checks: list[Check | None], several: bool, span: Range | None) -> Check:
     def check(value: Any, name: str) -> None:
+        if span is not None and all(type(item) is float for item in value):
+            numbers = np.array(value)
+            if np.all((numbers >= span.low) & (numbers <= span.high) & ~(span.above & (numbers == span.low))):
+                return
         for index, item in enumerate(value):
             one = checks[0] if several else checks[index]
             if one is not None:

@@ -74,6 +74,8 @@ def _convert(hint: Any, value: object, path: str) -> Any:
         require(isinstance(value, list | tuple), path, value, "is no list", "give a list")
         items = list(typing.cast(list[object], value))
         if len(arguments) == 2 and arguments[1] is Ellipsis:
+            if arguments[0] is float and set(map(type, items)) <= {float, int}:
+                return _numbers(items, path)
             return tuple(_convert(arguments[0], item, f"{path}[{index}]") for index, item in enumerate(items))
         require(len(items) == len(arguments), path, value, "has the wrong length", f"give {len(arguments)} items")
         pairs = enumerate(zip(arguments, items, strict=True))
@@ -92,6 +94,13 @@ def _convert(hint: Any, value: object, path: str) -> Any:
     return _scalar(hint, value, path)
 
 
+def _numbers(items: list[Any], path: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, items))
+    except OverflowError:
+        return tuple(_scalar(float, item, f"{path}[{index}]") for index, item in enumerate(items))
+
+
 def _scalar(hint: Any, value: object, path: str) -> Any:
     if hint is float:
         ok = isinstance(value, int | float) and not isinstance(value, bool)
@@ -100,6 +109,8 @@ def _scalar(hint: Any, value: object, path: str) -> Any:
             return float(typing.cast(float, value))
         except OverflowError:
             raise InvalidInputError(path, value, "is too large for a number", "give a number below 1e308") from None
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)  # JSON knows no difference between 1e9 and 1000000000
     if hint in (int, str, bool):
         ok = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
         wanted = {int: "a whole number", str: "a string", bool: "true or false"}[hint]

@@ -9,11 +9,15 @@ import numpy as np
 
 from evenkeel.placement.bounds import Share, check_bounds
 from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.model import Mode, Name, Runtime, Sharding, Table
 from evenkeel.placement.plan import Placement, Plan
 from evenkeel.placement.planner import plan
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.request import PlanRequest, with_time
 from evenkeel.placement.storage import row_bytes
+
+_SHARE = 0.7
+"""Of the time limit, for the best plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +98,13 @@ def compare(
     """
     wanted = _by_table(request, own)
     effective, problems = _pooled(request, wanted)
-    best = plan(request, split=False, should_stop=should_stop)
+    watch = Watch(Limits(time_limit_s=request.solver.time_limit_s))
+    best = plan(with_time(request, _SHARE * watch.left()), split=False, should_stop=should_stop)
     pinned = tuple(_pinned(table, *effective[table.name]) for table in request.tables)
     roomy = replace(request.topology, hbm_bytes=max(request.topology.hbm_bytes, 2**52), host_bytes=None)
     try:
-        alone = plan(replace(request, tables=pinned, topology=roomy), split=False, should_stop=should_stop)
+        own_request = replace(with_time(request, watch.left()), tables=pinned, topology=roomy)
+        alone = plan(own_request, split=False, should_stop=should_stop)
     except InvalidInputError as error:
         return Comparison(own=None, fits=False, problems=(*problems, str(error)), best=best, differences=())
     if alone.seconds is None:

@@ -63,10 +63,14 @@ def che_curve(keys: Popularity, lookups: float, points: int = 160) -> tuple[Floa
         log_missed = lookups * np.log1p(-np.minimum(keys.probability, 1 - 1e-16))
         longest = -np.log(1e-9) / max(float(np.min(np.abs(log_missed))), 1e-200)
     steps = np.geomspace(1e-3, min(max(1.0, longest), 1e200), points)
+    held, hits = np.empty(points), np.empty(points)
+    at_once = max(1, _BLOCK // len(touched))
     with np.errstate(under="ignore", over="ignore"):
-        present = -np.expm1(steps[:, None] * log_missed[None, :])
-    held = present @ keys.keys
-    hits = present @ (keys.keys * touched)
+        for first in range(0, points, at_once):
+            part = slice(first, first + at_once)
+            present = -np.expm1(steps[part, None] * log_missed[None, :])
+            held[part] = present @ keys.keys
+            hits[part] = present @ (keys.keys * touched)
     return np.concatenate([[0.0], held]), np.concatenate([[1.0], np.clip(1 - hits / unique, 0.0, 1.0)])
 
 
@@ -78,6 +82,7 @@ def lfu_curve(keys: Popularity, lookups: float) -> tuple[FloatArray, FloatArray]
 
 
 _LEAST_LOOKUPS = 1e-9
+_BLOCK = 1 << 20
 
 
 @lru_cache(maxsize=8192)

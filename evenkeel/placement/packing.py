@@ -7,13 +7,13 @@ together; at the end every rank's options are chosen exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from evenkeel.placement.knapsack import Knapsack, solve_knapsack
+from evenkeel.placement.limits import Watch
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -22,6 +22,7 @@ Hull = tuple[float, float, FloatArray, FloatArray]
 _SLACK = 1e-6
 _MOST_EVALUATIONS = 30_000
 _KICKS = 12
+_ROUGH_GAP = 1e-6
 _KICKED = 3
 
 
@@ -63,28 +64,27 @@ class Packed:
     slowest: float
 
 
-def improve_packing(
-    shelves: Shelves, rank: IntArray, enough: float, is_over: Callable[[], bool] = lambda: False
-) -> Packed | None:
+def improve_packing(shelves: Shelves, rank: IntArray, enough: float, watch: Watch | None = None) -> Packed | None:
     """Move and swap items while the slowest rank gets faster; `None` where nothing found fits.
 
     Args:
         shelves: What to place.
         rank: (items,) where to start.
         enough: Time of the slowest rank at which to stop.
-        is_over: Asked at every move; once true, the best so far is returned.
+        watch: Looked at all the time; once its time is up, the best so far is returned.
 
     The search is bounded by a number of evaluations, so that it ends alike everywhere.
     """
-    relaxation = _Relaxation(shelves)
+    watch = watch or Watch()
+    relaxation = _Relaxation(shelves, watch)
     draw = np.random.default_rng(0)
     best: Packed | None = None
     start = rank
     for _ in range(1 + _KICKS):
-        found = _choose_options(shelves, _descend(shelves, relaxation, start, is_over))
+        found = _choose_options(shelves, _descend(shelves, relaxation, start), watch)
         if found is not None and (best is None or found.slowest < best.slowest):
             best = found
-        if is_over() or relaxation.spent() or (best is not None and best.slowest <= enough):
+        if relaxation.spent() or (best is not None and best.slowest <= enough):
             break
         start = (best.rank if best is not None else rank).copy()
         kicked = draw.permutation(len(start))[: 2 * _KICKED]
@@ -95,7 +95,8 @@ def improve_packing(
 class _Relaxation:
     """Least time of a rank with given items, the last ratio in part; counts how often it is asked."""
 
-    def __init__(self, shelves: Shelves) -> None:
+    def __init__(self, shelves: Shelves, watch: Watch) -> None:
+        self.watch = watch
         self.hulls = [_hull(seconds, hbm) for seconds, hbm in zip(shelves.seconds, shelves.hbm, strict=True)]
         self.room = shelves.hbm_room
         self.asked = 0
@@ -106,14 +107,14 @@ class _Relaxation:
 
     def spent(self) -> bool:
         """Whether the search has been long enough."""
-        return self.asked >= _MOST_EVALUATIONS
+        return self.asked >= _MOST_EVALUATIONS or self.watch.is_over()
 
 
-def _descend(shelves: Shelves, least: _Relaxation, rank: IntArray, is_over: Callable[[], bool]) -> IntArray:
+def _descend(shelves: Shelves, least: _Relaxation, rank: IntArray) -> IntArray:
     """The best move or swap of an item of the slowest rank, again and again, until none helps."""
     rank = rank.copy()
     load = np.array([least(np.flatnonzero(rank == number)) for number in range(shelves.ranks)])
-    while not is_over() and not least.spent():
+    while not least.spent():
         slow = int(load.argmax())
         change = _best_change(rank, load, slow, least)
         if change is None:
@@ -136,6 +137,8 @@ def _best_change(
             continue
         theirs = np.flatnonzero(rank == other)
         for item in mine:
+            if least.watch.is_over():
+                break
             kept = mine[mine != item]
             for back in (-1, *theirs):
                 first = least(kept if back < 0 else np.append(kept, back))
@@ -147,7 +150,7 @@ def _best_change(
     return change
 
 
-def _choose_options(shelves: Shelves, rank: IntArray) -> Packed | None:
+def _choose_options(shelves: Shelves, rank: IntArray, watch: Watch) -> Packed | None:
     """The fastest options of every rank's items that keep its HBM and, ranks of a host alike, its share of memory."""
     option = np.zeros(len(rank), dtype=np.int64)
     slowest = 0.0
@@ -156,7 +159,9 @@ def _choose_options(shelves: Shelves, rank: IntArray) -> Packed | None:
         for number in range(host * shelves.local_ranks, (host + 1) * shelves.local_ranks):
             items = np.flatnonzero(rank == number)
             use = np.stack([shelves.hbm[items], shelves.host[items]])
-            found = solve_knapsack(Knapsack(shelves.seconds[items], use, np.array([shelves.hbm_room, left])))
+            knapsack = Knapsack(shelves.seconds[items], use, np.array([shelves.hbm_room, left]))
+            # Also when time is up a choice is made, if only the first that comes.
+            found = solve_knapsack(knapsack, gap=_ROUGH_GAP, watch=watch)
             if found.choice is None:
                 return None
             option[items] = found.choice

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.limits import Limits, SolveCancelledError
+from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.model import Sharding
 from evenkeel.placement.packing import Shelves, improve_packing
 from evenkeel.placement.placement_problem import PlacementProblem, Solution
@@ -23,6 +23,8 @@ _TIGHTER = (0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.87, 0.84, 0.8)
 _ATTEMPTS = 4
 _TOLERABLE = 0.02  # gap that more attempts are not worth
 _REPACKED = 3
+_SHARE = 0.5
+"""Of the time that is left, for the choice that shards are then put on ranks by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,9 @@ class Placed:
 
 def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Limits) -> tuple[Placed | None, Solution]:
     """Solve, then find ranks for single-rank shards, under tighter average budgets where they do not fit."""
-    end = limits.clock() + limits.time_limit_s
-    first = solve(problem, limits)
+    watch = Watch(limits)
+    shards = bool(single_rank_tables(request))
+    first = solve(problem, limits.within(_SHARE * watch.left()) if shards else limits)
     solution, best = first, None
     enough = max(first.bound, heaviest_shard(request, problem)) * (1 + request.solver.gap)
     starts: list[Placed] = []
@@ -54,7 +57,7 @@ def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Lim
     for attempt, part in enumerate((*_TIGHTER, None)):
         if solution.modules is None:
             break
-        placed = _place(request, problem, solution)
+        placed = _place(request, problem, solution, watch)
         if placed is None:
             unplaced.append(solution.modules)
         else:
@@ -62,17 +65,17 @@ def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Lim
             best = placed if best is None or placed.seconds < best.seconds else best
         tolerable = enough if attempt < _ATTEMPTS else enough * (1 + _TOLERABLE)
         close = best is not None and best.seconds <= tolerable
-        if close or part is None or not single_rank_tables(request) or limits.clock() >= end:
+        if close or part is None or not shards or watch.is_over():
             break
-        left = replace(limits, time_limit_s=max(0.01, end - limits.clock()))
-        solution = solve(problem.with_budget(*np.maximum(problem.budget * part, 0.0)), left)
+        tighter = problem.with_budget(*np.maximum(problem.budget * part, 0.0))
+        solution = solve(tighter, limits.within(_SHARE * watch.left()))
     # Ranks and ratios together, from the best placements, and from choices that did not fit as they were.
     starts.sort(key=lambda placed: placed.seconds)
     tries = [(placed.modules, placed) for placed in starts[:_REPACKED]] + [(m, None) for m in unplaced[:_REPACKED]]
     for turn, (modules, start) in enumerate(tries):
         if best is not None and best.seconds <= enough * (1 + (_TOLERABLE if turn else 0)):
             break
-        found = _repack(request, problem, modules, start, enough, limits, end)
+        found = _repack(request, problem, modules, start, enough, watch)
         best = found if best is None or (found is not None and found.seconds < best.seconds) else best
     if best is None and first.modules is not None:
         # Each shard fits on average, but no placement on whole ranks was found: nothing is proved.
@@ -129,7 +132,7 @@ def single_rank_tables(request: PlanRequest) -> list[int]:
     return [index for index, table in enumerate(request.tables) if table.sharding in kinds]
 
 
-def _place(request: PlanRequest, problem: PlacementProblem, solution: Solution) -> Placed | None:
+def _place(request: PlanRequest, problem: PlacementProblem, solution: Solution, watch: Watch) -> Placed | None:
     """Ranks for the shards of `solution` as it is."""
     assert solution.modules is not None
     shards = _shards(request, problem)
@@ -142,7 +145,7 @@ def _place(request: PlanRequest, problem: PlacementProblem, solution: Solution) 
     room = problem.budget - _rest(problem, solution.modules, shards)[1]
     topology = request.topology
     sized = Shards(owner, figures[0], figures[1], figures[2])
-    found = place_shards(sized, topology.ranks, topology.local_ranks, float(room[0]), float(room[1]))
+    found = place_shards(sized, topology.ranks, topology.local_ranks, float(room[0]), float(room[1]), watch.is_over)
     return None if found is None else _placed(request, problem, solution.modules, shards, found[0])
 
 
@@ -171,8 +174,7 @@ def _repack(
     modules: tuple[IntArray, ...],
     best: Placed | None,
     enough: float,
-    limits: Limits,
-    end: float,
+    watch: Watch,
 ) -> Placed | None:
     """Ranks and ratios of single-rank shards together, from `best` on; column shards keep their ratio."""
     shards = _shards(request, problem)
@@ -197,12 +199,7 @@ def _repack(
         left = {table: list(ranks) for table, ranks in best.ranks.items()}
         start = np.array([left[shard.table].pop(0) for shard in shards])
 
-    def is_over() -> bool:
-        if limits.should_stop is not None and limits.should_stop():
-            raise SolveCancelledError
-        return limits.clock() >= end
-
-    packed = improve_packing(shelves, start, enough - time, is_over)
+    packed = improve_packing(shelves, start, enough - time, watch)
     if packed is None:
         return best
     chosen = list(modules)

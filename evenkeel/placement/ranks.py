@@ -6,6 +6,7 @@ longest first onto the least loaded rank with room, then move or swap while the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,12 @@ class Shards:
 
 
 def place_shards(
-    shards: Shards, ranks: int, local_ranks: int, hbm_room: float, host_room: float
+    shards: Shards,
+    ranks: int,
+    local_ranks: int,
+    hbm_room: float,
+    host_room: float,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[IntArray, float] | None:
     """A rank for each shard, and the time of the slowest rank; `None` where the shards do not fit this way.
 
@@ -43,11 +49,12 @@ def place_shards(
         local_ranks: Ranks of a host.
         hbm_room: HBM that is left on each rank.
         host_room: Memory that is left on each host; may be infinite.
+        is_over: Asked at every move; once true, the ranks are left as they are.
     """
     for key in (shards.seconds, shards.hbm, shards.host):
         placed = _greedy(shards, np.lexsort((np.arange(len(key)), -key)), ranks, local_ranks, hbm_room, host_room)
         if placed is not None:
-            where = _improve(shards, placed, ranks, local_ranks, hbm_room, host_room)
+            where = _improve(shards, placed, ranks, local_ranks, hbm_room, host_room, is_over)
             return where, float(np.bincount(where, weights=shards.seconds, minlength=ranks).max())
     return None
 
@@ -80,11 +87,19 @@ def _greedy(
 
 
 def _improve(
-    shards: Shards, where: IntArray, ranks: int, local_ranks: int, hbm_room: float, host_room: float
+    shards: Shards,
+    where: IntArray,
+    ranks: int,
+    local_ranks: int,
+    hbm_room: float,
+    host_room: float,
+    is_over: Callable[[], bool],
 ) -> IntArray:
     """Move a shard off the slowest rank, or swap it for a lighter one, while that makes the slowest faster."""
     where = where.copy()
     for _ in range(4 * len(where)):
+        if is_over():
+            break
         load = np.bincount(where, weights=shards.seconds, minlength=ranks)
         hbm = np.bincount(where, weights=shards.hbm, minlength=ranks)
         host = np.bincount(where // local_ranks, weights=shards.host, minlength=ranks // local_ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from evenkeel.placement.bounds import Length, Range, Share, check_bounds
@@ -65,6 +65,11 @@ class PlanRequest:
     def profile(self) -> HardwareProfile:
         """The hardware profile itself."""
         return self.hardware if isinstance(self.hardware, HardwareProfile) else builtin_profile(self.hardware)
+
+
+def with_time(request: PlanRequest, seconds: float) -> PlanRequest:
+    """The same request with another time limit."""
+    return replace(request, solver=replace(request.solver, time_limit_s=max(0.01, seconds)))
 
 
 def parse_topology(text: str) -> tuple[str, Topology]:

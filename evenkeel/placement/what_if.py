@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evenkeel.placement.invalid_input import require
-from evenkeel.placement.limits import Limits
+from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.options import build_problem, ratio_grid
 from evenkeel.placement.placement_problem import UNIT, PlacementProblem
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.planner import plan
-from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.request import PlanRequest, with_time
 from evenkeel.placement.shortage import smallest_hbm_bytes
 from evenkeel.placement.solver import solve
 
 MAX_POINTS = 256
+_SHARE = 0.4
+"""Of the time that is left, for the plan of today."""
 _CURVE_GAP = 1e-3
 _CURVE_STEPS = 30
 _GIB_UNITS = 1024.0
@@ -94,20 +96,22 @@ def what_if(
     require(len(hbm_bytes) <= MAX_POINTS, "hbm_bytes", len(hbm_bytes), "is too many sizes", f"at most {MAX_POINTS}")
     for index, size in enumerate(hbm_bytes):
         require(0 <= size <= 2**53, f"hbm_bytes[{index}]", size, "is no HBM size", "give a number of bytes")
-    base = plan(request, split=False, should_stop=should_stop)
+    watch = Watch(Limits(time_limit_s=request.solver.time_limit_s, should_stop=should_stop))
+    base = plan(with_time(request, _SHARE * watch.left()), split=False, should_stop=should_stop)
     problem = build_problem(request)
     # A curve needs no fine grid, but the ratios of the plan itself, so that it passes through it.
     own = [p.ratio for p in base.placements if 0 < p.ratio < 1]
     steps = min(_CURVE_STEPS, request.solver.ratio_steps or _CURVE_STEPS)
     coarse = build_problem(request, np.unique(np.concatenate([ratio_grid(len(request.tables), steps), own])))
-    seconds = request.solver.time_limit_s / max(4, points)
-    limits = Limits(
-        gap=max(_CURVE_GAP, request.solver.gap), exact_tables=0, time_limit_s=seconds, should_stop=should_stop
-    )
-    sizes = hbm_bytes or _sizes(request, coarse, limits, points)
-    curve = tuple(_point(request, coarse, size, limits) for size in sorted(set(sizes)))
-    saves: list[float | None] = (
-        [None, None] if base.seconds is None else [_next(problem, b, base.seconds, limits) for b in (0, 1)]
+    limits = Limits(gap=max(_CURVE_GAP, request.solver.gap), exact_tables=0, should_stop=should_stop)
+    saves: list[float | None] = [None, None]
+    if base.seconds is not None:
+        for resource in (0, 1):
+            saves[resource] = _next(problem, resource, base.seconds, limits.within(_SHARE / 2 * watch.left()))
+    sizes = sorted(set(hbm_bytes or _sizes(request, coarse, limits.within(_SHARE / 2 * watch.left()), points)))
+    curve = tuple(
+        _point(request, coarse, size, limits.within(watch.left() / (len(sizes) - number)))
+        for number, size in enumerate(sizes)
     )
     values = [TableValue(table=p.table, seconds_per_gib=p.seconds_per_gib) for p in base.placements]
     values.sort(key=lambda value: -value.seconds_per_gib)

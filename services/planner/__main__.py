@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
 from services.operations.http import OperationsServer
+from services.operations.nursery import Zygote
 from services.operations.program import run_service, stop_on_signals, write_port
+from services.planner import worker
 from services.planner.app import create_app
 from services.planner.settings import PREFIX, Settings, load_settings
 from services.security.http_protocol import impatient_protocol
@@ -48,11 +52,15 @@ def _server(app: ASGIApp, settings: Settings) -> _Server:
     return _Server(config)
 
 
-async def serve(settings: Settings) -> int:
-    """Runs a planner until the process is asked to stop; returns the exit code."""
+def serve(settings: Settings) -> Coroutine[Any, Any, int]:
+    """Forks the workers' zygote; what it returns runs a planner until it is asked to stop, to the exit code."""
+    settings.transport().check(settings.host, prefix=PREFIX)
+    return _serve(settings, Zygote.begin(worker.__name__, worker.TRADE))
+
+
+async def _serve(settings: Settings, zygote: Zygote) -> int:
     transport = settings.transport()
-    transport.check(settings.host, prefix=PREFIX)
-    app = create_app(settings)
+    app = create_app(settings, zygote=zygote)
     server = _server(app, settings)
 
     def stop() -> None:
@@ -67,7 +75,7 @@ async def serve(settings: Settings) -> int:
                 app.state.metrics.registry,
                 settings.metrics_host,
                 settings.metrics_port,
-                ready=lambda: bool(app.state.ready),
+                ready=lambda: bool(app.state.ready and app.state.solvers.is_ready),
             )
             stack.callback(operations.close)
         if transport.secure:
@@ -76,7 +84,7 @@ async def serve(settings: Settings) -> int:
             renewal = asyncio.create_task(follow_certificates(transport, server.config.ssl))
             stack.callback(renewal.cancel)
         serving = asyncio.create_task(_run(server))
-        while not server.started:
+        while not (server.started and app.state.solvers.is_ready):
             if serving.done():
                 return 1
             await asyncio.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,15 +12,17 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 import evenkeel
+from services.operations.nursery import Zygote
 from services.planner.access import Access
 from services.planner.endpoints import SCHEMAS, router
 from services.planner.limits import BodyLimit, Measure
 from services.planner.metrics import Metrics
 from services.planner.problems import install_problem_handlers
 from services.planner.settings import Settings
-from services.planner.solving import ClientGoneError, SolverPool
+from services.planner.solving import ClientGoneError, Solvers
 from services.security.tokens import TokenStore
 
 _PAGE = Path(__file__).parent / "page"
@@ -30,19 +33,20 @@ _SECURITY = {
 _FILES = {"index.html": "text/html", "planner.js": "text/javascript", "planner.css": "text/css"}
 
 
-def create_app(settings: Settings, metrics: Metrics | None = None) -> FastAPI:
-    """The planner as an ASGI application."""
+def create_app(settings: Settings, metrics: Metrics | None = None, zygote: Zygote | None = None) -> FastAPI:
+    """The planner as an ASGI application; its workers come from the zygote, or from one that it starts."""
     metrics = metrics or Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.pool = SolverPool(settings.workers, settings.queue_size, metrics)
+        app.state.solvers = Solvers(settings, metrics, zygote)
+        app.state.solvers.start()
         app.state.ready = True
         metrics.lag.start()
         yield
         metrics.lag.stop()
         app.state.ready = False
-        app.state.pool.close()
+        app.state.solvers.close()
 
     app = FastAPI(
         title="Evenkeel planner",
@@ -69,7 +73,7 @@ def create_app(settings: Settings, metrics: Metrics | None = None) -> FastAPI:
 
     @app.get("/readyz", include_in_schema=False)
     async def readyz() -> Response:
-        ready = bool(app.state.ready)
+        ready = bool(app.state.ready) and app.state.solvers.is_ready
         return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     @app.get("/", include_in_schema=False)
@@ -79,10 +83,10 @@ def create_app(settings: Settings, metrics: Metrics | None = None) -> FastAPI:
     @app.get("/page/{name}", include_in_schema=False)
     async def page_file(name: str) -> Response:
         if name not in _FILES:
-            return JSONResponse({"detail": "no such file"}, 404)
+            raise HTTPException(404)
         return Response((_PAGE / name).read_bytes(), media_type=_FILES[name], headers=_SECURITY)
 
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, max_held_bytes=settings.max_held_body_bytes)
     tokens = None if settings.token_file is None else TokenStore(settings.token_file)
     app.add_middleware(Access, tokens=tokens, requests_per_second=settings.requests_per_second)
     app.add_middleware(Measure, metrics=metrics)
@@ -99,5 +103,16 @@ def _document(app: FastAPI) -> dict[str, Any]:
             description=app.description,
             routes=app.routes,
         )
-        app.openapi_schema = {**document, "components": {"schemas": SCHEMAS}}
+        app.openapi_schema = {**document, "components": {"schemas": _limited(app.state.settings)}}
     return app.openapi_schema
+
+
+def _limited(settings: Settings) -> dict[str, Any]:
+    """The schemas, with the limits that hold at this service."""
+    schemas = copy.deepcopy(SCHEMAS)
+    for name in ("PlanRequest", "CompareRequest", "WhatIfRequest"):
+        schemas[name]["properties"]["tables"]["maxItems"] = settings.max_tables
+        schemas[name]["description"] += f" At most {settings.max_body_bytes} bytes as JSON."
+    limit = schemas["SolverOptions"]["properties"]["time_limit_s"]
+    limit["description"] += f" Cut to {settings.max_time_limit_seconds:g} s at this service."
+    return schemas

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 
-from evenkeel.placement import (
-    Comparison,
-    InvalidInputError,
-    Plan,
-    PlanRequest,
-    WhatIf,
-    builtin_profiles,
-    compare,
-    plan,
-    what_if,
-)
-from evenkeel.placement.application import lines_to_paste
+from evenkeel.placement import Comparison, InvalidInputError, PlanRequest, WhatIf, builtin_profiles
 from evenkeel.placement.codec import encode
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
-from evenkeel.placement.hit_rates import step_keys
 from services.planner.json_schema import add_schema
-from services.planner.metrics import Metrics
-from services.planner.problems import MEDIA_TYPE, ProblemDocument, ServiceError
-from services.planner.requests import CompareRequest, HitRatesRequest, WhatIfRequest, read
+from services.planner.problems import MEDIA_TYPE, FieldProblem, ProblemDocument, ServiceError
+from services.planner.requests import CompareRequest, HitRates, HitRatesRequest, PlanAnswer, WhatIfRequest
+from services.planner.settings import Settings
+from services.planner.solving import ClientGoneError, Solvers
+from services.planner.work import Job
 
-R = TypeVar("R", bound=PlanRequest)
+_READ_AS_JSON = ("", "application/json", "application/x-www-form-urlencoded", "text/json")
 
 SCHEMAS: dict[str, Any] = {}
 """Of all that is sent and answered, by name: see `services.planner.json_schema`."""
@@ -41,11 +28,13 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {**_PROBLEM, "description": "The body is no JSON."},
     401: {**_PROBLEM, "description": "A token is wanted, and none that holds was sent."},
     403: {**_PROBLEM, "description": "The token does not allow this."},
+    405: {**_PROBLEM, "description": "The address has other methods."},
     413: {**_PROBLEM, "description": "The body is too large."},
-    422: {**_PROBLEM, "description": "A field is wrong; `errors` names it."},
+    415: {**_PROBLEM, "description": "The body says that it is no JSON."},
+    422: {**_PROBLEM, "description": "A field is wrong; `errors` names it, its value and what to give instead."},
     429: {**_PROBLEM, "description": "Too many requests from one address."},
     500: {**_PROBLEM, "description": "The service failed."},
-    503: {**_PROBLEM, "description": "Too many requests wait, or the search did not end within its time limit."},
+    503: {**_PROBLEM, "description": "Too many requests wait: `Retry-After` says when to come back."},
 }
 _EXAMPLE: dict[str, Any] = {
     "tables": [
@@ -56,32 +45,6 @@ _EXAMPLE: dict[str, Any] = {
     "hardware": "h200",
     "step": {"samples_per_rank": 1024},
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanAnswer:
-    """A plan, and how to use it.
-
-    Attributes:
-        plan: The plan.
-        code: Python lines that put the plan into a job of its runtime; empty where nothing fits.
-    """
-
-    plan: Plan
-    code: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HitRates:
-    """What a step asks of a table, and what caches miss.
-
-    Attributes:
-        unique_keys: Expected number of different keys of a step.
-        miss_rates: Fraction of those that each cache misses.
-    """
-
-    unique_keys: float
-    miss_rates: tuple[float, ...]
 
 
 def _answers(kind: type, *, several: bool = False) -> dict[int | str, dict[str, Any]]:
@@ -98,22 +61,41 @@ def _takes(kind: type, example: dict[str, Any]) -> dict[str, Any]:
 router = APIRouter(prefix="/v1", responses=_RESPONSES)
 
 
-async def _read_request(request: Request, kind: type[R]) -> R:
-    """The request for plans in the body, its time limit cut to what the service allows."""
-    settings = request.app.state.settings
-    asked = await read(request, kind)
-    if len(asked.tables) > settings.max_tables:
-        remedy = f"send at most {settings.max_tables}"
-        raise InvalidInputError("tables", len(asked.tables), "is too many tables for this service", remedy)
-    request.app.state.metrics.tables.observe(len(asked.tables))
-    limit = min(asked.solver.time_limit_s, settings.max_time_limit_seconds)
-    return replace(asked, solver=replace(asked.solver, time_limit_s=limit))
+async def _answer(request: Request, kind: str) -> Response:
+    """What a worker answers to the body of a request."""
+    state = request.app.state
+    _check_media_type(request.headers.get("content-type"))
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    settings: Settings = state.settings
+    job = Job(
+        kind=kind,
+        path=request.url.path,
+        max_tables=settings.max_tables,
+        max_time_limit_s=settings.max_time_limit_seconds,
+    )
+    solvers: Solvers = state.solvers
+    found = await solvers.run(job, body, _gone(request))
+    state.metrics.answered(found.facts)
+    status = found.facts.status
+    return Response(found.document, status, media_type=MEDIA_TYPE if status >= 400 else "application/json")
 
 
-async def _solve(request: Request, asked: PlanRequest, work: Callable[[Callable[[], bool]], object]) -> JSONResponse:
-    """The answer that `work` makes on a thread of its own."""
-    pool, limit = request.app.state.pool, asked.solver.time_limit_s
-    return JSONResponse(await pool.run(lambda stop: encode(work(stop)), request.is_disconnected, limit))
+def _check_media_type(given: str | None) -> None:
+    """Refuses bodies that say that they are no JSON; `curl -d` says that they are a form, and nothing says nothing."""
+    media_type = (given or "").partition(";")[0].strip().lower()
+    if media_type in _READ_AS_JSON or media_type.endswith("+json"):
+        return
+    wrong = FieldProblem.of("Content-Type", given, "is no JSON", "send application/json")
+    raise ServiceError(415, "media-type", "Unsupported media type", wrong.sentence, errors=(wrong,))
+
+
+async def _gone(request: Request) -> None:
+    """Ends when the client has gone away; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @router.post(
@@ -122,18 +104,9 @@ async def _solve(request: Request, asked: PlanRequest, work: Callable[[Callable[
     responses=_answers(PlanAnswer),
     openapi_extra=_takes(PlanRequest, _EXAMPLE),
 )
-async def make_plan(request: Request) -> JSONResponse:
+async def make_plan(request: Request) -> Response:
     """Chooses HBM_ONLY, CACHING, HYBRID or HOST_ONLY and a size for every table, or says why nothing fits."""
-    asked = await _read_request(request, PlanRequest)
-    metrics: Metrics = request.app.state.metrics
-
-    def work(should_stop: Callable[[], bool]) -> PlanAnswer:
-        begin = time.perf_counter()
-        found = plan(asked, should_stop=should_stop)
-        metrics.planned(found, time.perf_counter() - begin)
-        return PlanAnswer(plan=found, code=lines_to_paste(asked, found))
-
-    return await _solve(request, asked, work)
+    return await _answer(request, "plans")
 
 
 @router.post(
@@ -144,10 +117,9 @@ async def make_plan(request: Request) -> JSONResponse:
         CompareRequest, {**_EXAMPLE, "own": [{"table": t["name"], "mode": "CACHING"} for t in _EXAMPLE["tables"]]}
     ),
 )
-async def compare_plans(request: Request) -> JSONResponse:
+async def compare_plans(request: Request) -> Response:
     """Judges your own plan as the runtime would really run it, and says where and why the best one differs."""
-    asked = await _read_request(request, CompareRequest)
-    return await _solve(request, asked, lambda should_stop: compare(asked, asked.own, should_stop=should_stop))
+    return await _answer(request, "compare")
 
 
 @router.post(
@@ -156,14 +128,9 @@ async def compare_plans(request: Request) -> JSONResponse:
     responses=_answers(WhatIf),
     openapi_extra=_takes(WhatIfRequest, {**_EXAMPLE, "points": 10}),
 )
-async def ask_what_if(request: Request) -> JSONResponse:
+async def ask_what_if(request: Request) -> Response:
     """Plans again under other HBM sizes, and prices the next GiB."""
-    asked = await _read_request(request, WhatIfRequest)
-
-    def work(should_stop: Callable[[], bool]) -> WhatIf:
-        return what_if(asked, points=asked.points, hbm_bytes=asked.curve_hbm_bytes, should_stop=should_stop)
-
-    return await _solve(request, asked, work)
+    return await _answer(request, "whatif")
 
 
 @router.get(
@@ -186,7 +153,8 @@ async def get_profile(name: str) -> JSONResponse:
     try:
         return JSONResponse(encode(builtin_profile(name)))
     except InvalidInputError as error:
-        raise ServiceError(404, "not-found", "Not found", str(error)) from None
+        wrong = FieldProblem.of("name", name, error.problem, error.remedy)
+        raise ServiceError(404, "not-found", "Not found", wrong.sentence, errors=(wrong,)) from None
 
 
 @router.post(
@@ -197,9 +165,6 @@ async def get_profile(name: str) -> JSONResponse:
         HitRatesRequest, {"rows": 10_000_000, "lookups_per_step": 262_144, "cache_rows": [100_000, 1_000_000]}
     ),
 )
-async def hit_rates(request: Request) -> JSONResponse:
+async def hit_rates(request: Request) -> Response:
     """Unique keys of a step, and the miss rates among them of caches of the given sizes."""
-    asked = await read(request, HitRatesRequest)
-    keys = step_keys(asked.access, asked.rows, asked.lookups_per_step, asked.eviction)
-    rates = keys.misses(np.array(asked.cache_rows, dtype=np.float64))
-    return JSONResponse(encode(HitRates(unique_keys=keys.unique, miss_rates=tuple(rates.tolist()))))
+    return await _answer(request, "hit-rates")

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import time
 
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.planner.metrics import Metrics
-from services.planner.problems import problem_response
+from services.planner.problems import FieldProblem, ServiceError, problem_response
 
 
 class BodyLimit:
-    """Refuses bodies above a size, by their announced length or while they arrive."""
+    """Refuses bodies above a size, by their announced length or while they arrive, and more than can be held."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app, self.max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int, max_held_bytes: int) -> None:
+        """Wraps an application.
+
+        Args:
+            app: The application.
+            max_bytes: Of one body.
+            max_held_bytes: Of all bodies that have arrived and are not answered.
+        """
+        self.app, self.max_bytes, self.max_held_bytes = app, max_bytes, max_held_bytes
+        self.held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
@@ -23,9 +30,10 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        detail = f"the body is above {self.max_bytes} bytes; send fewer tables at once or coarser histograms"
-        refusal = problem_response(scope["path"], 413, "too-large", "Body too large", detail)
         if announced.isdigit() and int(announced) > self.max_bytes:
+            error = self._too_large(int(announced))
+            path = scope["path"]
+            refusal = problem_response(path, error.status, error.kind, error.title, error.detail, error.errors)
             await refusal(scope, receive, send)
             return
         seen = 0
@@ -33,12 +41,25 @@ class BodyLimit:
         async def counted() -> Message:
             nonlocal seen
             message = await receive()
-            seen += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            seen += size
+            self.held += size
             if seen > self.max_bytes:
-                raise HTTPException(413, detail)
+                raise self._too_large(seen)
+            if self.held > self.max_held_bytes:
+                detail = f"requests of {self.held} bytes wait for answers; try again in 5 s"
+                raise ServiceError(503, "overloaded", "Overloaded", detail, {"Retry-After": "5", "Connection": "close"})
             return message
 
-        await self.app(scope, counted, send)
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            self.held -= seen
+
+    def _too_large(self, size: int) -> ServiceError:
+        remedy = f"send at most {self.max_bytes} bytes: fewer tables at once or coarser histograms"
+        wrong = FieldProblem.of("body", size, "has too many bytes", remedy)
+        return ServiceError(413, "too-large", "Body too large", wrong.sentence, errors=(wrong,))
 
 
 class Measure:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 import evenkeel
-from evenkeel.placement import Plan, Status
+from evenkeel.placement import Status
 from services.operations.process import EventLoopLag, add_process_metrics
+from services.planner.work import Facts
 
 _GAPS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3)
 _BUCKETS = (0.00025, 0.001, 0.0025, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0, 30.0, 60.0)
@@ -69,11 +70,14 @@ class Metrics:
             "evenkeel_planner_waiting_requests", "Requests that wait for a worker.", registry=self.registry
         )
 
-    def planned(self, plan: Plan, seconds: float) -> None:
-        """Count a plan that took `seconds` to make."""
-        self.plans.labels(plan.status.value).inc()
-        self.solve_seconds.labels(plan.status.value).observe(seconds)
-        if plan.gap is not None:
-            self.gap.observe(plan.gap)
-        if plan.shortage is not None:
-            self.infeasible.labels(plan.shortage.binding).inc()
+    def answered(self, facts: Facts) -> None:
+        """Counts what a worker answered."""
+        if facts.tables is not None:
+            self.tables.observe(facts.tables)
+        if facts.plan_status is not None:
+            self.plans.labels(facts.plan_status).inc()
+            self.solve_seconds.labels(facts.plan_status).observe(facts.plan_seconds)
+        if facts.gap is not None:
+            self.gap.observe(facts.gap)
+        if facts.binding is not None:
+            self.infeasible.labels(facts.binding).inc()

@@ -20,6 +20,7 @@ _HTTP_KINDS = {
     404: ("not-found", "Not found"),
     405: ("method-not-allowed", "Method not allowed"),
     413: ("too-large", "Body too large"),
+    503: ("overloaded", "Overloaded"),
 }
 
 log = structlog.get_logger(__name__)
@@ -40,6 +41,16 @@ class FieldProblem:
     value: str
     problem: str
     remedy: str
+
+    @classmethod
+    def of(cls, name: str, value: object, what: str, remedy: str) -> FieldProblem:
+        """A problem with a value as it was given."""
+        return cls(field=_encodable(name), value=_shown(value), problem=what, remedy=remedy)
+
+    @property
+    def sentence(self) -> str:
+        """All of it in words."""
+        return f"{self.field}: {self.problem} (got {self.value}); {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +77,34 @@ class ProblemDocument:
 class ServiceError(Exception):
     """A problem that the service itself raises."""
 
-    def __init__(self, status: int, kind: str, title: str, detail: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        title: str,
+        detail: str,
+        headers: dict[str, str] | None = None,
+        errors: tuple[FieldProblem, ...] = (),
+    ) -> None:
         super().__init__(detail)
-        self.status, self.kind, self.title, self.detail, self.headers = status, kind, title, detail, headers
+        self.status, self.kind, self.title, self.detail = status, kind, title, detail
+        self.headers, self.errors = headers, errors
+
+
+def problem(
+    path: str, status: int, kind: str, title: str, detail: str, errors: tuple[FieldProblem, ...] = ()
+) -> ProblemDocument:
+    """A problem document."""
+    name = f"urn:evenkeel:problem:{kind}"
+    return ProblemDocument(
+        type=name, title=title, status=status, detail=_encodable(detail), instance=_encodable(path), errors=errors
+    )
+
+
+def invalid_input(path: str, error: InvalidInputError) -> ProblemDocument:
+    """The problem document of a value that cannot be used."""
+    wrong = FieldProblem.of(error.field, error.value, error.problem, error.remedy)
+    return problem(path, 422, "invalid-input", "Invalid input", str(error), (wrong,))
 
 
 def problem_response(
@@ -81,43 +117,43 @@ def problem_response(
     headers: dict[str, str] | None = None,
 ) -> Response:
     """A response with a problem document."""
-    problem = ProblemDocument(
-        type=f"urn:evenkeel:problem:{kind}",
-        title=title,
-        status=status,
-        detail=_encodable(detail),
-        instance=path,
-        errors=errors,
-    )
-    return JSONResponse(encode(problem), status, headers, media_type=MEDIA_TYPE)
+    document = problem(path, status, kind, title, detail, errors)
+    return JSONResponse(encode(document), status, headers, media_type=MEDIA_TYPE)
 
 
 def install_problem_handlers(app: FastAPI) -> None:
     """Answers every error of `app` with a problem document."""
 
-    @app.exception_handler(InvalidInputError)
-    async def invalid_input(request: Request, error: InvalidInputError) -> Response:
-        field, value = _encodable(error.field), _shown(error.value)
-        wrong = FieldProblem(field=field, value=value, problem=error.problem, remedy=error.remedy)
-        return problem_response(request.url.path, 422, "invalid-input", "Invalid input", str(error), (wrong,))
-
     @app.exception_handler(ServiceError)
     async def service(request: Request, error: ServiceError) -> Response:
         path = request.url.path
-        return problem_response(path, error.status, error.kind, error.title, error.detail, headers=error.headers)
+        return problem_response(path, error.status, error.kind, error.title, error.detail, error.errors, error.headers)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         kind, title = _HTTP_KINDS.get(error.status_code, ("http", "Request refused"))
         headers = dict(error.headers) if error.headers else None
-        detail = str(error.detail)
-        return problem_response(request.url.path, error.status_code, kind, title, detail, headers=headers)
+        wrong = _wrong(app, request, error)
+        detail = str(error.detail) if wrong is None else wrong.sentence
+        errors = () if wrong is None else (wrong,)
+        return problem_response(request.url.path, error.status_code, kind, title, detail, errors, headers)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("request_failed", path=request.url.path, error=repr(error))
         detail = "the service failed; its log tells why"
         return problem_response(request.url.path, 500, "internal", "Internal error", detail)
+
+
+def _wrong(app: FastAPI, request: Request, error: HTTPException) -> FieldProblem | None:
+    """What of the request line is wrong, where that is."""
+    if error.status_code == 404:
+        known = sorted(app.openapi()["paths"])
+        return FieldProblem.of("path", request.url.path, "is no address here", f"use one of: {', '.join(known)}")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another one")
+        return FieldProblem.of("method", request.method, "is not for this address", f"use {allowed}")
+    return None
 
 
 def _shown(value: object) -> str:

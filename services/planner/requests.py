@@ -1,28 +1,18 @@
-"""What is sent to the planner: the core's dataclasses, read by the core's codec, and what the service adds to them."""
+"""What is sent to the planner and what it answers, beside the dataclasses of the core."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-from fastapi import Request
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect
-
-from evenkeel.placement import PlanRequest
+from evenkeel.placement import Plan, PlanRequest
 from evenkeel.placement.access import Access, Zipf
 from evenkeel.placement.bounds import Length, Range, check_bounds
-from evenkeel.placement.codec import decode
 from evenkeel.placement.compare import OwnPlacement
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.model import MAX_ROWS, Bytes, Rows
 from evenkeel.placement.request import MAX_TABLES
 from evenkeel.placement.what_if import MAX_POINTS
-from services.planner.problems import ServiceError
-from services.planner.solving import ClientGoneError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,25 +61,27 @@ class HitRatesRequest:
         check_bounds(self)
 
 
-async def read(request: Request, kind: type[T]) -> T:
-    """The body of a request, as a dataclass.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer:
+    """A plan, and how to use it.
 
-    Raises:
-        ServiceError: If it is no JSON.
-        ClientGoneError: If it does not arrive.
-        InvalidInputError: If a field is unknown, missing or wrong.
+    Attributes:
+        plan: The plan.
+        code: Python lines that put the plan into a job of its runtime; empty where nothing fits.
     """
-    try:
-        body = await request.body()
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    return await run_in_threadpool(_decode, kind, body)  # seconds for the largest bodies: others are answered meanwhile
+
+    plan: Plan
+    code: str
 
 
-def _decode(kind: type[T], body: bytes) -> T:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        detail = f"the body is no JSON: {error}; send a JSON object"
-        raise ServiceError(400, "no-json", "Not JSON", detail) from None
-    return decode(kind, value)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitRates:
+    """What a step asks of a table, and what caches miss.
+
+    Attributes:
+        unique_keys: Expected number of different keys of a step.
+        miss_rates: Fraction of those that each cache misses.
+    """
+
+    unique_keys: float
+    miss_rates: tuple[float, ...]

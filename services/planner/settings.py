@@ -27,8 +27,14 @@ class Settings(ServiceSettings):
     """Requests that are solved at the same time; by default one per core, at most 4."""
     queue_size: int = Field(default=64, ge=0)
     """Requests that may wait for a worker; more are refused with 503."""
+    max_wait_seconds: PositiveFloat = 30.0
+    """Longest that a request waits for a worker; then it is refused with 503."""
+    worker_memory_bytes: PositiveInt = 800 << 20
+    """Memory that a request may take, beside some 100 MB that all workers share."""
     max_body_bytes: PositiveInt = 8 << 20
     """Largest request body; larger ones are refused with 413."""
+    max_held_body_bytes: PositiveInt = 256 << 20
+    """Bytes of request bodies that are held at a time; beyond, requests are refused with 503."""
     max_tables: PositiveInt = 5000
     """Most tables of a request."""
     max_time_limit_seconds: PositiveFloat = 60.0

@@ -113,7 +113,7 @@ def test_a_plan_request(tmp_path: Path) -> None:
             assert PlannerClient(url=f"http://{one.address}").plan(request).placements
         assert one.stop() == 0
     places = _walk("A plan request")
-    assert len(places) == 3
+    assert len(places) == 6
     assert list(_follow(places, {"At the client": list(client), "On the planner": file.read_text().split("\n")})) == []
 
 

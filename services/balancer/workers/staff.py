@@ -12,7 +12,8 @@ from typing import Protocol
 
 import structlog
 
-from services.balancer.workers.nursery import Ready, Worker, Zygote
+from services.balancer.workers.nursery import Worker, Zygote
+from services.operations.nursery import Ready
 
 log = structlog.get_logger(__name__)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.packing import Shelves, improve_packing
 
 
@@ -66,7 +67,7 @@ def test_the_search_stops_where_it_is_good_enough_or_told_to() -> None:
     shelves = _shelves(2, items=12, ranks=3)
     first = improve_packing(shelves, np.arange(12) % 3, np.inf)
     last = improve_packing(shelves, np.arange(12) % 3, 0.0)
-    told = improve_packing(shelves, np.arange(12) % 3, 0.0, is_over=lambda: True)
+    told = improve_packing(shelves, np.arange(12) % 3, 0.0, watch=Watch(Limits(time_limit_s=0)))
     assert first is not None
     assert last is not None
     assert told is not None

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from benchmarks.planner_attack import children
 from evenkeel.placement import Plan, PlanRequest, plan
 from evenkeel.placement.codec import decode
 from tests.services.planner.serving import Served, served
@@ -155,6 +159,79 @@ def test_every_error_is_a_problem_document(
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
     assert {"type", "title", "status", "detail", "instance"} <= answer.json().keys()
+    for wrong in answer.json()["errors"] or [{}]:
+        assert all(wrong.get(part) for part in ("field", "value", "problem", "remedy")), wrong
+
+
+def test_a_body_that_is_no_json_says_where_and_one_of_another_kind_is_refused(client: httpx.Client) -> None:
+    (wrong,) = client.post("/v1/plans", content=b'{"tables": [],,}').json()["errors"]
+    assert wrong["field"] == "body"
+    assert "line 1, column 15" in wrong["problem"]
+    assert ",,}" in wrong["value"]
+    refused = client.post("/v1/plans", content=b"<plan/>", headers={"Content-Type": "application/xml"})
+    assert refused.status_code == 415
+    assert refused.json()["errors"][0]["value"] == "application/xml"
+    (wrong,) = client.get("/v1/plan").json()["errors"]
+    assert "/v1/plans" in wrong["remedy"]
+
+
+def test_whole_numbers_may_be_written_with_an_exponent(client: httpx.Client) -> None:
+    short = json.dumps(JOB).replace("40000000,", "4e7,")
+    assert "4e7" in short
+    assert client.post("/v1/plans", content=short).json() == client.post("/v1/plans", json=JOB).json()
+    half = client.post("/v1/plans", content=short.replace("4e7", "0.5")).json()
+    assert half["errors"][0]["field"] == "tables[0].rows"
+
+
+def test_a_time_limit_that_is_over_while_the_request_is_read_is_named(client: httpx.Client) -> None:
+    tables = [{"name": str(number), "rows": 1000, "dim": 8} for number in range(5000)]
+    answer = client.post("/v1/plans", json={**JOB, "tables": tables, "solver": {"time_limit_s": 0.01}})
+    assert answer.status_code in (422, 503)  # by whom it is found out depends on how fast the machine is
+    assert answer.json()["errors"][0]["field"] == "solver.time_limit_s"
+
+
+def _workers(service: Served) -> list[int]:
+    return [worker for zygote in children(service.process.pid) for worker in children(zygote)]
+
+
+def test_work_for_a_client_that_went_away_ends_within_a_second(service: Served) -> None:
+    host, port = service.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port))
+    connection.request("POST", "/v1/plans", json.dumps(_slow_job()))
+    deadline = time.monotonic() + 15
+    while not _workers(service):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    connection.close()
+    deadline = time.monotonic() + 1
+    while _workers(service):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_hundred_clients_get_answers_or_a_time_to_come_back(service: Served) -> None:
+    def ask(_: int) -> tuple[int, bool]:
+        answer = httpx.post(f"{service.url}/v1/plans", json=JOB, timeout=60, trust_env=False)
+        return answer.status_code, "retry-after" in answer.headers
+
+    with ThreadPoolExecutor(100) as pool:
+        answers = set(pool.map(ask, range(100)))
+    assert answers <= {(200, False), (503, True)}
+    assert (200, False) in answers
+
+
+def test_a_request_that_needs_more_memory_says_so_and_a_lost_zygote_is_replaced(tmp_path: Path) -> None:
+    with served(tmp_path, "--worker-memory-bytes", "8000000") as running:
+        tables = [{"name": str(number), "rows": 10**9, "dim": 8} for number in range(3000)]
+        answer = httpx.post(f"{running.url}/v1/plans", json={**JOB, "tables": tables}, timeout=60, trust_env=False)
+        assert (answer.status_code, answer.json()["type"]) == (422, "urn:evenkeel:problem:too-costly")
+        (zygote,) = children(running.process.pid)
+        os.kill(zygote, signal.SIGKILL)
+        small = {**JOB, "tables": JOB["tables"][2:]}
+        deadline = time.monotonic() + 30
+        while httpx.post(f"{running.url}/v1/plans", json=small, timeout=60, trust_env=False).status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_a_hundred_megabytes_are_refused(client: httpx.Client) -> None:
