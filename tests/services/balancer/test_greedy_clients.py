@@ -227,13 +227,14 @@ async def test_messages_that_never_end_take_bounded_memory(start_server: StartSe
         await asyncio.sleep(0.01)
     modest = asyncio.create_task(_go_on(server.port))
     announced = b"\0" + size.to_bytes(4, "big") + bytes(size - 1000)  # the rest never comes
-    await asyncio.gather(*(wire.push(stream, announced, 20) for wire, _ in wires for stream in range(1, 9, 2)))
+    pushing = asyncio.gather(*(wire.push(stream, announced, 60) for wire, _ in wires for stream in range(1, 9, 2)))
 
     async def until_ended() -> None:
         while any(mailbox.holder[0] == "token greedy" for mailbox in server.servicer.streams.mailboxes):
             await asyncio.sleep(0.05)
 
     await asyncio.wait_for(until_ended(), 60)
+    pushing.cancel()
     modest.cancel()
     (outcome,) = await asyncio.gather(modest, return_exceptions=True)
     assert isinstance(outcome, asyncio.CancelledError), outcome
