@@ -65,7 +65,7 @@ def draw(seed: int, max_ranks: int) -> KilledJob:
     data: Data = pick.choices(get_args(Data), (4, 3, 2, 1))[0]
     stops = tuple(pick.choices(get_args(Stop), (4, 3, 2, 2), k=pick.randint(2, 6)))
     first = pick.randint(1, max_ranks)
-    worlds = (first,)
+    worlds: tuple[int, ...] = (first,)
     if data in ("sampler", "budget") and pick.random() < 0.6:
         worlds = (first, *(pick.randint(1, max_ranks) for _ in stops))
     global_batch = pick.randint(max(worlds), 8 * max(worlds))
