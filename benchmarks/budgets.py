@@ -8,8 +8,9 @@ Three parts. `loads` follows the loads of 8 ranks over many steps, for two costs
 much longer the longest rank takes than the mean (with and without balancing), how much steps differ, what balancing
 still moves, and the tokens of the fullest rank. It is exact and the same on every machine. `training` trains a small
 ranking model on real ranks (Gloo on the CPU, NCCL on GPUs) behind `BalancedLoader`; a step's time is that of its
-slowest rank in forward and backward, in CPU time of its thread or by CUDA events. `costs` is what samplers take of a
-training loop, also with 10⁹ samples.
+slowest rank in forward and backward: CPU time of its thread, the shortest of three runs, or by CUDA events. `costs` is
+what samplers take of a training loop, also with 10⁹ samples. With `--parts` a part is measured anew and the others in
+the file stay.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ COSTS: dict[str, Callable[[NDArray[np.int64]], NDArray[np.int64]]] = {
     "tokens": lambda lengths: lengths,
     "hstu": lambda lengths: lengths * lengths + 5120 * lengths,  # attention and products, at width 1024
 }
+_REPEATS = {"cpu": 3, "cuda": 1}  # of each step, of which the shortest counts: other work slows a shared CPU down
 WIDTH, NUM_LAYERS, NUM_HEADS = {"cpu": 32, "cuda": 512}, 2, 2
 
 
@@ -94,9 +96,9 @@ def loads_of(
     }
 
 
-def measure_loads(steps: int) -> list[dict[str, Any]]:
+def measure_loads(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each distribution, cost and way to form batches."""
-    rows = []
+    rows, steps = [], 20 if options.quick else 200
     for kind, distribution in DISTRIBUTIONS.items():
         count = RANKS * SAMPLES
         lengths = distribution.draw(np.random.default_rng(0), 2 * steps * count)
@@ -177,18 +179,20 @@ def train(way: str, balance: bool, lengths: NDArray[np.int64], device: torch.dev
             spec=BatchSpec(rows_per_sample={"items": "num_items"}), name=f"{way}-{balance}",
         )  # fmt: skip
         for step, batch in enumerate(loader):
-            clock.begin()
-            logits = model(batch["items"], batch["num_items"])
-            loss = functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum")
-            (loss * loader.loss_scale).backward()  # type: ignore[no-untyped-call]
-            seconds = clock.end()
+            seconds = []
+            for _ in range(_REPEATS[device.type]):
+                optimizer.zero_grad()
+                clock.begin()
+                logits = model(batch["items"], batch["num_items"])
+                loss = functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum")
+                (loss * loader.loss_scale).backward()  # type: ignore[no-untyped-call]
+                seconds.append(clock.end())
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
             optimizer.step()
-            optimizer.zero_grad()
             moved, size = moved + loader.report.moved_size, size + loader.report.size
             if step >= 3:  # warm
-                rows.append([seconds, float(batch["items"].numel())])
+                rows.append([min(seconds), float(batch["items"].numel())])
             if len(rows) == steps:
                 break
     table = torch.tensor(rows, dtype=torch.float64, device=device)
@@ -215,7 +219,7 @@ def run_training(options: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
-    steps, longest = (10, 256) if options.quick else (40, 512) if options.device == "cpu" else (200, 4096)
+    steps, longest = (10, 256) if options.quick else (30, 512) if options.device == "cpu" else (200, 4096)
     rows = []
     for kind, distribution in DISTRIBUTIONS.items():
         drawn = distribution.draw(np.random.default_rng(1), 4 * dist.get_world_size() * SAMPLES * (steps + 20))
@@ -249,9 +253,9 @@ def _median(function: Callable[[], object], repeats: int) -> float:
     return float(np.median(seconds))
 
 
-def measure_costs(samples: int) -> dict[str, float]:
-    """What samplers take, in seconds: of 8 ranks, 65,536 samples in a step (8,192 a rank) or as much in tokens."""
-    size, found = 65_536, {}
+def measure_costs(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What samplers take, in seconds: of 8 ranks, 8,192 samples in a step (1,024 a rank) or as much in tokens."""
+    size, samples, rows = 8192, 10**7 if options.quick else 10**9, []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lengths.bin"
         block = LogNormalLengths(mean=600).draw(np.random.default_rng(0), 1 << 22).astype(np.uint16)
@@ -271,10 +275,18 @@ def measure_costs(samples: int) -> dict[str, float]:
             sampler.load_state_dict({**sampler.state_dict(), "position": samples // 2 + 1})
             batches: Iterator[list[int]] = iter(sampler)
             next(batches)
-            found[f"{way}_load_to_first_batch"] = time.perf_counter() - begun
-            found[f"{way}_batch"] = _median(lambda: next(batches), 20)  # noqa: B023
-            found[f"{way}_state_after"] = _median(lambda: sampler.state_after(9), 2000)  # noqa: B023
-    return found
+            row: dict[str, Any] = {
+                "samples": samples,
+                "batches": way,
+                "load_to_first_batch": time.perf_counter() - begun,
+            }
+            row["batch"] = _median(lambda: next(batches), 50)  # noqa: B023
+            row["state_after"] = _median(lambda: sampler.state_after(9), 2000)  # noqa: B023
+            rows.append(row)
+    return rows
+
+
+PARTS = {"loads": measure_loads, "costs": measure_costs, "training": measure_training}
 
 
 def main() -> None:
@@ -283,27 +295,27 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model is trained")
     parser.add_argument("--ranks", type=int, default=2, help="that train")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         run_training(options)
         return
-    samples = 10**7 if options.quick else 10**9
-    result: dict[str, Any] = {
-        "command": f"python -m benchmarks.budgets --device {options.device} --ranks {options.ranks}",
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"numpy {np.__version__}",
-        "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
-        "loads": measure_loads(20 if options.quick else 200),
-    }
-    _show("loads of 8 ranks", result["loads"])
-    result["costs"] = {"samples": samples, **measure_costs(samples)}
-    _show(f"seconds, {samples:,} samples", [result["costs"]])
-    result["training"] = measure_training(options)
-    _show(f"training on {options.ranks} ranks", result["training"])
-    result["load_average"] = os.getloadavg()
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    result: dict[str, Any] = {}
+    if options.json and options.json.exists():
+        result = json.loads(options.json.read_text())
+    for part in options.parts:
+        result[part] = {
+            "command": f"python -m benchmarks.budgets --parts {part} --device {options.device} --ranks {options.ranks}",
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+            f"numpy {np.__version__}",
+            "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
+            "rows": PARTS[part](options),
+            "load_average": os.getloadavg()[0],
+        }
+        _show(part, result[part]["rows"])
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _show(title: str, rows: list[dict[str, Any]]) -> None:
