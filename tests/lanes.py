@@ -49,6 +49,7 @@ EITHER = (
     "tests/trainer_client/embedding/",
     "tests/trainer_client/balancing/redistribution/",
     "tests/trainer_client/balancing/pipelines/",
+    "tests/trainer_client/balancing/test_unbalanced_rounds.py",
     "tests/trainer_client/balancing/test_windows.py",
     "tests/trainer_client/balancing/test_rounds.py",
     "tests/trainer_client/observing/",

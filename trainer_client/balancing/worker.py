@@ -78,6 +78,7 @@ class RoundWorker:
         self._nodes = nodes
         self.turns = Turns(name, depth=options.depth, patience=options.patience)
         self._warned_costs = False
+        self._without_plan = 0  # rounds that no rank found a plan for
         self._kernels = kernels
         self._causes = Causes(name, self._groups, connection, options.fallback)
         self._ready_ranks = 0  # at the latest agreement
@@ -309,7 +310,11 @@ class RoundWorker:
         if verdict.mode is Mode.EMBEDDED:
             result = balance_embedded(ticket.samples, votes, self._groups, self._options, self._nodes)
             if isinstance(result, PartitionError):
-                logger.warning("round %d of %s stays unbalanced: %s", ticket.round, self._name, result)
+                self._without_plan += 1
+                # Said by one rank, of the first, second, fourth, eighth…: all know the same, and it may be every round.
+                if self._groups.rank == 0 and self._without_plan.bit_count() == 1:
+                    said = "round %d of %s stays unbalanced (%d so far): %s"
+                    logger.warning(said, ticket.round, self._name, self._without_plan, result)
                 failed = replace(verdict, mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, ranks=(), moved=False)
                 verdict = spread(failed, votes, self._options.min_samples)
         if verdict.mode is Mode.SPREAD:
