@@ -132,7 +132,7 @@ def test_the_skew_of_keys_is_measured_now_and_then() -> None:
             if keys[0] == 1 and keys[1] == 5:
                 first = scrape(exporter.port)
         last = scrape(exporter.port)
-        with pytest.raises(ValueError, match="2 modes"):
+        with pytest.raises(ValueError, match="2 routings"):
             exporter.keys(batch(1), world_size=4, routing=["roundrobin", "roundrobin"], every=1)
     assert value(first, "key_skew_ratio", table="even") == 1.0
     assert value(first, "key_skew_ratio", table="hot") == 3.0
