@@ -274,9 +274,15 @@ class LoaderState:
             raise ResumeError(f"state is damaged ({error}); load what BalancedLoader.state_dict gave") from error
 
     def in_epoch(self, epoch: int) -> LoaderState | None:
-        """What is gone on from after `set_epoch`: None in another epoch, which begins by itself."""
-        if self.finished or self.source is None or self.source.way != "sampler":
+        """What is gone on from after `set_epoch`: None in another epoch, which begins by itself.
+
+        A pipeline sees the end of an epoch some steps before it has trained its last batch. So a pass may be over, and
+        the loop that saved it still be in its epoch: there nothing is left of it.
+        """
+        if self.source is None or self.source.way != "sampler":
             return self
+        if self.finished and self.source.at["epoch"] == epoch:
+            return replace(self, finished=False, source=replace(self.source, ended=True))
         return self if self.source.at["epoch"] == epoch else None
 
     @property

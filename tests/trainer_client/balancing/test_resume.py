@@ -150,6 +150,13 @@ def test_set_epoch_and_a_loaded_state() -> None:
         other = make()
         other.load_state_dict(state)
         assert train(other, (epoch + 2) % 3) == epochs[(epoch + 2) % 3]
+    finished = loader.state_dict()  # behind the end of epoch 2, as a pipeline's last steps have it
+    assert finished["finished"]
+    for named, expected in ((2, []), (1, epochs[1])):
+        again = make()
+        again.load_state_dict(finished)
+        assert train(again, named) == expected
+        assert train(again, 0) == epochs[0]
 
 
 def refused(rank: int, job: Job, fault: str) -> str:
