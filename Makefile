@@ -11,11 +11,11 @@ export OMP_NUM_THREADS ?= 1
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
 
-$(READY): requirements/dev.txt requirements/torchrec.txt requirements/services-constraints.txt pyproject.toml
+$(READY): requirements/dev.txt requirements/torchrec.txt requirements/frameworks.txt requirements/services-constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -qq --disable-pip-version-check -r requirements/dev.txt
-	$(BIN)/pip install -qq --disable-pip-version-check --no-deps -r requirements/torchrec.txt
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps -r requirements/torchrec.txt -r requirements/frameworks.txt
 	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --editable .
 	$(BIN)/evenkeel warm-up
 	touch $(READY)

@@ -6,9 +6,11 @@ import os
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported, as in a balancer's own process
 
 # isort: split
+import accelerate  # noqa: F401
 import grpc.aio  # noqa: F401
+import lightning.pytorch  # noqa: F401
 import pytest  # noqa: F401
-import torch.distributed  # noqa: F401
+import torchrec.distributed.train_pipeline  # noqa: F401
 
 import services.balancer.server
 import services.planner.app  # noqa: F401

@@ -192,6 +192,12 @@ class Balancer:
         )
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that balance together, as ranks of the job."""
+        membership = read_membership(self._process_group, self._peers)
+        return (0,) if membership is None else membership.ranks
+
+    @property
     def place(self) -> tuple[int, int]:
         """This rank among those that balance together, and how many they are."""
         membership = read_membership(self._process_group, self._peers)

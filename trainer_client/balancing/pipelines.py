@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -108,6 +108,49 @@ def balanced_batches(loader: BalancedLoader[B]) -> Iterator[BalancedBatch[B]]:
         streamable.Pipelineable.register(BalancedBatch)  # what its pipelines ask a batch to be
     for batch in loader:
         yield BalancedBatch(batch=batch, loss_scale=loader.loss_scale, report=loader.report)
+
+
+class PipelineSteps:
+    """The training steps of a pipeline over the batches of a loader: `for output in PipelineSteps(pipeline, loader)`.
+
+    Counts what the pipeline has fetched and not trained yet, which a checkpoint must not take for trained:
+    `loader.state_dict(ahead=steps.ahead())`, or `JobState(loader, ahead=steps.ahead)`.
+    """
+
+    def __init__(self, pipeline: Any, loader: BalancedLoader[Any]) -> None:
+        """Fetches nothing yet.
+
+        Args:
+            pipeline: Any object with `progress(iterator)` that trains one batch a call, as all of TorchRec's do.
+            loader: The loader; each iteration is one over it.
+        """
+        self._pipeline = pipeline
+        self._loader = loader
+        self._fetched = 0
+        self._trained = 0
+
+    def ahead(self) -> int:
+        """Batches of the latest iteration that the pipeline holds."""
+        return self._fetched - self._trained
+
+    def __iter__(self) -> Iterator[Any]:
+        self._fetched = self._trained = 0
+        batches = self._fetch()
+        try:
+            while True:
+                try:
+                    output = self._pipeline.progress(batches)
+                except StopIteration:  # on all ranks after the same step
+                    return
+                self._trained += 1
+                yield output
+        finally:
+            batches.close()
+
+    def _fetch(self) -> Generator[Any, None, None]:
+        for batch in balanced_batches(self._loader):
+            self._fetched += 1
+            yield batch
 
 
 PipelineFactory = Callable[..., Any]

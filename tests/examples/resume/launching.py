@@ -1,0 +1,78 @@
+"""Starts the programs of `examples.resume` as a launcher does, ends them as a scheduler or a fault does."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import zygote
+from examples.resume.job import read_ledger
+
+SECONDS = 90.0
+
+
+class Job:
+    """The ranks of one run of a program."""
+
+    def __init__(self, program: str, ranks: int, folder: Path, *arguments: str, **environment: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        run = len(list(folder.glob("*-0.out")))
+        self._outputs = [folder / f"{run}-{rank}.out" for rank in range(ranks)]
+        self.ranks = [
+            zygote.Program(
+                f"examples.resume.{program}", "--folder", str(folder), *arguments, output=output,
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1",
+                TORCHELASTIC_RUN_ID=f"{folder}-{run}", **environment,
+            )
+            for rank, output in enumerate(self._outputs)
+        ]  # fmt: skip
+
+    def output(self) -> str:
+        """What all ranks have printed."""
+        return "".join(path.read_text() for path in self._outputs)
+
+    def until(self, step: int) -> None:
+        """Waits until a rank has trained so many steps."""
+        deadline = time.monotonic() + SECONDS
+        while not any(line["step"] >= step for line in ledger(self.folder)):
+            assert time.monotonic() < deadline, self.output()
+            assert all(rank.poll() is None for rank in self.ranks), self.output()
+            time.sleep(0.02)
+
+    def send(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            rank.send_signal(number)
+
+    def codes(self) -> list[int]:
+        """The exit codes, when all have ended by themselves."""
+        try:
+            return [rank.wait(SECONDS) for rank in self.ranks]
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+
+    def ended(self) -> str:
+        """What rank 0 has told of the training, when all have ended well."""
+        codes = self.codes()
+        assert codes == [0] * len(self.ranks), self.output()
+        lines = self._outputs[0].read_text().splitlines()
+        return "\n".join(line for line in lines if line.startswith(("epoch ", "weights ")))
+
+
+def ledger(folder: Path) -> list[dict[str, Any]]:
+    """What is trained, in the order of steps and ranks."""
+    lines = read_ledger(folder / "ledger") if (folder / "ledger").exists() else []
+    return sorted(lines, key=lambda line: (line["step"], line["rank"]))
+
+
+def users(folder: Path, epoch: int) -> list[int]:
+    """Who was trained in an epoch, sorted."""
+    return sorted(user for line in ledger(folder) if line["epoch"] == epoch for user in line["users"])

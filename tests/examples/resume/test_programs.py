@@ -1,0 +1,79 @@
+"""Each program, killed or preempted, trains what it trains undisturbed; on other ranks each user once an epoch."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.balancer_process import running_balancer
+from examples.resume.checkpoints import newest
+from tests.examples.resume.launching import Job, ledger, users
+
+PROGRAMS = ("ddp", "torchrec_pipeline", "lightning_loop", "accelerate_loop", "titan")
+SMALL = ("--users", "96", "--save-every", "2")  # epochs of six steps
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_killed_it_goes_on(program: str, tmp_path: Path) -> None:
+    whole, killed, other = (tmp_path / name for name in ("whole", "killed", "other"))
+    printed = Job(program, 2, whole, *SMALL).ended()
+    assert printed.count("96 of 96 users trained, 0 of them more than once") == 2
+    first = Job(program, 2, killed, *SMALL, "--kill-at", "11")
+    assert first.ranks[1].wait(60) == -signal.SIGKILL
+    first.send(signal.SIGKILL)
+    assert sorted(map(step_of, killed.glob("step*"))) == [2, 4, 6, 8, 10]
+    shutil.copytree(killed, other)
+    for path in other.glob("step*"):
+        if step_of(path) > 6:  # the last of its epoch
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    assert Job(program, 2, killed, *SMALL).ended() == printed
+    assert ledger(killed) == ledger(whole)  # losses and weights are the same, bit for bit
+    Job(program, 3, other, *SMALL).ended()
+    assert {line["step"] for line in ledger(other) if line["rank"] == 2} == set(range(7, 13))
+    assert [users(other, epoch) for epoch in range(2)] == [list(range(96))] * 2
+
+
+@pytest.mark.parametrize(("program", "window"), [("ddp", 4), ("lightning_loop", 1)])
+def test_preempted_it_goes_on_with_other_ranks(program: str, window: int, tmp_path: Path) -> None:
+    arguments = ("--users", "96", "--save-every", "1000", "--window", str(window))
+    stopped = Job(program, 2, tmp_path, *arguments, "--pause", "0.05")
+    stopped.until(3)
+    asked = time.monotonic()
+    stopped.send(signal.SIGTERM)
+    stopped.codes()
+    assert time.monotonic() - asked < 25
+    (saved,) = map(step_of, tmp_path.glob("step*"))
+    assert saved >= 3
+    Job(program, 3, tmp_path, *arguments).ended()
+    assert min(line["step"] for line in ledger(tmp_path) if line["rank"] == 2) == saved + 1
+    assert [users(tmp_path, epoch) for epoch in range(2)] == [list(range(96))] * 2
+
+
+def test_one_rank_is_preempted_and_all_stop_after_the_same_step(tmp_path: Path) -> None:
+    stopped = Job("ddp", 2, tmp_path, *SMALL, "--pause", "0.05")
+    stopped.until(3)
+    stopped.ranks[1].send_signal(signal.SIGTERM)
+    assert stopped.codes() == [128 + signal.SIGTERM] * 2, stopped.output()
+    saved = newest(tmp_path)
+    assert saved is not None
+    assert stopped.output().count(f"stopped after step {step_of(saved)}\n") == 2
+
+
+def step_of(path: Path) -> int:
+    """Of a checkpoint."""
+    return int(path.stem[5:])
+
+
+def test_a_group_that_shrinks_goes_on_in_the_same_processes(tmp_path: Path) -> None:
+    with running_balancer("--log-level", "debug") as balancer:
+        job = Job("shrinking", 3, tmp_path, *SMALL, "--kill-at", "5", EVENKEEL_BALANCER=balancer.address)
+        assert job.codes() == [0, 0, -signal.SIGKILL], job.output()
+        assert balancer.log.count('"outcome": "BALANCED"') >= 8, balancer.log
+    assert [users(tmp_path, epoch) for epoch in range(2)] == [list(range(96))] * 2
+    assert {line["step"] for line in ledger(tmp_path) if line["rank"] == 2} == set(range(1, 5))
+    assert job.output().count("after step 4") == 2
