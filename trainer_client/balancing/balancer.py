@@ -293,7 +293,7 @@ class Balancer:
             self._streams[loader].leave()
 
     def close(self) -> None:
-        """Leaves all sessions and ends all threads, within a bounded time."""
+        """Leaves all sessions and ends all threads, within a bounded time. A later loop opens what it needs again."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
