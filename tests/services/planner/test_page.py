@@ -91,7 +91,7 @@ def test_moving_the_hbm_slider_changes_plan_bars_and_curve(browser: webdriver.Ch
 def test_too_small_budgets_and_wrong_tables_are_explained(browser: webdriver.Chrome) -> None:
     _change(browser, "hbm", "20")
     assert _text(browser, "headline") == "Nothing fits"
-    assert "GiB of HBM" in _text(browser, "problem")
+    assert "of HBM on every rank" in _text(browser, "problem")
     _change(browser, "hbm", "600")
     tables = browser.find_element(By.ID, "tables").get_attribute("value")
     _change(browser, "tables", "name,rows,dim\nbad,0,64")
