@@ -19,6 +19,7 @@ from trainer_client.balancing.costs import TokenCost
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.membership import Membership
+from trainer_client.balancing.places import Source
 
 
 def some_batch() -> dict[str, Any]:
@@ -65,7 +66,7 @@ def test_a_batch_on_a_device_is_fetched_one_ahead_and_comes_with_its_cost(monkey
             raise BatchError("'count' is on cuda:0")
         return batch.lengths_of("count")
 
-    came = Incoming(source(), cost=cost_of, memory=on_the_host, spec=SPEC)
+    came = Incoming(Source(source()), cost=cost_of, memory=on_the_host, spec=SPEC)
     for step in range(4):
         flat = next(came)
         assert fetched == list(range(min(step + 2, 4)))
@@ -80,7 +81,7 @@ def test_a_batch_on_a_device_is_fetched_one_ahead_and_comes_with_its_cost(monkey
             raise BatchError("'count' is on cuda:0")
         return batch["count"]
 
-    came = Incoming(source(), cost=on_the_host_only, memory=None, spec=SPEC)
+    came = Incoming(Source(source()), cost=on_the_host_only, memory=None, spec=SPEC)
     with pytest.raises(BatchError, match="'count' is on cuda:0; compute it with torch on the device"):
         came.cost(next(came))
 
