@@ -252,5 +252,6 @@ def test_a_refusal_and_an_absent_service_say_why(url: str, tmp_path: Path) -> No
 def test_a_plan_in_which_nothing_fits_says_so_when_it_is_applied(runtime: Runtime) -> None:
     request = replace(_request(describe_model(_Model()), hbm_bytes=1 << 20, host_bytes=0), runtime=runtime)
     apply = torchrec_options if runtime is Runtime.TORCHREC else dynamicemb_options
-    with pytest.raises(InvalidInputError, match=r"plan\.status: holds no placements: .*HBM on every rank.*give more memory"):
+    said = r"plan\.status: holds no placements: .*HBM on every rank.*give more memory"
+    with pytest.raises(InvalidInputError, match=said):
         apply(request, plan(request))
