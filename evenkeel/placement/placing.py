@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +19,11 @@ from evenkeel.placement.solver import seconds, solve, usage
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-# Parts of the budgets for the average rank, one after the other until the shards fit on whole ranks.
-_TIGHTER = (0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.87, 0.84, 0.8)
+_RUNG = 1.02
+_RUNGS = 11
+"""Tighter budgets for the average rank that are tried until the shards fit on whole ranks."""
 _ATTEMPTS = 4
-_TOLERABLE = 0.02  # gap that more attempts are not worth
+_TOLERABLE = 0.01  # gap that more attempts are not worth
 _REPACKED = 3
 _SHARE = 0.5
 """Of the time that is left, for the choice that shards are then put on ranks by."""
@@ -54,7 +56,7 @@ def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Lim
     enough = max(first.bound, heaviest_shard(request, problem)) * (1 + request.solver.gap)
     starts: list[Placed] = []
     unplaced: list[tuple[IntArray, ...]] = []
-    for attempt, part in enumerate((*_TIGHTER, None)):
+    for attempt in range(_RUNGS + 1):
         if solution.modules is None:
             break
         placed = _place(request, problem, solution, watch)
@@ -65,9 +67,9 @@ def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Lim
             best = placed if best is None or placed.seconds < best.seconds else best
         tolerable = enough if attempt < _ATTEMPTS else enough * (1 + _TOLERABLE)
         close = best is not None and best.seconds <= tolerable
-        if close or part is None or not shards or watch.is_over():
+        if close or attempt == _RUNGS or not shards or watch.is_over():
             break
-        tighter = problem.with_budget(*np.maximum(problem.budget * part, 0.0))
+        tighter = problem.with_budget(*(_rung(float(budget), attempt) for budget in problem.budget))
         solution = solve(tighter, limits.within(_SHARE * watch.left()))
     # Ranks and ratios together, from the best placements, and from choices that did not fit as they were.
     starts.sort(key=lambda placed: placed.seconds)
@@ -81,6 +83,13 @@ def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Lim
         # Each shard fits on average, but no placement on whole ranks was found: nothing is proved.
         return None, Solution(None, np.inf, first.bound, False, first.prices)
     return best, first
+
+
+def _rung(budget: float, steps: int) -> float:
+    """A somewhat smaller budget, on a ladder that all budgets share: what a smaller one finds, a larger one finds."""
+    if not np.isfinite(budget) or budget <= 0:
+        return budget
+    return float(_RUNG ** (math.floor(math.log(budget) / math.log(_RUNG)) - steps))
 
 
 @dataclass(frozen=True, slots=True)
