@@ -170,9 +170,12 @@ def ask(address: str, path: str, body: bytes) -> tuple[int, dict[str, str], Any,
     """Status, headers, document, and seconds from the request to the answer."""
     connection = http.client.HTTPConnection(address, timeout=200)
     begin = time.perf_counter()
-    connection.request("POST", path, body, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    document = json.loads(answer.read())
+    try:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        document = json.loads(answer.read())
+    except ConnectionError as error:
+        return 0, {}, {"type": repr(error)}, time.perf_counter() - begin
     return answer.status, dict(answer.headers), document, time.perf_counter() - begin
 
 
