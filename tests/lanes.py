@@ -43,11 +43,13 @@ FUNCTIONS = (
 
 # The longest first, so that the lanes end together.
 EITHER = (
+    "tests/trainer_client/balancing/test_resume.py",
     "tests/examples/",
     "tests/trainer_client/balancing/test_gradients.py",
     "tests/benchmarks/test_programs.py",
     "tests/trainer_client/embedding/",
     "tests/trainer_client/balancing/redistribution/",
+    "tests/trainer_client/balancing/sampling/",
     "tests/trainer_client/balancing/pipelines/",
     "tests/trainer_client/balancing/test_unbalanced_rounds.py",
     "tests/trainer_client/balancing/test_windows.py",
