@@ -11,19 +11,20 @@ import pytest
 
 from benchmarks.harness.balancer_process import running_balancer
 from examples.resume.checkpoints import newest
-from tests.examples.resume.launching import Job, ledger, users
+from tests.examples.resume.launching import SECONDS, Job, ledger, users
 
 PROGRAMS = ("ddp", "torchrec_pipeline", "lightning_loop", "accelerate_loop", "titan")
 SMALL = ("--users", "96", "--save-every", "2")  # epochs of six steps
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_killed_it_goes_on(program: str, tmp_path: Path) -> None:
     whole, killed, other = (tmp_path / name for name in ("whole", "killed", "other"))
     printed = Job(program, 2, whole, *SMALL).ended()
     assert printed.count("96 of 96 users trained, 0 of them more than once") == 2
     first = Job(program, 2, killed, *SMALL, "--kill-at", "11")
-    assert first.ranks[1].wait(60) == -signal.SIGKILL
+    assert first.ranks[1].wait(SECONDS) == -signal.SIGKILL
     first.send(signal.SIGKILL)
     assert sorted(map(step_of, killed.glob("step*"))) == [2, 4, 6, 8, 10]
     shutil.copytree(killed, other)
