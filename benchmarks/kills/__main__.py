@@ -20,7 +20,9 @@ import platform
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,68 +36,94 @@ from benchmarks.kills.jobs import KilledJob, draw
 from benchmarks.kills.judge import Verdict, judge
 
 
+@dataclass(slots=True)
+class Tally:
+    """What all jobs came to."""
+
+    sums: Verdict = field(default_factory=Verdict)
+    jobs: int = 0
+    compared: int = 0
+    by_data: Counter[str] = field(default_factory=Counter)
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def kills(self) -> int:
+        """Stops that happened."""
+        return sum(self.sums.stops.values())
+
+    def add(self, job: KilledJob, verdict: Verdict) -> None:
+        """Counts a job."""
+        self.jobs += 1
+        self.compared += verdict.compared
+        self.by_data[job.data] += sum(verdict.stops.values())
+        self.sums.stops += verdict.stops
+        for name in ("resizes", "samples", "lost", "doubled", "asked"):
+            setattr(self.sums, name, getattr(self.sums, name) + getattr(verdict, name))
+        self.sums.size = max(self.sums.size, verdict.size)
+        self.sums.saved_after = max(self.sums.saved_after, verdict.saved_after)
+        if verdict.findings:
+            self.wrong.append({"job": str(job), "findings": verdict.findings})
+
+    def result(self, seconds: float) -> dict[str, Any]:
+        """For the result file."""
+        asked = np.array(self.sums.asked or [0.0]) * 1e6
+        median, p99 = (round(float(np.quantile(asked, share)), 1) for share in (0.5, 0.99))
+        versions = {name: version(name) for name in ("torch", "numpy", "numba")}
+        return {
+            "command": " ".join(["python -m benchmarks.kills", *sys.argv[1:]]),
+            "machine": platform.processor() or platform.machine(),
+            "cpus": os.cpu_count(),
+            "versions": {"python": platform.python_version(), **versions},
+            "seconds": round(seconds, 1),
+            "jobs": self.jobs,
+            "kills": dict(self.sums.stops),
+            "kills_by_data": dict(self.by_data),
+            "runs_with_another_number_of_ranks": self.sums.resizes,
+            "samples_trained": self.sums.samples,
+            "lost": self.sums.lost,
+            "doubled": self.sums.doubled,
+            "jobs_compared_bit_by_bit": self.compared,
+            "state_dict_microseconds": {"median": median, "p99": p99},
+            "largest_state_bytes": self.sums.size,
+            "longest_seconds_from_sigterm_to_checkpoint": round(self.sums.saved_after, 3),
+            "findings": self.wrong,
+        }
+
+
 def main() -> int:
     options = parse_arguments()
     zygote.context.set_forkserver_preload(["benchmarks.kills.rank"])
-    console, started = Console(), time.monotonic()
-    total, jobs, resized, by_data, findings = Verdict(), 0, 0, Counter[str](), []
-    compared = 0
+    console, started, tally = Console(), time.monotonic(), Tally()
     with Progress(console=console) as progress, ThreadPoolExecutor(options.jobs) as pool:
         bar = progress.add_task("kills", total=options.kills)
-        running: dict[Future[Verdict], KilledJob] = {}
-        seed = options.seed
-        while True:
-            enough = sum(total.stops.values()) >= options.kills or seed - options.seed >= options.count
-            while not enough and len(running) < options.jobs and seed - options.seed < options.count:
-                job = draw(seed, options.ranks)
-                running[pool.submit(judge, job)] = job
-                seed += 1
-            if not running:
+        for job, verdict in _judged(options, tally, pool):
+            tally.add(job, verdict)
+            if options.show or verdict.findings:
+                console.print(job, verdict.findings or "right", soft_wrap=True)
+            progress.update(bar, completed=tally.kills, description=f"kills, {len(tally.wrong)} wrong")
+            if options.json is not None:
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(tally.result(time.monotonic() - started), indent=1) + "\n")
+    console.print_json(json.dumps(tally.result(time.monotonic() - started)))
+    return int(bool(tally.wrong))
+
+
+def _judged(options: argparse.Namespace, tally: Tally, pool: ThreadPoolExecutor) -> Iterator[tuple[KilledJob, Verdict]]:
+    """Jobs of ascending seeds as they end, until there were enough kills or the time is over."""
+    until = time.monotonic() + options.minutes * 60
+    running: dict[Future[Verdict], KilledJob] = {}
+    jobs = (draw(seed, options.ranks) for seed in range(options.seed, options.seed + options.count))
+    while True:
+        while len(running) < options.jobs and tally.kills < options.kills and time.monotonic() < until:
+            job = next(jobs, None)
+            if job is None:
                 break
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                job, verdict = running.pop(future), future.result()
-                jobs, resized, compared = jobs + 1, resized + verdict.resizes, compared + verdict.compared
-                total.stops += verdict.stops
-                by_data[job.data] += sum(verdict.stops.values())
-                total.samples += verdict.samples
-                total.lost += verdict.lost
-                total.doubled += verdict.doubled
-                total.asked += verdict.asked
-                total.size = max(total.size, verdict.size)
-                total.saved_after = max(total.saved_after, verdict.saved_after)
-                if verdict.findings:
-                    findings.append({"job": str(job), "findings": verdict.findings})
-                if options.show or verdict.findings:
-                    console.print(job, verdict.findings or "right", soft_wrap=True)
-            progress.update(bar, completed=sum(total.stops.values()), description=f"kills, {len(findings)} wrong")
-    asked = np.array(total.asked or [0.0]) * 1e6
-    median, p99 = (round(float(np.quantile(asked, share)), 1) for share in (0.5, 0.99))
-    versions = {name: version(name) for name in ("torch", "numpy", "numba")}
-    result: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.kills", *sys.argv[1:]]),
-        "machine": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
-        "versions": {"python": platform.python_version(), **versions},
-        "seconds": round(time.monotonic() - started, 1),
-        "jobs": jobs,
-        "kills": dict(total.stops),
-        "kills_by_data": dict(by_data),
-        "runs_with_another_number_of_ranks": resized,
-        "samples_trained": total.samples,
-        "lost": total.lost,
-        "doubled": total.doubled,
-        "jobs_compared_bit_by_bit": compared,
-        "state_dict_microseconds": {"median": median, "p99": p99},
-        "largest_state_bytes": total.size,
-        "longest_seconds_from_sigterm_to_checkpoint": round(total.saved_after, 3),
-        "findings": findings,
-    }
-    console.print_json(json.dumps(result))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    return int(bool(findings))
+            running[pool.submit(judge, job)] = job
+        if not running:
+            return
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield running.pop(future), future.result()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -105,6 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first job; each further one has the next")
     parser.add_argument("--ranks", type=int, default=4, help="of a job at most")
     parser.add_argument("--jobs", type=int, default=1, help="jobs at the same time")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no job is begun")
     parser.add_argument("--show", action="store_true", help="print each job")
     parser.add_argument("--json", type=Path, help="result file")
     return parser.parse_args()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import tempfile
 import threading
 import time
@@ -131,8 +133,12 @@ def _wait(ends: list[Any], processes: list[Any]) -> list[Any]:
             del open_ends[rank]
             if answers[rank] is None or answers[rank][2]:
                 until = min(until, time.monotonic() + GRACE_SECONDS)
-    for process in processes:
+    hangs = time.monotonic() >= until and all(answer is None or not answer[2] for answer in answers)
+    for rank, process in enumerate(processes):
         if open_ends or None in answers:
+            if hangs and rank in open_ends and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.2)
             process.kill()
         process.join(10)
     return answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import random
@@ -125,6 +126,7 @@ def train(rank: int, job: KilledJob, folder: str, run: int, stop: Stop | None) -
         run: How often it was begun before.
         stop: What befalls this run; None: nothing.
     """
+    faulthandler.register(signal.SIGUSR1)  # where it hangs, if it does
     world_size, place = dist.get_world_size(), Path(folder)
     chance = random.Random(job.seed * 1000 + run)
     victim, moment = chance.randrange(world_size), chance.uniform(0.0, 1.2) * job.steps * STEP_SECONDS * 2
