@@ -51,7 +51,7 @@ def test_the_commands_print_what_the_page_shows(folder: Path) -> None:
 
 
 def test_a_service_answers_as_the_page_shows(folder: Path) -> None:
-    (shown,) = re.findall(r"^(\{.*)…$", TEXT, re.M)
+    (shown,) = re.findall(r"^(\{.*) …$", TEXT, re.M)
     with served(folder) as planner:
         request = urllib.request.Request(f"{planner.url}/v1/plans", JOB.encode())  # as curl -d sends it
         with urllib.request.urlopen(request) as answer:
