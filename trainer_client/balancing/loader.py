@@ -104,6 +104,8 @@ class BalancedLoader(Generic[B]):
         self._resume: LoaderState | None = None  # which the next loop goes on from
         self._handed: deque[_Position] = deque([_Position()], maxlen=MAX_AHEAD + 1)  # after each batch, the latest last
         self._finished = False
+        self._named_epoch: int | None = None
+        self._epoch: int | None = None  # of the latest loop
         self._ranks: tuple[int, int] | None = None  # this one and their number, when last looked at
 
     @property
@@ -169,8 +171,9 @@ class BalancedLoader(Generic[B]):
             parts.append(getattr(self.loader, "dataset", None))
         for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
             part.set_epoch(epoch)
+        self._named_epoch = int(epoch)
         if self._resume is not None:
-            self._resume = self._resume.in_epoch(epoch)
+            self._resume = self._resume.in_epoch(self._named_epoch)
 
     def _of_loader(self, name: str) -> Any:
         if not hasattr(self.loader, name):
@@ -202,6 +205,7 @@ class BalancedLoader(Generic[B]):
             name=self._name,
             rank=rank,
             world_size=world_size,
+            epoch=self._epoch,
             batches=position.batches,
             finished=self._finished and position is self._handed[-1],
             source=position.source,
@@ -310,6 +314,7 @@ class BalancedLoader(Generic[B]):
             resumed = Resumed(problem=f"{type(error).__name__}: {error}")  # which all ranks hear of
             batches = Source(())
         current = stream.begin()
+        self._epoch = self._named_epoch if state is None or self._named_epoch is not None else state.epoch
         self._ranks = None
         current.resumed = resumed
         first = _Position(source=batches.place(0))

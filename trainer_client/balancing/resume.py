@@ -213,8 +213,9 @@ class LoaderState:
         name: The loader's name.
         rank: This rank of those that balance together.
         world_size: Number of ranks.
+        epoch: Of this pass, as `set_epoch` named it; None if it did not.
         batches: That were handed over in this pass.
-        finished: The pass is over; the next one begins at the loader's own beginning.
+        finished: The pass is over; the next begins at the loader's own beginning.
         source: Where the wrapped loader was before the first window that was not wholly handed over; None: at its
             beginning.
         half: What is known of that window if it was handed over in part.
@@ -223,6 +224,7 @@ class LoaderState:
     name: str
     rank: int
     world_size: int
+    epoch: int | None = None
     batches: int = 0
     finished: bool = False
     source: Place | None = None
@@ -231,15 +233,11 @@ class LoaderState:
     def to_state(self) -> dict[str, Any]:
         """As plain values."""
         return {
-            "version": VERSION,
-            "name": self.name,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "batches": self.batches,
-            "finished": self.finished,
+            "version": VERSION, "name": self.name, "rank": self.rank, "world_size": self.world_size,
+            "epoch": self.epoch, "batches": self.batches, "finished": self.finished,
             "source": None if self.source is None else self.source.to_state(),
             "window": None if self.half is None else self.half.to_state(),
-        }
+        }  # fmt: skip
 
     @classmethod
     def from_state(cls, state: Any, name: str) -> LoaderState:
@@ -265,6 +263,7 @@ class LoaderState:
                 name=name,
                 rank=int(state["rank"]),
                 world_size=int(state["world_size"]),
+                epoch=None if state["epoch"] is None else int(state["epoch"]),
                 batches=int(state["batches"]),
                 finished=bool(state["finished"]),
                 source=None if state["source"] is None else Place.from_state(state["source"]),
@@ -279,11 +278,14 @@ class LoaderState:
         A pipeline sees the end of an epoch some steps before it has trained its last batch. So a pass may be over, and
         the loop that saved it still be in its epoch: there nothing is left of it.
         """
-        if self.source is None or self.source.way != "sampler":
+        source, own = self.source, self.epoch
+        if source is not None and own is None and source.way == "sampler":
+            own = source.at["epoch"]
+        if source is None or own is None or (self.finished and own != epoch):
             return self
-        if self.finished and self.source.at["epoch"] == epoch:
-            return replace(self, finished=False, source=replace(self.source, ended=True))
-        return self if self.source.at["epoch"] == epoch else None
+        if self.finished:
+            return replace(self, finished=False, source=replace(source, ended=True))
+        return self if own == epoch else None
 
     @property
     def start(self) -> Place | None:

@@ -384,3 +384,31 @@ def sampled_everywhere(rank: int, window: int) -> None:
 @pytest.mark.parametrize("window", [1, 3])
 def test_the_place_in_a_sampler_is_one_for_all_ranks(window: int) -> None:
     run_ranks(3, sampled_everywhere, window)
+
+
+@pytest.mark.parametrize("way", LOADERS)
+def test_an_epoch_that_is_over_is_not_trained_again_under_its_name(way: str) -> None:
+    job = Job(steps=(4,))
+
+    def make() -> BalancedLoader[Any]:
+        return BalancedLoader(LOADERS[way](job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
+
+    loader = make()
+    loader.set_epoch(3)
+    for batches, _ in enumerate(loader, 1):
+        state = loader.state_dict()
+        assert state["epoch"] == 3
+        for epoch, left in ((3, 4 - batches), (4, 4)):
+            again = make()
+            again.load_state_dict(state)
+            again.set_epoch(epoch)
+            assert len(list(again)) == left
+    finished = loader.state_dict()
+    assert finished["finished"]
+    for epoch, left in ((3, 0), (4, 4), (None, 4)):
+        again = make()
+        again.load_state_dict(finished)
+        if epoch is not None:
+            again.set_epoch(epoch)
+        assert len(list(again)) == left
+        assert len(list(again)) == 4
