@@ -92,7 +92,7 @@ class Tally:
 
 def main() -> int:
     options = parse_arguments()
-    zygote.context.set_forkserver_preload(["benchmarks.kills.rank"])
+    zygote.context.set_forkserver_preload(["benchmarks.programs.preloaded", "benchmarks.kills.rank"])
     console, started, tally = Console(), time.monotonic(), Tally()
     with Progress(console=console) as progress, ThreadPoolExecutor(options.jobs) as pool:
         bar = progress.add_task("kills", total=options.kills)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -120,7 +121,7 @@ def _one_run(job: KilledJob, folder: str, run: int, stop: Stop | None, verdict: 
 def _wait(ends: list[Any], processes: list[Any]) -> list[Any]:
     """Each rank's answer; None of one that was killed."""
     answers: list[Any] = [None] * len(ends)
-    until = time.monotonic() + RUN_SECONDS
+    late = until = time.monotonic() + RUN_SECONDS
     open_ends = dict(enumerate(ends))
     while open_ends and time.monotonic() < until:
         for rank, end in list(open_ends.items()):
@@ -133,11 +134,12 @@ def _wait(ends: list[Any], processes: list[Any]) -> list[Any]:
             del open_ends[rank]
             if answers[rank] is None or answers[rank][2]:
                 until = min(until, time.monotonic() + GRACE_SECONDS)
-    hangs = time.monotonic() >= until and all(answer is None or not answer[2] for answer in answers)
+    hangs = time.monotonic() >= late
     for rank, process in enumerate(processes):
         if open_ends or None in answers:
             if hangs and rank in open_ends and process.pid is not None:
-                os.kill(process.pid, signal.SIGUSR1)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.2)
             process.kill()
         process.join(10)
