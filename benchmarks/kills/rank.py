@@ -131,12 +131,12 @@ def train(rank: int, job: KilledJob, folder: str, run: int, stop: Stop | None) -
     chance = random.Random(job.seed * 1000 + run)
     victim, moment = chance.randrange(world_size), chance.uniform(0.0, 1.2) * job.steps * STEP_SECONDS * 2
     failing = chance.randrange(job.steps) if stop == "raise" and rank == victim else -1
+    told = Terminated()
     if (stop in ("kill_one", "terminate") and rank == victim) or stop == "kill_all":
         what = signal.SIGTERM if stop == "terminate" else signal.SIGKILL
         timer = threading.Timer(moment, os.kill, (os.getpid(), what))
         timer.daemon = True
         timer.start()
-    told = Terminated()
     balance = Balancer.off if job.balancer == "off" else Balancer.embedded
     options = BalanceOptions(window=job.window, depth=job.depth, group_timeout=timedelta(seconds=60))
     weights = torch.zeros(FEATURES, dtype=torch.float32)
@@ -172,7 +172,7 @@ def train(rank: int, job: KilledJob, folder: str, run: int, stop: Stop | None) -
                         state = loader.state_dict()
                         asked.append(time.perf_counter() - began)
                         size = max(size, len(pickle.dumps(state)))
-                        save(place, rank, {"loader": state, "epoch": epoch, "step": step, "weights": weights})
+                        save(place, run, rank, {"loader": state, "epoch": epoch, "step": step, "weights": weights})
                     if ends:
                         late = time.monotonic() - told.at if rank == victim else 0.0
                         return {"ended": False, "asked": asked, "bytes": size, "saved_after": late}
@@ -188,10 +188,10 @@ def update(weights: torch.Tensor, batch: dict[str, torch.Tensor], scale: float) 
     return weights - 0.05 * gradient / dist.get_world_size()
 
 
-def save(place: Path, rank: int, state: dict[str, Any]) -> None:
+def save(place: Path, run: int, rank: int, state: dict[str, Any]) -> None:
     """A checkpoint of all ranks, which is there when all have written theirs."""
     step = state["step"]
-    partial = place / f"saving-{step}"
+    partial = place / f"saving-{run}-{step}"  # of this run alone: one before may have left files of other ranks
     partial.mkdir(exist_ok=True)
     (partial / f"rank{rank}").write_bytes(pickle.dumps(state))
     dist.barrier()
