@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -40,11 +41,13 @@ def count_lines(call: Callable[[], Any]) -> tuple[Any, int]:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # a collection has lines of its own: hypothesis watches them
     sys.settrace(trace)
     try:
         result = call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return result, lines
 
 

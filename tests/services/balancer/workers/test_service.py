@@ -88,7 +88,8 @@ def test_a_signal_to_all_processes_drains_like_one_to_the_service(balancer: Serv
 def test_workers_leave_no_file_and_hold_no_port(balancer: ServiceProcess) -> None:
     for pid in processes_of(balancer):
         files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
-        assert not [file for file in files if file.startswith("/dev/shm")]
+        # those of torch are of the test's own processes: a balancer has no torch
+        assert not [file for file in files if file.startswith("/dev/shm") and "/torch_" not in file]
     balancer.kill()
     balancer.start()  # at the same port, at once
     assert balancer.stop() == 0
