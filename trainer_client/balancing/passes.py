@@ -65,8 +65,10 @@ class Pass:
         self.by_hand = by_hand
         self.resumed: Resumed | None = None
         self._name = name
-        self._mover = mover
-        self._tell = tell
+        # Both refer to the stream, and it to this pass: let go of at the end, so that a dropped stream is collected
+        # at once, and not when Python next looks for cycles.
+        self._mover: Callable[[], Mover] | None = mover
+        self._tell: Callable[[Pass, bool], None] | None = tell
         self._patience = patience
         self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
         self._moves: deque[Pending] = deque()  # started, and not waited for when it was last looked
@@ -117,7 +119,7 @@ class Pass:
 
     def start(self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None) -> Pending:
         """Starts the move that is next."""
-        self._device = self._mover().goes_to(flats, device)
+        self._device = self._moves_by.goes_to(flats, device)
         _ = self.taken  # lets go of batches that the loop has got
         pending = self._start(flats, ticket, device)
         self._moves.append(pending)
@@ -133,22 +135,23 @@ class Pass:
             return
         self._left = True
         if self.number is not None and not self.over:
+            assert self._tell is not None
             self._tell(self, out_of_turn)
         _ = self.taken
         while self._tickets and _is_void(self._tickets[0]):
             self._tickets.popleft()
         if not (self._tickets or self._moves):
-            self._drained.set()
+            self._end()
             return
         try:
             if self._device is None:
-                self._device = self._mover().goes_to(self._tickets[0].flats if self._tickets else (), None)
+                self._device = self._moves_by.goes_to(self._tickets[0].flats if self._tickets else (), None)
             since = _queued_by_now(self._device)
             threading.Thread(
                 target=self._drain, args=(since,), name=f"evenkeel-leave-{self._name}", daemon=True
             ).start()
         except RuntimeError:  # the interpreter is ending, and with it the job
-            self._drained.set()
+            self._end()
             return
         if threading.get_ident() == self._owner:
             self._drained.wait(LEAVE_SECONDS)
@@ -173,7 +176,7 @@ class Pass:
         if ticket.started == len(batches):
             self._tickets.popleft()
             ticket.flats = ()
-        return self._mover().move(flats, ticket, device, batch)
+        return self._moves_by.move(flats, ticket, device, batch)
 
     def _drain(self, since: tuple[torch.device, torch.cuda.Event] | None) -> None:
         try:
@@ -195,7 +198,16 @@ class Pass:
         finally:
             self._tickets.clear()
             self._moves.clear()
-            self._drained.set()
+            self._end()
+
+    @property
+    def _moves_by(self) -> Mover:
+        assert self._mover is not None
+        return self._mover()
+
+    def _end(self) -> None:
+        self._mover = self._tell = None
+        self._drained.set()
 
 
 def used_after(name: str) -> ProgramOrderError:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
 from datetime import timedelta
 from typing import Any
+
+import pytest
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
@@ -57,3 +60,34 @@ def test_a_successor_is_served_under_the_same_name() -> None:
                 assert {mode for loop in modes for mode in loop} == {"service"}
                 assert pairs == [1] * 5
                 assert left == []
+
+
+def ends_of(rank: int, error: bool) -> list[str]:
+    """Threads that are left where nobody looks for cycles: loops that end, by themselves or by an error of the data."""
+
+    def batches() -> Any:
+        for step in range(4):
+            if error and step == 2:
+                raise OSError("the data end here")
+            yield make_batch(rank, step, 5)
+
+    gc.collect()
+    gc.disable()
+    balancer = Balancer.embedded()
+    loader = BalancedLoader(batches(), balancer, cost=cost_of, spec=SPEC)
+    with contextlib.suppress(OSError):
+        for _ in loader:
+            pass
+    del balancer, loader
+    until = time.monotonic() + 20
+    while (left := [one.name for one in threading.enumerate() if one.name.startswith("evenkeel")]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.02)
+    gc.enable()
+    return left
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_dropped_balancer_does_not_wait_for_the_collector_of_cycles(error: bool) -> None:
+    assert run_ranks(2, ends_of, error) == [[], []]
