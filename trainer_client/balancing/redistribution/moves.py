@@ -10,7 +10,6 @@ samples, fields and peers is in these two functions, and Python only allocates w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +31,7 @@ from trainer_client.balancing.redistribution.copies import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amounts:
+class Amounts(NamedTuple):
     """How much a rank sends, keeps and receives; C counts the jagged columns and, last, the samples.
 
     Attributes:
@@ -46,6 +44,8 @@ class Amounts:
         kept_bytes: Bytes of the samples that stay.
         units: (C,) units of each column of all samples that the rank trains.
         num_words: Words that the description takes at most.
+        staying: Samples that the slice announces from the rank itself.
+        largest: The largest number of units in a column, or what is out of bounds.
     """
 
     order: Ints
@@ -57,6 +57,8 @@ class Amounts:
     kept_bytes: int
     units: Ints
     num_words: int
+    staying: int
+    largest: int
 
     @property
     def num_samples(self) -> int:
@@ -99,21 +101,20 @@ def measure(piece: Slice, lengths: Ints, fields: FieldTable, world_size: int, mo
         ValueError: If the slice's samples that stay are not those that it announces as the rank's own, an amount is
             negative, or there are more values than pieces can count.
     """
-    order, begin, sent_units, source_units, sent, received, kept, units, staying, num_words, largest = _measure(
+    amounts = Amounts(*_measure(
         piece.destinations, int(piece.rank), world_size, piece.sources, piece.source_counts, piece.source_totals,
         lengths, fields.column, fields.unit_bytes, most,
-    )  # fmt: skip
-    if largest < 0:
+    ))  # fmt: skip
+    if amounts.largest < 0:
         raise ValueError("the slice announces a negative number of samples or values")
-    if largest >= MAX_UNITS:
-        raise ValueError(f"a jagged field has {largest} values on one rank; a batch may have {MAX_UNITS - 1} at most")
-    own = int(begin[piece.rank + 1] - begin[piece.rank])
-    if staying != own:
-        raise ValueError(f"the slice keeps {own} samples on rank {piece.rank}, but announces {staying} from it")
-    return Amounts(
-        order=order, begin=begin, sent_units=sent_units, source_units=source_units, sent_bytes=sent,
-        received_bytes=received, kept_bytes=kept, units=units, num_words=num_words,
-    )  # fmt: skip
+    if amounts.largest >= MAX_UNITS:
+        raise ValueError(
+            f"a jagged field has {amounts.largest} values on one rank; a batch may have {MAX_UNITS - 1} at most"
+        )
+    own = int(amounts.begin[piece.rank + 1] - amounts.begin[piece.rank])
+    if amounts.staying != own:
+        raise ValueError(f"the slice keeps {own} samples on rank {piece.rank}, but announces {amounts.staying} from it")
+    return amounts
 
 
 def describe(
@@ -166,6 +167,7 @@ def _measure(
     unit_bytes: Ints,
     most: int,
 ) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, int, Ints, int, int, int]:
+    # The fields of `Amounts`; a plain tuple, since Numba takes 6 µs to hand over one with names.
     num_own, num_jagged = lengths.shape
     num_fields, num_columns = column.size, num_jagged + 1
     columns = columns_of(column, num_jagged)
@@ -225,7 +227,7 @@ def _measure(
             for peer in range(world_size):
                 total += sent_units[peer, index]
             largest = max(largest, units[index], total)
-    return order, begin, sent_units, source_units, sent, received, kept, units, staying, num_words, largest
+    return order, begin, sent_units, source_units, sent, received, kept, units, num_words, staying, largest
 
 
 @kernel
