@@ -1,4 +1,4 @@
-"""What other budgets would buy: time against HBM, the next gigabyte, and the tables that would use it."""
+"""What other budgets would buy: time against HBM and host memory, the next gigabyte, and who would use it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 from evenkeel.placement.invalid_input import require
 from evenkeel.placement.limits import Limits, Watch
-from evenkeel.placement.options import build_problem, ratio_grid
-from evenkeel.placement.placement_problem import UNIT, PlacementProblem
+from evenkeel.placement.options import budgets, build_problem, ratio_grid
+from evenkeel.placement.placement_problem import PlacementProblem
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest, with_time
-from evenkeel.placement.shortage import smallest_hbm_bytes
-from evenkeel.placement.solver import solve
+from evenkeel.placement.shortage import smallest_hbm_bytes, smallest_host_bytes
+from evenkeel.placement.solver import solve, usage
 
 MAX_POINTS = 256
 _SHARE = 0.4
@@ -28,15 +28,17 @@ _GIB_UNITS = 1024.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """The best that one HBM size allows.
+    """The best that one size of a memory allows.
 
     Attributes:
         hbm_bytes: HBM of a rank, reservations included.
+        host_bytes: Memory of a host, reservations included; `None` is unlimited.
         seconds: Time of a step; `None` where nothing fits.
         bound_seconds: No plan is faster.
     """
 
     hbm_bytes: int
+    host_bytes: int | None
     seconds: float | None
     bound_seconds: float | None
 
@@ -61,6 +63,7 @@ class WhatIf:
     Attributes:
         plan: The plan under the budgets as given; its budgets carry the shadow prices.
         curve: Time against HBM, in ascending order of HBM.
+        host_curve: Time against the memory of a host, likewise; empty unless it was asked for.
         next_hbm_gib_saves_seconds: Time that one more GiB of HBM on every rank saves, by planning again.
         next_host_gib_saves_seconds: Time that one more GiB of memory on every host saves, by planning again.
         tables: The tables to which more HBM is worth most, best first.
@@ -68,6 +71,7 @@ class WhatIf:
 
     plan: Plan
     curve: tuple[CurvePoint, ...]
+    host_curve: tuple[CurvePoint, ...]
     next_hbm_gib_saves_seconds: float | None
     next_host_gib_saves_seconds: float | None
     tables: tuple[TableValue, ...]
@@ -78,6 +82,7 @@ def what_if(
     *,
     points: int = 25,
     hbm_bytes: tuple[int, ...] = (),
+    host_points: int = 0,
     should_stop: Callable[[], bool] | None = None,
 ) -> WhatIf:
     """Plan under other budgets.
@@ -86,13 +91,15 @@ def what_if(
         request: The request at the budgets of today.
         points: Number of HBM sizes between the smallest that works and the largest that is of use.
         hbm_bytes: HBM sizes to plan for instead.
+        host_points: Number of sizes of a host's memory, between the same two ends.
         should_stop: See `evenkeel.placement.planner.plan`.
 
     Raises:
         InvalidInputError: If a number of points or an HBM size makes no sense, or as for `plan`.
         SolveCancelledError: If `should_stop` answered true.
     """
-    require(0 <= points <= MAX_POINTS, "points", points, "is out of range", f"give 0 to {MAX_POINTS}")
+    for name, number in (("points", points), ("host_points", host_points)):
+        require(0 <= number <= MAX_POINTS, name, number, "is out of range", f"give 0 to {MAX_POINTS}")
     require(len(hbm_bytes) <= MAX_POINTS, "hbm_bytes", len(hbm_bytes), "is too many sizes", f"at most {MAX_POINTS}")
     for index, size in enumerate(hbm_bytes):
         require(0 <= size <= 2**53, f"hbm_bytes[{index}]", size, "is no HBM size", "give a number of bytes")
@@ -108,23 +115,29 @@ def what_if(
     if base.seconds is not None:
         for resource in (0, 1):
             saves[resource] = _next(problem, resource, base.seconds, limits.within(_SHARE / 2 * watch.left()))
-    sizes = sorted(set(hbm_bytes or _sizes(request, coarse, limits.within(_SHARE / 2 * watch.left()), points)))
-    curve = tuple(
-        _point(request, coarse, size, limits.within(watch.left() / (len(sizes) - number)))
-        for number, size in enumerate(sizes)
-    )
+    moment = limits.within(_SHARE / 2 * watch.left())
+    now = (request.topology.hbm_bytes, request.topology.host_bytes)
+    asked = [(size, now[1]) for size in sorted(set(hbm_bytes or _hbm_sizes(request, coarse, moment, points)))]
+    on_hbm = len(asked)
+    asked += [(now[0], size) for size in _host_sizes(request, coarse, moment, host_points)]
+    found = [
+        _point(request, coarse, *sizes, limits.within(watch.left() / (len(asked) - number)))
+        for number, sizes in enumerate(asked)
+    ]
     values = [TableValue(table=p.table, seconds_per_gib=p.seconds_per_gib) for p in base.placements]
     values.sort(key=lambda value: -value.seconds_per_gib)
     return WhatIf(
         plan=base,
-        curve=_monotone(curve),
+        curve=_monotone(found[:on_hbm]),
+        host_curve=_monotone(found[on_hbm:]),
         next_hbm_gib_saves_seconds=saves[0],
         next_host_gib_saves_seconds=saves[1],
         tables=tuple(value for value in values if value.seconds_per_gib > 0),
     )
 
 
-def _sizes(request: PlanRequest, problem: PlacementProblem, limits: Limits, points: int) -> tuple[int, ...]:
+def _hbm_sizes(request: PlanRequest, problem: PlacementProblem, limits: Limits, points: int) -> tuple[int, ...]:
+    """HBM sizes between the least that works and the most that tables can take, more of them where they are small."""
     if not request.tables or not points or request.topology.hbm_bytes == 0:
         return (request.topology.hbm_bytes,) if points else ()
     least = solve(problem.minimising(0), limits)
@@ -135,17 +148,30 @@ def _sizes(request: PlanRequest, problem: PlacementProblem, limits: Limits, poin
     return tuple(smallest_hbm_bytes(request, math.ceil(unit)) for unit in units)
 
 
-def _point(request: PlanRequest, problem: PlacementProblem, size: int, limits: Limits) -> CurvePoint:
-    topology = replace(request.topology, hbm_bytes=size)
-    workspace = request.profile.costs(request.runtime).workspace_bytes if request.tables else 0
-    budget = max(0.0, (topology.hbm_budget - workspace) / UNIT)
-    solution = solve(problem.with_budget(budget, float(problem.budget[1])), limits)
+def _host_sizes(request: PlanRequest, problem: PlacementProblem, limits: Limits, points: int) -> tuple[int, ...]:
+    """Sizes of a host's memory between the least that works and what the best plan without a limit takes."""
+    if not request.tables or not points:
+        return ()
+    least = solve(problem.minimising(1), limits)
+    best = solve(problem.with_budget(float(problem.budget[0]), np.inf), limits)
+    if least.modules is None or best.modules is None:
+        return ()
+    most = float(usage(problem, best.modules)[1])
+    units = np.linspace(least.cost, max(most, least.cost), points)
+    return tuple(sorted({smallest_host_bytes(request, math.ceil(unit)) for unit in units}))
+
+
+def _point(
+    request: PlanRequest, problem: PlacementProblem, hbm_bytes: int, host_bytes: int | None, limits: Limits
+) -> CurvePoint:
+    topology = replace(request.topology, hbm_bytes=hbm_bytes, host_bytes=host_bytes)
+    solution = solve(problem.with_budget(*map(float, budgets(replace(request, topology=topology)))), limits)
     if solution.modules is None:
-        return CurvePoint(hbm_bytes=size, seconds=None, bound_seconds=None)
-    return CurvePoint(hbm_bytes=size, seconds=solution.cost, bound_seconds=solution.bound)
+        return CurvePoint(hbm_bytes=hbm_bytes, host_bytes=host_bytes, seconds=None, bound_seconds=None)
+    return CurvePoint(hbm_bytes=hbm_bytes, host_bytes=host_bytes, seconds=solution.cost, bound_seconds=solution.bound)
 
 
-def _monotone(curve: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
+def _monotone(curve: list[CurvePoint]) -> tuple[CurvePoint, ...]:
     """A larger budget allows every plan of a smaller one: a point found slower takes the plan before it."""
     result: list[CurvePoint] = []
     for point in curve:

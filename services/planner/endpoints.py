@@ -129,7 +129,7 @@ async def compare_plans(request: Request) -> Response:
     openapi_extra=_takes(WhatIfRequest, {**_EXAMPLE, "points": 10}),
 )
 async def ask_what_if(request: Request) -> Response:
-    """Plans again under other HBM sizes, and prices the next GiB."""
+    """Plans again under other sizes of HBM and host memory, and prices the next GiB."""
     return await _answer(request, "whatif")
 
 

@@ -136,7 +136,7 @@ def _compare(asked: _Asked) -> Any:
 
 def _what_if(asked: _Asked) -> Any:
     request = asked.plans(WhatIfRequest)
-    return what_if(request, points=request.points, hbm_bytes=request.curve_hbm_bytes)
+    return what_if(request, points=request.points, hbm_bytes=request.curve_hbm_bytes, host_points=request.host_points)
 
 
 def _hit_rates(asked: _Asked) -> HitRates:

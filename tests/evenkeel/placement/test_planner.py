@@ -183,6 +183,27 @@ def test_what_if_is_a_falling_curve_through_the_plan() -> None:
     assert here.seconds == pytest.approx(answer.plan.seconds, rel=2e-3)
 
 
+def test_what_if_is_a_falling_curve_over_the_memory_of_a_host_too() -> None:
+    asked = request(random_tables(12, 8), hbm_gib=1.5, host_gib=60)
+    answer = what_if(asked, points=0, host_points=8)
+    assert not answer.curve
+    sizes = [p.host_bytes for p in answer.host_curve]
+    assert sizes == sorted(sizes, key=lambda size: size or 0)
+    assert {p.hbm_bytes for p in answer.host_curve} == {asked.topology.hbm_bytes}
+    times = [p.seconds for p in answer.host_curve]
+    assert len(times) > 5
+    assert None not in times
+    assert times == sorted(times, key=lambda seconds: -(seconds or 0.0))
+    assert times[0] != times[-1]
+    for point in answer.host_curve:
+        alone = plan(replace(asked, topology=replace(asked.topology, host_bytes=point.host_bytes)))
+        assert alone.seconds is not None
+        assert point.seconds is not None
+        assert alone.seconds <= point.seconds * 1.002
+    boundless = plan(replace(asked, topology=replace(asked.topology, host_bytes=None)))
+    assert boundless.seconds == pytest.approx(times[-1], rel=2e-3)
+
+
 def test_pooled_ratios_are_what_the_runtime_makes_of_them() -> None:
     small = Table(name="a", rows=1_000_000, dim=128)
     large = Table(name="b", rows=10_000_000, dim=128)
