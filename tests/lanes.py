@@ -43,7 +43,7 @@ FUNCTIONS = (
 
 # The longest first, so that the lanes end together.
 EITHER = (
-    "tests/trainer_client/balancing/test_resume.py",
+    "tests/trainer_client/balancing/test_resume",
     "tests/examples/",
     "tests/trainer_client/balancing/test_gradients.py",
     "tests/benchmarks/test_programs.py",

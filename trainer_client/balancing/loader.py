@@ -14,7 +14,8 @@ import torch
 
 from trainer_client.balancing.agreement import Reason, Verdict
 from trainer_client.balancing.balancer import Balancer
-from trainer_client.balancing.batches import BatchSpec, FlatBatch
+from trainer_client.balancing.batches import BatchSpec, FlatBatch, Schema
+from trainer_client.balancing.half_windows import HalfWindow
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.passes import Pass
@@ -22,7 +23,6 @@ from trainer_client.balancing.places import Place, Source
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, RoundReport
 from trainer_client.balancing.resume import (
-    HalfWindow,
     LoaderState,
     Resumed,
     ResumeError,
@@ -42,11 +42,15 @@ MAX_AHEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """What has been handed over: where the loader was, the batches of this pass, what is left of a window."""
+    """What has been handed over: where the loader was, the batches of this pass, what is left of a window.
+
+    Of the window that is to come, or left, also the schema, or its fields; None: this rank has no sample of it.
+    """
 
     source: Place | None = None
     batches: int = 0
     half: HalfWindow | Callable[[], HalfWindow] | None = None
+    fields: Schema | tuple[str, ...] | None = None
 
 
 class BalancedLoader(Generic[B]):
@@ -200,7 +204,7 @@ class BalancedLoader(Generic[B]):
         if self._ranks is None:
             self._ranks = self._balancer.place
         rank, world_size = self._ranks
-        half = position.half
+        half, fields = position.half, position.fields
         return LoaderState(
             name=self._name,
             rank=rank,
@@ -210,6 +214,7 @@ class BalancedLoader(Generic[B]):
             finished=self._finished and position is self._handed[-1],
             source=position.source,
             half=half() if callable(half) else half,
+            fields=fields.constant_lines if isinstance(fields, Schema) else fields or (),
         ).to_state()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -280,7 +285,7 @@ class BalancedLoader(Generic[B]):
                     upcoming = self._start_next(stream, window, batches)
                     left = window.left
                 if moving is not None:
-                    yield self._finish(stream, moving)
+                    yield self._finish(stream, moving, None if upcoming is None else window)
                 elif upcoming is None and end is not None:  # else all that was in flight has been dropped
                     if end.reason is not Reason.LEFT:
                         self._finish_pass(source.place)
@@ -319,7 +324,7 @@ class BalancedLoader(Generic[B]):
         current.resumed = resumed
         first = _Position(source=batches.place(0))
         if state is not None and resumed is not None:
-            first = replace(first, batches=state.batches, half=state.half)
+            first = replace(first, batches=state.batches, half=state.half, fields=state.fields)
         self._handed.clear()
         self._handed.append(first)
         self._finished = False
@@ -347,8 +352,12 @@ class BalancedLoader(Generic[B]):
         self._handed[-1] = replace(self._handed[-1], source=place, half=None)
         self._finished = True
 
-    def _finish(self, stream: BatchStream, moving: tuple[Pending, RoundReport, _Position]) -> B:
+    def _finish(
+        self, stream: BatchStream, moving: tuple[Pending, RoundReport, _Position], following: _Window | None
+    ) -> B:
         pending, report, position = moving
+        if following is not None and len(following.ticket.samples):
+            position = replace(position, fields=following.ticket.schema)
         started = time.perf_counter()
         batch: B = pending.wait().unflatten(self._spec)
         stream.counters.redistribution_seconds += time.perf_counter() - started

@@ -18,7 +18,7 @@ import torch
 
 from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import ProgramOrderError
-from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.batches import FlatBatch, Schema
 from trainer_client.balancing.moving import Mover
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.resume import Resumed
@@ -92,17 +92,18 @@ class Pass:
             self._taken += 1
         return self._taken
 
-    def go_on(self, samples: RankSamples, window: int) -> tuple[Resumed | None, RankSamples]:
+    def go_on(self, samples: RankSamples, window: int, schema: Schema) -> tuple[Resumed | None, RankSamples]:
         """From where the pass goes on, where its first round is submitted, and the samples as `Resumed.meeting` says.
 
         Args:
             samples: The round's samples on this rank.
             window: Batches of a window.
+            schema: Of the round's batches.
         """
         if self.resumed is None:
             return None, samples
         resumed, self.resumed = self.resumed, None
-        return resumed.meeting(samples, window)
+        return resumed.meeting(samples, window, schema)
 
     def submitted(self, ticket: Ticket, device: torch.device | str | None) -> None:
         """Notes a round whose moves are to come."""

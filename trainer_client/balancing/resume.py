@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
 from evenkeel.partitioning.samples import RankSamples
+from trainer_client.balancing.half_windows import HalfWindow
 from trainer_client.balancing.places import GlobalSampler, Place, sampler_of
 
-if TYPE_CHECKING:  # which carries what is here
-    from trainer_client.balancing.tickets import Outcome
+if TYPE_CHECKING:
+    from trainer_client.balancing.batches.structure import Schema
 
 VERSION = 1
 _CANNOT = 1  # the token of a rank that cannot go on; others are larger
@@ -29,100 +26,6 @@ _CANNOT = 1  # the token of a rank that cannot go on; others are larger
 
 class ResumeError(ValueError):
     """A state does not fit the job that shall go on from it, or the states of its ranks do not fit each other."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HalfWindow:
-    """A window that was handed over in part, as one rank knows it.
-
-    Attributes:
-        size: Batches that all of a window have room for.
-        left: Which of them have not been handed over, in order.
-        last: The pass ends with this window.
-        batch_sizes: Samples that this rank loaded for each of its batches.
-        steps: (n,) uint8, the batch that trains each of its samples.
-        ranks: (n,) uint16, the rank that trains it.
-        lengths: Checksum of the samples' lengths, by which they are known again.
-    """
-
-    size: int
-    left: tuple[int, ...]
-    last: bool
-    batch_sizes: tuple[int, ...]
-    steps: NDArray[np.uint8]
-    ranks: NDArray[np.uint16]
-    lengths: int
-
-    @classmethod
-    def of(cls, samples: RankSamples, outcome: Outcome, left: Sequence[int], *, size: int) -> HalfWindow:
-        """That of a round.
-
-        Args:
-            samples: This rank's.
-            outcome: What all ranks agreed on.
-            left: Batches that have not been handed over.
-            size: Batches of a window.
-        """
-        steps = outcome.plan.steps
-        if steps is None:
-            sizes = samples.sizes_by_batch
-            steps = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        ranks = np.zeros(len(samples), np.uint16)
-        ranks[np.argsort(steps, kind="stable")] = np.concatenate([piece.destinations for piece in outcome.plan.slices])
-        return cls(
-            size=size,
-            left=tuple(left),
-            last=outcome.verdict.last,
-            batch_sizes=samples.sizes_by_batch if len(samples) else (),
-            steps=steps.astype(np.uint8),
-            ranks=ranks,
-            lengths=_checksum(samples),
-        )
-
-    @property
-    def given(self) -> NDArray[np.int64]:
-        """(n,) batch and rank of each sample in one number, as `RankSamples.given`."""
-        return self.steps.astype(np.int64) << 32 | self.ranks.astype(np.int64)
-
-    @property
-    def trained(self) -> list[NDArray[np.bool_]]:
-        """Per batch as loaded, which of its samples have been handed over, wherever they were trained."""
-        begins = np.cumsum((0, *self.batch_sizes))
-        done = ~np.isin(self.steps, np.array(self.left, np.uint8))
-        return [done[begins[batch] : begins[batch + 1]] for batch in range(len(self.batch_sizes))]
-
-    def differs(self, samples: RankSamples) -> str:
-        """How the samples that were read again are not those of before; empty if they are."""
-        sizes = samples.sizes_by_batch if len(samples) else ()
-        if sizes != self.batch_sizes:
-            return f"its loader gave batches of {list(sizes)} samples where they had {list(self.batch_sizes)} before"
-        if _checksum(samples) != self.lengths:
-            return "its loader gave samples of other lengths than before"
-        return ""
-
-    def to_state(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "size": self.size, "left": list(self.left), "last": self.last, "batch_sizes": list(self.batch_sizes),
-            "steps": self.steps.tobytes(), "ranks": self.ranks.astype("<u2").tobytes(), "lengths": self.lengths,
-        }  # fmt: skip
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> HalfWindow:
-        """Reads what `to_state` wrote."""
-        return cls(
-            size=int(state["size"]),
-            left=tuple(map(int, state["left"])),
-            last=bool(state["last"]),
-            batch_sizes=tuple(map(int, state["batch_sizes"])),
-            steps=np.frombuffer(state["steps"], np.uint8),
-            ranks=np.frombuffer(state["ranks"], "<u2").astype(np.uint16),
-            lengths=int(state["lengths"]),
-        )
-
-
-def _checksum(samples: RankSamples) -> int:
-    return zlib.crc32(np.ascontiguousarray(samples.lengths, dtype=np.int64).tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +36,13 @@ class Resumed:
         lines: What must be the same on all ranks, one readable line each.
         problem: Why this rank cannot go on; empty if it can.
         half: The window to go on in; None at its beginning.
+        fields: Of the batches to come, as `Schema.constant_lines`; empty where they are unknown.
     """
 
     lines: tuple[str, ...] = ()
     problem: str = ""
     half: HalfWindow | None = None
+    fields: tuple[str, ...] = ()
 
     @property
     def token(self) -> int:
@@ -147,16 +52,20 @@ class Resumed:
         digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).digest()
         return max(_CANNOT + 1, int.from_bytes(digest, "little"))
 
-    def meeting(self, samples: RankSamples, window: int) -> tuple[Resumed, RankSamples]:
+    def meeting(self, samples: RankSamples, window: int, schema: Schema) -> tuple[Resumed, RankSamples]:
         """With the samples that were read again: a problem if they are not those of before, else their old plan.
 
         Args:
             samples: Of the first round.
             window: Batches of a window in this job.
+            schema: Of the batches; where there are no samples it says nothing.
         """
-        if self.half is None or self.problem:
+        if self.problem:
             return self, samples
-        problem = ""
+        if problem := self._other_fields(schema) if len(samples) else "":
+            return replace(self, problem=problem), samples
+        if self.half is None:
+            return self, samples
         if self.half.size != window:
             problem = (
                 f"the state was taken within a window of {self.half.size} batches, and this job has window={window}; "
@@ -165,6 +74,19 @@ class Resumed:
         elif differs := self.half.differs(samples):
             problem = f"{differs}; go on with the data that the state was taken from"
         return (replace(self, problem=problem), samples) if problem else (self, replace(samples, given=self.half.given))
+
+    def _other_fields(self, schema: Schema) -> str:
+        found = schema.constant_lines
+        if not self.fields or found == self.fields:
+            return ""
+        before = "; ".join(line for line in self.fields if line not in found)
+        now = "; ".join(line for line in found if line not in self.fields)
+        had, have = f"its batches had {before} before", f"have {now} now"
+        told = (f"{had}, and {have}" if now else f"{had}, and lack that now") if before else f"its batches {have}"
+        return (
+            f"{told}, unlike when the state was taken; go on with batches of the same fields and dtypes, or begin the "
+            "epoch anew, without the state"
+        )
 
 
 def tokens_differ(tokens: Sequence[int]) -> bool:
@@ -219,6 +141,7 @@ class LoaderState:
         source: Where the wrapped loader was before the first window that was not wholly handed over; None: at its
             beginning.
         half: What is known of that window if it was handed over in part.
+        fields: Of that window's batches, as `Schema.constant_lines`; empty where this rank had no sample of it.
     """
 
     name: str
@@ -229,6 +152,7 @@ class LoaderState:
     finished: bool = False
     source: Place | None = None
     half: HalfWindow | None = None
+    fields: tuple[str, ...] = ()
 
     def to_state(self) -> dict[str, Any]:
         """As plain values."""
@@ -236,7 +160,7 @@ class LoaderState:
             "version": VERSION, "name": self.name, "rank": self.rank, "world_size": self.world_size,
             "epoch": self.epoch, "batches": self.batches, "finished": self.finished,
             "source": None if self.source is None else self.source.to_state(),
-            "window": None if self.half is None else self.half.to_state(),
+            "window": None if self.half is None else self.half.to_state(), "fields": list(self.fields),
         }  # fmt: skip
 
     @classmethod
@@ -268,6 +192,7 @@ class LoaderState:
                 finished=bool(state["finished"]),
                 source=None if state["source"] is None else Place.from_state(state["source"]),
                 half=None if state["window"] is None else HalfWindow.from_state(state["window"]),
+                fields=tuple(map(str, state["fields"])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ResumeError(f"state is damaged ({error}); load what BalancedLoader.state_dict gave") from error
@@ -310,7 +235,7 @@ class LoaderState:
             lines.append(f"the loader's place is found by {self.source.way}")
             if self.source.way == "sampler":
                 lines.append(f"the sampler at {_told(self.source.at)}")
-        return Resumed(lines=tuple(lines), half=self.half)
+        return Resumed(lines=tuple(lines), half=self.half, fields=self.fields)
 
 
 def _told(state: Any) -> str:
@@ -350,6 +275,7 @@ def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_si
                 "those of all ranks as a list"
             )
         return replace(first, rank=rank)
+    first = replace(first, fields=next((one.fields for one in states if one.fields), ()))
     if first.finished or (by_sampler and first.half is None):
         return replace(first, rank=rank, world_size=world_size)
     if len(states) < first.world_size:

@@ -365,14 +365,15 @@ class BatchStream:
         assert current is not None and current.number is not None  # noqa: PT018
         assert self._groups is not None and self._worker is not None  # noqa: PT018
         number, self._next_round = self._next_round, self._next_round + 1
-        resumed, samples = current.go_on(samples, self._options.window)
+        schema = next((flat for flat in flats if flat.num_samples), flats[0]).schema
+        resumed, samples = current.go_on(samples, self._options.window, schema)
         asked = samples.given is None and self._worker.asks(number, current.number)
         ticket = Ticket(
             round=number,
             pass_number=current.number,
             samples=samples,
             flats=flats,
-            schema=next((flat for flat in flats if flat.num_samples), flats[0]).schema,
+            schema=schema,
             exhausted=exhausted,
             drop_last=drop_last,
             problem=problem,

@@ -32,11 +32,12 @@ from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.casting import Leaving, send_nothing, vote_on, vote_to_leave
 from trainer_client.balancing.embedded import balance_embedded
 from trainer_client.balancing.groups import Groups
+from trainer_client.balancing.half_windows import HalfWindow
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.peers import PeersDifferError, Twin
 from trainer_client.balancing.report import Counters, report_round
-from trainer_client.balancing.resume import HalfWindow, raise_differing, tokens_differ
+from trainer_client.balancing.resume import raise_differing, tokens_differ
 from trainer_client.balancing.telling import Causes, raise_mismatch, tell_breaker, tell_dropped
 from trainer_client.balancing.tickets import Outcome, Ticket
 from trainer_client.balancing.turns import Turns

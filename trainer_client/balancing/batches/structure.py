@@ -16,6 +16,7 @@ from trainer_client.balancing.batches.nodes import Node, derived_nodes
 from trainer_client.balancing.batches.spec import Padded
 
 Kind = Literal["dense", "jagged", "shared"]
+_MAX_LINES = 64  # of a state; of further fields only a digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,18 @@ class FieldSchema:
             return f"{self.path}: shared"
         rows = f"{self.rows} rows per sample" if self.kind == "dense" else f"jagged by {self.lengths}"
         return f"{self.path}: {self.dtype}{list(self.shape)}, {rows}"
+
+    @property
+    def constant(self) -> str:
+        """What stays the same from batch to batch, also where rows are padded to the longest of each batch."""
+        if self.kind == "shared":
+            return str(self)
+        said = f"{self.path}: {self.dtype}"
+        if self.shape:
+            said += f", rows of {len(self.shape)} dimension{'s' * (len(self.shape) > 1)}"
+        if self.kind == "jagged":
+            return f"{said}, jagged by {self.lengths}"
+        return said if self.rows == 1 else f"{said}, {self.rows} rows per sample"
 
 
 _DENSE = re.compile(r"(?P<path>.*): (?P<dtype>\S+)\[(?P<shape>[\d, ]*)\], \d+ rows per sample")
@@ -77,6 +90,15 @@ class Schema:
     def lines(self) -> tuple[str, ...]:
         """One readable line per field."""
         return tuple(str(field) for field in self.fields)
+
+    @cached_property
+    def constant_lines(self) -> tuple[str, ...]:
+        """One readable line per field, of what stays the same from batch to batch, for few KB at most."""
+        lines = tuple(field.constant for field in self.fields)
+        if len(lines) <= _MAX_LINES:
+            return lines
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+        return (*lines[:_MAX_LINES], f"{len(lines) - _MAX_LINES} more fields, all together {digest}")
 
     @cached_property
     def hash(self) -> bytes:
