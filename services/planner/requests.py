@@ -11,6 +11,7 @@ from evenkeel.placement.bounds import Length, Range, check_bounds
 from evenkeel.placement.compare import OwnPlacement
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.model import MAX_ROWS, Bytes, Rows
+from evenkeel.placement.report import Report
 from evenkeel.placement.request import MAX_TABLES
 from evenkeel.placement.what_if import MAX_POINTS
 
@@ -70,10 +71,12 @@ class PlanAnswer:
     Attributes:
         plan: The plan.
         code: Python lines that put the plan into a job of its runtime; empty where nothing fits.
+        report: The plan by rank, host and table; null where nothing fits.
     """
 
     plan: Plan
     code: str
+    report: Report | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

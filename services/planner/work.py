@@ -14,6 +14,7 @@ from evenkeel.placement import InvalidInputError, Plan, PlanRequest, compare, pl
 from evenkeel.placement.application import lines_to_paste
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.hit_rates import step_keys
+from evenkeel.placement.report import make_report
 from services.planner.problems import FieldProblem, invalid_input, problem
 from services.planner.requests import CompareRequest, HitRates, HitRatesRequest, PlanAnswer, WhatIfRequest
 
@@ -126,7 +127,7 @@ def _plans(asked: _Asked) -> PlanAnswer:
     shortage = found.shortage
     asked.facts |= {"plan_status": found.status.value, "gap": found.gap, "plan_seconds": time.monotonic() - begin}
     asked.facts["binding"] = None if shortage is None else shortage.binding
-    return PlanAnswer(plan=found, code=lines_to_paste(request, found))
+    return PlanAnswer(plan=found, code=lines_to_paste(request, found), report=make_report(request, found))
 
 
 def _compare(asked: _Asked) -> Any:

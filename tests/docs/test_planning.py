@@ -57,7 +57,7 @@ def test_a_service_answers_as_the_page_shows(folder: Path) -> None:
         with urllib.request.urlopen(request) as answer:
             text = answer.read().decode()
         assert text.startswith(shown)
-        assert json.loads(text).keys() == {"plan", "code"}
+        assert json.loads(text).keys() == {"plan", "code", "report"}
         asked = CliRunner().invoke(app, ["plan", "job.json", "--url", planner.url])
     assert asked.exit_code == 0
     (here,) = (block.partition("\n")[2] for block in PLANNED if block.startswith("$ evenkeel plan job.json\n"))

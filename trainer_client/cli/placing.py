@@ -1,4 +1,4 @@
-"""What `evenkeel plan` does: makes a request, has it planned here or by a service, and shows the plan."""
+"""What `evenkeel plan` does: makes a request, and has it planned here or by a service."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table as RichTable
 
 from evenkeel.credentials import Credentials
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest, parse_topology
@@ -20,7 +18,6 @@ from evenkeel.placement.model import MAX_BYTES
 from evenkeel.placement.plan_file import FORMAT
 from evenkeel.planner_client import PlannerClient
 
-_WORTH = 1e-3  # of a step; what splitting saves below it is not said
 _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,2}$")
 
 
@@ -68,43 +65,6 @@ def _gib(flag: str, gib: float) -> int:
     if not 0 <= gib * 2**30 <= MAX_BYTES:
         raise InvalidInputError(flag, gib, "is out of range", f"give a number from 0 to {MAX_BYTES >> 30}")
     return round(gib * 2**30)
-
-
-def show_plan(console: Console, plan: Plan) -> None:
-    """Print a plan for people."""
-    if plan.shortage is not None:
-        console.print(f"[bold red]Nothing fits.[/] {escape(plan.shortage.explanation)}")
-        return
-    if plan.seconds is None:
-        console.print("[bold red]No answer in time.[/] Raise solver.time_limit_s.")
-        return
-    out = RichTable(title=f"{plan.seconds * 1e3:.3g} ms a step on {plan.hardware} with {plan.runtime.value}")
-    out.add_column("table", overflow="fold")
-    out.add_column("mode", no_wrap=True)
-    for heading in ("ratio", "HBM GiB\na rank", "GiB\na host", "ms", "misses", "µs saved\na GiB"):
-        out.add_column(heading, justify="right", no_wrap=True)
-    for p in plan.placements:
-        out.add_row(
-            escape(p.table),
-            p.mode.value,
-            f"{p.ratio:.3f}",
-            f"{p.hbm_bytes / 2**30:.2f}",
-            f"{p.host_bytes / 2**30:.2f}",
-            f"{p.seconds * 1e3:.3g}",
-            f"{p.miss_rate:.0%}",
-            f"{p.seconds_per_gib * 1e6:.3g}" if p.seconds_per_gib else "",
-        )
-    console.print(out)
-    gap = "proved optimal" if plan.gap == 0 else f"within {plan.gap:.2%} of the best possible"
-    console.print(f"{plan.status.value}: {gap}; {len(plan.modules)} fused module{'s' * (len(plan.modules) != 1)}")
-    room = f" beside {plan.workspace_bytes / 2**30:.2f} GiB of workspace" if plan.workspace_bytes else ""
-    for name, budget, beside in (("HBM of the fullest rank", plan.hbm, room), ("memory of a host", plan.host, "")):
-        limit = "no limit" if budget.limit_bytes is None else f"{budget.limit_bytes / 2**30:.2f} GiB"
-        price = f", another GiB is worth {budget.seconds_per_gib * 1e3:.3g} ms a step" if budget.seconds_per_gib else ""
-        console.print(f"{name}: {budget.used_bytes / 2**30:.2f} GiB of {limit}{beside}{price}", soft_wrap=True)
-    if plan.split is not None and plan.split.saves_seconds > _WORTH * plan.seconds:
-        count, saved = len(plan.split.modules), plan.split.saves_seconds * 1e3
-        console.print(f"splitting the fused groups into {count} modules would save {saved:.3g} ms a step")
 
 
 def solve(request: PlanRequest, url: str | None, credentials: Credentials, *, quiet: bool) -> Plan:

@@ -33,6 +33,9 @@ def plan_command(
     tls_ca: Annotated[Path | None, typer.Option(help="Authorities of the planner; EVENKEEL_TLS_CA.")] = None,
     token_file: TokenOption = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan file here.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write what each rank, host and table takes here, as JSON.")
+    ] = None,
     code: Annotated[bool, typer.Option("--code", help="Print the lines to paste into a job.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")] = False,
 ) -> None:
@@ -40,13 +43,18 @@ def plan_command(
 
     Exits with 3 where nothing fits, and says what would.
     """
+    import json
+
     from rich.console import Console
 
     from evenkeel.credentials import read_credentials
     from evenkeel.placement import InvalidInputError, Status
     from evenkeel.placement.application import lines_to_paste
+    from evenkeel.placement.codec import encode
     from evenkeel.placement.plan_file import PlanFile, dumps
-    from trainer_client.cli.placing import build_request, read, read_profile, show_plan, solve, written
+    from evenkeel.placement.plan_text import PlanText
+    from evenkeel.placement.report import make_report
+    from trainer_client.cli.placing import build_request, read, read_profile, solve, written
 
     try:
         request = build_request(read(tables), topology, hbm_gib, host_gib, runtime, samples, read_profile(profile))
@@ -54,18 +62,20 @@ def plan_command(
     except (InvalidInputError, OSError, RuntimeError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    text = dumps(PlanFile(request=request, plan=found))
-    trouble = None if output is None else written(output, text)
+    text, parts = dumps(PlanFile(request=request, plan=found)), make_report(request, found)
+    files = {"--output": (output, text), "--report": (report, json.dumps(encode(parts), indent=1) + "\n")}
+    troubles = [f"{flag}: {why}" for flag, (path, content) in files.items() if path and (why := written(path, content))]
     if as_json:
         typer.echo(text, nl=False)
     elif code:
         typer.echo(lines_to_paste(request, found), nl=False)
     else:
-        show_plan(Console(), found)
-        if output is not None and not trouble:
+        Console().print(PlanText(found, parts))
+        if output is not None and not any(trouble.startswith("--output") for trouble in troubles):
             typer.echo(f"plan written to {output}")
-    if trouble:
-        typer.echo(f"error: --output: {trouble}", err=True)
+    for trouble in troubles:
+        typer.echo(f"error: {trouble}", err=True)
+    if troubles:
         raise typer.Exit(2)
     if found.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise typer.Exit(INFEASIBLE_EXIT)

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.planner_attack import children
 from evenkeel.placement import Plan, PlanRequest, plan
 from evenkeel.placement.codec import decode
+from evenkeel.placement.report import Report, make_report
 from tests.services.planner.serving import Served, served
 
 BINDINGS = ("hbm", "host", "both")
@@ -66,6 +67,7 @@ def test_a_plan_is_the_cores_plan(client: httpx.Client) -> None:
     found = decode(Plan, answer.json()["plan"])
     assert found == plan(decode(PlanRequest, JOB))
     assert "DynamicEmbTableOptions" in answer.json()["code"]
+    assert decode(Report, answer.json()["report"]) == make_report(decode(PlanRequest, JOB), found)
     assert client.post("/v1/plans", json=JOB).content == answer.content
 
 
@@ -83,6 +85,7 @@ def test_what_does_not_fit_is_an_answer_not_an_error(client: httpx.Client) -> No
     assert answer.json()["plan"]["status"] == "INFEASIBLE"
     assert answer.json()["plan"]["shortage"]["explanation"]
     assert answer.json()["code"] == ""
+    assert answer.json()["report"] is None
 
 
 def test_what_if_compare_hit_rates_and_profiles_answer(client: httpx.Client) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 from benchmarks.harness.authorities import write_certificate
+from evenkeel.placement.codec import decode
 from evenkeel.placement.plan_file import loads
+from evenkeel.placement.report import Report
 from services.security.tokens import hash_token
 from tests.services.planner.serving import served
 from trainer_client.cli.plan import plan_command
@@ -46,6 +49,20 @@ def test_tables_are_planned_and_written(command: typer.Typer, tables: Path, tmp_
     assert [p.table for p in written.plan.placements] == ["user", "item"]
     as_json = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--json"])
     assert loads(as_json.stdout) == written
+
+
+def test_the_report_says_what_each_rank_takes_and_is_written(
+    command: typer.Typer, tables: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "report.json"
+    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x16/8", "--report", str(output)])
+    assert shown.exit_code == 0, shown.output
+    assert "0-15" in shown.stdout
+    assert "2 RW" in shown.stdout
+    report = decode(Report, json.loads(output.read_text()))
+    assert report.ranks[0].ranks == tuple(range(16))
+    assert [host.hosts for host in report.hosts] == [(0, 1)]
+    assert f"{report.ranks[0].seconds * 1e3:.3g}" in shown.stdout
 
 
 def test_what_does_not_fit_exits_with_three(command: typer.Typer, tables: Path) -> None:

@@ -1,0 +1,135 @@
+"""A plan and its report as tables for people."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markup import escape
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from evenkeel.placement.plan import Plan
+from evenkeel.placement.report import RankParts, Report
+
+_WORTH = 1e-3  # of a step; what splitting saves below it is not said
+_GIB = 2**30
+_SHORT = {
+    "row_wise": "RW",
+    "table_wise": "TW",
+    "column_wise": "CW",
+    "data_parallel": "DP",
+    "table_row_wise": "TWRW",
+    "table_column_wise": "TWCW",
+    "grid_shard": "GS",
+}
+"""Sharding types as TorchRec's planner abbreviates them."""
+_WIDTH = 100
+
+
+class PlanText:
+    """A plan and its report, for `rich.print` and for `str`."""
+
+    def __init__(self, plan: Plan, report: Report | None) -> None:
+        self._plan, self._report = plan, report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What rich prints."""
+        yield from _plan_parts(self._plan)
+        if self._report is not None:
+            yield from _report_parts(self._report)
+
+    def __str__(self) -> str:
+        """The same without colours."""
+        console = Console(file=io.StringIO(), width=_WIDTH, no_color=True)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+
+def _plan_parts(plan: Plan) -> Iterable[RenderableType]:
+    if plan.shortage is not None:
+        yield Text.assemble(("Nothing fits.", "bold red"), f" {plan.shortage.explanation}")
+        return
+    if plan.seconds is None or plan.gap is None:
+        yield Text.assemble(("No answer in time.", "bold red"), " Raise solver.time_limit_s.")
+        return
+    out = RichTable(title=f"{plan.seconds * 1e3:.3g} ms a step on {plan.hardware} with {plan.runtime.value}")
+    out.add_column("table", overflow="fold")
+    out.add_column("mode", no_wrap=True)
+    for heading in ("ratio", "HBM GiB\na rank", "GiB\na host", "ms", "misses", "µs saved\na GiB"):
+        out.add_column(heading, justify="right", no_wrap=True)
+    for p in plan.placements:
+        out.add_row(
+            escape(p.table),
+            p.mode.value,
+            f"{p.ratio:.3f}",
+            f"{p.hbm_bytes / _GIB:.2f}",
+            f"{p.host_bytes / _GIB:.2f}",
+            f"{p.seconds * 1e3:.3g}",
+            f"{p.miss_rate:.0%}",
+            f"{p.seconds_per_gib * 1e6:.3g}" if p.seconds_per_gib else "",
+        )
+    yield out
+    gap = "proved optimal" if plan.gap == 0 else f"within {plan.gap:.2%} of the best possible"
+    yield Text(f"{plan.status.value}: {gap}; {len(plan.modules)} fused module{'s' * (len(plan.modules) != 1)}")
+    room = f" beside {plan.workspace_bytes / _GIB:.2f} GiB of workspace" if plan.workspace_bytes else ""
+    for name, budget, beside in (("HBM of the fullest rank", plan.hbm, room), ("memory of a host", plan.host, "")):
+        limit = "no limit" if budget.limit_bytes is None else f"{budget.limit_bytes / _GIB:.2f} GiB"
+        price = f", another GiB is worth {budget.seconds_per_gib * 1e3:.3g} ms a step" if budget.seconds_per_gib else ""
+        yield Text(f"{name}: {budget.used_bytes / _GIB:.2f} GiB of {limit}{beside}{price}")
+    if plan.split is not None and plan.split.saves_seconds > _WORTH * plan.seconds:
+        count, saved = len(plan.split.modules), plan.split.saves_seconds * 1e3
+        yield Text(f"splitting the fused groups into {count} modules would save {saved:.3g} ms a step")
+
+
+def _report_parts(report: Report) -> Iterable[RenderableType]:
+    out = RichTable(title="by rank, ms a step")
+    out.add_column("ranks", overflow="fold")
+    out.add_column("shards", overflow="fold")
+    for heading in ("HBM\nGiB", "all", "forward", "back-\nward", "ex-\nchange", "pre-\nfetch", "fixed"):
+        out.add_column(heading, justify="right", no_wrap=True)
+    for entry in report.ranks:
+        out.add_row(*_rank_row(entry))
+    yield out
+    for host in report.hosts:
+        if host.host_bytes:
+            tables = f"{host.tables} table{'s' * (host.tables != 1)}"
+            name = f"host{'s' * (len(host.hosts) != 1)} {spans(host.hosts)}"
+            yield Text(f"{name}: {host.host_bytes / _GIB:.2f} GiB of {tables} in memory")
+    for spread in report.imbalance:
+        if spread.max_over_mean > 1.0005:
+            what = {"seconds": "time of ranks", "hbm_bytes": "HBM of ranks"}.get(spread.of, "memory of hosts")
+            yield Text(
+                f"imbalance, {what}: max/mean {spread.max_over_mean:.3f}, "
+                f"total variation {spread.total_variation:.3f}, total distance {spread.total_distance:.3f}, "
+                f"chi divergence {spread.chi_divergence:.3f}, "
+                f"KL divergence {spread.kl_divergence:.3f}"
+            )
+
+
+def _rank_row(entry: RankParts) -> Iterable[str]:
+    yield spans(entry.ranks)
+    yield " ".join(f"{number} {_SHORT.get(kind, kind)}" for kind, number in entry.shards.items())
+    yield f"{entry.hbm_bytes / _GIB:.2f}"
+    times = (
+        entry.seconds,
+        entry.forward_seconds,
+        entry.backward_seconds,
+        entry.communication_seconds,
+        entry.prefetch_seconds,
+        entry.fixed_seconds,
+    )
+    yield from (f"{seconds * 1e3:.3g}" for seconds in times)
+
+
+def spans(numbers: tuple[int, ...]) -> str:
+    """Ascending numbers in short: `0-3,6`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from torchrec.distributed.planner.stats import IMBALANCE_STAT_MEASURE
+
+from evenkeel.placement import Mode, Plan, PlanRequest, Runtime, Sharding, plan
+from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.report import Report, make_report
+from tests.evenkeel.placement.instances import random_tables, request
+
+_KINDS = list(Sharding)
+
+
+def _mixed(seed: int, ranks: int = 4) -> tuple[PlanRequest, Plan]:
+    """Tables of every sharding, some of them with a cache or in host memory."""
+    draw = np.random.default_rng(seed)
+    tables = tuple(
+        replace(
+            table,
+            rows=int(draw.integers(1_000_000, 3_000_000)),
+            sharding=kind,
+            column_shards=2 if kind is Sharding.COLUMN_WISE else 1,
+            pooled=True,
+            ratio={0: 0.6, 4: 0.6, 8: 0.6, 1: 0.0, 2: 0.6, 6: 0.0}.get(index),
+        )
+        for index, table in enumerate(random_tables(10, seed))
+        for kind in [_KINDS[index % len(_KINDS)]]
+    )
+    asked = request(tables, hbm_gib=16, host_gib=800, ranks=ranks, runtime=Runtime.TORCHREC)
+    asked = replace(asked, topology=replace(asked.topology, ranks_per_host=2))
+    return asked, plan(asked)
+
+
+def _report(asked: PlanRequest, found: Plan) -> Report:
+    report = make_report(asked, found)
+    assert report is not None
+    return report
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_and_hosts_add_up_to_the_plan(seed: int) -> None:
+    asked, found = _mixed(seed)
+    assert found.seconds is not None
+    report = _report(asked, found)
+    assert sorted(rank for entry in report.ranks for rank in entry.ranks) == list(range(4))
+    assert max(entry.seconds for entry in report.ranks) == pytest.approx(found.seconds)
+    assert max(entry.hbm_bytes for entry in report.ranks) == pytest.approx(found.hbm.used_bytes, abs=4096 * 10)
+    assert max(entry.host_bytes for entry in report.hosts) == pytest.approx(found.host.used_bytes, abs=4096 * 10)
+    for entry in report.ranks:
+        placed = [p for p in found.placements if not p.ranks or set(p.ranks) & set(entry.ranks)]
+        assert entry.tables == len(placed)
+        assert sum(entry.shards.values()) >= len(placed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("training", [True, False])
+def test_parts_of_a_table_add_up_to_its_time(seed: int, training: bool) -> None:
+    asked, _ = _mixed(seed)
+    asked = replace(asked, step=replace(asked.step, training=training))
+    found = plan(asked)
+    report = _report(asked, found)
+    assert {placed.mode for placed in found.placements} == {Mode.HBM_ONLY, Mode.CACHING, Mode.HOST_ONLY}
+    for placed, parts in zip(found.placements, report.tables, strict=True):
+        split = (
+            parts.forward_seconds,
+            parts.backward_seconds,
+            parts.communication_seconds,
+            parts.prefetch_seconds,
+        )
+        assert min(split) >= 0
+        assert sum(split) == pytest.approx(placed.seconds)
+        assert parts.forward_seconds > 0
+        assert (parts.backward_seconds > 0) is training
+        assert (parts.prefetch_seconds > 0) is (placed.mode is Mode.CACHING and placed.miss_rate > 0)
+
+
+def test_imbalance_is_torchrecs() -> None:
+    asked, found = _mixed(1)
+    report = _report(asked, found)
+    seconds = np.zeros(4)
+    for entry in report.ranks:
+        seconds[list(entry.ranks)] = entry.seconds
+    share = (seconds / seconds.sum()).tolist()
+    own = next(entry for entry in report.imbalance if entry.of == "seconds")
+    mine = (own.total_variation, own.total_distance, own.chi_divergence, own.kl_divergence)
+    theirs = [measure(share, **fields) for measure, fields in IMBALANCE_STAT_MEASURE.values()]
+    assert max(seconds) / np.mean(seconds) == pytest.approx(own.max_over_mean)
+    assert own.max_over_mean > 1
+    assert mine == pytest.approx(tuple(theirs), abs=1e-12)
+
+
+def test_ranks_that_are_alike_are_one_entry() -> None:
+    asked = request(random_tables(5, 0), hbm_gib=20, ranks=64)
+    report = _report(asked, plan(asked))
+    (entry,) = report.ranks
+    assert entry.ranks == tuple(range(64))
+    assert entry.shards == {"row_wise": 5}
+    assert [row.total_distance for row in report.imbalance] == pytest.approx([0.0] * len(report.imbalance), abs=1e-9)
+
+
+def test_a_report_is_plain_json_and_back() -> None:
+    report = _report(*_mixed(0))
+    assert decode(Report, encode(report)) == report
+
+
+def test_nothing_that_fits_has_no_report() -> None:
+    asked = request(random_tables(5, 0), hbm_gib=0.6, host_gib=0.1)
+    assert make_report(asked, plan(asked)) is None
