@@ -27,16 +27,16 @@ from rich.progress import track
 from rich.table import Table
 from scipy.optimize import nnls
 
+from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RankSamples
 from services.balancer.effects import PlanInput
-from services.balancer.planning import make_plan, plan_or_failure
 from services.balancer.submissions import Submission
 from services.balancer.workers import estimates
-from services.balancer.workers.arena import Arena
+from services.balancer.workers.arena import Arena, read_round, write_round
 from services.balancer.workers.estimates import Size, cheap_seconds, full_seconds
-from services.balancer.workers.exchange import read_round, round_columns
+from services.balancer.workers.worker import plan_or_failure
 from services.balancer.workers.zygote import REFERENCE_SECONDS, reference_seconds
 
 # Ranks, samples a rank in all batches, batches of the window.
@@ -105,7 +105,7 @@ def main(
     for ranks, samples, window, kind, strategy in track(cases, transient=True):
         inputs = draw(ranks, samples, window, kind, strategy, fields, seed=1)
         size = Size.of(inputs)
-        read, options = read_round(*arena.read(arena.write(*round_columns(inputs))))
+        read, options = read_round(arena, write_round(arena, inputs))
         cheap = partial(plan_or_failure, read, options.cheapest())
         full = seconds_of(lambda inputs=inputs: make_plan(inputs)) * speed  # type: ignore[misc]
         least = seconds_of(cheap) * speed

@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.harness.plans import make_plan
 from benchmarks.rendezvous_load import WARM_UP_ROUNDS, Load, Timing, costs_of, draw_lengths, echo_process, rank_process
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.rounds import RoundPlan
@@ -42,7 +43,6 @@ from evenkeel.partitioning.samples import RankSamples
 from services.balancer.effects import Answer, SessionId, StartPartition
 from services.balancer.encoding import answer_bytes
 from services.balancer.limits import Limits
-from services.balancer.planning import make_plan
 from services.balancer.session import Session
 from services.balancer.submissions import SessionKey, Submission, Terms
 from services.operations.launch import ServiceProcess, running_service

@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 
+from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning import warm_up
-from services.balancer.planning import make_plan
 from services.balancer.server import BalancerServer
 from services.balancer.settings import Settings, load_settings
 from services.balancer.workers.tasks import Task

@@ -17,7 +17,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 # isort: split
 from services.balancer.server import BalancerServer
 from services.balancer.settings import Settings, load_settings
-from services.balancer.workers.nursery import Zygote
+from services.balancer.workers.staff import Zygote
 from services.operations.program import run_service, stop_on_signals, write_port
 
 _GC_THRESHOLDS = (2_000, 2, 225)

@@ -26,8 +26,8 @@ from services.balancer.servicer import BalancerServicer, EdgeOptions, add_to_ser
 from services.balancer.settings import PREFIX, Settings
 from services.balancer.streams import StreamOptions
 from services.balancer.tracing import open_tracer
-from services.balancer.workers.nursery import Zygote
 from services.balancer.workers.pool import WorkerPool
+from services.balancer.workers.staff import Zygote
 from services.balancer.workers.tasks import PoolOptions
 from services.security.grpc_tls import server_credentials
 from services.security.tokens import TokenStore

@@ -1,4 +1,4 @@
-"""The gRPC edge: reads messages, checks them, hands them to the hub, writes its answers."""
+"""The gRPC edge: what is registered with gRPC, and the unary calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.balancer.access import Guard, denied
 from services.balancer.answers import error_message, limits_message, statistics_message
 from services.balancer.hub import Hub, Member
+from services.balancer.loop_turns import LoopTurns
 from services.balancer.mailboxes import CallMailbox
 from services.balancer.refusals import Refusal, RefusedError, out_of_memory
 from services.balancer.requests import read_round_message
 from services.balancer.shares import Account, Holder, Shares
 from services.balancer.streams import StreamOptions, Streams
 from services.balancer.submissions import Joining
-from services.balancer.turns import Turns
 from services.balancer.validation import PROTOCOL_VERSIONS, read_join, read_submission
 
 _CALL_BYTES = 1 << 14
@@ -57,7 +57,7 @@ class EdgeOptions:
 def add_to_server(servicer: BalancerServicer, server: grpc.aio.Server) -> None:
     """Registers the service as the generated function does, but that streams and rounds come and go as bytes."""
     methods = {
-        "Balance": grpc.stream_stream_rpc_method_handler(servicer.Balance, None, None),
+        "Balance": grpc.stream_stream_rpc_method_handler(servicer.streams.serve, None, None),
         "BalanceRound": grpc.unary_unary_rpc_method_handler(
             servicer.BalanceRound, None, pb.BalanceRoundResponse.SerializeToString
         ),
@@ -77,7 +77,7 @@ def add_to_server(servicer: BalancerServicer, server: grpc.aio.Server) -> None:
 
 
 class BalancerServicer(pb_grpc.BalancerServiceServicer):
-    """Implements `evenkeel.balancer.v1.BalancerService`.
+    """Implements `evenkeel.balancer.v1.BalancerService`; `Balance`, its stream, is `Streams.serve`.
 
     Attributes:
         slots: how many streams there may be.
@@ -90,12 +90,8 @@ class BalancerServicer(pb_grpc.BalancerServiceServicer):
         self._hub = hub
         self._options = options
         self.calls = Shares(options.max_calls)
-        self.turns = Turns()
+        self.turns = LoopTurns()
         self.streams = Streams(hub, self.turns, options.streams, read_join=self._read_join, joined=self._joined)
-
-    async def Balance(self, _requests: object, context: Guard) -> None:  # noqa: N802
-        """The stream of one rank, or of all ranks of a node."""
-        await self.streams.serve(context)
 
     async def BalanceRound(  # noqa: N802
         self, request: bytes, context: Guard

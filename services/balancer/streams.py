@@ -17,12 +17,12 @@ from services.balancer.access import Guard
 from services.balancer.answers import error_message
 from services.balancer.effects import Answer
 from services.balancer.hub import Hub, Member
+from services.balancer.loop_turns import LoopTurns
 from services.balancer.mailboxes import StreamMailbox
 from services.balancer.refusals import Code, Refusal, RefusedError, out_of_memory, shorten
 from services.balancer.requests import OversizedError, read_request
 from services.balancer.shares import Account, Holder, Shares
 from services.balancer.submissions import Joining
-from services.balancer.turns import Turns
 from services.balancer.validation import read_ranks, read_submission
 
 log = structlog.get_logger(__name__)
@@ -73,7 +73,7 @@ class Streams:
     def __init__(
         self,
         hub: Hub,
-        turns: Turns,
+        turns: LoopTurns,
         options: StreamOptions,
         *,
         read_join: Callable[[pb.Join], Joining],
@@ -115,7 +115,7 @@ class Streams:
                 callers.setdefault(mailbox.holder[0], []).append(mailbox)
         return max(callers.items(), key=lambda one: len(one[1]), default=("", []))
 
-    async def serve(self, context: Guard) -> None:
+    async def serve(self, _requests: object, context: Guard) -> None:
         """The stream of one rank, or of all ranks of a node."""
         holder = (context.caller.name, "")
         if not self.slots.take(holder):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan
 from evenkeel.partitioning.samples import RankSamples
 from services.balancer.decisions import Decision, PlanFailure, Reason
 from services.balancer.effects import Answer, Decided, Effect, PlanInput, SessionId, StartPartition
 from services.balancer.limits import Limits
-from services.balancer.planning import make_plan
 from services.balancer.session import Session
 from services.balancer.submissions import SessionKey, Submission, Terms
 

@@ -13,13 +13,11 @@ import structlog
 
 from evenkeel.partitioning.rounds import RoundPlan
 from services.balancer.decisions import PlanFailure, Reason
-from services.balancer.workers.arena import MessageError
+from services.balancer.workers.arena import MessageError, read_result, write_round
 from services.balancer.workers.estimates import Choice, Estimator, describe_cheaper
-from services.balancer.workers.exchange import read_result, round_columns
 from services.balancer.workers.fairness import FairQueue
-from services.balancer.workers.nursery import Worker, Zygote
 from services.balancer.workers.quarantine import Quarantine
-from services.balancer.workers.staff import Staff
+from services.balancer.workers.staff import Staff, Worker, Zygote
 from services.balancer.workers.tasks import Busy, PoolObserver, PoolOptions, Task
 
 log = structlog.get_logger(__name__)
@@ -159,7 +157,7 @@ class WorkerPool:
         task.busy = self._busy[worker.number] = busy
         inputs, arena = task.inputs, worker.rounds
         nbytes = sum(submission.nbytes for submission in inputs.submissions)
-        self._copy(busy, nbytes, lambda: arena.write(*round_columns(inputs)), self._ask)
+        self._copy(busy, nbytes, lambda: write_round(arena, inputs), self._ask)
 
     def _choose(self, task: Task, now: float) -> Choice | PlanFailure:
         remaining = self._quarantine.remaining(now, task.session)

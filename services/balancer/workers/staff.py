@@ -7,13 +7,16 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import time
 from typing import Protocol
 
 import structlog
 
-from services.balancer.workers.nursery import Worker, Zygote
-from services.operations.nursery import Ready
+from services.balancer.workers import zygote
+from services.balancer.workers.arena import Arena
+from services.balancer.workers.worker import MESSAGE
+from services.operations import nursery
 
 log = structlog.get_logger(__name__)
 
@@ -21,6 +24,58 @@ _KEEP_BYTES = 64 << 20  # of shared memory above which a worker ends after its t
 _RESTART_SECONDS = (0.0, 0.05, 0.2, 0.5)  # after so many deaths in a row of workers that had just been forked
 _INFANCY_SECONDS = 1.0
 _NICE = 10
+
+
+class Worker:
+    """This process's end of a worker.
+
+    Attributes:
+        number: by which the zygote knows it.
+        end: where it is told of rounds, and tells of plans.
+        rounds: where its rounds are written.
+        plans: where it writes their plans.
+        born: when it was asked for, by the monotonic clock.
+    """
+
+    __slots__ = ("born", "end", "number", "plans", "rounds")
+
+    def __init__(self, number: int, end: socket.socket, rounds: Arena, plans: Arena, *, born: float) -> None:
+        self.born = born
+        self.number = number
+        self.end = end
+        self.rounds = rounds
+        self.plans = plans
+
+    def ask(self, nbytes: int, *, is_cheap: bool) -> None:
+        """Tells of the round that was written.
+
+        Raises:
+            OSError: If the worker has ended.
+        """
+        self.end.send(MESSAGE.pack(nbytes, is_cheap))
+
+    def answer(self) -> int | None:
+        """Length of the plan that it has written; None if it has ended.
+
+        Raises:
+            BlockingIOError: If it says nothing.
+        """
+        try:
+            data = self.end.recv(MESSAGE.size)
+        except ConnectionResetError:
+            return None
+        return int(MESSAGE.unpack(data)[0]) if len(data) == MESSAGE.size else None
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory that it holds at most."""
+        return self.rounds.nbytes + self.plans.nbytes
+
+    def close(self) -> None:
+        """Gives up its socket and memory."""
+        self.end.close()
+        self.rounds.close()
+        self.plans.close()
 
 
 class Employer(Protocol):
@@ -135,7 +190,7 @@ class Staff:
         self._zygote = zygote
         zygote.attach(self._ready, self._forked, self._ended, self._lost)
 
-    def _ready(self, ready: Ready) -> None:
+    def _ready(self, ready: nursery.Ready) -> None:
         self.is_ready = True
         for name, error in ready.broken.items():
             log.warning("strategy cannot be loaded", strategy=name, error=error)
@@ -212,6 +267,34 @@ class Staff:
         for worker in hired.values():
             self._employer.worker_ended(worker, "with the process that all workers come from")
         loop.call_later(_RESTART_SECONDS[-1], lambda: None if self._closed else self._attach(Zygote.start()))
+
+
+class Zygote(nursery.Zygote):
+    """A zygote whose workers share memory with this process."""
+
+    @classmethod
+    def start(cls) -> Zygote:
+        """Forks one if this process has a single thread, at once; else starts a Python, which takes seconds."""
+        return cls.begin(zygote.__name__, zygote.TRADE)
+
+    def fork(self, number: int, memory_bytes: int) -> Worker:
+        """Asks for a worker, which can be given work at once.
+
+        Raises:
+            OSError: If this process has no more descriptors, or the zygote has ended.
+        """
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(ours.close)
+            with theirs:
+                rounds = Arena.create("evenkeel-round")
+                undo.callback(rounds.close)
+                plans = Arena.create("evenkeel-plan")
+                undo.callback(plans.close)
+                ours.setblocking(False)
+                self.send_fork(number, memory_bytes, [theirs.fileno(), rounds.fd, plans.fd])
+            undo.pop_all()
+        return Worker(number, ours, rounds, plans, born=time.monotonic())
 
 
 def _describe_status(status: int) -> str:

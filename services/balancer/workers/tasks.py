@@ -12,7 +12,7 @@ from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.effects import PlanInput
 from services.balancer.submissions import SessionKey
 from services.balancer.workers.estimates import Choice, Size
-from services.balancer.workers.nursery import Worker
+from services.balancer.workers.staff import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

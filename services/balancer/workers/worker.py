@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 import traceback
+from dataclasses import replace
 
-from evenkeel.partitioning.rounds import RoundPlan
+from evenkeel.partitioning import ImpossiblePartitionError, PartitionError
+from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, digest_of, plan_round
+from evenkeel.partitioning.samples import RoundSamples
 from services.balancer.decisions import PlanFailure, Reason
-from services.balancer.planning import plan_or_failure
-from services.balancer.workers.arena import Arena
-from services.balancer.workers.exchange import read_round, write_result
+from services.balancer.workers.arena import Arena, read_round, write_result
 from services.operations.children import limit_memory
 
 MESSAGE = struct.Struct("<qq")
@@ -37,7 +39,7 @@ def run_worker(end: socket.socket, rounds: Arena, plans: Arena, *, memory_bytes:
 
 def _plan(rounds: Arena, nbytes: int, *, is_cheap: bool, memory_bytes: int) -> RoundPlan | PlanFailure:
     try:
-        samples, options = read_round(*rounds.read(nbytes))
+        samples, options = read_round(rounds, nbytes)
         return plan_or_failure(samples, options.cheapest() if is_cheap else options)
     except MemoryError as error:
         detail = f"a partition may take {memory_bytes} bytes of memory (worker_memory_bytes): {error}"
@@ -47,3 +49,18 @@ def _plan(rounds: Arena, nbytes: int, *, is_cheap: bool, memory_bytes: int) -> R
         return PlanFailure(
             reason=Reason.PARTITION_FAILED, detail=detail, trace=traceback.format_exc()[-_MAX_TRACEBACK:]
         )
+
+
+def plan_or_failure(samples: RoundSamples, options: RoundOptions) -> RoundPlan | PlanFailure:
+    """The plan of a round with its digest and the time it took, or why there is none."""
+    started = time.perf_counter()
+    try:
+        plan = plan_round(samples, options)
+    except ImpossiblePartitionError as error:
+        return PlanFailure(reason=Reason.NOT_FOUND, detail=f"impossible, {error.shortfall:.6g} short: {error}")
+    except PartitionError as error:
+        return PlanFailure(reason=Reason.NOT_FOUND, detail=f"not found: {error}")
+    except ValueError as error:
+        return PlanFailure(reason=Reason.PARTITION_FAILED, detail=str(error))
+    digest = digest_of(plan, samples)
+    return replace(plan, digest=digest, seconds=time.perf_counter() - started)

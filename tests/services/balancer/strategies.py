@@ -17,7 +17,7 @@ from evenkeel.partitioning import registry
 from evenkeel.partitioning.lpt import lpt
 from evenkeel.partitioning.problem import Problem
 from services.balancer.workers import zygote as zygotes
-from services.balancer.workers.nursery import Zygote
+from services.balancer.workers.staff import Zygote
 
 FOLDER = "EVENKEEL_TEST_FOLDER"
 """Variable: the folder in which `hold` says who holds, until `release` is there."""

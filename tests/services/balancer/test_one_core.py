@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning.rounds import FIGURES, RankPlan, RoundPlan
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
@@ -16,7 +17,6 @@ from services.balancer.decisions import balanced
 from services.balancer.effects import PlanInput
 from services.balancer.encoding import answer_bytes
 from services.balancer.limits import Limits
-from services.balancer.planning import make_plan
 from services.balancer.submissions import Submission, Terms
 from services.balancer.validation import read_submission
 from trainer_client.balancing.casting import batch_votes

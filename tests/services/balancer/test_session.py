@@ -3,10 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.harness.plans import make_plan
 from services.balancer.decisions import Decision, Outcome, PlanFailure, Reason
 from services.balancer.effects import Answer, Decided, Effect, SessionId, StartPartition, Wake
 from services.balancer.limits import Limits
-from services.balancer.planning import make_plan
 from services.balancer.refusals import Code, Refusal
 from services.balancer.session import Session
 from services.balancer.shares import Account, Shares

@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from benchmarks.harness.plans import make_plan
 from services.balancer.decisions import Decision, Outcome, PlanFailure, Reason
 from services.balancer.effects import Answer, Decided, Effect, PlanInput, SessionId, StartPartition, Wake
 from services.balancer.limits import Limits
-from services.balancer.planning import make_plan
 from services.balancer.refusals import Code, Refusal
 from services.balancer.session import Session
 from tests.services.balancer.samples import KEY, submission, terms

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
+from services.balancer.loop_turns import LoopTurns
 from services.balancer.shares import Account, Shares
-from services.balancer.turns import Turns
 
 
 def test_a_caller_gets_half_and_whoever_comes_later_as_much_as_is_left_to_it() -> None:
@@ -47,7 +47,7 @@ def test_what_was_taken_comes_back_also_from_what_outlives_its_account() -> None
 
 async def test_who_has_used_the_loop_least_comes_first() -> None:
     clock = 0.0
-    turns = Turns(slice_seconds=1.0, memory_seconds=1e9, clock=lambda: clock)
+    turns = LoopTurns(slice_seconds=1.0, memory_seconds=1e9, clock=lambda: clock)
     order: list[str] = []
 
     async def work(caller: str, job: str, seconds: float) -> None:
@@ -64,7 +64,7 @@ async def test_who_has_used_the_loop_least_comes_first() -> None:
 
 
 async def test_while_there_is_time_nobody_waits() -> None:
-    turns = Turns()
+    turns = LoopTurns()
     for _ in range(3):
         began = await asyncio.wait_for(turns.begin(("team", "job")), 1)
         assert not turns.is_over(began)
@@ -74,7 +74,7 @@ async def test_while_there_is_time_nobody_waits() -> None:
 
 async def test_a_greedy_caller_gets_shorter_slices_while_others_come_and_go() -> None:
     clock = 0.0
-    turns = Turns(slice_seconds=0.004, memory_seconds=1.0, clock=lambda: clock)
+    turns = LoopTurns(slice_seconds=0.004, memory_seconds=1.0, clock=lambda: clock)
     gaps: list[float] = []  # of the loop, in its own time
     working = True
 

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning.rounds import RoundPlan
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.effects import PlanInput
-from services.balancer.planning import make_plan
 from services.balancer.submissions import Submission
 from tests.services.balancer.conftest import StartServer
 from tests.services.balancer.ranks import Rank

@@ -10,12 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning.rounds import RoundPlan
 from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.effects import PlanInput
-from services.balancer.planning import make_plan, plan_or_failure
-from services.balancer.workers.arena import Arena, Column, MessageError
-from services.balancer.workers.exchange import read_result, read_round, round_columns, write_result
+from services.balancer.workers.arena import (
+    Arena,
+    Column,
+    MessageError,
+    read_result,
+    read_round,
+    write_result,
+    write_round,
+)
+from services.balancer.workers.worker import plan_or_failure
 from tests.services.balancer.samples import options, submission
 
 
@@ -133,7 +141,7 @@ def _arrays(value: object) -> list[NDArray[Any]]:
 def test_a_worker_makes_the_plan_that_this_process_makes(arena: Arena, changes: dict[str, Any]) -> None:
     inputs = _inputs(**changes)
     here = make_plan(inputs)
-    there = plan_or_failure(*read_round(*arena.read(arena.write(*round_columns(inputs)))))
+    there = plan_or_failure(*read_round(arena, write_round(arena, inputs)))
     plans = Arena.create("plans")
     came = read_result(plans, write_result(plans, there))
     plans.close()

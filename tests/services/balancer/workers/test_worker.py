@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning.rounds import RoundPlan
 from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.effects import PlanInput
-from services.balancer.planning import make_plan
 from services.balancer.submissions import Submission
 from tests.services.balancer.samples import options, submission
 

@@ -20,7 +20,7 @@ from services.balancer.shares import Holder
 _Waiting = OrderedDict[str, deque["asyncio.Future[None]"]]
 
 
-class Turns:
+class LoopTurns:
     """Hands the event loop out in slices.
 
     Attributes:
