@@ -9,16 +9,19 @@ does so for all:
 - `kk_all_gather`: Karmarkar-Karp with equal counts after all-gathering the batch, the established way;
 - `embedded`, `grpc`: minimal_move on the ranks, and by a balancer service, by FLOPs;
 - `window`: as `embedded`, over windows of `--window` batches;
-- `embedded_fitted`, `grpc_fitted`: the same by costs that are fitted to the clock in the first steps.
+- `embedded_fitted`, `grpc_fitted`: the same by costs that are fitted to the clock in the first steps;
+- `ideal`: batches of the same work in which all ranks have the same lengths; nothing needs to be balanced or moved;
+- `fixed`: all samples of all steps have the same length, that of the mean work.
 
 Columns beside median, 99th percentile and mean of the step in ms: `gain` over `off`; `of FLOPs` and `of time`, the
 share reached of what the lengths of single batches allow: by FLOPs, the load off over the lower bound; by time, with
-the part of a step that does not depend on lengths measured and the rest balanced to its own lower bound. `FLOPs` and
-`spread` are max/mean over ranks of the FLOPs trained and of the measured compute time. `exposed` is how much longer a
-step waits for its batch than with `off`, which loads and copies the same, in ms and as a share of the step; `agree` the
-part of it in which the training thread waited for an agreement. `loss` is the largest deviation of the first ten steps'
-losses from `off`, `mean loss` that of the mean over all steps; windows train samples in other steps, so only the second
-counts there.
+the part of a step that does not depend on lengths measured and the rest balanced to its own lower bound. `of ideal` is
+the step of `ideal` over this one, `of fixed` this TFLOP/s over that of `fixed`: what is missing to 100 % is what the
+lengths cost after balancing. `FLOPs` and `spread` are max/mean over ranks of the FLOPs trained and of the measured
+compute time. `exposed` is how much longer a step waits for its batch than with `off`, which loads and copies the same,
+in ms and as a share of the step; `agree` the part of it in which the training thread waited for an agreement. `loss` is
+the largest deviation of the first ten steps' losses from `off`, `mean loss` that of the mean over all steps; windows
+train samples in other steps, so only the second counts there.
 """
 
 from __future__ import annotations
@@ -36,17 +39,18 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.end_to_end_ideal import IDEALS
 from benchmarks.end_to_end_report import draw, show, summarize
 from examples.datasets import DISTRIBUTIONS
 from examples.hstu.attention import KERNELS
 from services.operations.launch import running_service
 
-SETTINGS = ("off", "kk_all_gather", "embedded", "grpc", "window", "embedded_fitted", "grpc_fitted")
+SETTINGS = ("off", "kk_all_gather", "embedded", "grpc", "window", "embedded_fitted", "grpc_fitted", *IDEALS)
 
 
 def main() -> None:
     options = parse_arguments()
-    console = Console(width=190)
+    console = Console(width=210)
     recorded = json.loads(options.from_raw.read_text()) if options.from_raw else record(options, console)
     results = summarize(recorded, skip=options.skip)
     show(results, console)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.end_to_end import add_blocks, add_workload
+from benchmarks.end_to_end_ideal import IDEALS, ideal_batches
 from benchmarks.references.all_gather import by_gathering
 from examples.datasets import Keys, SequenceBatch, SyntheticSequences, lengths_named
 from examples.hstu.attention import choose_kernel
@@ -63,19 +64,35 @@ def main() -> None:
     }
     for lengths in options.lengths:
         # Page-locked, as a DataLoader with pin_memory makes them: copies of other memory make the host wait.
-        batches = [batch.pin_memory() if on_gpu else batch for batch in make_data(options, lengths, rank)]
-        trainer.reset()
-        # All batches once: whatever is compiled or loaded for some number of tokens is there before time counts.
-        trainer.run(batches[: options.warm_up], Balancer.off(), name="warm-up")
-        say(rank, f"{lengths}: warmed up, {compilations()} graphs compiled")
+        data = make_data(options, lengths, rank)
+        batches = [batch.pin_memory() if on_gpu else batch for batch in data]
         length = -(-len(batches) // options.blocks)
         workload: dict[str, Any] = {"samples": gather(sample_lengths(batches, model)), "block_steps": length}
+        flops = np.array([of_rank["flops"] for of_rank in workload["samples"]])
+        even = {
+            kind: [batch.pin_memory() if on_gpu else batch for batch in ideal_batches(kind, flops, data, model)]
+            for kind in IDEALS
+            if kind in options.settings
+        }
+        trainer.reset()
+        # All batches once: whatever is compiled or loaded for some number of tokens is there before time counts.
+        for loaded in (batches, *even.values()):
+            trainer.run(loaded[: options.warm_up], Balancer.off(), name="warm-up")
+        say(rank, f"{lengths}: warmed up, {compilations()} graphs compiled")
         entrants = []
         for setting in options.settings:
             trainer.reset()
             fitter = trainer.make_fitter(FIT) if setting.endswith("_fitted") else None
             balancer = make_balancer(setting, options, lengths)
-            entrants.append(Entrant(setting=setting, balancer=balancer, fitter=fitter, state=trainer.state()))
+            entrants.append(
+                Entrant(
+                    setting=setting,
+                    batches=even.get(setting, batches),
+                    balancer=balancer,
+                    fitter=fitter,
+                    state=trainer.state(),
+                )
+            )
         for first in range(0, len(batches), length):
             # Settings take turns, in turned order, so that a host that slows down does so for all.
             entrants.reverse()
@@ -83,7 +100,8 @@ def main() -> None:
                 trainer.restore(entrant.state)
                 compiled = compilations()
                 with by_gathering() if entrant.setting == "kk_all_gather" else nullcontext():
-                    run = trainer.run(batches[first : first + length], entrant.balancer, fitter=entrant.fitter)
+                    part = entrant.batches[first : first + length]
+                    run = trainer.run(part, entrant.balancer, fitter=entrant.fitter)
                 entrant.compilations += compilations() - compiled
                 entrant.state = trainer.state()
                 entrant.runs.append(run)
@@ -114,6 +132,7 @@ class Entrant:
     """A setting, and where it is: blocks of its steps take turns with those of the others."""
 
     setting: str
+    batches: list[SequenceBatch]
     balancer: Balancer
     fitter: CostFitter | None
     state: dict[str, Any]
@@ -152,7 +171,7 @@ def make_balancer(setting: str, options: argparse.Namespace, lengths: str) -> Ba
     match setting.removesuffix("_fitted"):
         case "window":
             return Balancer.embedded(options=BalanceOptions(window=options.window))
-        case "off":
+        case "off" | "ideal" | "fixed":
             return Balancer.off()
         case "kk_all_gather":
             return Balancer.embedded(options=BalanceOptions(strategy="karmarkar_karp"))

@@ -11,7 +11,8 @@ each step stays on one of them. Same model, data and seeds as there:
 - `kk`: Karmarkar-Karp with equal counts;
 - `minimal_move`: this library's default, by FLOPs;
 - `fitted`: the same by costs that are fitted to the times of `off`;
-- `window`: as `minimal_move`, over windows of `--window` batches.
+- `window`: as `minimal_move`, over windows of `--window` batches;
+- `ideal`, `fixed`: as there.
 
 Columns as in `benchmarks.end_to_end`.
 """
@@ -35,6 +36,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.end_to_end import add_workload
+from benchmarks.end_to_end_ideal import IDEALS, ideal_batches
 from benchmarks.end_to_end_rank import describe_fit, make_data, make_model, sample_lengths
 from benchmarks.end_to_end_report import draw, show, summarize
 from evenkeel.partitioning.windows import partition_window
@@ -52,6 +54,8 @@ SETTINGS = {
     "minimal_move": "minimal_move",
     "fitted": "minimal_move",
     "window": "minimal_move",
+    "ideal": None,
+    "fixed": None,
 }
 # Nothing travels here, and the losses are those of an optimizer that steps after each rank's batch.
 NOT_MEASURED = (
@@ -74,7 +78,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_worker, (workers, on_gpu, options, folder), nprocs=workers)  # type: ignore[attr-defined,no-untyped-call]
         parts = [json.loads((Path(folder) / f"{worker}.json").read_text()) for worker in range(workers)]
-    console = Console(width=170)
+    console = Console(width=190)
     results: dict[str, Any] = {"command": "python -m benchmarks.end_to_end_replay " + " ".join(sys.argv[1:])}
     results |= {key: parts[0][key] for key in ("machine", "versions", "options", "kernel")} | {"gpus": workers}
     results["replays"] = {}
@@ -120,18 +124,29 @@ def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namesp
     for ranks in options.ranks:
         results["replays"][ranks] = {}
         for lengths in options.lengths:
-            data = [list(make_data(options, lengths, rank)) for rank in range(ranks)]
-            mine = [[batches[step] for step in own] for batches in data]
+            data = [make_data(options, lengths, rank) for rank in range(ranks)]
+            all_steps = [list(of_rank) for of_rank in data]
+            mine = [[batches[step] for step in own] for batches in all_steps]
             trainer.reset()
-            loaded = [pinned(batch, on_gpu) for step in zip(*mine, strict=True) for batch in step]
-            trainer.run(loaded[: options.warm_up], Balancer.off())
+            samples = [sample_lengths(batches, model) for batches in all_steps]
+            flops = np.array([of_rank["flops"] for of_rank in samples])
+            even: dict[str, list[list[SequenceBatch]]] = {}
+            for kind in IDEALS:
+                if kind in options.settings:
+                    of_ranks = [ideal_batches(kind, flops, of_rank, model) for of_rank in data]
+                    even[kind] = [[batches[step] for step in own] for batches in of_ranks]
+            for batches in (mine, *even.values()):
+                loaded = [pinned(batch, on_gpu) for step in zip(*batches, strict=True) for batch in step]
+                trainer.run(loaded[: options.warm_up], Balancer.off())
             workload: dict[str, Any] = {"steps": own, "settings": {}}
-            workload["samples"] = [sample_lengths(batches, model) for batches in mine]
+            workload["samples"] = [
+                {key: [of_rank[key][step] for step in own] for key in of_rank} for of_rank in samples
+            ]
             results["replays"][ranks][lengths] = workload
             fitter = trainer.make_fitter()
             for setting in track(options.settings, f"{ranks} ranks, {lengths}", disable=worker > 0):
                 cost = fitter.cost if setting == "fitted" else model.cost()
-                planned, plans = plan(mine, setting, cost, options.window)
+                planned, plans = plan(even.get(setting, mine), setting, cost, options.window)
                 trainer.reset()
                 run = trainer.run(
                     [pinned(batch, on_gpu) for step in planned for batch in step],

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.end_to_end_ideal import IDEALS
 from evenkeel.partitioning import partition
 from trainer_client.observing.fitting import fit_times
 from trainer_client.observing.measurement import Breakdown
@@ -44,10 +45,11 @@ def summarize_workload(workload: dict[str, Any], ranks: int, peak: float | None,
     # A step that stalled in one setting is left out of all, so that all are compared on the same batches.
     chosen = np.setdiff1d(counted, np.concatenate(list(stalled.values())))
     breakdowns = {name: Breakdown.of(table[:, chosen]) for name, table in times.items()}
-    fit = fit_compute(settings, breakdowns, chosen)
+    trained = [name for name in settings if name not in IDEALS]  # on the same samples
+    fit = fit_compute({name: settings[name] for name in trained}, breakdowns, chosen)
     bounds = bound_steps(workload["samples"], ranks, fit, chosen)
     # What a step takes besides compute does not depend on lengths; the smallest mean over the settings is attainable.
-    besides = min(float((b.step - b.compute.max(axis=1)).mean()) for b in breakdowns.values())
+    besides = min(float((b.step - b.compute.max(axis=1)).mean()) for b in map(breakdowns.__getitem__, trained))
     allowed = besides + fit["fixed_ms"] + bounds["time_bound_ms"]
     out: dict[str, Any] = {
         "allowed_by_flops": float(bounds["flops_home"].sum() / bounds["flops_bound"].sum()),
@@ -86,6 +88,7 @@ def summarize_workload(workload: dict[str, Any], ranks: int, peak: float | None,
             entry["share_of_allowed_by_flops"] = entry["speedup"] / out["allowed_by_flops"]
             entry["exposed_ms"] = entry["data_ms"] - off.summary()["data_ms"]
             entry["exposed_share"] = entry["exposed_ms"] / entry["step_ms_mean"]
+        if off is not None and name in trained:
             reference = np.array(settings["off"]["losses"])
             # Later the rounding of bf16, which differs with the order of samples, has grown by itself.
             deviation = np.abs(np.array(setting["losses"]) / reference - 1)
@@ -94,6 +97,11 @@ def summarize_workload(workload: dict[str, Any], ranks: int, peak: float | None,
         if "cost_fit" in setting:
             entry["cost_fit"] = setting["cost_fit"]
         out["settings"][name] = entry
+    for entry in out["settings"].values():
+        if "ideal" in settings:
+            entry["share_of_ideal"] = out["settings"]["ideal"]["step_ms_mean"] / entry["step_ms_mean"]
+        if "fixed" in settings:
+            entry["share_of_fixed"] = entry["tflops_per_rank"] / out["settings"]["fixed"]["tflops_per_rank"]
     return out
 
 
@@ -157,7 +165,8 @@ def bound_steps(
 COLUMNS = (
     ("median", "step_ms_median", "{:.2f}"), ("p99", "step_ms_p99", "{:.2f}"), ("mean", "step_ms_mean", "{:.2f}"),
     ("gain", "speedup", "{:.3f}"), ("of FLOPs", "share_of_allowed_by_flops", "{:.1%}"),
-    ("of time", "share_of_allowed", "{:.1%}"), ("TFLOP/s", "tflops_per_rank", "{:.4g}"), ("MFU", "mfu", "{:.1%}"),
+    ("of time", "share_of_allowed", "{:.1%}"), ("of ideal", "share_of_ideal", "{:.1%}"),
+    ("TFLOP/s", "tflops_per_rank", "{:.4g}"), ("of fixed", "share_of_fixed", "{:.1%}"), ("MFU", "mfu", "{:.1%}"),
     ("FLOPs", "flops_imbalance", "{:.3f}"), ("spread", "compute_imbalance", "{:.3f}"),
     ("exposed", "exposed_ms", "{:.2f}"), ("", "exposed_share", "{:.2%}"),
     ("agree", "exposed_agreement_ms_per_step", "{:.2f}"), ("waiting", "waiting_ms", "{:.2f}"),
@@ -233,7 +242,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         left.tick_params(axis="x", rotation=20)
         left.set(title=f"{name}, {results['ranks']} ranks: mean step", ylabel="ms")
         for right in others:
-            for setting, entry in settings.items():
+            for setting, entry in ((name, entry) for name, entry in settings.items() if name not in IDEALS):
                 right.plot(entry["losses"], label=setting, linewidth=1)
             right.set(title="loss per sample", xlabel="step")
         left.set_ylim(top=1.35 * left.get_ylim()[1])  # room for the legend

@@ -42,6 +42,8 @@ def test_gains_and_shares_follow_from_the_times() -> None:
                 "embedded_fitted": _setting(*even, data=0.25) | {
                     "cost_fit": {"used": True, "explained": 0.9, "mean_error": 0.02}
                 },
+                "ideal": _setting(*even, data=0.0),
+                "fixed": _setting(*(np.full_like(sums, sums.mean()) for sums in even), data=0.0),
             },
         }},
     }  # fmt: skip
@@ -58,6 +60,15 @@ def test_gains_and_shares_follow_from_the_times() -> None:
     # Even shares of whole samples do not exist everywhere, and the data costs a quarter of a millisecond.
     assert 0.95 < fitted["share_of_allowed"] < 1.05
     assert fitted["speedup"] == pytest.approx(off["step_ms_mean"] / fitted["step_ms_mean"])
+    # Without balancing, the ideal is ahead by what ranks wait; with it, by the quarter of a millisecond for the data.
+    ideal, fixed = found["settings"]["ideal"], found["settings"]["fixed"]
+    assert fitted["share_of_ideal"] == pytest.approx(1 - 0.25 / fitted["step_ms_mean"])
+    assert off["share_of_ideal"] == pytest.approx(ideal["step_ms_mean"] / off["step_ms_mean"])
+    assert off["share_of_ideal"] < 0.98
+    assert ideal["share_of_ideal"] == fixed["share_of_fixed"] == 1.0
+    assert fitted["share_of_fixed"] == pytest.approx(fitted["tflops_per_rank"] / fixed["tflops_per_rank"])
+    assert "loss_deviation" in fitted
+    assert "loss_deviation" not in ideal  # it trains other samples
     raw["workloads"]["zipf"]["block_steps"] = 8
     counted = summarize(raw, skip=2)["workloads"]["zipf"]["settings"]["off"]["step_ms"]
     assert len(counted) == STEPS - 2 * STEPS // 8  # the first two steps of each block of eight are left out
