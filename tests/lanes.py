@@ -45,6 +45,7 @@ FUNCTIONS = (
 EITHER = (
     "tests/trainer_client/balancing/test_resume",
     "tests/examples/",
+    "tests/trainer_client/balancing/test_frameworks.py",
     "tests/trainer_client/balancing/test_gradients.py",
     "tests/benchmarks/test_programs.py",
     "tests/trainer_client/embedding/",

@@ -32,7 +32,7 @@ class Data(LightningDataModule):
     def train_dataloader(self) -> LightningLoader[job.Batch]:
         """Lightning keeps the state of what this returns, and loads it."""
         loader = job.make_loader(self.options, self.balancer, job.make_device())
-        return LightningLoader(loader, self.trainer, length=len(loader.batch_sampler))
+        return LightningLoader(loader, self.trainer, length=len(loader))
 
     def val_dataloader(self) -> BalancedLoader[job.Batch]:
         """Loaders that are used within the training loop have names of their own."""

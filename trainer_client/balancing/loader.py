@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
 from trainer_client.balancing.agreement import Reason, Verdict
 from trainer_client.balancing.balancer import Balancer
-from trainer_client.balancing.batches import BatchSpec, FlatBatch, Schema
-from trainer_client.balancing.half_windows import HalfWindow
+from trainer_client.balancing.batches import BatchSpec, Schema
+from trainer_client.balancing.frameworks import check_copier, check_saver, check_trainer
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.passes import Pass
-from trainer_client.balancing.places import Place, Source
+from trainer_client.balancing.places import Place, Source, sampler_of
+from trainer_client.balancing.positions import Position, Window
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, RoundReport
 from trainer_client.balancing.resume import (
@@ -30,7 +31,7 @@ from trainer_client.balancing.resume import (
     state_for,
 )
 from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.tickets import Cost, Outcome, Ticket
+from trainer_client.balancing.tickets import Cost, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +39,6 @@ B = TypeVar("B")
 _NO_MORE: Any = object()
 MAX_AHEAD = 64
 """Batches that a pipeline may hold, so far back that a state can be asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """What has been handed over: where the loader was, the batches of this pass, what is left of a window.
-
-    Of the window that is to come, or left, also the schema, or its fields; None: this rank has no sample of it.
-    """
-
-    source: Place | None = None
-    batches: int = 0
-    half: HalfWindow | Callable[[], HalfWindow] | None = None
-    fields: Schema | tuple[str, ...] | None = None
 
 
 class BalancedLoader(Generic[B]):
@@ -106,7 +94,7 @@ class BalancedLoader(Generic[B]):
         self._report: RoundReport | None = None
         self._used: BatchStream | None = None  # by the latest loop
         self._resume: LoaderState | None = None  # which the next loop goes on from
-        self._handed: deque[_Position] = deque([_Position()], maxlen=MAX_AHEAD + 1)  # after each batch, the latest last
+        self._handed: deque[Position] = deque([Position()], maxlen=MAX_AHEAD + 1)  # after each batch, the latest last
         self._finished = False
         self._named_epoch: int | None = None
         self._epoch: int | None = None  # of the latest loop
@@ -144,8 +132,15 @@ class BalancedLoader(Generic[B]):
         return self._used if self._used is not None else self._balancer.stream(self._name)
 
     def __len__(self) -> int:
-        """Batches of this rank's own loader; ranks with fewer batches take part in more steps than they have."""
-        return len(self.loader)  # type: ignore[arg-type]
+        """Steps that all ranks take together, where the sampler is of this library; else this rank's own batches.
+
+        Ranks with fewer batches of their own take part in more steps than they have.
+
+        Raises:
+            TypeError: If that is unknown, as that of other loaders without a length.
+        """
+        sampler = sampler_of(self.loader)
+        return len(self.loader) if sampler is None else sampler.count_steps()  # type: ignore[arg-type]
 
     @property
     def dataset(self) -> Any:
@@ -161,6 +156,15 @@ class BalancedLoader(Generic[B]):
     def batch_sampler(self) -> Any:
         """The wrapped loader's batch sampler."""
         return self._of_loader("batch_sampler")
+
+    @property
+    def collate_fn(self) -> NoReturn:
+        """Not the wrapped loader's: a loader that is made of this one's parts is not balanced.
+
+        Raises:
+            AttributeError: If it is asked for.
+        """
+        check_copier("collate_fn")
 
     def set_epoch(self, epoch: int) -> None:
         """Tells the wrapped loader which epoch begins, or its samplers and data set, as far as they want to know.
@@ -195,15 +199,17 @@ class BalancedLoader(Generic[B]):
 
         Raises:
             ValueError: If so many batches back is further than the loader remembers.
+            FrameworkError: If it is asked for by a framework that would keep one rank's state for all.
         """
+        if self._ranks is None:
+            self._ranks = self._balancer.place
+        rank, world_size = self._ranks
+        check_saver(world_size)
         if self._resume is not None:
             return self._resume.to_state()
         if not 0 <= ahead <= MAX_AHEAD:
             raise ValueError(f"ahead is {ahead}; use 0 to {MAX_AHEAD} batches that a pipeline holds")
         position = self._handed[max(0, len(self._handed) - 1 - ahead)]
-        if self._ranks is None:
-            self._ranks = self._balancer.place
-        rank, world_size = self._ranks
         half, fields = position.half, position.fields
         return LoaderState(
             name=self._name,
@@ -240,13 +246,17 @@ class BalancedLoader(Generic[B]):
         self._resume = state_for(states, self.loader, rank=rank, world_size=world_size)
 
     def __iter__(self) -> Iterator[B]:
+        check_trainer()
+        return self._loop()
+
+    def _loop(self) -> Iterator[B]:
         self._used = stream = self._balancer.stream(self._name)
         current, source = self._begin(stream)
-        submitted: deque[_Window] = deque()
+        submitted: deque[Window] = deque()
         collected: list[Any] = []  # for the next window
         here = self._handed[-1].source  # where the next window begins
-        window: _Window | None = None  # the one that is being trained
-        moving: tuple[Pending, RoundReport, _Position] | None = None
+        window: Window | None = None  # the one that is being trained
+        moving: tuple[Pending, RoundReport, Position] | None = None
         batches = self._handed[-1].batches  # whose moves have begun
         has_data = True
         end: Verdict | None = None
@@ -265,9 +275,9 @@ class BalancedLoader(Generic[B]):
                     if len(collected) == stream.options.window:
                         begin, here = here, source.place
                         ticket = self._submit(stream, source, [one for one in collected if one is not _NO_MORE])
-                        submitted.append(_Window(ticket, ticket.flats, begin, here))
+                        submitted.append(Window(ticket, ticket.flats, begin, here))
                         collected = []
-                upcoming: tuple[Pending, RoundReport, _Position] | None = None
+                upcoming: tuple[Pending, RoundReport, Position] | None = None
                 while upcoming is None and (left or submitted):
                     if not left:
                         window = submitted.popleft()
@@ -322,7 +332,7 @@ class BalancedLoader(Generic[B]):
         self._epoch = self._named_epoch if state is None or self._named_epoch is not None else state.epoch
         self._ranks = None
         current.resumed = resumed
-        first = _Position(source=batches.place(0))
+        first = Position(source=batches.place(0))
         if state is not None and resumed is not None:
             first = replace(first, batches=state.batches, half=state.half, fields=state.fields)
         self._handed.clear()
@@ -338,14 +348,14 @@ class BalancedLoader(Generic[B]):
             drop_last=self._drop_last,
         )[1]  # fmt: skip
 
-    def _start_next(self, stream: BatchStream, window: _Window, batches: int) -> tuple[Pending, RoundReport, _Position]:
+    def _start_next(self, stream: BatchStream, window: Window, batches: int) -> tuple[Pending, RoundReport, Position]:
         batch = window.batches.popleft()
         pending = stream.start(window.flats, window.ticket, self._device, batch=batch)
         outcome = stream.outcome(window.ticket)
-        position = _Position(source=window.end, batches=batches)
+        position = Position(source=window.end, batches=batches)
         if window.left:
             half = partial(window.half, outcome, tuple(window.batches), stream.options.window)
-            position = _Position(source=window.begin, batches=batches, half=half)
+            position = Position(source=window.begin, batches=batches, half=half)
         return pending, outcome.reports[batch], position
 
     def _finish_pass(self, place: Place) -> None:
@@ -353,7 +363,7 @@ class BalancedLoader(Generic[B]):
         self._finished = True
 
     def _finish(
-        self, stream: BatchStream, moving: tuple[Pending, RoundReport, _Position], following: _Window | None
+        self, stream: BatchStream, moving: tuple[Pending, RoundReport, Position], following: Window | None
     ) -> B:
         pending, report, position = moving
         if following is not None and len(following.ticket.samples):
@@ -364,26 +374,3 @@ class BalancedLoader(Generic[B]):
         self._report = report
         self._handed.append(position)
         return batch
-
-
-@dataclass(slots=True)
-class _Window:
-    """A window that is in flight, with those of its batches that have not been started yet, once that is known."""
-
-    ticket: Ticket
-    flats: tuple[FlatBatch, ...]
-    begin: Place | None
-    end: Place
-    batches: deque[int] = field(default_factory=deque)
-    known: HalfWindow | None = None
-
-    def half(self, outcome: Outcome, left: tuple[int, ...], size: int) -> HalfWindow:
-        """What is known of it with batches left; the arrays are made once."""
-        if self.known is None:
-            self.known = HalfWindow.of(self.ticket.samples, outcome, left, size=size)
-        return replace(self.known, left=left)
-
-    @property
-    def left(self) -> int:
-        """Batches to come."""
-        return len(self.batches)

@@ -27,10 +27,14 @@ logger = logging.getLogger(__name__)
 Way = Literal["sampler", "loader", "skip"]
 _BYTES_LOOKED_AT = 256  # of a tensor, to tell one batch from another
 _TENSORS_LOOKED_AT = 4
+_OVER = "_iterator_finished"  # in the states of torchdata's StatefulDataLoader
 
 
 class GlobalSampler(Protocol):
     """A sampler whose place is one small value for the whole job; those of `trainer_client.balancing.sampling` are."""
+
+    def count_steps(self) -> int:
+        """Global batches of the whole of the present epoch."""
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """The place after so many batches of the current iteration, the same on all ranks."""
@@ -97,7 +101,10 @@ def way_of(loader: Any) -> Way:
     """How a place in a loader's data is found again."""
     if sampler_of(loader) is not None:
         return "sampler"
-    return "loader" if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else "skip"
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return "skip"
+    # Accelerate's loaders have the pair, and it works only with this.
+    return "loader" if getattr(loader, "use_stateful_dataloader", True) else "skip"
 
 
 class Source:
@@ -125,6 +132,7 @@ class Source:
                     "on with the kind of loader and sampler that the state was taken from"
                 )
             self._load(start)
+            _warn_of_order(loader, self._way)
         self._batches: Iterator[Any] = iter(()) if self._ended else iter(loader)
         if start is not None and self._way == "skip":
             self._skip(start)
@@ -155,7 +163,10 @@ class Source:
             assert sampler is not None
             return Place("sampler", sampler.state_after(batches))
         if self._way == "loader":
-            return Place("loader", pickle.dumps(self._loader.state_dict()), self._ended)
+            state = self._loader.state_dict()
+            # One that reads ahead, as Accelerate's, has seen its end with its last batch, and would begin anew.
+            ended = self._ended or (self._read > 0 and isinstance(state, dict) and bool(state.get(_OVER)))
+            return Place("loader", pickle.dumps(state), ended)
         return Place("skip", self._read, self._ended, self._last)
 
     def _load(self, start: Place) -> None:
@@ -175,12 +186,6 @@ class Source:
         if self._ended:
             self._read, self._last = start.at, start.last
             return
-        sampler = getattr(self._loader, "sampler", None)
-        if isinstance(sampler, torch.utils.data.RandomSampler) and sampler.generator is None:
-            logger.warning(
-                "the loader draws its order from torch's own generator, which must be where it was when that order was "
-                "drawn; trainer_client.balancing.sampling.GlobalBatchSampler needs neither that nor skipping"
-            )
         for _ in _shown(start.at):
             if next(self, None) is None and self._ended:
                 raise ValueError(
@@ -193,6 +198,17 @@ class Source:
                 "another order, or are others; seed the loader's order (set_epoch, generator=), or use "
                 "trainer_client.balancing.sampling.GlobalBatchSampler"
             )
+
+
+def _warn_of_order(loader: Any, way: Way) -> None:
+    sampler: Any = getattr(loader, "sampler", None)
+    own = torch.utils.data.RandomSampler
+    drawn = isinstance(sampler, own) if way == "skip" else type(sampler) is own  # torchdata's keeps its generator
+    if drawn and way != "sampler" and sampler.generator is None:
+        logger.warning(
+            "the loader draws its order from torch's own generator, which must be where it was when that order was "
+            "drawn; trainer_client.balancing.sampling.GlobalBatchSampler needs neither that nor skipping"
+        )
 
 
 def _shown(count: int) -> Iterator[int]:

@@ -272,7 +272,7 @@ def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_si
         if first.rank != rank and not (first.half is None and by_sampler):
             raise ResumeError(
                 f"state['rank'] is {first.rank}, and this is rank {rank}; load the state that this rank saved, or "
-                "those of all ranks as a list"
+                "those of all ranks as a list; where one value is saved for all ranks, save JobState(loader)"
             )
         return replace(first, rank=rank)
     first = replace(first, fields=next((one.fields for one in states if one.fields), ()))

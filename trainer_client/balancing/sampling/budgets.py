@@ -108,7 +108,7 @@ class TokenBudgetSampler(OrderedBatchSampler):
             check_whole(self, first_batch_size=self.world_size)
         self._amounts: _Amounts | None = None
         self._divided: tuple[Coming, int, int, int, NDArray[np.int32]] | None = None  # the latest of them
-        self._length: tuple[int, str, int] | None = None
+        self._length: tuple[int, str, tuple[int, bool]] | None = None
 
     def __len__(self) -> int:
         """Batches of this rank in the whole of the present epoch, counted by looking through all costs.
@@ -116,16 +116,33 @@ class TokenBudgetSampler(OrderedBatchSampler):
         Raises:
             TypeError: If that takes long: beyond 16 million samples, or 262,144 of a function's; see `count_batches`.
         """
+        self._check_walk()
+        return self.count_batches()
+
+    def count_steps(self) -> int:
+        """Global batches of the whole of the present epoch, counted by looking through all costs.
+
+        Raises:
+            TypeError: If that takes long, as of `len`.
+        """
+        self._check_walk()
+        return self._counted()[0]
+
+    def _check_walk(self) -> None:
         most = _CALLED if self._costs.is_called or self._memory.is_called else _WALKED
         if self.num_samples > most:
             raise TypeError(
                 f"the number of batches is not known without a walk through all {self.num_samples} samples; "
                 "`count_batches()` walks"
             )
-        return self.count_batches()
 
     def count_batches(self) -> int:
         """Batches of this rank in the whole of the present epoch, however long that takes to count."""
+        steps, lacks = self._counted()
+        return steps - lacks
+
+    def _counted(self) -> tuple[int, bool]:
+        """Global batches, and whether this rank has no sample of the last one."""
         division = self.division
         if self._length is None or self._length[:2] != (self.epoch, division):
             coming = Coming(self, Position(epoch=self.epoch), division)
@@ -133,7 +150,7 @@ class TokenBudgetSampler(OrderedBatchSampler):
             while (end := self.end_of_batch(coming, ends[-1])) > ends[-1]:
                 ends.append(end)
             lacks = len(ends) > 1 and not self.part(coming, ends[-2], ends[-1], self.rank, self.world_size).size
-            self._length = (self.epoch, division, len(ends) - 1 - lacks)
+            self._length = (self.epoch, division, (len(ends) - 1, lacks))
         return self._length[2]
 
     @property

@@ -65,6 +65,11 @@ class GlobalBatchSampler(OrderedBatchSampler):
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full + (rest > self.rank and not self.drop_last)
 
+    def count_steps(self) -> int:
+        """Global batches of a whole epoch."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
     def end_of_batch(self, coming: Coming, begin: int) -> int:
         """After the fixed number of samples, or where the epoch ends."""
         end = min(begin + self.global_batch_size, coming.samples)

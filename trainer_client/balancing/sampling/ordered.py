@@ -11,6 +11,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
+from trainer_client.balancing.frameworks import check_divider
 from trainer_client.balancing.membership import Ranks, read_membership
 from trainer_client.balancing.sampling.order import MAX_SAMPLES, VERSION, SampleOrder
 from trainer_client.balancing.sampling.position import Position, Rest, read_position
@@ -62,6 +63,14 @@ class OrderedBatchSampler(Sampler[list[int]]):
         `begin` if there is none any more.
         """
 
+    @abstractmethod
+    def count_steps(self) -> int:
+        """Global batches of the whole of the present epoch: the batches of those ranks that have most of them.
+
+        Raises:
+            TypeError: If it takes long to count them.
+        """
+
     @property
     def division(self) -> str:
         """How the next iteration divides a global batch over ranks, as states tell it."""
@@ -101,6 +110,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
             self._loaded = self._latest = None
 
     def __iter__(self) -> Iterator[list[int]]:
+        check_divider(type(self).__name__)
         self._check_world()
         start = self._loaded or Position(epoch=self._epoch)
         latest = _Iteration(self, start)
