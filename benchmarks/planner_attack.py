@@ -90,7 +90,8 @@ def request_of(parts: dict[str, Any]) -> tuple[str, bytes, float]:
     host = int(min(2**52, size * parts["host"]))
     topology = {"ranks": ranks, "hbm_bytes": hbm, "host_bytes": host}
     solver = {name: parts[name] for name in ("ratio_steps", "gap", "time_limit_s")}
-    body: dict[str, Any] = {"tables": tables, "topology": topology, "runtime": parts["runtime"], "solver": solver}
+    runtime = parts["runtime"] if parts["sharding"] == "row_wise" else "torchrec"  # DynamicEmb shards by rows only
+    body: dict[str, Any] = {"tables": tables, "topology": topology, "runtime": runtime, "solver": solver}
     if parts["path"] == "/v1/plans:compare":
         body["own"] = [{"table": table["name"], "mode": "CACHING", "ratio": 0.1} for table in tables]
     if parts["path"] == "/v1/whatif":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from urllib.parse import SplitResult, urlsplit
 
 from evenkeel.credentials import Credentials
-from evenkeel.placement import Plan, PlanRequest, plan
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest, plan
 from evenkeel.placement.codec import decode, encode
 
 _UNKNOWN_AUTHORITY = frozenset({18, 19, 20, 21})  # OpenSSL's codes
@@ -36,6 +39,22 @@ class PlannerClient:
     token: str | None = None
     credentials: Credentials | None = None
 
+    @classmethod
+    def of(cls, planner: str | None, *, credentials: Credentials | None = None) -> PlannerClient:
+        """The client of a planner as flags and variables name it: by its URL; `embedded` or nothing plans here."""
+        named = (planner or "").strip()
+        return cls(url=None if named in ("", "embedded") else named, credentials=credentials)
+
+    @classmethod
+    def from_env(cls, environment: Mapping[str, str] | None = None) -> PlannerClient:
+        """The planner that `EVENKEEL_PLANNER` names, with the credentials of the environment.
+
+        Raises:
+            ValueError: If a variable of the credentials cannot be used.
+        """
+        values = os.environ if environment is None else environment
+        return cls.of(values.get("EVENKEEL_PLANNER"), credentials=Credentials.from_env(values))
+
     def plan(self, request: PlanRequest) -> Plan:
         """The plan of a request.
 
@@ -48,9 +67,7 @@ class PlannerClient:
         return plan(request) if self.url is None else self._ask(self.url, request)
 
     def _ask(self, url: str, request: PlanRequest) -> Plan:
-        place = urlsplit(url)
-        if place.scheme not in ("http", "https") or not place.hostname:
-            raise ValueError(f"url is {url!r}; give http://host:port or https://host:port")
+        place = _place(url)
         known = self.credentials or Credentials()
         headers = {"Content-Type": "application/json", **self._authorization(place, known)}
         address = f"{url.rstrip('/')}/v1/plans"
@@ -61,13 +78,18 @@ class PlannerClient:
                 value = json.load(answer)
         except urllib.error.HTTPError as error:
             raise PlannerError(f"{address} answered {error.code}: {_detail(error)}{_remedy(error, headers)}") from None
-        except OSError as error:
-            reason = getattr(error, "reason", error)
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error) or type(error).__name__
             remedy = f"{_advice(place, reason)}, or plan without a service"
             raise PlannerError(f"{address}: {reason}; {remedy}") from None
         except ValueError as error:
             raise PlannerError(f"{address} answered what is no JSON: {error}; check the address") from None
-        return decode(Plan, value["plan"])
+        try:
+            return decode(Plan, value["plan"])
+        except (InvalidInputError, KeyError, TypeError) as error:
+            what = error if isinstance(error, InvalidInputError) else "no plan is in it"
+            remedy = "check that it is a planner of this version"
+            raise PlannerError(f"{address} answered what cannot be read: {what}; {remedy}") from None
 
     def _authorization(self, place: SplitResult, known: Credentials) -> dict[str, str]:
         if self.token:
@@ -81,6 +103,17 @@ class PlannerClient:
         except ValueError as error:
             remedy = "" if secure else f"; {place.geturl()} needs https:// for a token"
             raise ValueError(f"{error}{remedy}") from None
+
+
+def _place(url: str) -> SplitResult:
+    try:
+        place = urlsplit(url)
+        known = place.scheme in ("http", "https") and place.hostname and place.port != 0
+    except ValueError:  # brackets or a port that are none
+        known = False
+    if not known:
+        raise ValueError(f"the planner's url is {url!r}; give http://host:port or https://host:port")
+    return place
 
 
 def _advice(place: SplitResult, reason: object) -> str:

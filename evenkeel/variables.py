@@ -16,7 +16,7 @@ KNOWN = {
     "METRICS_PORT": "Port of local rank 0's metrics, one more for each next; 0: any free one; unset: no exporter.",
     "METRICS_TARGETS": "Folder into which a rank's exporter writes its address, for Prometheus to watch.",
     "NODE": "Name of this machine; ranks of the same name share a stream. By default the host's name.",
-    "PLANNER": "URL of the planner that `evenkeel doctor` looks at.",
+    "PLANNER": "URL of the planner that `evenkeel plan`, `plan_model` and `evenkeel doctor` ask; `embedded`: none.",
     "TLS": "1: connect with TLS and the system's authorities. Implied by the next three.",
     "TLS_CA": "PEM file of the authorities that may have signed a service's certificate.",
     "TLS_CERTIFICATE": "PEM file of the client's own certificate, for services that require one (mTLS).",

@@ -1,4 +1,4 @@
-"""A plan in the words of the runtime that runs it: option values by table, and the lines to paste into a job."""
+"""A plan in the words of the runtime that runs it: option values by table."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.invalid_input import InvalidInputError, require
-from evenkeel.placement.model import Mode, Runtime, Sharding, Table
+from evenkeel.placement.model import Mode, Optimizer, Runtime, Sharding, Table
 from evenkeel.placement.plan import Placement, Plan, Status
 from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.shards import column_blocks
 from evenkeel.placement.storage import BUCKET_ROWS, round_up
 
 TORCHREC_KERNELS = {
@@ -16,6 +17,13 @@ TORCHREC_KERNELS = {
     Mode.CACHING: "fused_uvm_caching",
     Mode.HOST_ONLY: "fused_uvm",
 }
+FBGEMM_OPTIMIZERS = {
+    Optimizer.SGD: "EXACT_SGD",
+    Optimizer.ADAM: "ADAM",
+    Optimizer.ADAGRAD: "EXACT_ADAGRAD",
+    Optimizer.ROWWISE_ADAGRAD: "EXACT_ROWWISE_ADAGRAD",
+}
+"""Members of FBGEMM's `EmbOptimType`, which both runtimes take."""
 _ROOM = "give more memory, or plan smaller tables"
 
 
@@ -29,7 +37,11 @@ class DynamicEmbOptions:
         dist_type: How keys are routed to ranks.
         bucket_capacity: Rows of a bucket of the index.
         init_capacity: Rows of the table on one rank, in whole buckets.
-        score_strategy: Name of the member of `DynamicEmbScoreStrategy`.
+        score_strategy: Names of members of `DynamicEmbScoreStrategy`: one, or two where scores have two words.
+        training: Whether optimizer state is stored.
+        init_bound: Rows begin uniformly between minus this and this, as TorchRec's tables do.
+        admission_threshold: Lookups after which a key gets a row; `None` admits all at once.
+        admission_capacity: Keys that the counter before admission holds on one rank, in whole buckets.
     """
 
     caching: bool
@@ -37,7 +49,11 @@ class DynamicEmbOptions:
     dist_type: str
     bucket_capacity: int
     init_capacity: int
-    score_strategy: str
+    score_strategy: tuple[str, ...]
+    training: bool
+    init_bound: float
+    admission_threshold: int | None
+    admission_capacity: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +65,9 @@ class TorchRecOptions:
         compute_kernel: Name of the kernel.
         load_factor: Part of the rows that the cache holds; `None` without a cache.
         cache_algorithm: `LRU` or `LFU`.
+        prefetch: Whether the cache holds the rows of more than one batch, for a pipeline that prefetches.
+        min_partition: Width of a block of columns; `None` where columns stay together.
+        pooling_factors: Mean lookups of a sample by feature.
         ranks: Ranks of the shards, where they are not on all.
     """
 
@@ -56,6 +75,9 @@ class TorchRecOptions:
     compute_kernel: str
     load_factor: float | None
     cache_algorithm: str
+    prefetch: bool
+    min_partition: int | None
+    pooling_factors: tuple[float, ...]
     ranks: tuple[int, ...]
 
 
@@ -65,19 +87,32 @@ def dynamicemb_options(request: PlanRequest, plan: Plan) -> dict[str, DynamicEmb
     Raises:
         InvalidInputError: If the plan is for another runtime, or has no placements.
     """
-    options = {}
+    options, ranks = {}, request.topology.ranks
     for table, placement in _pairs(request, plan, Runtime.DYNAMICEMB):
-        capacity = int(round_up(-(-table.rows // request.topology.ranks), BUCKET_ROWS))
-        strategy = "TIMESTAMP" if table.eviction is Eviction.LRU else "LFU"
         options[table.name] = DynamicEmbOptions(
             caching=placement.mode is Mode.CACHING,
-            global_hbm_for_values=placement.hbm_value_bytes * request.topology.ranks,
+            global_hbm_for_values=placement.hbm_value_bytes * ranks,
             dist_type=table.dist_type,
             bucket_capacity=BUCKET_ROWS,
-            init_capacity=capacity,
-            score_strategy=strategy,
+            init_capacity=_whole_buckets(table.rows, ranks),
+            score_strategy=_score_strategy(table),
+            training=request.step.training,
+            init_bound=table.rows**-0.5,
+            admission_threshold=table.admission_threshold if table.admission_rows else None,
+            admission_capacity=_whole_buckets(table.admission_rows, ranks),
         )
     return options
+
+
+def _whole_buckets(rows: int, ranks: int) -> int:
+    return int(round_up(-(-rows // ranks), BUCKET_ROWS))
+
+
+def _score_strategy(table: Table) -> tuple[str, ...]:
+    """DynamicEmb's only scores of two words are a time and a frequency, by which it evicts."""
+    if table.score_words == 2:
+        return ("TIMESTAMP", "LFU")
+    return ("TIMESTAMP",) if table.eviction is Eviction.LRU else ("LFU",)
 
 
 def torchrec_options(request: PlanRequest, plan: Plan) -> dict[str, TorchRecOptions]:
@@ -86,24 +121,22 @@ def torchrec_options(request: PlanRequest, plan: Plan) -> dict[str, TorchRecOpti
     Raises:
         InvalidInputError: If the plan is for another runtime, or has no placements.
     """
-    options = {}
+    options, split = {}, (Sharding.COLUMN_WISE.value, "grid_shard")
     for table, placement in _pairs(request, plan, Runtime.TORCHREC):
-        replicated = table.sharding is Sharding.DATA_PARALLEL
+        cached = placement.mode is Mode.CACHING
+        replicated = placement.sharding is Sharding.DATA_PARALLEL
+        blocks = column_blocks(placement, request.topology)
         options[table.name] = TorchRecOptions(
-            sharding_type=table.sharding.value,
+            sharding_type=placement.sharding.value,
             compute_kernel="dense" if replicated else TORCHREC_KERNELS[placement.mode],
-            load_factor=placement.ratio if placement.mode is Mode.CACHING else None,
+            load_factor=placement.ratio if cached else None,
             cache_algorithm=table.eviction.value.upper(),
+            prefetch=cached and request.step.prefetch_depth > 1,
+            min_partition=table.dim // len(blocks) if placement.sharding.value in split else None,
+            pooling_factors=(table.ids_per_sample / table.features,) * table.features,
             ranks=placement.ranks,
         )
     return options
-
-
-def lines_to_paste(request: PlanRequest, plan: Plan) -> str:
-    """Python lines that put `plan` into a job; empty for a plan without placements."""
-    if not plan.placements:
-        return ""
-    return _dynamicemb_lines(request, plan) if plan.runtime is Runtime.DYNAMICEMB else _torchrec_lines(request, plan)
 
 
 def _pairs(request: PlanRequest, plan: Plan, runtime: Runtime) -> list[tuple[Table, Placement]]:
@@ -120,48 +153,3 @@ def _pairs(request: PlanRequest, plan: Plan, runtime: Runtime) -> list[tuple[Tab
         placed == wanted, "plan.placements", placed[:3], "are not those of the tables", "use the plan of this request"
     )
     return list(zip(request.tables, plan.placements, strict=True))
-
-
-def _dynamicemb_lines(request: PlanRequest, plan: Plan) -> str:
-    lines = [
-        "from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions",
-        "from dynamicemb.planner import DynamicEmbParameterConstraints",
-        "",
-        "constraints = {",
-    ]
-    for name, option in dynamicemb_options(request, plan).items():
-        lines += [
-            f"    {name!r}: DynamicEmbParameterConstraints(",
-            '        sharding_types=["row_wise"],',
-            "        use_dynamicemb=True,",
-            "        dynamicemb_options=DynamicEmbTableOptions(",
-            f"            caching={option.caching},",
-            f"            global_hbm_for_values={option.global_hbm_for_values},",
-            f"            dist_type={option.dist_type!r},",
-            f"            bucket_capacity={option.bucket_capacity},",
-            f"            init_capacity={option.init_capacity},",
-            f"            score_strategy=DynamicEmbScoreStrategy.{option.score_strategy},",
-            "        ),",
-            "    ),",
-        ]
-    return "\n".join([*lines, "}", ""])
-
-
-def _torchrec_lines(request: PlanRequest, plan: Plan) -> str:
-    options = torchrec_options(request, plan)
-    cached = any(option.load_factor is not None for option in options.values())
-    lines = ["from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm"] if cached else []
-    lines += ["from torchrec.distributed.planner.types import ParameterConstraints"]
-    lines += ["from torchrec.distributed.types import CacheParams"] if cached else []
-    lines += ["", "constraints = {"]
-    for name, option in options.items():
-        lines += [
-            f"    {name!r}: ParameterConstraints(",
-            f"        sharding_types=[{option.sharding_type!r}],",
-            f"        compute_kernels=[{option.compute_kernel!r}],",
-        ]
-        if option.load_factor is not None:
-            cache = f"algorithm=CacheAlgorithm.{option.cache_algorithm}, load_factor={option.load_factor!r}"
-            lines += [f"        cache_params=CacheParams({cache}),"]
-        lines += ["    ),"]
-    return "\n".join([*lines, "}", ""])

@@ -22,6 +22,10 @@ class InvalidInputError(ValueError):
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         super().__init__(f"{field}: {problem} (got {shown}); {remedy}")
 
+    def __reduce__(self) -> tuple[type[InvalidInputError], tuple[str, object, str, str]]:
+        """Goes from one process to another."""
+        return type(self), (self.field, self.value, self.problem, self.remedy)
+
     def under(self, prefix: str) -> InvalidInputError:
         """The same error seen from the object that holds the field."""
         joint = "" if self.field.startswith("[") or not prefix else "."

@@ -73,6 +73,7 @@ class Table:
         eviction: What a full cache gives up.
         score_words: 8-byte scores kept per row: 1, or 2 for strategies that keep a time and a frequency.
         admission_rows: Rows of the table that counts keys before they are admitted; 0 without admission.
+        admission_threshold: Lookups after which a key is admitted, where there is admission.
         dist_type: How keys are routed to ranks. Tables that differ here never fuse.
         group: Name of the module that owns the table. Tables of different modules never fuse.
         sharding: How the table is spread over the ranks.
@@ -93,6 +94,7 @@ class Table:
     eviction: Eviction = Eviction.LRU
     score_words: Annotated[int, OneOf((1, 2))] = 1
     admission_rows: Rows = 0
+    admission_threshold: Annotated[int, Range(1, 2**31)] = 2
     dist_type: Annotated[str, Length(0, 100)] = "hash_roundrobin"
     group: Annotated[str, Length(0, 512)] = ""
     sharding: Sharding = Sharding.ROW_WISE

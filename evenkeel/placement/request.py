@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from evenkeel.placement.bounds import Length, Range, Share, check_bounds
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
+from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.invalid_input import InvalidInputError, require
-from evenkeel.placement.model import Runtime, Step, Table, Topology
+from evenkeel.placement.model import Mode, Runtime, Sharding, Step, Table, Topology
 
+_SHORT = re.compile(r"[1-9][0-9]{0,8}(/[1-9][0-9]{0,8})?")
 MAX_TABLES = 20_000
 MAX_RATIO_STEPS = 200
 
@@ -59,7 +62,24 @@ class PlanRequest:
             field_name = f"tables[{index}].name"
             require(table.name not in seen, field_name, table.name, "is there twice", "give every table its own name")
             seen.add(table.name)
+            self._check_runtime(index, table)
         self.profile.costs(self.runtime)
+
+    def _check_runtime(self, index: int, table: Table) -> None:
+        """Refuses what the runtime cannot do, or would do otherwise than asked."""
+        where = f"tables[{index}]"
+        if self.runtime is Runtime.DYNAMICEMB:
+            rows = table.sharding is Sharding.ROW_WISE
+            remedy = "leave sharding out, or plan with runtime torchrec"
+            require(rows, f"{where}.sharding", table.sharding.value, "is not what DynamicEmb does: by rows", remedy)
+            by_frequency = table.score_words == 1 or table.eviction is Eviction.LFU
+            what = "holds a time and a frequency, by which DynamicEmb evicts"
+            require(by_frequency, f"{where}.score_words", table.score_words, what, "set eviction to lfu")
+        elif self.step.prefetch_depth > 1 and (not table.modes or Mode.CACHING in table.modes):
+            recent = table.eviction is Eviction.LRU
+            what = "does not go with prefetching: FBGEMM prefetches only into caches that evict by lru"
+            remedy = "set eviction to lru, step.prefetch_depth to 1, or modes without CACHING"
+            require(recent, f"{where}.eviction", table.eviction.value, what, remedy)
 
     @property
     def profile(self) -> HardwareProfile:
@@ -82,7 +102,7 @@ def parse_topology(text: str) -> tuple[str, Topology]:
     """
     name, _, counts = text.rpartition("x")
     ranks, _, per_host = counts.partition("/")
-    if not name or not ranks.isdigit() or (per_host and not per_host.isdigit()) or int(ranks) < 1:
+    if not name or _SHORT.fullmatch(counts) is None:
         raise InvalidInputError("topology", text, "is not understood", "write PROFILExRANKS or PROFILExRANKS/PER_HOST")
     profile = builtin_profile(name)
     local = int(per_host) if per_host else min(int(ranks), profile.ranks_per_host)

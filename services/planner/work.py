@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest, compare, plan, what_if
-from evenkeel.placement.application import lines_to_paste
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.hit_rates import step_keys
+from evenkeel.placement.pasted_lines import lines_to_paste
 from evenkeel.placement.report import make_report
 from services.planner.problems import FieldProblem, invalid_input, problem
 from services.planner.requests import CompareRequest, HitRates, HitRatesRequest, PlanAnswer, WhatIfRequest

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,13 +18,14 @@ from typer.testing import CliRunner
 from tests.docs.programs import printed_by_ranks
 from tests.services.planner.serving import served
 from trainer_client.cli.app import app
+from trainer_client.planning import load_sharding_plan
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"```console\n(.*?)```", TEXT, re.S)
 (TABLES,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 (JOB,) = re.findall(r"```json\n(.*?)```", TEXT, re.S)
-PLANNED = [block for block in SHOWN if block.startswith("$ evenkeel plan")]
+PLANNED = [block for block in SHOWN if block.startswith("$ evenkeel plan") and "--sharding-plan" not in block]
 
 
 @pytest.fixture
@@ -58,7 +63,7 @@ def test_a_service_answers_as_the_page_shows(folder: Path) -> None:
             text = answer.read().decode()
         assert text.startswith(shown)
         assert json.loads(text).keys() == {"plan", "code", "report"}
-        asked = CliRunner().invoke(app, ["plan", "job.json", "--url", planner.url])
+        asked = CliRunner().invoke(app, ["plan", "job.json", "--planner", planner.url])
     assert asked.exit_code == 0
     (here,) = (block.partition("\n")[2] for block in PLANNED if block.startswith("$ evenkeel plan job.json\n"))
     _check(asked.output, here)
@@ -66,12 +71,23 @@ def test_a_service_answers_as_the_page_shows(folder: Path) -> None:
 
 def test_the_code_is_that_of_the_example_and_prints_what_the_page_shows(folder: Path) -> None:
     program = (ROOT / "examples/plan_tables.py").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    loading, *blocks = sorted(re.findall(r"```python\n(.*?)```", TEXT, re.S), key=lambda block: "load_" not in block)
     assert len(blocks) == 3
     assert [block for block in blocks if block not in program] == []
     (shown,) = (block.partition("\n")[2] for block in SHOWN if "examples.plan_tables" in block)
     _check(printed_by_ranks("examples.plan_tables", folder), shown)
-    assert CliRunner().invoke(app, ["plan", "plan.json"]).exit_code == 0
+    found: dict[str, Any] = {"load_sharding_plan": load_sharding_plan}
+    exec(loading, found)
+    (exported,) = (block for block in SHOWN if "--sharding-plan" in block)
+    done = subprocess.run(
+        ["bash", "-euc", exported.replace("[0, 1]\n", "").replace("$ ", "")],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{found['plan'].plan['tables']['item'].ranks}\n" == f"{exported.splitlines()[-1]}\n"
 
 
 def test_the_profile_that_calibrate_writes_is_taken(folder: Path) -> None:

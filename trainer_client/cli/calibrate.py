@@ -37,7 +37,7 @@ def calibrate_command(
     from evenkeel.placement import InvalidInputError, Runtime, builtin_profile
     from evenkeel.placement.calibration import calibrated_profile, measured_steps
     from evenkeel.placement.hardware import profile_json
-    from trainer_client.cli.placing import written
+    from trainer_client.cli.files import write
 
     console = Console(stderr=True)
     try:
@@ -51,11 +51,11 @@ def calibrate_command(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     text = json.dumps(profile_json(profile), indent=2) + "\n"
-    trouble = written(output, text)
+    trouble = write("--output", output, text)
     if as_json or trouble:
         typer.echo(text, nl=False)
     if trouble:
-        typer.echo(f"error: --output: {trouble}; the profile is above", err=True)
+        typer.echo(f"error: {trouble}; the profile is above", err=True)
         raise typer.Exit(2)
     if as_json:
         return

@@ -97,7 +97,7 @@ def _checks(
         yield "balancer", lambda: check_balancers(balancer, job, tls_ca, token_file, timeout)
     else:
         yield "balancer", lambda: [Finding("balancer", Status.SKIP, "no address given", "pass --balancer host:port")]
-    if planner:
+    if planner and planner != "embedded":
         from trainer_client.cli.machine_checks import check_planner
 
         yield "planner", lambda: check_planner(planner, tls_ca, timeout, now=time.time)

@@ -1,45 +1,65 @@
-"""What `evenkeel plan` does: makes a request, and has it planned here or by a service."""
+"""What `evenkeel plan` does: makes a request of a file and of flags, and has it planned here or by a service."""
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from evenkeel.credentials import Credentials
-from evenkeel.placement import InvalidInputError, Plan, PlanRequest, parse_topology
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Runtime, parse_topology
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.hardware import HardwareProfile, parse_profile
 from evenkeel.placement.model import MAX_BYTES
 from evenkeel.placement.plan_file import FORMAT
 from evenkeel.planner_client import PlannerClient
+from trainer_client.cli.files import quantity, read
 
-_POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,2}$")
+DEFAULT_RESERVE = 0.15
+"""Part of the HBM of a topology given by name that is left for the model, as TorchRec's planner leaves it."""
 
 
-def build_request(
-    content: object,
-    topology: str | None,
-    hbm_gib: float | None,
-    host_gib: float | None,
-    runtime: str | None,
-    samples: int | None,
-    profile: HardwareProfile | None,
-) -> PlanRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """What the command line says of the request.
+
+    Attributes:
+        topology: Machines in short.
+        hbm_gib: HBM of a rank that tables may use.
+        host_gib: Memory of a host that tables may use.
+        reserve: HBM of a rank that tables may not use, in bytes or per cent.
+        runtime: Name of the runtime.
+        samples: Samples of a batch on one rank.
+        profile: File of a hardware profile.
+    """
+
+    topology: str | None = None
+    hbm_gib: float | None = None
+    host_gib: float | None = None
+    reserve: str | None = None
+    runtime: str | None = None
+    samples: int | None = None
+    profile: Path | None = None
+
+
+def build_request(content: object, flags: Flags) -> PlanRequest:
     """The request of a file's content and of flags, which go before it.
 
     Raises:
         InvalidInputError: If a field is missing, unknown or impossible.
     """
-    value: dict[str, Any] = {"tables": content} if isinstance(content, list) else dict(_object(content))
+    value: dict[str, Any] = {"tables": content} if isinstance(content, list) else dict(_object("tables", content))
     if value.get("format") == FORMAT:  # a plan file: its request is planned again
-        value = dict(_object(value.get("request")))
-    if topology is not None:
-        name, machines = parse_topology(topology)
+        value = dict(_object("request", value.get("request")))
+    profile = None if flags.profile is None else _profile(flags.profile)
+    named = flags.topology or value.get("topology")
+    if isinstance(named, str):
+        name, machines = parse_topology(named)
+        if flags.hbm_gib is None and flags.reserve is None:
+            machines = replace(machines, hbm_reserved_fraction=DEFAULT_RESERVE)
         value["topology"] = encode(machines)
         if profile is None and "hardware" not in value:
             value["hardware"] = name
@@ -48,17 +68,35 @@ def build_request(
         raise InvalidInputError("topology", None, "is missing", remedy)
     if profile is not None:
         value["hardware"] = encode(profile)
-    if runtime is not None:
-        value["runtime"] = runtime
-    if samples is not None:
-        value["step"] = {**value.get("step", {}), "samples_per_rank": samples}
-    request = decode(PlanRequest, value)
+    if flags.runtime is not None:
+        value["runtime"] = flags.runtime
+    if flags.samples is not None:
+        value["step"] = {**_object("step", value.get("step", {})), "samples_per_rank": flags.samples}
+    return _with_memory(decode(PlanRequest, value), flags)
+
+
+def _with_memory(request: PlanRequest, flags: Flags) -> PlanRequest:
     machines = request.topology
-    if hbm_gib is not None:
-        machines = replace(machines, hbm_bytes=_gib("--hbm-gib", hbm_gib))
-    if host_gib is not None:
-        machines = replace(machines, host_bytes=_gib("--host-gib", host_gib))
+    if flags.hbm_gib is not None:
+        machines = replace(machines, hbm_bytes=_gib("--hbm-gib", flags.hbm_gib))
+    if flags.host_gib is not None:
+        machines = replace(machines, host_bytes=_gib("--host-gib", flags.host_gib))
+    if flags.reserve is not None:
+        share, size = _reserve(flags.reserve)
+        machines = replace(machines, hbm_reserved_fraction=share, hbm_reserved_bytes=size)
     return replace(request, topology=machines)
+
+
+def _reserve(text: str) -> tuple[float, int]:
+    """Part and bytes of the HBM that tables may not use, of a text such as `40%` or `24GiB`."""
+    number = quantity(text.removesuffix("%"))
+    if text.endswith("%"):
+        if number is None or not 0 <= number <= 100:
+            raise InvalidInputError("--reserve", text, "is out of range", "give 0% to 100%")
+        return float(number) / 100, 0
+    if number is None or not 0 <= number <= MAX_BYTES:
+        raise InvalidInputError("--reserve", text, "is no size", "give a size such as 24GiB, or a share such as 40%")
+    return 0.0, math.ceil(number)
 
 
 def _gib(flag: str, gib: float) -> int:
@@ -67,8 +105,29 @@ def _gib(flag: str, gib: float) -> int:
     return round(gib * 2**30)
 
 
-def solve(request: PlanRequest, url: str | None, credentials: Credentials, *, quiet: bool) -> Plan:
-    """The plan of a request, made here where `url` is None.
+def check_sharding_plan(path: Path | None, request: PlanRequest) -> None:
+    """Refuses a sharding plan that could not be written, before anything is planned.
+
+    Raises:
+        InvalidInputError: If the runtime has none, or a table does not name its module.
+    """
+    if path is None:
+        return
+    flag = "--sharding-plan"
+    if request.runtime is not Runtime.TORCHREC:
+        what = f"is TorchRec's, and the runtime is {request.runtime.value}"
+        raise InvalidInputError(flag, str(path), what, "add --runtime torchrec, or leave it out for --code")
+    if not path.stem.isidentifier() or path.suffix != ".py":
+        remedy = "name it like sharding.py"
+        raise InvalidInputError(flag, str(path), "is no name of a Python module", remedy)
+    for index, table in enumerate(request.tables):
+        if not table.group:
+            remedy = "give the path of the module that owns the table, or load the plan file with load_sharding_plan"
+            raise InvalidInputError(f"tables[{index}].group", table.group, f"is empty, and {flag} needs it", remedy)
+
+
+def solve(request: PlanRequest, planner: str | None, credentials: Credentials, *, quiet: bool) -> Plan:
+    """The plan of a request, made here where no planner is named.
 
     Raises:
         PlannerError: If the service refused or could not be reached.
@@ -76,70 +135,17 @@ def solve(request: PlanRequest, url: str | None, credentials: Credentials, *, qu
     """
     console = Console(stderr=True)
     with console.status("planning", spinner="line") if not quiet else Console(quiet=True).status(""):
-        return PlannerClient(url=url, credentials=credentials).plan(request)
+        return PlannerClient.of(planner, credentials=credentials).plan(request)
 
 
-def read_profile(path: Path | None) -> HardwareProfile | None:
-    """The hardware profile of a file.
-
-    Raises:
-        InvalidInputError: If it is none.
-    """
-    return None if path is None else parse_profile(read(path))
+def _profile(path: Path) -> HardwareProfile:
+    return parse_profile(read(path))
 
 
-def written(path: Path, text: str) -> str:
-    """Writes a file; why it could not be written, if so, and what to do."""
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        return f"{path}: {error.strerror or error}; name a file in a folder that is there and may be written"
-    return ""
-
-
-def _object(content: object) -> dict[str, Any]:
+def _object(field: str, content: object) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise InvalidInputError("tables", content, "is neither a list nor an object", "give a list of tables")
+        whole = field == "tables"
+        what = "is neither a list nor an object" if whole else "is no object"
+        remedy = "give a list of tables" if whole else "give its fields by name"
+        raise InvalidInputError(field, content, what, remedy)
     return content
-
-
-def read(path: Path) -> object:
-    """The content of a YAML or JSON file.
-
-    Raises:
-        OSError: If it cannot be read.
-        InvalidInputError: If it is neither YAML nor JSON.
-    """
-    try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        shown = repr(error.object[error.start : error.start + 8])
-        raise InvalidInputError(str(path), shown, "is no UTF-8 text", "save the file as UTF-8") from None
-    if path.suffix == ".json":
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise InvalidInputError(str(path), text[:40], f"is no JSON: {error}", "correct the file") from None
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        remedy = "install pyyaml, or give a .json file"
-        raise InvalidInputError(str(path), path.suffix, "needs pyyaml to be read", remedy) from None
-
-    class Loader(yaml.SafeLoader):
-        """Takes 1e8 for a number, as JSON does; for YAML 1.1 it is a text."""
-
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _POWER, list("-+0123456789"))
-    try:
-        return _whole(yaml.load(text, Loader))
-    except yaml.YAMLError as error:
-        raise InvalidInputError(str(path), text[:40], f"is no YAML: {error}", "correct the file") from None
-
-
-def _whole(value: object) -> object:
-    """The same with floats such as 1e8 as the whole numbers that they are."""
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_whole(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value

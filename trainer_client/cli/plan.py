@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer_client.cli.connection_options import TokenOption
+
+if TYPE_CHECKING:
+    from evenkeel.placement import Plan, PlanRequest
 
 INFEASIBLE_EXIT = 3
 
@@ -22,19 +25,40 @@ def plan_command(
     topology: Annotated[
         str | None, typer.Option(help="Machines in short, such as h200x8 or h100x64/8 (8 ranks a host).")
     ] = None,
-    hbm_gib: Annotated[float | None, typer.Option(help="HBM of one rank, in GiB, instead of the profile's.")] = None,
+    hbm_gib: Annotated[
+        float | None, typer.Option(help="HBM of one rank for tables, in GiB, instead of the profile's.")
+    ] = None,
     host_gib: Annotated[
         float | None, typer.Option(help="Memory of one host, in GiB, instead of the profile's.")
+    ] = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            help="HBM of one rank that the model and its activations need, such as 24GiB or 40%. By default 15% of a "
+            "topology that is given by name, unless --hbm-gib says what tables may use."
+        ),
     ] = None,
     runtime: Annotated[str | None, typer.Option(help="dynamicemb or torchrec.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples of a batch on one rank.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Hardware profile written by `evenkeel calibrate`.")] = None,
-    url: Annotated[str | None, typer.Option(help="Ask the planner at this address instead of planning here.")] = None,
+    planner: Annotated[
+        str | None,
+        typer.Option(
+            "--planner",
+            "--url",
+            envvar="EVENKEEL_PLANNER",
+            help="URL of a planner to ask instead of planning here; embedded plans here.",
+        ),
+    ] = None,
     tls_ca: Annotated[Path | None, typer.Option(help="Authorities of the planner; EVENKEEL_TLS_CA.")] = None,
     token_file: TokenOption = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan file here.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write what each rank, host and table takes here, as JSON.")
+    ] = None,
+    sharding_plan: Annotated[
+        Path | None,
+        typer.Option(help="Write TorchRec's whole ShardingPlan here, as a Python module that needs only TorchRec."),
     ] = None,
     code: Annotated[bool, typer.Option("--code", help="Print the lines to paste into a job.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")] = False,
@@ -43,39 +67,73 @@ def plan_command(
 
     Exits with 3 where nothing fits, and says what would.
     """
-    import json
-
     from rich.console import Console
 
     from evenkeel.credentials import read_credentials
     from evenkeel.placement import InvalidInputError, Status
-    from evenkeel.placement.application import lines_to_paste
-    from evenkeel.placement.codec import encode
-    from evenkeel.placement.plan_file import PlanFile, dumps
+    from evenkeel.placement.pasted_lines import lines_to_paste
     from evenkeel.placement.plan_text import PlanText
     from evenkeel.placement.report import make_report
-    from trainer_client.cli.placing import build_request, read, read_profile, solve, written
+    from trainer_client.cli.files import read, write
+    from trainer_client.cli.placing import Flags, build_request, check_sharding_plan, solve
 
+    flags = Flags(
+        topology=topology,
+        hbm_gib=hbm_gib,
+        host_gib=host_gib,
+        reserve=reserve,
+        runtime=runtime,
+        samples=samples,
+        profile=profile,
+    )
+    wanted = {"--output": output, "--report": report, "--sharding-plan": sharding_plan}
     try:
-        request = build_request(read(tables), topology, hbm_gib, host_gib, runtime, samples, read_profile(profile))
-        found = solve(request, url, read_credentials(tls_ca, token_file), quiet=as_json or code)
+        for flag, path in wanted.items():
+            if path is not None and path.exists() and path.samefile(tables):
+                raise InvalidInputError(flag, str(path), "is the file that is read", "name another")
+        request = build_request(read(tables), flags)
+        check_sharding_plan(sharding_plan, request)
+        found = solve(request, planner, read_credentials(tls_ca, token_file), quiet=as_json or code)
     except (InvalidInputError, OSError, RuntimeError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    text, parts = dumps(PlanFile(request=request, plan=found)), make_report(request, found)
-    files = {"--output": (output, text), "--report": (report, json.dumps(encode(parts), indent=1) + "\n")}
-    troubles = [f"{flag}: {why}" for flag, (path, content) in files.items() if path and (why := written(path, content))]
+    texts = _texts(request, found, sharding_plan)
+    troubles = {
+        flag: why
+        for flag, path in wanted.items()
+        if path is not None and flag in texts and (why := write(flag, path, texts[flag]))
+    }
+    shown = PlanText(found, make_report(request, found))
     if as_json:
-        typer.echo(text, nl=False)
+        typer.echo(texts["--output"], nl=False)
     elif code:
         typer.echo(lines_to_paste(request, found), nl=False)
+        if not found.placements:
+            Console(stderr=True).print(shown)
     else:
-        Console().print(PlanText(found, parts))
-        if output is not None and not any(trouble.startswith("--output") for trouble in troubles):
-            typer.echo(f"plan written to {output}")
-    for trouble in troubles:
-        typer.echo(f"error: {trouble}", err=True)
+        Console().print(shown)
+        for flag, path in wanted.items():
+            if path is not None and flag in texts and flag not in troubles:
+                typer.echo(f"{flag[2:].replace('output', 'plan').replace('-', ' ')} written to {path}")
+    for why in troubles.values():
+        typer.echo(f"error: {why}", err=True)
     if troubles:
         raise typer.Exit(2)
     if found.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise typer.Exit(INFEASIBLE_EXIT)
+
+
+def _texts(request: PlanRequest, found: Plan, sharding_plan: Path | None) -> dict[str, str]:
+    """What goes into the files, by flag."""
+    import json
+
+    from evenkeel.placement.codec import encode
+    from evenkeel.placement.pasted_lines import sharding_plan_module
+    from evenkeel.placement.plan_file import PlanFile, dumps
+    from evenkeel.placement.report import make_report
+
+    texts = {"--output": dumps(PlanFile(request=request, plan=found))}
+    texts["--report"] = json.dumps(encode(make_report(request, found)), indent=1) + "\n"
+    if sharding_plan is not None and found.placements:
+        texts["--sharding-plan"] = sharding_plan_module(request, found, sharding_plan.stem)
+    return texts

@@ -4,7 +4,14 @@ TorchRec and DynamicEmb are imported when they are used.
 """
 
 from evenkeel.planner_client import PlannerClient, PlannerError
-from trainer_client.planning.applying import dynamicemb_constraints, miss_curve, parameter_constraints, sharding_plan
+from trainer_client.planning.applying import (
+    dynamicemb_constraints,
+    fused_params,
+    load_sharding_plan,
+    miss_curve,
+    parameter_constraints,
+    sharding_plan,
+)
 from trainer_client.planning.describe import KeyHistogram, describe_configs, describe_model
 from trainer_client.planning.proposer import ExactProposer
 
@@ -16,6 +23,8 @@ __all__ = [
     "describe_configs",
     "describe_model",
     "dynamicemb_constraints",
+    "fused_params",
+    "load_sharding_plan",
     "miss_curve",
     "parameter_constraints",
     "sharding_plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -61,3 +62,9 @@ def test_row_widths_of_a_profile_are_numbers_of_bytes(width: float) -> None:
     index = len(value["hbm_gather"]) - 1
     with pytest.raises(InvalidInputError, match=rf"^hardware\.hbm_gather\[{index}\]\[0\]: is out of range"):
         decode(PlanRequest, body)
+
+
+def test_an_error_goes_from_process_to_process() -> None:
+    error = InvalidInputError("tables[0].rows", 0, "is out of range", "give more")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.field, copy.value) == (str(error), error.field, error.value)

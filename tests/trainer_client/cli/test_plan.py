@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -187,10 +189,193 @@ def test_a_plan_file_is_planned_again(command: typer.Typer, tables: Path, tmp_pa
 
 def test_powers_of_ten_are_numbers_in_yaml(command: typer.Typer, tmp_path: Path) -> None:
     path = tmp_path / "tables.yaml"
-    path.write_text("- {name: '2e5', rows: 4e6, dim: 6.4e1, ids_per_sample: 1.5e-1}")
+    path.write_text("- {name: '2e5', rows: 4e6, dim: 6.4e1, ids_per_sample: 1.5e-1, admission_rows: 1.5K}")
     shown = CliRunner().invoke(command, [str(path), "--topology", "h200x8", "--json"])
     (table,) = loads(shown.stdout).request.tables
     assert (table.name, table.rows, table.dim, table.ids_per_sample) == ("2e5", 4_000_000, 64, 0.15)
+    assert table.admission_rows == 1500
+
+
+@pytest.mark.parametrize(
+    ("flags", "reserved"),
+    [
+        ([], (0.15, 0)),
+        (["--reserve", "40%"], (0.4, 0)),
+        (["--reserve", "24GiB"], (0.0, 24 << 30)),
+        (["--reserve", "2e9"], (0.0, 2_000_000_000)),
+        (["--reserve", "0"], (0.0, 0)),
+        (["--hbm-gib", "60"], (0.0, 0)),
+        (["--hbm-gib", "60", "--reserve", "10%"], (0.1, 0)),
+    ],
+)
+def test_hbm_is_left_for_the_model(
+    command: typer.Typer, tables: Path, flags: list[str], reserved: tuple[float, int]
+) -> None:
+    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--json", *flags])
+    machines = loads(shown.stdout).request.topology
+    assert (machines.hbm_reserved_fraction, machines.hbm_reserved_bytes) == reserved
+
+
+@pytest.mark.parametrize("reserve", ["nan", "101%", "-1", "much", "1e30", "%", "NaN%", ""])
+def test_reservations_that_are_none(command: typer.Typer, tables: Path, reserve: str) -> None:
+    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--reserve", reserve])
+    assert shown.exit_code == 2
+    assert f"--reserve: is {'out of range' if reserve.endswith('%') else 'no size'}" in shown.stderr
+
+
+def test_a_file_keeps_the_reservation_that_it_says(command: typer.Typer, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("tables: [{name: a, rows: 4M, dim: 8}]\ntopology: {ranks: 2, hbm_bytes: 60GiB}")
+    kept = loads(CliRunner().invoke(command, [str(job), "--json"]).stdout).request.topology
+    assert (kept.hbm_bytes, kept.hbm_reserved_fraction) == (60 << 30, 0.0)
+    job.write_text("tables: [{name: a, rows: 4M, dim: 8}]\ntopology: h100x16/8")
+    named = loads(CliRunner().invoke(command, [str(job), "--json"]).stdout).request
+    assert (named.topology.ranks, named.topology.local_ranks, named.hardware) == (16, 8, "h100")
+    assert named.topology.hbm_reserved_fraction == 0.15
+
+
+def test_the_variable_names_the_planner_and_embedded_plans_here(
+    command: typer.Typer, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [str(tables), "--topology", "h200x8", "--json"]
+    monkeypatch.setenv("EVENKEEL_PLANNER", "http://127.0.0.1:9")
+    refused = CliRunner().invoke(command, flags)
+    assert refused.exit_code == 2
+    assert "http://127.0.0.1:9/v1/plans" in refused.stderr
+    here = CliRunner().invoke(command, [*flags, "--planner", "embedded"])
+    assert here.exit_code == 0, here.output
+    with served(tmp_path) as running:
+        monkeypatch.setenv("EVENKEEL_PLANNER", running.url)
+        assert CliRunner().invoke(command, flags).stdout == here.stdout
+    monkeypatch.setenv("EVENKEEL_PLANNER", "embedded")
+    assert CliRunner().invoke(command, flags).stdout == here.stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"ok": 1}', "no plan is in it"),
+        (b"[1]", "no plan is in it"),
+        (b'{"plan": {"status": "OPTIMAL"}}', "runtime: is missing"),
+        (b"<html>", "no JSON"),
+        (None, "check the address"),
+    ],
+)
+def test_what_is_no_planner_is_named(command: typer.Typer, tables: Path, body: bytes | None, said: str) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if body is None:
+                self.wfile.write(b"nonsense\r\n\r\n")
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Other)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--planner", url])
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert shown.exit_code == 2
+    assert shown.stderr.startswith(f"error: {url}/v1/plans")
+    assert said in shown.stderr
+
+
+@pytest.mark.parametrize("url", ["planner:8080", "http://[::1", "http://a:99999", "ftp://a", "http://"])
+def test_addresses_that_are_none(command: typer.Typer, tables: Path, url: str) -> None:
+    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--planner", url])
+    assert shown.exit_code == 2
+    assert f"url is {url!r}; give http://host:port" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"\x7fELF\x00\x01", "is no"),
+        (b"a: \x00", "is no YAML"),
+        (b"{tables: [], step: 5}", "step: is no object"),
+        (b"{format: evenkeel-plan, request: 5}", "request: is no object"),
+        (b"- {name: a, rows: .nan, dim: 4}", "rows"),
+        (b"- {name: a, rows: 1.5, dim: 4}", "rows"),
+        (b"- {name: a, rows: 400X, dim: 4}", "rows"),
+        (b"- {name: 400M, rows: 5, dim: 4}", "name"),
+        (b"- {name: a, rows: 5, dim: 4, ratio: .nan}", "ratio"),
+        (b"a: &a [*a]", "unknown"),
+        (b"[" * 5000, "holds itself, or too much in itself"),
+        (b"- {name: a, rows: " + b"9" * 5000 + b", dim: 4}", "is no YAML"),
+        (b"- !!python/object:os.system x", "is no YAML"),
+        (b"{tables: [], topology: h200x\xc2\xb2}", "topology"),
+    ],
+)
+def test_odd_files_end_in_a_sentence(command: typer.Typer, tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(content)
+    flags = [] if b"topology" in content else ["--topology", "h200x8"]
+    shown = CliRunner().invoke(command, [str(path), *flags, "--samples", "8"])
+    assert (shown.exit_code, type(shown.exception)) == (2, SystemExit)
+    assert shown.stderr.startswith("error: ")
+    assert said in shown.stderr
+
+
+def test_files_without_end_are_not_read_to_the_end(command: typer.Typer) -> None:
+    shown = CliRunner().invoke(command, ["/dev/zero", "--topology", "h200x8"])
+    assert shown.exit_code == 2
+    assert "holds more than" in shown.stderr
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(command: typer.Typer, tmp_path: Path) -> None:
+    path = tmp_path / "tables.json"
+    path.write_bytes(b"\xef\xbb\xbf" + b'[{"name": "a", "rows": 5, "dim": 4}]')
+    assert CliRunner().invoke(command, [str(path), "--topology", "h200x8"]).exit_code == 0
+
+
+def test_no_file_that_is_read_is_written_over(command: typer.Typer, tables: Path) -> None:
+    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--output", str(tables)])
+    assert shown.exit_code == 2
+    assert "is the file that is read" in shown.stderr
+    assert tables.read_text() == TABLES
+
+
+def test_the_whole_sharding_plan_is_a_module(command: typer.Typer, tmp_path: Path) -> None:
+    path, module = tmp_path / "tables.yaml", tmp_path / "sharding.py"
+    path.write_text("- {name: a, rows: 40M, dim: 8, group: bags, sharding: table_wise}")
+    flags = [str(path), "--topology", "h200x4", "--sharding-plan", str(module)]
+    shown = CliRunner().invoke(command, [*flags, "--runtime", "torchrec"])
+    assert shown.exit_code == 0, shown.output
+    assert f"sharding plan written to {module}" in shown.stdout
+    check = "from sharding import plan; import sys; assert 'evenkeel' not in sys.modules"
+    check += "; print(plan.plan['bags']['a'].ranks)"
+    done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[0]"
+    for more, said in (
+        ([], "is not what DynamicEmb does"),
+        (["--runtime", "torchrec", "--sharding-plan", str(tmp_path / "my-plan.py")], "no name of a Python module"),
+    ):
+        refused = CliRunner().invoke(command, [*flags, *more])
+        assert refused.exit_code == 2
+        assert said in refused.stderr
+    path.write_text("- {name: a, rows: 40M, dim: 8}")
+    for more, said in (([], "the runtime is dynamicemb"), (["--runtime", "torchrec"], "tables[0].group: is empty")):
+        refused = CliRunner().invoke(command, [*flags, *more])
+        assert refused.exit_code == 2
+        assert said in refused.stderr
+
+
+def test_lines_of_a_plan_that_does_not_fit_are_none_and_it_is_said_why(command: typer.Typer, tables: Path) -> None:
+    small = ["--topology", "h200x2", "--hbm-gib", "0.6", "--host-gib", "0.1", "--code"]
+    shown = CliRunner().invoke(command, [str(tables), *small])
+    assert (shown.exit_code, shown.stdout) == (3, "")
+    assert "Nothing fits" in shown.stderr
 
 
 def test_a_file_that_is_not_there_is_named(command: typer.Typer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -22,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import (
+    Eviction,
     InvalidInputError,
     Mode,
     Optimizer,
@@ -34,7 +36,8 @@ from evenkeel.placement import (
     Zipf,
     plan,
 )
-from evenkeel.placement.application import dynamicemb_options, lines_to_paste, torchrec_options
+from evenkeel.placement.application import dynamicemb_options, torchrec_options
+from evenkeel.placement.pasted_lines import lines_to_paste
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 from tests.services.planner.serving import served
 from trainer_client.planning import (
@@ -43,6 +46,7 @@ from trainer_client.planning import (
     describe_configs,
     describe_model,
     dynamicemb_constraints,
+    fused_params,
     miss_curve,
     parameter_constraints,
     sharding_plan,
@@ -165,6 +169,21 @@ def test_a_plan_for_another_runtime_or_model_is_refused() -> None:
         sharding_plan(model, fewer, plan(fewer))
 
 
+def _dynamicemb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of what DynamicEmb, which needs a GPU to be built, would be told."""
+    record = types.SimpleNamespace
+    names = ("DynamicEmbTableOptions", "DynamicEmbInitializerArgs", "FrequencyAdmissionStrategy", "KVCounter")
+    library = types.ModuleType("dynamicemb")
+    for name in names:
+        setattr(library, name, record)
+    library.DynamicEmbScoreStrategy = record(TIMESTAMP="ts", LFU="lfu")  # type: ignore[attr-defined]
+    library.DynamicEmbInitializerMode = record(UNIFORM="uniform")  # type: ignore[attr-defined]
+    planner = types.ModuleType("dynamicemb.planner")
+    planner.DynamicEmbParameterConstraints = record  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dynamicemb", library)
+    monkeypatch.setitem(sys.modules, "dynamicemb.planner", planner)
+
+
 def test_dynamicemb_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = tuple(replace(t, dist_type="continuous") for t in describe_model(_Model()))
     request = replace(_request(tables), runtime=Runtime.DYNAMICEMB)
@@ -174,20 +193,71 @@ def test_dynamicemb_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> Non
     assert values.global_hbm_for_values == 2 * found.placements[0].hbm_value_bytes
     with pytest.raises(ModuleNotFoundError):
         dynamicemb_constraints(request, found)
-    record = types.SimpleNamespace
-    library = types.ModuleType("dynamicemb")
-    library.DynamicEmbTableOptions = record  # type: ignore[attr-defined]
-    library.DynamicEmbScoreStrategy = types.SimpleNamespace(TIMESTAMP="ts", LFU="lfu")  # type: ignore[attr-defined]
-    planner = types.ModuleType("dynamicemb.planner")
-    planner.DynamicEmbParameterConstraints = record  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "dynamicemb", library)
-    monkeypatch.setitem(sys.modules, "dynamicemb.planner", planner)
+    _dynamicemb(monkeypatch)
     built = dynamicemb_constraints(request, found)
     assert built["seq"].dynamicemb_options.dist_type == "continuous"
     pasted: dict[str, Any] = {}
     exec(lines_to_paste(request, found), pasted)
     assert pasted["constraints"].keys() == built.keys()
-    assert pasted["constraints"]["bag_0"].dynamicemb_options == built["bag_0"].dynamicemb_options
+    assert pasted["constraints"]["bag_0"] == built["bag_0"]
+
+
+def test_dynamicemb_gets_admission_scores_initialisers_optimizer_and_prefetching(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, *others = describe_model(_Model(), optimizer=Optimizer.ROWWISE_ADAGRAD)
+    first = replace(first, admission_rows=1000, admission_threshold=5, eviction=Eviction.LFU, score_words=2)
+    step = Step(samples_per_rank=8, training=False, prefetch_depth=2)
+    request = replace(_request((first, *others)), runtime=Runtime.DYNAMICEMB, step=step)
+    found = plan(request)
+    _dynamicemb(monkeypatch)
+    pasted: dict[str, Any] = {}
+    exec(lines_to_paste(request, found), pasted)
+    assert pasted["constraints"] == dynamicemb_constraints(request, found)
+    assert pasted["fused_params"] == fused_params(request)
+    assert pasted["fused_params"]["optimizer"] is EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    assert pasted["fused_params"]["prefetch_pipeline"] is True
+    counted, plain = (pasted["constraints"][name].dynamicemb_options for name in ("bag_0", "seq"))
+    assert counted.score_strategy == ("ts", "lfu")
+    assert plain.score_strategy == "ts"
+    assert counted.admit_strategy.threshold == 5
+    assert counted.admission_counter.capacity == 512  # of 1000 over 2 ranks, in buckets of 128
+    assert not hasattr(plain, "admit_strategy")
+    assert counted.initializer_args.upper == -counted.initializer_args.lower == 101**-0.5  # as TorchRec's tables begin
+    assert counted.training is False
+    own = dynamicemb_constraints(request, found, training=True, initializer_args=None)["seq"].dynamicemb_options
+    assert (own.training, own.initializer_args) == (True, None)
+
+
+def test_optimizers_that_differ_are_given_by_table() -> None:
+    first, *others = describe_model(_Model())
+    request = _request((replace(first, optimizer=Optimizer.SGD), *others))
+    pasted: dict[str, Any] = {}
+    exec(lines_to_paste(request, plan(request)), pasted)
+    optimizers = {name: params["optimizer"] for name, params in pasted["fused_params"].items()}
+    assert optimizers["bag_0"] is EmbOptimType.EXACT_SGD
+    assert optimizers["seq"] is EmbOptimType.ADAM
+    with pytest.raises(InvalidInputError, match="a sharder takes one"):
+        fused_params(request)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "changes", "field"),
+    [
+        (Runtime.DYNAMICEMB, {"sharding": Sharding.TABLE_WISE}, "sharding"),
+        (Runtime.DYNAMICEMB, {"sharding": Sharding.COLUMN_WISE, "column_shards": 2}, "sharding"),
+        (Runtime.DYNAMICEMB, {"sharding": Sharding.DATA_PARALLEL}, "sharding"),
+        (Runtime.DYNAMICEMB, {"score_words": 2}, "score_words"),
+        (Runtime.TORCHREC, {"eviction": Eviction.LFU}, "eviction"),
+    ],
+)
+def test_what_a_runtime_cannot_do_is_refused(runtime: Runtime, changes: dict[str, Any], field: str) -> None:
+    first, *others = describe_model(_Model())
+    asked = _request((*others, first))
+    asked = replace(asked, runtime=runtime, step=replace(asked.step, prefetch_depth=2))
+    with pytest.raises(InvalidInputError) as caught:
+        replace(asked, tables=(*others, replace(first, **changes)))
+    assert caught.value.field == f"tables[3].{field}"
 
 
 def test_pasted_torchrec_lines_are_the_constraints() -> None:

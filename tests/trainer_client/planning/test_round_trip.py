@@ -1,0 +1,220 @@
+"""Plans go out through every exit, and TorchRec itself says what arrives: tiers, ratios, shards and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner import Topology as TorchRecTopology
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from benchmarks.harness.ranks import run_ranks
+from evenkeel.placement import InvalidInputError, Mode, Plan, PlanRequest, Runtime, Sharding, Step, Topology, plan
+from evenkeel.placement.pasted_lines import lines_to_paste, sharding_plan_module
+from evenkeel.placement.plan_file import PlanFile, dumps
+from tests.evenkeel.placement.instances import random_tables
+from trainer_client.planning import load_sharding_plan, parameter_constraints, sharding_plan
+
+_KERNELS = {
+    "fused": Mode.HBM_ONLY,
+    "dense": Mode.HBM_ONLY,
+    "fused_uvm_caching": Mode.CACHING,
+    "fused_uvm": Mode.HOST_ONLY,
+}
+_SHARDERS: Any = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+class _Model(torch.nn.Module):
+    """A pooled and a sequence collection with the tables of a request."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        super().__init__()
+        sizes = [
+            {
+                "name": table.name,
+                "embedding_dim": table.dim,
+                "num_embeddings": table.rows,
+                "feature_names": [f"{table.name}_{number}" for number in range(table.features)],
+            }
+            for table in request.tables
+        ]
+        groups = [table.group for table in request.tables]
+        bags = [EmbeddingBagConfig(**size) for size, group in zip(sizes, groups, strict=True) if group == "bags"]
+        rows = [EmbeddingConfig(**size) for size, group in zip(sizes, groups, strict=True) if group == "rows"]
+        self.bags = EmbeddingBagCollection(tables=bags, device=torch.device("meta"))
+        self.rows = EmbeddingCollection(tables=rows, device=torch.device("meta"))
+
+    def forward(self, bags: KeyedJaggedTensor, rows: KeyedJaggedTensor) -> torch.Tensor:
+        return self.bags(bags).values().sum() + sum(found.values().sum() for found in self.rows(rows).values())
+
+
+def _request(seed: int, *, ranks: int = 4, scale: int = 1, depth: int = 1) -> PlanRequest:
+    """Tables of every sharding type that a collection takes, in every memory."""
+    draw = np.random.default_rng(seed)
+    tables = []
+    for index, table in enumerate(random_tables(12, seed)):
+        pooled = index % 2 == 0
+        kinds = list(Sharding) if pooled else [kind for kind in Sharding if kind.value in _OF_SEQUENCES]
+        sharding = kinds[int(draw.integers(len(kinds)))]
+        split = sharding is Sharding.COLUMN_WISE
+        ratio = None if sharding is Sharding.ROW_WISE else [None, 0.0, 0.25, 0.5, 0.9, 1.0][int(draw.integers(6))]
+        tables.append(
+            replace(
+                table,
+                rows=int(draw.integers(100, 5_000)) * scale,
+                dim=table.dim if pooled else 32,
+                group="bags" if pooled else "rows",
+                pooled=pooled,
+                features=1 + index % 2,
+                ids_per_sample=1.0 + index % 2,
+                sharding=sharding,
+                column_shards=int(draw.choice([1, 2, 4])) if split else 1,
+                ratio=None if sharding is Sharding.DATA_PARALLEL else ratio,
+            )
+        )
+    machines = Topology(ranks=ranks, ranks_per_host=2, hbm_bytes=(3 << 30) + (10 << 20) * scale)
+    step = Step(samples_per_rank=4, prefetch_depth=depth)
+    return PlanRequest(tables=tuple(tables), topology=machines, runtime=Runtime.TORCHREC, step=step)
+
+
+_OF_SEQUENCES = ("row_wise", "table_wise", "column_wise", "data_parallel")
+
+
+def _check(found: ShardingPlan, request: PlanRequest, planned: Plan, *, ranks: bool, kernels: bool = True) -> None:
+    """Compares a plan of TorchRec's with ours; the sizes of shards are those that TorchRec would cut."""
+    local = request.topology.local_ranks
+    for table, placed in zip(request.tables, planned.placements, strict=True):
+        got = found.plan[table.group][table.name]  # type: ignore[index]
+        assert got.sharding_type == placed.sharding.value
+        if kernels:
+            assert _KERNELS[got.compute_kernel] is placed.mode
+            factor = None if got.cache_params is None else got.cache_params.load_factor
+            assert factor == (placed.ratio if placed.mode is Mode.CACHING else None)
+            if factor is not None:
+                assert got.cache_params.algorithm.name == "LRU"
+                assert bool(got.cache_params.prefetch_pipeline) is (request.step.prefetch_depth > 1)
+        if placed.sharding is Sharding.DATA_PARALLEL:
+            assert got.ranks == list(range(request.topology.ranks))
+            assert got.sharding_spec is None
+            continue
+        sizes, offsets = calculate_shard_sizes_and_offsets(
+            torch.empty(table.rows, table.dim, device="meta"),
+            request.topology.ranks,
+            local,
+            placed.sharding.value,
+            table.dim // table.column_shards,
+        )
+        shards = got.sharding_spec.shards
+        assert [list(shard.shard_sizes) for shard in shards] == sizes
+        assert [list(shard.shard_offsets) for shard in shards] == offsets
+        assert [shard.placement.rank() for shard in shards] == got.ranks
+        if ranks or placed.sharding is Sharding.ROW_WISE:
+            assert got.ranks == list(placed.ranks or range(request.topology.ranks))
+            if kernels:
+                assert [str(s.placement) for s in shards] == [f"rank:{r}/cuda:{r % local}" for r in got.ranks]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_exit_says_what_the_plan_says(seed: int, depth: int, tmp_path: Path) -> None:
+    request = _request(seed, scale=1000, depth=depth)
+    planned = plan(request)
+    model = _Model(request)
+    whole = sharding_plan(model, request, planned)
+    _check(whole, request, planned, ranks=True)
+    file = tmp_path / "plan.json"
+    file.write_text(dumps(PlanFile(request=request, plan=planned)))
+    assert load_sharding_plan(file) == load_sharding_plan(file, model) == whole
+    module: dict[str, Any] = {}
+    exec(sharding_plan_module(request, planned, "sharding"), module)
+    assert module["plan"] == whole
+    constraints = parameter_constraints(request, planned)
+    pasted: dict[str, Any] = {}
+    exec(lines_to_paste(request, planned), pasted)
+    assert pasted["constraints"] == constraints
+    machines = TorchRecTopology(world_size=4, local_world_size=2, compute_device="cuda", hbm_cap=2**45, ddr_cap=2**48)
+    theirs = EmbeddingShardingPlanner(topology=machines, constraints=constraints).plan(model, _SHARDERS)
+    _check(theirs, request, planned, ranks=False)
+
+
+def test_the_instances_cover_what_plans_can_say() -> None:
+    placed = [p for seed in range(6) for p in plan(_request(seed, scale=1000)).placements]
+    assert {p.sharding for p in placed} == set(Sharding)
+    assert {p.mode for p in placed} == {Mode.HBM_ONLY, Mode.CACHING, Mode.HOST_ONLY}
+    assert len({p.ratio for p in placed}) > 4
+
+
+def _train(rank: int, seed: int) -> None:
+    request = _request(seed, ranks=dist.get_world_size())
+    planned = plan(request)
+    model = _Model(request)
+    whole = sharding_plan(model, request, planned, device="cpu")
+    env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
+    parallel = DistributedModelParallel(
+        model, env=env, device=torch.device("cpu"), plan=whole, sharders=_SHARDERS, init_data_parallel=True
+    )
+    _check(parallel.plan, request, planned, ranks=True, kernels=False)
+    state = parallel.state_dict()
+    for table, placed in zip(request.tables, planned.placements, strict=True):
+        folder = "embedding_bags" if table.group == "bags" else "embeddings"
+        held = state[f"{table.group}.{folder}.{table.name}.weight"]
+        if placed.sharding is Sharding.DATA_PARALLEL:
+            assert held.shape == (table.rows, table.dim)
+            continue
+        mine = [shard.metadata for shard in held.local_shards()]
+        wanted = [s for s in whole.plan[table.group][table.name].sharding_spec.shards if s.placement.rank() == rank]  # type: ignore[index]
+        cells = [(tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in wanted if s.shard_sizes[0]]
+        assert sorted((tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in mine if s.shard_sizes[0]) == sorted(cells)
+    keys = {group: [t for t in request.tables if t.group == group] for group in ("bags", "rows")}
+    batches = []
+    for tables in keys.values():
+        names = [f"{table.name}_{number}" for table in tables for number in range(table.features)]
+        values = [torch.arange(4) * 7 % table.rows for table in tables for _ in range(table.features)]
+        batches.append(KeyedJaggedTensor(names, torch.cat(values), lengths=torch.ones(4 * len(names), dtype=torch.int)))
+    loss = parallel(*batches)
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_distributed_model_parallel_holds_the_shards_of_the_plan(seed: int) -> None:
+    run_ranks(2, _train, seed)
+
+
+def test_constraints_say_that_ranks_are_left_open() -> None:
+    request = _request(0, scale=1000)
+    assert "--sharding-plan" in lines_to_paste(request, plan(request))
+
+
+def test_a_module_of_a_table_without_a_group_is_asked_for(tmp_path: Path) -> None:
+    request = _request(0)
+    bare = replace(request, tables=(replace(request.tables[0], group=""), *request.tables[1:]))
+    planned = plan(bare)
+    with pytest.raises(InvalidInputError, match=r"tables\[0\].group: is empty"):
+        sharding_plan_module(bare, planned, "sharding")
+    file = tmp_path / "plan.json"
+    file.write_text(dumps(PlanFile(request=bare, plan=planned)))
+    with pytest.raises(InvalidInputError, match=r"table_0.group: is empty"):
+        load_sharding_plan(file)
+    assert load_sharding_plan(file, _Model(request)) == sharding_plan(_Model(request), bare, planned)
+
+
+def test_a_model_of_other_sizes_is_refused() -> None:
+    request = _request(0)
+    first = request.tables[0]
+    other = replace(request, tables=(replace(first, rows=first.rows + 1), *request.tables[1:]))
+    with pytest.raises(InvalidInputError, match="is of another size in the model"):
+        sharding_plan(_Model(request), other, plan(other))
