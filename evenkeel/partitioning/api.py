@@ -14,6 +14,7 @@ from evenkeel.partitioning.problem import Problem, counts_and_loads, make_proble
 from evenkeel.partitioning.registry import strategy_named
 
 DEFAULT_TOLERANCE = 1e-3
+DEFAULT_MOVE_PRICE = 0.01
 Sums: TypeAlias = NDArray[Any]  # int64 or float64, as the costs are
 
 
@@ -38,6 +39,7 @@ class Partition:
         loads: (num_ranks,) summed cost of each rank; int64 for integer costs, else float64.
         lower_bound: no assignment of whole samples has a smaller maximum of load over speed.
         home_loads: (num_ranks,) loads if every sample stayed at home.
+        size: summed size of all samples.
         moved_samples: samples that leave their home.
         moved_size: their summed size.
         moved_size_between_nodes: the part of it that crosses nodes; 0.0 without `nodes`.
@@ -49,6 +51,7 @@ class Partition:
     loads: NDArray[np.int64] | NDArray[np.float64]
     lower_bound: float
     home_loads: NDArray[np.int64] | NDArray[np.float64]
+    size: float
     moved_samples: int
     moved_size: float
     moved_size_between_nodes: float
@@ -73,6 +76,7 @@ class Options(TypedDict, total=False):
     sizes: ArrayLike | None
     counts: str
     tolerance: float
+    move_price: float
     speeds: ArrayLike | None
     memory: ArrayLike | None
     memory_caps: ArrayLike | None
@@ -84,16 +88,17 @@ class Options(TypedDict, total=False):
 @kernel
 def _moved(
     sizes: NDArray[np.float64], homes: NDArray[np.int32], nodes: NDArray[np.int32], destinations: NDArray[np.int32]
-) -> tuple[int, float, float]:
-    samples, size, between = 0, 0.0, 0.0
+) -> tuple[float, int, float, float]:
+    total, samples, size, between = 0.0, 0, 0.0, 0.0
     for i in range(destinations.size):
         rank, home = destinations[i], homes[i]
+        total += sizes[i]
         if rank != home:
             samples += 1
             size += sizes[i]
             if nodes[rank] != nodes[home]:
                 between += sizes[i]
-    return samples, size, between
+    return total, samples, size, between
 
 
 def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int) -> Sums:
@@ -115,6 +120,7 @@ def partition(
     sizes: ArrayLike | None = None,
     counts: str = "equal",
     tolerance: float = DEFAULT_TOLERANCE,
+    move_price: float = DEFAULT_MOVE_PRICE,
     speeds: ArrayLike | None = None,
     memory: ArrayLike | None = None,
     memory_caps: ArrayLike | None = None,
@@ -137,6 +143,8 @@ def partition(
         counts: "equal" gives each rank floor or ceil of n/num_ranks samples, and its own number where the homes are
             within one of each other; "free" any number.
         tolerance: `minimal_move` stops exchanging once the load is within this share of the lower bound, 0 to 1.
+        move_price: time that moving all samples would take, to other nodes if there are several, as a share of a step
+            with even loads, 0 to 1000; `minimal_move` moves a sample only where the load that it takes off is more.
         speeds: (num_ranks,) relative speeds, 1e-6 to 1e6; a rank of speed 0.5 gets half the load.
         memory: (n,) what each sample takes of the memory of the rank that trains it.
         memory_caps: (num_ranks,) what each rank holds of it; infinity for no cap.
@@ -164,6 +172,7 @@ def partition(
         sizes=sizes,
         counts=counts,
         tolerance=tolerance,
+        move_price=move_price,
         speeds=speeds,
         memory=memory,
         memory_caps=memory_caps,
@@ -183,12 +192,13 @@ def partition(
     home_loads = (
         problem.home_loads if problem.costs is terms.costs else _loads(problem.costs, terms.homes, problem.num_ranks)
     )
-    samples, size, between = _moved(terms.sizes, terms.homes, terms.nodes, destinations)
+    total, samples, size, between = _moved(terms.sizes, terms.homes, terms.nodes, destinations)
     return Partition(
         destinations=destinations,
         loads=loads,
         lower_bound=problem.lower_bound,
         home_loads=home_loads,
+        size=total,
         moved_samples=samples,
         moved_size=size,
         moved_size_between_nodes=between,

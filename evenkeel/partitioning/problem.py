@@ -9,7 +9,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.bounds import bound_on_largest, crowding_bound
 from evenkeel.partitioning.compile import kernel, plain_array
-from evenkeel.partitioning.ranges import EXACT, MAX_RANKS, MAX_SAMPLES, MAX_SUM, MAX_TOTAL, SPEEDS, TOLERANCE
+from evenkeel.partitioning.ranges import (
+    EXACT,
+    MAX_RANKS,
+    MAX_SAMPLES,
+    MAX_SUM,
+    MAX_TOTAL,
+    MOVE_PRICE,
+    SPEEDS,
+    TOLERANCE,
+)
 from evenkeel.partitioning.rows import Terms
 from evenkeel.partitioning.sorting import ascending_order
 from evenkeel.partitioning.units import exponent_for, scaled, whole_units
@@ -39,6 +48,7 @@ class Problem:
         home_loads: (num_ranks,) load of each home.
         bound: no assignment has a smaller maximum of load over speed.
         tolerance: share of the bound by which a limit lies above it.
+        move_price: share of the bound that moving all samples would take.
     """
 
     terms: Terms
@@ -56,6 +66,7 @@ class Problem:
     home_loads: NDArray[np.int64]
     bound: float
     tolerance: float
+    move_price: float
 
     @property
     def lower_bound(self) -> float:
@@ -226,6 +237,7 @@ def make_problem(
     sizes: ArrayLike | None,
     counts: str,
     tolerance: float,
+    move_price: float,
     speeds: ArrayLike | None,
     memory: ArrayLike | None,
     memory_caps: ArrayLike | None,
@@ -242,6 +254,8 @@ def make_problem(
         raise ValueError(f"counts is {counts!r}; pass one of {', '.join(map(repr, COUNTS))}")
     if not TOLERANCE.holds(tolerance):
         raise ValueError(f"tolerance is {tolerance!r}; pass a share of the lower bound, {TOLERANCE}")
+    if not MOVE_PRICE.holds(move_price):
+        raise ValueError(f"move_price is {move_price!r}; pass a share of a step's time, {MOVE_PRICE}")
     if (memory is None) != (memory_caps is None):
         given, missing = ("memory", "memory_caps") if memory_caps is None else ("memory_caps", "memory")
         raise ValueError(f"{given} is given without {missing}; pass both or neither")
@@ -313,4 +327,5 @@ def make_problem(
         home_loads=home_loads,
         bound=bound,
         tolerance=tolerance,
+        move_price=float(move_price),
     )

@@ -20,6 +20,7 @@ class Range(NamedTuple):
 
 
 TOLERANCE = Range(0.0, 1.0)  # share of the lower bound: at 1, loads may be twice of it
+MOVE_PRICE = Range(0.0, 1000.0)  # of a step's time: what moving all samples takes
 SPEEDS = Range(1e-6, 1e6)
 MEMORY_CAPS = Range(0.0, float("inf"))
 MAX_RANKS = 1 << 16

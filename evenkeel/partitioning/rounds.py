@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.api import DEFAULT_TOLERANCE, Partition, evenness
+from evenkeel.partitioning.api import DEFAULT_MOVE_PRICE, DEFAULT_TOLERANCE, Partition, evenness
 from evenkeel.partitioning.samples import Lengths, RankSamples, RoundSamples
 from evenkeel.partitioning.slices import Slice, Slices, hash_plan, slice_plan
 from evenkeel.partitioning.windows import partition_window
@@ -28,6 +28,7 @@ class RoundOptions:
         strategy: name of the strategy.
         counts: "equal" or "free".
         tolerance: of the load above the lower bound, relative.
+        move_price: of moving all samples, as a share of a step.
         speeds: relative speed of each rank; empty: all equal.
         memory_caps: what each rank can hold; empty: no caps.
         min_samples: of each rank at least, while the batch has as many for all.
@@ -38,6 +39,7 @@ class RoundOptions:
     strategy: str = "minimal_move"
     counts: str = "equal"
     tolerance: float = DEFAULT_TOLERANCE
+    move_price: float = DEFAULT_MOVE_PRICE
     speeds: tuple[float, ...] = ()
     memory_caps: tuple[float, ...] = ()
     min_samples: int = 0
@@ -199,6 +201,7 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
         sizes=sizes,
         counts=options.counts,
         tolerance=options.tolerance,
+        move_price=options.move_price,
         speeds=np.array(options.speeds) if options.speeds else None,
         memory=samples.memory if options.memory_caps else None,
         memory_caps=np.array(options.memory_caps) if options.memory_caps else None,

@@ -17,6 +17,7 @@ from evenkeel.partitioning.exhaustive import least_overflow
 from evenkeel.partitioning.greedy import place_longest_first
 from evenkeel.partitioning.groups import everyone
 from evenkeel.partitioning.matching import EXACT, match_sets
+from evenkeel.partitioning.minimal_move import largest_load, moved_share
 from evenkeel.partitioning.preparing import KernelSet, ready
 from evenkeel.partitioning.registry import BUILT_IN
 from evenkeel.partitioning.rows import Terms
@@ -48,6 +49,8 @@ def load_all() -> None:
         for counts in ("equal", "free"):
             partition(costs, homes, 3, strategy=strategy, counts=counts, speeds=[1, 2, 1], tolerance=0.0)
             partition(costs * 1.0, homes, 3, strategy=strategy, counts=counts, nodes=[0, 1, 1], tolerance=0.0)
+    largest_load(costs[:3], np.ones(3))
+    moved_share(costs * 1.0, homes, np.zeros(3, np.int32), homes)
     crowding_bound(costs, ascending_order(costs), 1, 3)
     many = np.arange(EXACT + 1)
     partition(many, many // 3, many.size, strategy="lpt", nodes=many // 2)

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.api import DEFAULT_TOLERANCE, Options, Partition, evenness, partition
+from evenkeel.partitioning.api import DEFAULT_MOVE_PRICE, DEFAULT_TOLERANCE, Options, Partition, evenness, partition
 from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.regrouping import GIANT, regroup, step_bounds
 from evenkeel.partitioning.slices import checked_steps
@@ -62,6 +62,16 @@ class WindowPartition:
         return sum(self.largest)
 
     @property
+    def moved_share(self) -> float:
+        """Share of the samples' sizes that changes rank."""
+        size = sum(part.size for part in self.partitions)
+        return sum(part.moved_size for part in self.partitions) / size if size > 0 else 0.0
+
+    def time(self, move_price: float) -> float:
+        """The time of the window's steps and of its moves, in units of cost; see `partition`."""
+        return self.total + move_price * self.moved_share * sum(part.lower_bound for part in self.partitions)
+
+    @property
     def moved_samples(self) -> int:
         """Samples that change rank."""
         return sum(each.moved_samples for each in self.partitions)
@@ -81,7 +91,8 @@ def partition_window(
     """Assign each sample of a window to one of its batches and a rank.
 
     Samples change their batch only where some batch has a lower bound above 1.02 times its mean load, and only when the
-    sum over the batches of the largest load falls by that. Otherwise the result is `partition` of each batch.
+    sum over the batches of the largest load falls by that, and by more than the additional moves take. Otherwise the
+    result is `partition` of each batch.
 
     Args:
         costs: (n,) as for `partition`.
@@ -131,6 +142,7 @@ def partition_window(
     bounds = step_bounds(all_costs, loaded, num_steps, weights, equal=equal)
     if not (bounds.bound > GIANT * bounds.mean).any():
         return _found(best, all_costs, all_homes, num_ranks)
+    price = chosen.get("move_price", DEFAULT_MOVE_PRICE)
     for fill in FILLS:
         which = regroup(all_costs, loaded, num_steps, weights, equal=equal, fill=fill)
         if (which == loaded).all():
@@ -138,7 +150,7 @@ def partition_window(
         found = attempt(which, tolerance=max(chosen.get("tolerance", DEFAULT_TOLERANCE), TOLERANCE))
         if isinstance(found, PartitionError):
             continue
-        if isinstance(best, PartitionError) or found.total < best.total:
+        if isinstance(best, PartitionError) or found.time(price) < best.time(price):
             best = found
         reachable = step_bounds(all_costs, which, num_steps, weights, equal=equal).bound.sum()
         if found.total <= MISSED * reachable:

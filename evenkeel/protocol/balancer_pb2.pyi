@@ -80,20 +80,22 @@ class Join(_message.Message):
     def __init__(self, protocol_versions: _Optional[_Iterable[int]] = ..., job: _Optional[str] = ..., group: _Optional[str] = ..., loader: _Optional[str] = ..., run_id: _Optional[str] = ..., restart_count: _Optional[int] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., node: _Optional[str] = ..., window: _Optional[int] = ..., options: _Optional[_Union[PartitionOptions, _Mapping]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., client_version: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., opening: _Optional[int] = ...) -> None: ...
 
 class PartitionOptions(_message.Message):
-    __slots__ = ("strategy", "counts", "tolerance", "speeds", "memory_caps", "min_samples")
+    __slots__ = ("strategy", "counts", "tolerance", "speeds", "memory_caps", "min_samples", "move_price")
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOLERANCE_FIELD_NUMBER: _ClassVar[int]
     SPEEDS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_CAPS_FIELD_NUMBER: _ClassVar[int]
     MIN_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MOVE_PRICE_FIELD_NUMBER: _ClassVar[int]
     strategy: str
     counts: Counts
     tolerance: float
     speeds: bytes
     memory_caps: bytes
     min_samples: int
-    def __init__(self, strategy: _Optional[str] = ..., counts: _Optional[_Union[Counts, str]] = ..., tolerance: _Optional[float] = ..., speeds: _Optional[bytes] = ..., memory_caps: _Optional[bytes] = ..., min_samples: _Optional[int] = ...) -> None: ...
+    move_price: float
+    def __init__(self, strategy: _Optional[str] = ..., counts: _Optional[_Union[Counts, str]] = ..., tolerance: _Optional[float] = ..., speeds: _Optional[bytes] = ..., memory_caps: _Optional[bytes] = ..., min_samples: _Optional[int] = ..., move_price: _Optional[float] = ...) -> None: ...
 
 class Schema(_message.Message):
     __slots__ = ("hash", "fields")

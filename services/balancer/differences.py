@@ -12,7 +12,7 @@ def difference(ours: Terms, theirs: Terms) -> tuple[str, str, str] | None:
     for name in ("world_size", "window"):
         if getattr(ours, name) != getattr(theirs, name):
             return name, str(getattr(ours, name)), str(getattr(theirs, name))
-    for name in ("strategy", "counts", "tolerance", "speeds", "memory_caps", "min_samples"):
+    for name in ("strategy", "counts", "tolerance", "move_price", "speeds", "memory_caps", "min_samples"):
         mine, other = getattr(ours.options, name), getattr(theirs.options, name)
         if mine != other:
             if isinstance(mine, tuple) and len(mine) == len(other):

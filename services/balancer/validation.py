@@ -7,7 +7,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.ranges import MEMORY_CAPS, SPEEDS, TOLERANCE, Range, share_of_total
+from evenkeel.partitioning.ranges import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range, share_of_total
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
@@ -198,12 +198,15 @@ def _read_options(
         raise _refused("options.counts", options.counts, "use COUNTS_EQUAL or COUNTS_FREE")
     if not TOLERANCE.holds(options.tolerance):
         raise _refused("options.tolerance", options.tolerance, f"use a share of the lower bound, {TOLERANCE}")
+    if not MOVE_PRICE.holds(options.move_price):
+        raise _refused("options.move_price", options.move_price, f"use a share of a step's time, {MOVE_PRICE}")
     speeds = _per_rank(options.speeds, world_size, "options.speeds", SPEEDS)
     caps = _per_rank(options.memory_caps, world_size, "options.memory_caps", MEMORY_CAPS)
     return RoundOptions(
         strategy=strategy,
         counts=_COUNTS[options.counts],
         tolerance=options.tolerance if options.HasField("tolerance") else RoundOptions().tolerance,
+        move_price=options.move_price if options.HasField("move_price") else RoundOptions().move_price,
         speeds=speeds,
         memory_caps=caps,
         min_samples=options.min_samples,

@@ -104,8 +104,8 @@ def _options(section: Any) -> BalanceOptions:
 
 
 def _number(key: str, value: Any) -> Any:
-    """A duration or tolerance as a number: YAML takes 1e-3, which has no dot, for text."""
-    if key in (*_DURATIONS, "tolerance") and isinstance(value, str):
+    """A duration or share as a number: YAML takes 1e-3, which has no dot, for text."""
+    if key in (*_DURATIONS, "tolerance", "move_price") and isinstance(value, str):
         try:
             return float(value)
         except ValueError:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from numbers import Real
 from typing import Literal, get_args
 
-from evenkeel.partitioning.ranges import MEMORY_CAPS, SPEEDS, TOLERANCE
+from evenkeel.partitioning.ranges import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE
 from evenkeel.partitioning.rounds import RoundOptions
 from trainer_client.checks import is_number, is_whole
 
@@ -30,6 +30,10 @@ class BalanceOptions:
             balanced; memory caps come first. The loader's `drop_last` drops global batches that have fewer. 0: a rank
             may get an empty batch.
         tolerance: Share of the lower bound, 0 to 1, by which a load may exceed it when a search stops.
+        move_price: Time that moving all samples of a batch would take, as a share of a step with even loads, 0 to 1000:
+            the bytes of a rank's batch, over the rate at which ranks exchange (nodes, if there are several), over the
+            seconds of a step. Samples move only where the load that they take off is worth more than their move.
+            0: moves are free.
         timeout: How long a round may wait for the service. The first miss opens the breaker, so a service that is gone
             costs this once, hidden behind the batches in flight.
         fallback: What a round does that the service did not decide: `embedded` gathers the costs over the job's own
@@ -56,6 +60,7 @@ class BalanceOptions:
     counts: Counts = "equal"
     min_samples: int = 0
     tolerance: float = 1e-3
+    move_price: float = 0.01
     timeout: timedelta = timedelta(seconds=2)
     fallback: Fallback = "embedded"
     depth: int = 2
@@ -80,6 +85,8 @@ class BalanceOptions:
             raise ValueError("strategy is empty; name one, for example 'minimal_move'")
         if not (is_number(self.tolerance) and TOLERANCE.holds(self.tolerance)):
             raise ValueError(f"tolerance is {self.tolerance!r}; use a share of the lower bound, {TOLERANCE}")
+        if not (is_number(self.move_price) and MOVE_PRICE.holds(self.move_price)):
+            raise ValueError(f"move_price is {self.move_price!r}; use a share of a step's time, {MOVE_PRICE}")
         if not is_whole(self.min_samples) or not 0 <= self.min_samples < 2**31:
             raise ValueError(f"min_samples is {self.min_samples!r}; use a whole number of samples, 0 or more")
         if not is_whole(self.depth) or self.depth < 1:
@@ -103,6 +110,7 @@ class BalanceOptions:
             strategy=self.strategy,
             counts=self.counts,
             tolerance=self.tolerance,
+            move_price=self.move_price,
             speeds=() if self.speeds is None else tuple(self.speeds),
             memory_caps=() if self.memory_caps is None else tuple(self.memory_caps),
             min_samples=self.min_samples,

@@ -18,7 +18,14 @@ EIGHT_NODES = np.arange(64) // 8
 
 
 def problem(costs: Any, homes: Any, num_ranks: int, **options: Any) -> Problem:
-    given: dict[str, Any] = {"counts": "equal", "tolerance": 1e-3, "sizes": None, "speeds": None, "nodes": None}
+    given: dict[str, Any] = {
+        "counts": "equal",
+        "tolerance": 1e-3,
+        "move_price": 0.01,
+        "sizes": None,
+        "speeds": None,
+        "nodes": None,
+    }
     return make_problem(costs, homes, num_ranks, memory=None, memory_caps=None, **(given | options))
 
 

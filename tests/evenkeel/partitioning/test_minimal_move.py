@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from evenkeel.partitioning import partition
 from tests.evenkeel.partitioning.test_api import calls
@@ -23,7 +24,7 @@ _POWER = np.arange(1.0, 4097.0) ** -1.2
 def test_it_is_never_worse_than_the_others_by_more_than_the_tolerance(call: dict[str, Any]) -> None:
     speeds = np.asarray(call.get("speeds", np.ones(call["num_ranks"])))
     largest = {
-        strategy: float((partition(**{**call, "strategy": strategy}).loads / speeds).max())
+        strategy: float((partition(**{**call, "strategy": strategy, "move_price": 0.0}).loads / speeds).max())
         for strategy in ("karmarkar_karp", "lpt", "minimal_move")
     }
     rounding = 1.0 + (speeds != 1).any()  # limits of whole numbers are rounded up rank by rank
@@ -39,7 +40,7 @@ def test_it_balances_every_kind_of_batch(lengths: str, shape: tuple[int, int]) -
         values = LENGTHS[lengths](np.random.default_rng(seed), num_ranks * samples)
         costs, homes = values * values + 1024 * values, np.repeat(np.arange(num_ranks), samples)
         results = {
-            strategy: partition(costs, homes, num_ranks, strategy=strategy, sizes=values)
+            strategy: partition(costs, homes, num_ranks, strategy=strategy, sizes=values, move_price=0)
             for strategy in ("karmarkar_karp", "lpt", "minimal_move")
         }
         best = min(results["karmarkar_karp"].imbalance, results["lpt"].imbalance)
@@ -69,7 +70,7 @@ def test_it_is_near_the_bound_where_another_is(cost: str) -> None:
         costs = values * values + 1024 * values if cost == "mixed" else values * values
         over = {}
         for strategy in ("karmarkar_karp", "lpt", "minimal_move"):
-            result = partition(costs, homes, 64, strategy=strategy, sizes=values)
+            result = partition(costs, homes, 64, strategy=strategy, sizes=values, move_price=0)
             over[strategy] = float(result.loads.max()) / result.lower_bound
         best = min(over["karmarkar_karp"], over["lpt"])
         assert over["minimal_move"] <= max(best * 1.001, 1.001) * (1 + 1e-12)
@@ -129,3 +130,39 @@ def test_all_samples_on_one_rank_are_spread() -> None:
         result = partition(costs, np.zeros(20_000, np.int32), 16, counts=counts)
         assert result.imbalance <= 1.001
         assert result.moved_samples <= 20_000 * 15 // 16 + 50
+
+
+def time_of(part: Any, move_price: float) -> float:
+    """Load and moves in multiples of the bound, computed from the answer alone."""
+    load = float(part.loads.max()) / part.lower_bound if part.lower_bound else 1.0
+    return load + (move_price * part.moved_size / part.size if part.size else 0.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(calls(), st.sampled_from([0.0, 0.003, 0.01, 0.1, 1.0, 30.0]))
+def test_load_and_moves_together_take_no_longer_than_staying(call: dict[str, Any], price: float) -> None:
+    call = {name: value for name, value in call.items() if name not in ("speeds", "nodes", "memory", "memory_caps")}
+    part = partition(**{**call, "strategy": "minimal_move", "move_price": price})
+    held = np.bincount(call["homes"], minlength=call["num_ranks"])
+    if part.lower_bound and (call.get("counts") == "free" or np.ptp(held) <= 1):
+        staying = float(part.home_loads.max()) / part.lower_bound
+        assert time_of(part, price) <= (staying + call.get("tolerance", 1e-3)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("lengths", "shape", "seed"), [("heaped", (8, 32), 1001), ("heaped", (16, 32), 1000)])
+def test_the_last_promille_is_not_worth_all_bytes(lengths: str, shape: tuple[int, int], seed: int) -> None:
+    num_ranks, samples = shape
+    values = np.minimum(np.random.default_rng(seed).zipf(1.2, num_ranks * samples), 4096)
+    costs, homes = values * values // 64 + 8 * values, np.repeat(np.arange(num_ranks), samples)
+    parts = {price: partition(costs, homes, num_ranks, sizes=values, move_price=price) for price in (0.0, 0.01, 0.5)}
+    assert parts[0.0].moved_size > 2 * parts[0.01].moved_size
+    assert parts[0.01].imbalance < parts[0.0].imbalance * 1.004
+    for price, part in parts.items():
+        assert all(time_of(part, price) <= time_of(other, price) * (1 + 1e-3) for other in parts.values())
+
+
+def test_what_is_nearly_even_stays_where_it_is() -> None:
+    homes = np.repeat(np.arange(2), 8)
+    costs = np.array([1000 + 6 * (i < 8) for i in range(16)])
+    assert partition(costs, homes, 2, tolerance=0.0, move_price=0.0).moved_samples == 8
+    assert partition(costs, homes, 2, tolerance=0.0, move_price=0.01).moved_samples == 0

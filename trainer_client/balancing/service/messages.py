@@ -103,6 +103,7 @@ def join_request(
             strategy=options.strategy,
             counts=_COUNTS[options.counts],
             tolerance=options.tolerance,
+            move_price=options.move_price,
             speeds=_f64(options.speeds),
             memory_caps=_f64(options.memory_caps),
             min_samples=options.min_samples,
