@@ -1,0 +1,91 @@
+"""Peers' own code beside ours, out of checkouts that you give; nothing of theirs is part of Evenkeel.
+
+    python -m benchmarks.peers --recsys-examples PATH --torcheasyrec PATH --torchrec PATH --json FILE
+
+Each part runs where its peer's checkout is given (`--parts` chooses among them), and says whose code ran:
+
+- `shuffle` (recsys-examples): its batch shuffler in both of its modes, beside ours, in one loop over the same batches
+  with the same model, on the GPUs of this host. On CPU ranks the batches are compared, and no times are told.
+- `decisions` (recsys-examples): its Karmarkar-Karp beside our search, for 2 to 256 ranks, on one core.
+- `input_dist` (TorchRec): its two-phase All2All of nested batches beside our redistribution.
+- `planners` (TorchEasyRec, and the TorchRec that is installed): plans of the same tables and budgets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.peers.cases import add_shuffle_flags
+
+NEEDS = {
+    "shuffle": "recsys_examples",
+    "decisions": "recsys_examples",
+    "input_dist": "torchrec",
+    "planners": "torcheasyrec",
+}
+
+
+def main() -> None:
+    options = parse_arguments()
+    console = Console(width=150)
+    parts = options.parts or [part for part, peer in NEEDS.items() if getattr(options, peer) is not None]
+    if not parts:
+        sys.exit(
+            "nothing to compare with: give --recsys-examples, --torcheasyrec or --torchrec, each a checkout's path"
+        )
+    results: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    for part in parts:
+        if getattr(options, NEEDS[part]) is None:
+            sys.exit(f"the part {part} needs --{NEEDS[part].replace('_', '-')}")
+        found = _part(part)(options, console)
+        command = "python -m benchmarks.peers " + " ".join(sys.argv[1:])
+        results[part] = {"command": command, "python": platform.python_version(), **found}
+        if options.json:  # after each part, so that a run that is stopped leaves what it has
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _part(name: str) -> Callable[[argparse.Namespace, Console], dict[str, Any]]:
+    """Imported when it runs: each needs other packages."""
+    if name == "shuffle":
+        from benchmarks.peers.shuffling import compare as shuffle
+
+        return shuffle
+    if name == "decisions":
+        from benchmarks.peers.decisions import compare as decisions
+
+        return decisions
+    if name == "input_dist":
+        from benchmarks.peers.nested import compare as nested
+
+        return nested
+    from benchmarks.peers.planners import compare as planners
+
+    return planners
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(NEEDS), help="default: all whose peer is given")
+    parser.add_argument("--torcheasyrec", type=Path, help="checkout of TorchEasyRec, its protocol buffers generated")
+    parser.add_argument("--torchrec", type=Path, help="checkout of TorchRec from July 2026 or later")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of `shuffle` and `input_dist`, one GPU each")
+    parser.add_argument("--skip", type=int, default=6, help="first steps of each block that are not counted")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of each rank")
+    parser.add_argument("--quick", action="store_true", help="small cases only, for `decisions` and `planners`")
+    parser.add_argument("--master-port", type=int, default=29521)
+    parser.add_argument("--json", type=Path, help="where to write the results; other parts in it are kept")
+    add_shuffle_flags(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

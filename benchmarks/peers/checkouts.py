@@ -1,0 +1,188 @@
+"""Peers' modules out of checkouts that the user gives: nothing of theirs is copied, built or changed."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import types
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+class CheckoutError(ValueError):
+    """A checkout cannot be used; the message names what is missing, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkout:
+    """Whose code ran.
+
+    Attributes:
+        name: The project.
+        commit: Of the checkout: git's, or what its file `COMMIT` says; `unknown` where there is neither.
+        compiled: What is used of the parts that the project compiles.
+        skipped: Packages whose `__init__` was not run, since it imports what is not installed.
+    """
+
+    name: str
+    commit: str
+    compiled: str
+    skipped: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        """For a result file."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        skipped = f", without running the __init__ of {', '.join(self.skipped)}" if self.skipped else ""
+        return f"{self.name} at {self.commit} ({self.compiled}{skipped})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecsysExamples:
+    """NVIDIA recsys-examples: its batch shuffler.
+
+    Attributes:
+        checkout: Whose code it is.
+        shuffler: Module with `BaseTaskBalancedBatchShuffler`.
+        factory: Module with the registry `BatchShufflerFactory`.
+        batch: Module with `BaseBatch`.
+        partitioner: Module with `karmarkar_karp`.
+    """
+
+    checkout: Checkout
+    shuffler: Any
+    factory: Any
+    batch: Any
+    partitioner: Any
+
+
+def load_recsys_examples(path: Path) -> RecsysExamples:
+    """Imports the shuffler of a checkout of NVIDIA recsys-examples.
+
+    Raises:
+        CheckoutError: If it is none, or what the shuffler imports is missing.
+    """
+    root = path / "examples"
+    if not (root / "commons" / "distributed" / "batch_shuffler.py").is_file():
+        raise CheckoutError(f"{path} has no examples/commons/distributed/batch_shuffler.py; give a checkout's root")
+    names = ("distributed.batch_shuffler", "distributed.batch_shuffler_factory", "sequence_batch.batch")
+    skipped = _import_from(root, "commons", ("commons.utils",), (*names, "perf_model.partitioner"))
+    shuffler, factory, batch, partitioner = (
+        importlib.import_module(f"commons.{name}") for name in (*names, "perf_model.partitioner")
+    )
+    compiled = (
+        "its compiled Karmarkar-Karp"
+        if partitioner._kk_cpu_ops is not None
+        else "its Karmarkar-Karp in Python: kk_cpu_ops is not built; in examples/commons run "
+        "`BUILD_EXT_ONLY=kk_cpu_ops python setup.py build_ext --inplace`"
+    )
+    checkout = Checkout(name="NVIDIA recsys-examples", commit=commit_of(path), compiled=compiled, skipped=skipped)
+    return RecsysExamples(checkout=checkout, shuffler=shuffler, factory=factory, batch=batch, partitioner=partitioner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchEasyRec:
+    """Alibaba TorchEasyRec: its planner.
+
+    Attributes:
+        checkout: Whose code it is.
+        planner: Module with `DynamicProgrammingProposer`.
+    """
+
+    checkout: Checkout
+    planner: Any
+
+
+def load_torcheasyrec(path: Path) -> TorchEasyRec:
+    """Imports the planner of a checkout of TorchEasyRec.
+
+    Raises:
+        CheckoutError: If it is none, or its protocol buffers are not generated.
+    """
+    if not (path / "tzrec" / "utils" / "plan_util.py").is_file():
+        raise CheckoutError(f"{path} has no tzrec/utils/plan_util.py; give a checkout's root")
+    if not (path / "tzrec" / "protos" / "feature_pb2.py").is_file():
+        raise CheckoutError(f"{path} has no tzrec/protos/feature_pb2.py; run its scripts/gen_proto.sh")
+    skipped = _import_from(path, "tzrec", ("tzrec", "tzrec.utils"), ("utils.plan_util",))
+    checkout = Checkout(
+        name="TorchEasyRec", commit=commit_of(path), compiled="its generated protocol buffers", skipped=skipped
+    )
+    return TorchEasyRec(checkout=checkout, planner=importlib.import_module("tzrec.utils.plan_util"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchRecSource:
+    """A newer TorchRec than the one installed: its distribution of nested batches.
+
+    Attributes:
+        checkout: Whose code it is.
+        input_dist: Module with `input_dist`.
+    """
+
+    checkout: Checkout
+    input_dist: Any
+
+
+def load_torchrec(path: Path) -> TorchRecSource:
+    """Imports the distribution of nested batches of a checkout of TorchRec, on top of the TorchRec that is installed.
+
+    Raises:
+        CheckoutError: If it has none.
+    """
+    file = path / "torchrec" / "distributed" / "maglev" / "input_dist.py"
+    if not file.is_file():
+        raise CheckoutError(f"{path} has no torchrec/distributed/maglev/input_dist.py; it came in July 2026")
+    spec = importlib.util.spec_from_file_location("peer_torchrec_input_dist", file)
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    torchrec = importlib.import_module("torchrec")
+    compiled = f"nothing compiled; on TorchRec {torchrec.__version__}"
+    return TorchRecSource(
+        checkout=Checkout(name="TorchRec", commit=commit_of(path), compiled=compiled), input_dist=module
+    )
+
+
+def commit_of(path: Path) -> str:
+    """The commit of a checkout: git's, if it is the root of a working tree, else what its file `COMMIT` holds."""
+    noted = path / "COMMIT"
+    if noted.is_file():
+        return noted.read_text().strip()[:12]
+    asked = subprocess.run(
+        ["git", "-C", str(path), "rev-parse", "--show-toplevel", "HEAD"], capture_output=True, text=True, check=False
+    )
+    top, _, commit = asked.stdout.strip().partition("\n")
+    return commit[:12] if asked.returncode == 0 and Path(top).resolve() == path.resolve() else "unknown"
+
+
+def _import_from(root: Path, package: str, heavy: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    """Imports modules of a package under `root`; where that needs what is not installed, without its heavy `__init__`.
+
+    Returns:
+        The packages whose `__init__` was not run.
+    """
+    if package in sys.modules:
+        raise CheckoutError(f"a package {package!r} is imported already; load each checkout once, in its own process")
+    sys.path.append(str(root))  # behind everything, so that nothing of theirs hides a package of the environment
+    try:
+        for name in names:
+            importlib.import_module(f"{package}.{name}")
+    except Exception:  # theirs run more than imports
+        for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+            del sys.modules[name]
+    else:
+        return ()
+    for name in heavy:
+        hollow = types.ModuleType(name)
+        hollow.__path__ = [str(root / name.replace(".", "/"))]
+        sys.modules[name] = hollow
+    try:
+        for name in names:
+            importlib.import_module(f"{package}.{name}")
+    except ImportError as error:
+        raise CheckoutError(f"{root}: {error}; install what it names") from error
+    return heavy

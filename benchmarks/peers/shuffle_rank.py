@@ -1,0 +1,211 @@
+"""One rank of the shufflers side by side; `benchmarks.peers` starts it by torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.end_to_end_rank import compilations, gather, make_model, say
+from benchmarks.peers.batches import WORDS, BatchMaker, batch_class, to_sequences
+from benchmarks.peers.checkouts import RecsysExamples, load_recsys_examples
+from benchmarks.peers.cases import SETTINGS, Case, add_shuffle_flags
+from benchmarks.peers.loops import Ours, Shuffled, Source, Timed, their_shuffler
+from benchmarks.peers.on_cpu import stand_ins
+from examples.datasets import Keys, SyntheticSequences, UniformLengths, lengths_named
+from examples.hstu.model import loss_of
+from examples.hstu.training import Trainer
+from trainer_client.balancing import BalanceOptions, Balancer
+from trainer_client.balancing.recsys_examples import evenkeel_shuffler
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--result", type=Path, required=True)
+    add_shuffle_flags(parser)
+    options = parser.parse_args()
+    on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
+    local = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    with nullcontext() if on_gpu else stand_ins():
+        measure(options, device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@dataclass(slots=True, kw_only=True)
+class Entrant:
+    """A setting, and what was measured of it so far."""
+
+    setting: str
+    source: Timed
+    ours: Ours | None = None
+    balancer: Balancer | None = None
+    steps_ms: list[list[float]] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    loads: list[list[float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Runs all cases, and has rank 0 write what all ranks measured."""
+    rank = dist.get_rank()
+    peer = load_recsys_examples(options.recsys_examples)
+    trainer = Trainer(make_model(options, device), device, learning_rate=1e-4, seed=options.seed)
+    results: dict[str, Any] = {
+        "peer": peer.checkout.describe(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "ranks": dist.get_world_size(),
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "cases": [],
+    }
+    say(rank, f"{peer.checkout}; {trainer.options.num_layers} layers on {device}")
+    kind = batch_class(peer.batch.BaseBatch)
+    for case in map(Case.parse, options.cases):
+        began = time.perf_counter()
+        padded, plain, totals = make_batches(options, case, kind, trainer, device)
+        warm_up = Shuffled(None, device)
+        train(trainer, Timed(warm_up), padded[: options.warm_up], totals, Entrant(setting="", source=Timed(warm_up)))
+        entrants = [enter(setting, options, peer, device, case) for setting in options.settings]
+        length = -(-options.steps // options.blocks)
+        for first in range(0, options.steps, length):
+            entrants.reverse()  # settings take turns, so that a host that slows down does so for all
+            for entrant in entrants:
+                trainer.reset()
+                compiled = compilations()
+                batches = (padded if entrant.ours is None else plain)[first : first + length]
+                train(trainer, entrant.source, batches, totals[first : first + length], entrant)
+                shown = float(np.median(entrant.steps_ms[-1]))
+                again = f", {compilations() - compiled} graphs compiled" if compilations() > compiled else ""
+                say(rank, f"{case}, {entrant.setting}, from step {first}: {shown:.2f} ms a step{again}")
+        collected = {}
+        for entrant in sorted(entrants, key=lambda one: options.settings.index(one.setting)):
+            collected[entrant.setting] = {
+                "steps_ms": gather(entrant.steps_ms),
+                "host_ms": gather(entrant.host_ms),
+                "loads": gather(entrant.loads),
+                "losses": gather(entrant.losses),
+                "peak_bytes": gather(entrant.peak_bytes),
+            }
+            if entrant.balancer is not None:
+                entrant.balancer.close()
+        seconds = time.perf_counter() - began
+        results["cases"].append({"case": str(case), "seconds": seconds, "settings": collected})
+        if rank == 0:  # after each case, so that a run that is stopped leaves what it has
+            options.result.write_text(json.dumps(results))
+
+
+def enter(setting: str, options: argparse.Namespace, peer: RecsysExamples, device: torch.device, case: Case) -> Entrant:
+    """A setting, ready for its first block."""
+    assert setting in SETTINGS, setting
+    if setting in ("evenkeel", "evenkeel_window"):
+        window = options.window if setting == "evenkeel_window" else 1
+        balancer = Balancer.embedded(options=BalanceOptions(window=window))
+        ours = Ours(balancer, device, f"{case}-{setting}")
+        return Entrant(setting=setting, source=Timed(ours), ours=ours, balancer=balancer)
+    shuffler: Any = None
+    if setting == "evenkeel_drop_in":
+        shuffler = evenkeel_shuffler(type(their_shuffler(peer)))()
+        shuffler.name = f"{case}-{setting}"
+    elif setting != "off":
+        shuffler = their_shuffler(peer)
+    source: Source = Shuffled(shuffler, device, all_to_all=setting == "theirs_all_to_all")
+    return Entrant(setting=setting, source=Timed(source))
+
+
+def make_batches(
+    options: argparse.Namespace, case: Case, kind: type[Any], trainer: Trainer, device: torch.device
+) -> tuple[list[Any], list[Any], list[int]]:
+    """This rank's batches, padded as the peer wants them and as they are; samples of each global batch."""
+    size, rank, world_size = options.batch_size, dist.get_rank(), dist.get_world_size()
+    if case.lengths == "equal":
+        lengths: Any = UniformLengths(minimum=options.equal, maximum=options.equal)
+    else:
+        lengths = lengths_named(case.lengths, maximum=options.max_length, mean=options.mean)
+    data = SyntheticSequences(
+        num_batches=options.steps, batch_size=size, lengths=lengths, seed=options.seed, rank=rank,
+        items=Keys(count=options.items, exponent=1.05),
+    )  # fmt: skip
+    draw = np.random.default_rng([options.seed, 99])
+    counts = np.full((options.steps, world_size), size)
+    if case.incomplete:
+        counts = draw.integers(size // 2, size + 1, (options.steps, world_size))
+    sequences, cost = list(data), trainer.options.cost()
+    pinned = device.type == "cuda"
+    most = max(int(batch.num_history.sum()) for batch in sequences) * WORDS if case.payload == "embeddings" else 0
+    words = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
+    maker = BatchMaker(kind=kind, payload=case.payload, words=words)
+    padded, plain = [], []
+    for batch, keep in zip(sequences, counts[:, rank].tolist(), strict=True):
+        workload = torch.as_tensor(np.asarray(cost(batch)) / 1e3).long()
+        made = [maker.make(batch, workload, keep=keep, pad_to=pad_to) for pad_to in (size, keep)]
+        padded.append(made[0].pin_memory() if pinned else made[0])
+        plain.append(made[1].pin_memory() if pinned else made[1])
+    return padded, plain, counts.sum(axis=1).tolist()
+
+
+def train(trainer: Trainer, source: Timed, batches: list[Any], totals: list[int], entrant: Entrant) -> None:
+    """One block of steps."""
+    device, on_gpu = trainer.device, trainer.device.type == "cuda"
+    dist.barrier()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    source.begin(batches)
+    marks, host, losses, loads = [_mark(on_gpu)], [], [], []
+    for total in totals[: len(batches)]:
+        before = source.seconds
+        batch = source.take()
+        loads.append(batch.workload.sum())
+        sequences = to_sequences(batch)
+        source.before_forward()
+        mixed: Any = torch.autocast("cuda", dtype=torch.bfloat16) if on_gpu else nullcontext()
+        with mixed:
+            loss = loss_of(trainer.model(sequences), sequences)
+        source.after_forward()
+        trainer.optimizer.zero_grad(set_to_none=True)
+        (loss * (dist.get_world_size() / total)).backward()  # type: ignore[no-untyped-call]
+        trainer.optimizer.step()
+        losses.append(loss.detach() / total)
+        marks.append(_mark(on_gpu))
+        host.append(1000 * (source.seconds - before))
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        entrant.peak_bytes = max(entrant.peak_bytes, torch.cuda.max_memory_allocated(device))
+    entrant.steps_ms.append([_between(*pair) for pair in zip(marks, marks[1:], strict=False)])
+    entrant.host_ms += host
+    entrant.loads.append([float(load) for load in loads])
+    entrant.losses += [float(loss) for loss in losses]
+
+
+def _mark(on_gpu: bool) -> Any:
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _between(first: Any, second: Any) -> float:
+    return float(first.elapsed_time(second)) if hasattr(first, "elapsed_time") else 1000 * (second - first)
+
+
+if __name__ == "__main__":
+    main()
