@@ -14,10 +14,10 @@ Each part runs where its peer's checkout is given (`--parts` chooses among them)
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ NEEDS = {
     "decisions": "recsys_examples",
     "input_dist": "torchrec",
     "planners": "torcheasyrec",
+}
+MODULES = {  # each imported when it runs: they need different packages
+    "shuffle": "benchmarks.peers.shuffling",
+    "decisions": "benchmarks.peers.decisions",
+    "input_dist": "benchmarks.peers.nested",
+    "planners": "benchmarks.peers.planners",
 }
 
 
@@ -45,31 +51,12 @@ def main() -> None:
     for part in parts:
         if getattr(options, NEEDS[part]) is None:
             sys.exit(f"the part {part} needs --{NEEDS[part].replace('_', '-')}")
-        found = _part(part)(options, console)
+        found = importlib.import_module(MODULES[part]).compare(options, console)
         command = "python -m benchmarks.peers " + " ".join(sys.argv[1:])
         results[part] = {"command": command, "python": platform.python_version(), **found}
         if options.json:  # after each part, so that a run that is stopped leaves what it has
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _part(name: str) -> Callable[[argparse.Namespace, Console], dict[str, Any]]:
-    """Imported when it runs: each needs other packages."""
-    if name == "shuffle":
-        from benchmarks.peers.shuffling import compare as shuffle
-
-        return shuffle
-    if name == "decisions":
-        from benchmarks.peers.decisions import compare as decisions
-
-        return decisions
-    if name == "input_dist":
-        from benchmarks.peers.nested import compare as nested
-
-        return nested
-    from benchmarks.peers.planners import compare as planners
-
-    return planners
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -81,13 +81,13 @@ class BatchMaker:
 
 def to_sequences(batch: Any) -> SequenceBatch:
     """What the model takes; of views, and without the padding. Waits for no device where lengths per key are known."""
-    features, samples = batch.features, batch.sample.shape[0]
+    features, samples = batch.features, batch.actual_batch_size
     begins = features.offset_per_key()
     history, actions, candidates = (features.values()[begins[i] : begins[i + 1]] for i in range(len(KEYS)))
     lengths = features.lengths().view(len(KEYS), -1)[:, :samples]
     return SequenceBatch(
-        sample=batch.sample,
-        context=batch.context.view(-1, NUM_CONTEXT),
+        sample=batch.sample[:samples],
+        context=batch.context.view(-1, NUM_CONTEXT)[:samples],
         num_history=lengths[0],
         history=history,
         actions=actions,

@@ -1,4 +1,4 @@
-"""Where a training loop's batches come from: unbalanced, by the peer's shuffler as its pipeline places it, or by ours."""
+"""Where a loop's batches come from: unbalanced, by the peer's shuffler as its pipeline places it, or by ours."""
 
 from __future__ import annotations
 
@@ -157,8 +157,9 @@ class Timed:
 
 def their_shuffler(peer: RecsysExamples) -> Any:
     """The peer's shuffler with the costs that the batches carry: both sides balance by the same numbers."""
+    base: Any = peer.shuffler.BaseTaskBalancedBatchShuffler
 
-    class ByWorkload(peer.shuffler.BaseTaskBalancedBatchShuffler):  # type: ignore[misc]
+    class ByWorkload(base):  # type: ignore[misc]
         def get_workloads(self, batch: Any, *_: Any, **__: Any) -> torch.Tensor:
             """(batch_size,) int64; 0 for padding."""
             workload: torch.Tensor = batch.workload

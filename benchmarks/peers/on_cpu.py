@@ -62,5 +62,7 @@ def _all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: 
     dist.all_to_all_single(
         got, sent, [each.numel() for each in outputs], [each.numel() for each in inputs], group=group
     )
-    for output, part in zip(outputs, got.split([each.numel() for each in outputs]), strict=True):
-        output.copy_(part.view_as(output))
+    begin = 0
+    for output in outputs:
+        output.copy_(got[begin : begin + output.numel()].view_as(output))
+        begin += output.numel()

@@ -7,8 +7,10 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ import torch.distributed as dist
 
 from benchmarks.end_to_end_rank import compilations, gather, make_model, say
 from benchmarks.peers.batches import WORDS, BatchMaker, batch_class, to_sequences
-from benchmarks.peers.checkouts import RecsysExamples, load_recsys_examples
 from benchmarks.peers.cases import SETTINGS, Case, add_shuffle_flags
+from benchmarks.peers.checkouts import RecsysExamples, load_recsys_examples
 from benchmarks.peers.loops import Ours, Shuffled, Source, Timed, their_shuffler
 from benchmarks.peers.on_cpu import stand_ins
 from examples.datasets import Keys, SyntheticSequences, UniformLengths, lengths_named
@@ -54,7 +56,7 @@ class Entrant:
     setting: str
     source: Timed
     ours: Ours | None = None
-    balancer: Balancer | None = None
+    closing: Callable[[], None] | None = None
     steps_ms: list[list[float]] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     loads: list[list[float]] = field(default_factory=list)
@@ -103,8 +105,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
                 "losses": gather(entrant.losses),
                 "peak_bytes": gather(entrant.peak_bytes),
             }
-            if entrant.balancer is not None:
-                entrant.balancer.close()
+            if entrant.closing is not None:
+                entrant.closing()
         seconds = time.perf_counter() - began
         results["cases"].append({"case": str(case), "seconds": seconds, "settings": collected})
         if rank == 0:  # after each case, so that a run that is stopped leaves what it has
@@ -118,15 +120,16 @@ def enter(setting: str, options: argparse.Namespace, peer: RecsysExamples, devic
         window = options.window if setting == "evenkeel_window" else 1
         balancer = Balancer.embedded(options=BalanceOptions(window=window))
         ours = Ours(balancer, device, f"{case}-{setting}")
-        return Entrant(setting=setting, source=Timed(ours), ours=ours, balancer=balancer)
-    shuffler: Any = None
+        return Entrant(setting=setting, source=Timed(ours), ours=ours, closing=balancer.close)
+    shuffler, closing = None, None
     if setting == "evenkeel_drop_in":
         shuffler = evenkeel_shuffler(type(their_shuffler(peer)))()
         shuffler.name = f"{case}-{setting}"
+        closing = shuffler.close
     elif setting != "off":
         shuffler = their_shuffler(peer)
     source: Source = Shuffled(shuffler, device, all_to_all=setting == "theirs_all_to_all")
-    return Entrant(setting=setting, source=Timed(source))
+    return Entrant(setting=setting, source=Timed(source), closing=closing)
 
 
 def make_batches(
@@ -189,7 +192,7 @@ def train(trainer: Trainer, source: Timed, batches: list[Any], totals: list[int]
     if on_gpu:
         torch.cuda.synchronize(device)
         entrant.peak_bytes = max(entrant.peak_bytes, torch.cuda.max_memory_allocated(device))
-    entrant.steps_ms.append([_between(*pair) for pair in zip(marks, marks[1:], strict=False)])
+    entrant.steps_ms.append([_between(*pair) for pair in pairwise(marks)])
     entrant.host_ms += host
     entrant.loads.append([float(load) for load in loads])
     entrant.losses += [float(loss) for loss in losses]

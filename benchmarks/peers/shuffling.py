@@ -79,7 +79,7 @@ def summarize(recorded: dict[str, Any], skip: int) -> dict[str, Any]:
 
 
 def _deviation(losses: list[list[float]], off: list[list[float]]) -> float:
-    """Of the loss over all ranks, averaged over all steps: the samples that are trained are the same in all settings."""
+    """Of the loss over all ranks, averaged over all steps: all settings train the same samples."""
     ours, unbalanced = (np.array(values).sum(axis=0).mean() for values in (losses, off))
     return float(abs(ours - unbalanced) / unbalanced)
 

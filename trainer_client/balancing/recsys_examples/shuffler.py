@@ -71,7 +71,13 @@ class EvenkeelShuffling:
         """
         return self._start(batch, pg_group, self.get_workloads(batch, *args, **kwargs), indices=False)
 
-    def finish_shuffle(self, batch: Any, handle: Handle, pg_group: Any = None, use_all2all: bool = True) -> Any:
+    def finish_shuffle(
+        self,
+        batch: Any,
+        handle: Handle,
+        pg_group: Any = None,  # noqa: ARG002  # as phase 1 was told
+        use_all2all: bool = True,  # noqa: ARG002  # there is no other way
+    ) -> Any:
         """Phase 2: agrees with all ranks, and moves the samples, on the current stream.
 
         Args:
@@ -91,7 +97,7 @@ class EvenkeelShuffling:
         pg_group: Any = None,
         return_indices: bool = False,
         return_workloads: bool = False,
-        use_all2all: bool = True,
+        use_all2all: bool = True,  # noqa: ARG002
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -105,6 +111,12 @@ class EvenkeelShuffling:
         shuffled, indices = self._finish(batch, self._start(batch, pg_group, workloads, indices=return_indices))
         extra = [*([indices] if return_indices else []), *([workloads] if return_workloads else [])]
         return (shuffled, *extra) if extra else shuffled
+
+    def close(self) -> None:
+        """Ends what balances for this shuffler, unless it was given; at exit that happens by itself."""
+        for balancer in self._balancers.values():
+            balancer.close()
+        self._balancers.clear()
 
     def _start(self, batch: Any, group: Any, workloads: torch.Tensor, *, indices: bool) -> Handle:
         size = int(batch.batch_size)
