@@ -1,4 +1,4 @@
-"""From a model to a plan that runs: keys are counted, tables placed, and TorchRec shards them by the plan.
+"""From a model to a plan that runs: keys are followed, tables placed, and TorchRec shards them by the plan.
 
     torchrun --nproc-per-node 2 -m examples.plan_tables
 
@@ -21,7 +21,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from evenkeel.placement import Optimizer, PlanRequest, Runtime, Step, Topology
 from evenkeel.placement.plan_file import PlanFile, dumps
-from trainer_client.planning import KeyHistogram, PlannerClient, describe_model, sharding_plan
+from trainer_client.planning import KeyStatistics, PlannerClient, describe_model, sharding_plan, with_statistics
 
 SAMPLES, HISTORY = 64, 50
 ROWS = {"user": 400_000, "item": 50_000}
@@ -60,27 +60,22 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model: nn.Module = Model()
 
-histograms = {name: KeyHistogram() for name in ROWS}
-lookups, samples = dict.fromkeys(ROWS, 0), 0
-for keys in batches(rank=0, count=100):  # the same on all ranks, so that all make the same request
-    samples += keys.stride()
-    for name, histogram in histograms.items():
-        histogram.observe(keys[name].values())
-        lookups[name] += keys[name].values().numel()
+statistics = KeyStatistics(model)  # before the model is sharded
+for keys in batches(rank, count=100):
+    statistics.observe(keys)
 
 tables = describe_model(
     model,
     optimizer=Optimizer.ROWWISE_ADAGRAD,
-    ids_per_sample={name: count / samples for name, count in lookups.items()},
-    access={name: histogram.histogram() for name, histogram in histograms.items()},
 )
 request = PlanRequest(
     tables=tables,
     topology=Topology(ranks=world_size, hbm_bytes=(2 << 30) + (64 << 20), host_bytes=64 << 30),
     hardware="h200",
     runtime=Runtime.TORCHREC,
-    step=Step(samples_per_rank=4096),  # of the job on GPUs
+    step=Step(samples_per_rank=SAMPLES),
 )
+request, curves = with_statistics(request, statistics.gather())
 plan = PlannerClient().plan(request)  # or PlannerClient(url="http://planner:8080")
 if rank == 0:
     Path("plan.json").write_text(dumps(PlanFile(request=request, plan=plan)))

@@ -11,6 +11,7 @@ FUNCTIONS = (
     "tests/benchmarks/test_kernels_fuzz.py",
     "tests/benchmarks/test_make_bench.py",
     "tests/evenkeel/partitioning/",
+    "tests/evenkeel/key_statistics/",
     "tests/evenkeel/placement/",
     "tests/docs/test_docstrings.py",
     "tests/docs/test_prose.py",

@@ -10,6 +10,7 @@ import typer
 from trainer_client.cli.connection_options import TokenOption
 
 if TYPE_CHECKING:
+    from evenkeel.key_statistics import MeasuredCurve
     from evenkeel.placement import Plan, PlanRequest
 
 INFEASIBLE_EXIT = 3
@@ -41,6 +42,10 @@ def plan_command(
     runtime: Annotated[str | None, typer.Option(help="dynamicemb or torchrec.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples of a batch on one rank.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Hardware profile written by `evenkeel calibrate`.")] = None,
+    statistics: Annotated[
+        list[Path] | None,
+        typer.Option(help="Key statistics that KeyStatistics.save wrote; once for the file of each rank."),
+    ] = None,
     planner: Annotated[
         str | None,
         typer.Option(
@@ -92,6 +97,12 @@ def plan_command(
             if path is not None and path.exists() and path.samefile(tables):
                 raise InvalidInputError(flag, str(path), "is the file that is read", "name another")
         request = build_request(read(tables), flags)
+        curves: dict[str, MeasuredCurve] = {}
+        if statistics:
+            from evenkeel.key_statistics import loads, merge, with_statistics
+
+            traces = merge(loads(path.read_bytes()) for path in statistics)
+            request, curves = with_statistics(request, traces)
         check_sharding_plan(sharding_plan, request)
         found = solve(request, planner, read_credentials(tls_ca, token_file), quiet=as_json or code)
     except (InvalidInputError, OSError, RuntimeError, ValueError) as error:
@@ -112,6 +123,8 @@ def plan_command(
             Console(stderr=True).print(shown)
     else:
         Console().print(shown)
+        for name, curve in curves.items():
+            typer.echo(f"misses of {name} within {curve.error:.3f}, from {curve.sampled_keys} sampled keys")
         for flag, path in wanted.items():
             if path is not None and flag in texts and flag not in troubles:
                 typer.echo(f"{flag[2:].replace('output', 'plan').replace('-', ' ')} written to {path}")

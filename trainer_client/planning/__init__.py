@@ -3,6 +3,7 @@
 TorchRec and DynamicEmb are imported when they are used.
 """
 
+from evenkeel.key_statistics import with_statistics
 from evenkeel.planner_client import PlannerClient, PlannerError
 from trainer_client.planning.applying import (
     dynamicemb_constraints,
@@ -14,10 +15,12 @@ from trainer_client.planning.applying import (
 )
 from trainer_client.planning.describe import KeyHistogram, describe_configs, describe_model
 from trainer_client.planning.proposer import ExactProposer
+from trainer_client.planning.statistics import KeyStatistics
 
 __all__ = [
     "ExactProposer",
     "KeyHistogram",
+    "KeyStatistics",
     "PlannerClient",
     "PlannerError",
     "describe_configs",
@@ -28,4 +31,5 @@ __all__ = [
     "miss_curve",
     "parameter_constraints",
     "sharding_plan",
+    "with_statistics",
 ]

@@ -24,10 +24,32 @@ def test_without_sampling_counts_are_exact() -> None:
     counter.observe(torch.tensor([7], dtype=torch.int32))
     counted = counter.histogram(bins_per_factor_two=64)
     assert counter.lookups == 7
-    assert counter.relative_error == 0
     assert sum(counted.keys) == 3
     assert sum(counted.lookups) == 7
     assert counted.lookups[0] == 3
+
+
+def test_keys_that_were_never_seen_have_their_part() -> None:
+    draw = np.random.default_rng(0)
+    weight = np.arange(1, ROWS + 1) ** -0.8
+    keys = draw.choice(ROWS, 40_000, p=weight / weight.sum())
+    counter = KeyHistogram()
+    for part in np.split(keys, 10):
+        counter.observe(torch.tensor(part))
+    unseen = (weight / weight.sum())[~np.isin(np.arange(ROWS), keys)].sum()
+    counted = counter.histogram()
+    assert sum(counted.lookups) == pytest.approx(40_000)
+    assert counted.lookups[-1] / 40_000 == pytest.approx(unseen, abs=0.01)
+
+
+def test_the_error_knows_of_drift() -> None:
+    steady, moving = KeyHistogram(), KeyHistogram()
+    for number, batch in enumerate(_batches(48)):
+        steady.observe(batch)
+        moving.observe(batch + 50_000_000 * (number // 32))
+    assert KeyHistogram().relative_error == 1
+    assert steady.relative_error < 0.05
+    assert moving.relative_error > 0.3
 
 
 @pytest.mark.parametrize("max_keys", [1_000, 8_000, 200_000])

@@ -1,0 +1,158 @@
+"""Key statistics as a file, and what a plan request takes from them."""
+
+from __future__ import annotations
+
+import io
+import json
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from evenkeel.key_statistics.curves import MeasuredCurve, miss_curve
+from evenkeel.key_statistics.trace import KeyTrace, merged
+from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.request import PlanRequest
+
+FORMAT = "evenkeel-key-statistics"
+VERSION = 1
+_MOST_BYTES = 1 << 30
+
+
+def dumps(traces: Mapping[str, KeyTrace]) -> bytes:
+    """The bytes of a file of key statistics, by table."""
+    arrays: dict[str, Any] = {}
+    about: list[dict[str, Any]] = []
+    for index, (name, trace) in enumerate(traces.items()):
+        names, key = np.unique(trace.key, return_inverse=True)
+        counts = np.bincount(trace.step, minlength=trace.steps)
+        at = sorted(trace.sketches)
+        about.append(
+            {"table": name, "steps": trace.steps, "samples": trace.samples, "lookups": trace.lookups,
+             "limit": trace.limit, "sketched": at, "known_excess": trace.known_excess}
+        )  # fmt: skip
+        arrays |= {
+            f"{index}.names": names,
+            f"{index}.keys": _narrow(key),
+            f"{index}.counts": _narrow(counts),
+            f"{index}.times": _narrow(trace.times),
+            f"{index}.sketches": np.array([trace.sketches[step] for step in at], dtype=np.uint8),
+        }
+    header = {"format": FORMAT, "version": VERSION, "tables": about}
+    arrays["about"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    out = io.BytesIO()
+    np.savez_compressed(out, **arrays)
+    return out.getvalue()
+
+
+def loads(content: bytes) -> dict[str, KeyTrace]:
+    """Key statistics by table, from the bytes of a file.
+
+    Raises:
+        InvalidInputError: If it is no such file, or a damaged one.
+    """
+    remedy = "give a file that KeyStatistics.save wrote"
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        require(size <= _MOST_BYTES, "statistics", size, "take too many bytes", remedy)
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            about = json.loads(arrays["about"].tobytes())
+            require(about.get("format") == FORMAT, "statistics", about.get("format"), "are of another form", remedy)
+            version = about.get("version")
+            require(version == VERSION, "version", version, "is of another version", f"this one reads {VERSION}")
+            return {
+                str(entry["table"]): _trace(entry, {part: arrays[f"{index}.{part}"] for part in _PARTS})
+                for index, entry in enumerate(about["tables"])
+            }
+    except InvalidInputError:
+        raise
+    except _DAMAGE as error:
+        raise InvalidInputError("statistics", content[:20], f"are no key statistics ({error})", remedy) from None
+
+
+_DAMAGE = (
+    ValueError, LookupError, TypeError, AttributeError, OSError, EOFError, ArithmeticError, MemoryError,
+    NotImplementedError, zipfile.BadZipFile, zlib.error, SyntaxError, tokenize.TokenError,
+)  # fmt: skip
+"""What reading a damaged archive may raise."""
+_PARTS = ("names", "keys", "counts", "times", "sketches")
+
+
+def _trace(entry: dict[str, Any], parts: dict[str, Any]) -> KeyTrace:
+    steps, at, known = int(entry["steps"]), entry["sketched"], entry["known_excess"]
+    counts = parts["counts"].astype(np.int64)
+    keys = parts["keys"].astype(np.int64)
+    same = (
+        len(counts) == steps and counts.sum() == len(keys) == len(parts["times"]) and len(at) == len(parts["sketches"])
+    )
+    if not same or steps < 0 or (len(keys) and not 0 <= keys.min() <= keys.max() < len(parts["names"])):
+        raise ValueError("its parts do not fit together")
+    return KeyTrace(
+        steps=steps,
+        samples=float(entry["samples"]),
+        lookups=float(entry["lookups"]),
+        limit=int(entry["limit"]),
+        step=np.repeat(np.arange(steps), counts),
+        key=parts["names"].astype(np.uint64)[keys],
+        times=parts["times"].astype(np.uint32),
+        sketches={int(step): own for step, own in zip(at, parts["sketches"], strict=True)},
+        known_excess=None if known is None else float(known),
+    )
+
+
+def _narrow(values: Any) -> Any:
+    most = int(values.max()) if len(values) else 0
+    kinds = (np.uint8, np.uint16, np.uint32, np.uint64)
+    return values.astype(next(kind for kind in kinds if most <= np.iinfo(kind).max))
+
+
+def merge(statistics: Iterable[Mapping[str, KeyTrace]]) -> dict[str, KeyTrace]:
+    """Statistics of several ranks, which observed the same steps, made one."""
+    every = list(statistics)
+    names = {name: None for one in every for name in one}
+    most = 2_000_000 // max(1, len(names))
+    return {name: merged([one[name] for one in every if name in one], max(most, 1 << 12)) for name in names}
+
+
+def with_statistics(
+    request: PlanRequest, traces: Mapping[str, KeyTrace], *, ahead: float = 1.0
+) -> tuple[PlanRequest, dict[str, MeasuredCurve]]:
+    """The request with measured curves and lookups a sample for all tables that `traces` tells of.
+
+    Where the plan is for larger steps than those observed, several are joined: statistics of one rank's batches serve a
+    plan for many ranks.
+
+    Args:
+        request: What is to be planned.
+        traces: Statistics by table, of all ranks together; those of tables that the request has not are ignored.
+        ahead: How long the job goes on, over the steps observed.
+
+    Returns:
+        The request, and the curve of each table by name.
+
+    Raises:
+        InvalidInputError: If the steps of a table are too few, once as many are joined as a step of the plan needs.
+    """
+    wanted = request.step.samples_per_rank * request.topology.ranks
+    curves: dict[str, MeasuredCurve] = {}
+    tables = []
+    for table in request.tables:
+        trace = traces.get(table.name)
+        if trace is None or not trace.lookups:
+            tables.append(table)
+            continue
+        observed = trace.samples / trace.steps
+        joined = trace.joined(max(1, round(wanted / observed)))
+        try:
+            curve = miss_curve(joined, table.rows, eviction=table.eviction, ahead=ahead)
+        except InvalidInputError as error:
+            what = f"of {table.name!r}, each of {observed:g} samples, are too few for steps of {wanted} samples"
+            raise InvalidInputError("statistics", trace.steps, what, error.remedy) from None
+        curves[table.name] = curve
+        tables.append(replace(table, access=curve.access, ids_per_sample=trace.lookups / trace.samples))
+    return replace(request, tables=tuple(tables)), curves

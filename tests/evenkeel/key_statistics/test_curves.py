@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from benchmarks.key_traces import TRACES, simulated
+from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge, miss_curve
+from evenkeel.key_statistics.curves import predicted
+from evenkeel.key_statistics.ranks import observed
+from evenkeel.placement import Eviction, InvalidInputError
+
+STEPS, LOOKUPS = 80, 2_000
+
+
+def _trace(steps: list[np.ndarray], most: int = 2_000_000, rank: int = 0, ranks: int = 1) -> KeyTrace:
+    sampler = KeySampler(["other", "table"], max_references=most)
+    for step in steps:
+        own = step[rank::ranks]
+        sampler.observe([(own, np.array([[1, 0, len(own)]]))], len(own))
+    return sampler.traces()["table"]
+
+
+def _lru(steps: list[np.ndarray], size: int, begin: int) -> float:
+    """A real LRU cache that looks up a step's unique keys at once."""
+    held: OrderedDict[int, None] = OrderedDict()
+    draw = np.random.default_rng(0)
+    missed = total = 0
+    for step, keys in enumerate(steps):
+        for key in np.unique(keys).tolist():
+            if step >= begin:
+                total, missed = total + 1, missed + (key not in held)
+        for key in draw.permutation(np.unique(keys)).tolist():
+            held[key] = None
+            held.move_to_end(key)
+        while len(held) > size:
+            held.popitem(last=False)
+    return missed / total
+
+
+@pytest.mark.parametrize("name", ["drift", "sessions", "scan"])
+def test_a_trace_says_what_a_real_cache_missed(name: str) -> None:
+    steps = list(TRACES[name](np.random.default_rng(3), STEPS, LOOKUPS))
+    sizes = np.array([3_000.0, 10_000.0, 25_000.0])
+    found = observed(_trace(steps), Eviction.LRU, sizes, STEPS // 2, STEPS)
+    for size, rate in zip(sizes, found.rates, strict=True):
+        assert rate == pytest.approx(_lru(steps, int(size), STEPS // 2), abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["zipf", "drift", "sessions", "visitors", "scan"])
+def test_the_second_half_is_predicted_from_the_first(name: str) -> None:
+    steps = list(TRACES[name](np.random.default_rng(5), 2 * STEPS, LOOKUPS))
+    keys = len(np.unique(np.concatenate(steps)))
+    sizes = np.array([0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0]) * keys
+    for most in (2_000_000, 60_000):
+        found = predicted(_trace(steps[:STEPS], most), Eviction.LRU, sizes, ahead=1.0, rows=1e12).rates
+        actual = simulated(steps, sizes, STEPS, Eviction.LRU)
+        assert found.tolist() == pytest.approx(actual.tolist(), abs=0.02 if most > 60_000 else 0.04)
+
+
+@pytest.mark.parametrize("name", ["zipf", "sessions", "visitors"])
+def test_lfu_counts_what_it_gave_up(name: str) -> None:
+    steps = list(TRACES[name](np.random.default_rng(5), 2 * STEPS, LOOKUPS))
+    keys = len(np.unique(np.concatenate(steps)))
+    sizes = np.array([0.02, 0.1, 0.25, 0.5, 1.0]) * keys
+    found = predicted(_trace(steps[:STEPS]), Eviction.LFU, sizes, ahead=1.0, rows=1e12).rates
+    assert found.tolist() == pytest.approx(simulated(steps, sizes, STEPS, Eviction.LFU).tolist(), abs=0.04)
+
+
+def test_ranks_make_one_trace_of_what_each_of_them_saw() -> None:
+    steps = list(TRACES["drift"](np.random.default_rng(2), 40, 4_000))
+    whole = _trace(steps)
+    parts = [_trace(steps, rank=rank, ranks=4) for rank in range(4)]
+    one = merge({"table": part} for part in parts)["table"]
+    assert (one.step.tolist(), one.key.tolist(), one.times.tolist()) == (
+        whole.step.tolist(),
+        whole.key.tolist(),
+        whole.times.tolist(),
+    )
+    assert (one.samples, one.lookups, one.steps) == (whole.samples, whole.lookups, whole.steps)
+
+
+def test_a_small_sample_knows_how_many_keys_a_step_has() -> None:
+    steps = list(TRACES["zipf"](np.random.default_rng(2), 120, LOOKUPS))
+    small = _trace(steps, most=10_000)
+    assert small.share < 0.2
+    assert len(small.step) <= 10_000
+    unique = np.mean([len(np.unique(step)) for step in steps])
+    found = observed(small, Eviction.LRU, np.array([1.0]), 0, 120).unique
+    assert found == pytest.approx(unique, rel=0.03)
+
+
+def test_steps_are_joined_as_if_they_had_been_larger() -> None:
+    steps = list(TRACES["sessions"](np.random.default_rng(2), 81, 1_000))
+    larger = [np.concatenate(steps[at : at + 4]) for at in range(0, 80, 4)]
+    joined, direct = _trace(steps).joined(4), _trace(larger)
+    assert (joined.steps, joined.samples, joined.lookups) == (20, 80_000, 80_000)
+    assert joined.key.tolist() == direct.key.tolist()
+    assert joined.times.tolist() == direct.times.tolist()
+
+
+def test_the_error_told_is_that_of_the_halves() -> None:
+    steady = list(TRACES["zipf"](np.random.default_rng(1), STEPS, LOOKUPS))
+    jump = steady[: STEPS // 2] + [step + 10_000_000 for step in steady[STEPS // 2 :]]
+    assert miss_curve(_trace(steady), 200_000).error < 0.04
+    assert miss_curve(_trace(jump), 20_000_000).error > 0.15
+
+
+def test_a_curve_is_one_for_the_planner() -> None:
+    trace = _trace(list(TRACES["zipf"](np.random.default_rng(1), STEPS, LOOKUPS)))
+    found = miss_curve(trace, 200_000)
+    assert found.access.cache_fractions[-1] == 1
+    assert list(found.access.miss_rates) == sorted(found.access.miss_rates, reverse=True)
+    assert found.access.miss_rates[0] > 0.95
+    assert 0.4 < found.access.unique_fraction < 0.8
+
+
+def test_a_file_holds_all_of_it_in_few_bytes() -> None:
+    steps = list(TRACES["drift"](np.random.default_rng(2), 200, LOOKUPS))
+    trace = _trace(steps, most=100_000)
+    content = dumps({"a": trace, "nothing": _trace([np.zeros(0, dtype=np.int64)] * 3)})
+    assert len(content) < 8 * len(trace.step) + 24 * 4096
+    back = loads(content)
+    assert list(back) == ["a", "nothing"]
+    for field in ("step", "key", "times"):
+        assert getattr(back["a"], field).tolist() == getattr(trace, field).tolist()
+    assert (back["a"].limit, back["a"].excess) == (trace.limit, trace.excess)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 nothing", b'{"tables": []}'])
+def test_other_files_are_refused(content: bytes) -> None:
+    with pytest.raises(InvalidInputError, match="KeyStatistics"):
+        loads(content)
+
+
+def test_a_damaged_file_is_refused() -> None:
+    content = bytearray(dumps({"a": _trace([np.arange(10)] * 3)}))
+    for at in range(0, len(content), 40):
+        broken = content.copy()
+        broken[at] ^= 0x55
+        try:
+            loads(bytes(broken))
+        except InvalidInputError:
+            continue
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="at least 8"):
+        miss_curve(_trace([np.arange(10)] * 3), 100)
+    with pytest.raises(InvalidInputError, match="max_references"):
+        KeySampler(["a", "b"], max_references=10)
