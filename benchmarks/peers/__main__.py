@@ -69,6 +69,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each rank")
     parser.add_argument("--quick", action="store_true", help="small cases only, for `decisions` and `planners`")
     parser.add_argument("--master-port", type=int, default=29521)
+    parser.add_argument("--raw", type=Path, help="where to keep what every rank of `shuffle` measured, case by case")
+    parser.add_argument("--from-raw", type=Path, help="`shuffle` runs nothing; figures from what --raw kept")
     parser.add_argument("--json", type=Path, help="where to write the results; other parts in it are kept")
     add_shuffle_flags(parser)
     return parser.parse_args()

@@ -22,8 +22,16 @@ MEGABYTE = 1 << 20
 
 def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Runs all cases; a row for each setting of each."""
+    recorded = json.loads(options.from_raw.read_text()) if options.from_raw else _record(options)
+    found = summarize(recorded, options.skip)
+    show(found, console)
+    return found
+
+
+def _record(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs the ranks; what they measured."""
     with tempfile.TemporaryDirectory() as folder:
-        raw = Path(folder) / "raw.json"
+        raw = (options.raw or Path(folder) / "raw.json").absolute()
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks),
             "--master-addr", "127.0.0.1", "--master-port", str(options.master_port),
@@ -36,10 +44,8 @@ def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             elif value is not None:
                 command += [f"--{flag.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": str(options.threads)})
-        recorded = json.loads(raw.read_text())
-    found = summarize(recorded, options.skip)
-    show(found, console)
-    return found
+        recorded: dict[str, Any] = json.loads(raw.read_text())
+    return recorded
 
 
 def summarize(recorded: dict[str, Any], skip: int) -> dict[str, Any]:
