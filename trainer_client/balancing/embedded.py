@@ -14,13 +14,12 @@ from evenkeel.partitioning.rounds import RankPlan, plan_round
 from evenkeel.partitioning.samples import RankSamples, RoundSamples
 from trainer_client.balancing.agreement import Mode, Reason, decide
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.casting import batch_votes
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import report_round
 from trainer_client.balancing.resume import check_resumed
 from trainer_client.balancing.tickets import Outcome, Ticket
-from trainer_client.balancing.votes import Vote
+from trainer_client.balancing.votes import Vote, batch_votes
 
 logger = logging.getLogger(__name__)
 

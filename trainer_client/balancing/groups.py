@@ -20,11 +20,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.slices import Slice
-from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.membership import Membership, Ranks, check_grid, read_membership
 from trainer_client.balancing.peers import PeerGroup
-from trainer_client.balancing.redistribution import Pending, start
 from trainer_client.balancing.votes import Vote
 from trainer_client.process_groups import all_gather, make_group
 
@@ -228,10 +225,6 @@ class Groups:
             pair=pair,
             peers=pair.peers,
         )
-
-    def start(self, flat: FlatBatch, piece: Slice, *, moved: bool, device: torch.device | str | None) -> Pending:
-        """Starts to move a batch's samples as its slice of the plan says; collective if samples are `moved` at all."""
-        return start(flat, piece, group=self.data if moved else None, device=device)
 
     def leave(self, rounds: int, moves: int) -> None:
         """Keeps the communicators for the next stream of these ranks. Nothing of theirs may be in flight on this rank.

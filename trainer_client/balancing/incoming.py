@@ -46,13 +46,15 @@ class Incoming:
 
     @property
     def cost(self) -> Cost:
-        """The cost of what comes out here."""
-        return self._cost.of
+        """The cost of what comes out here: the user's own, where batches are on the host."""
+        return self._cost.of if self._on_device else self._cost.function
 
     @property
     def memory(self) -> Cost | None:
         """The memory of what comes out here."""
-        return None if self._memory is None else self._memory.of
+        if self._memory is None:
+            return None
+        return self._memory.of if self._on_device else self._memory.function
 
     @property
     def place(self) -> Place:
@@ -102,7 +104,7 @@ class _Reader:
     """A cost, of batches on a device begun when they arrive and known when they are submitted."""
 
     def __init__(self, function: Cost) -> None:
-        self._function = function
+        self.function = function
         self._begun: deque[_Known] = deque()
         self._known: deque[tuple[FlatBatch, _Known]] = deque(maxlen=MAX_WINDOW)  # those of a window that fills
 
@@ -110,7 +112,7 @@ class _Reader:
         """Asks the function; what it gives on a device is to be copied."""
         known = _Known()
         try:
-            known.values = self._function(batch)
+            known.values = self.function(batch)
         except BatchError as error:  # lengths of the host are needed
             known.error = error
         self._begun.append(known)
@@ -129,11 +131,11 @@ class _Reader:
         """The values of a batch that has arrived, or of one on the host."""
         known = next((known for flat, known in self._known if flat is batch), None)
         if known is None:
-            return self._function(batch)
+            return self.function(batch)
         if known.error is None:
             return known.values
         try:
-            return self._function(batch)
+            return self.function(batch)
         except BatchError:
             raise
         except Exception as error:

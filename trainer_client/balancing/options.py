@@ -123,6 +123,11 @@ class BalanceOptions:
         return max(self.group_timeout, 2 * self.timeout)
 
     @property
+    def service_timeout_ms(self) -> int:
+        """How long the service may wait for a round: less than its ranks, so that its answer still arrives in time."""
+        return max(1, int(750 * self.timeout.total_seconds()))
+
+    @property
     def patience(self) -> float:
         """Seconds that a round may take at most: its wait for the service and up to three collectives."""
         return (self.timeout + 3 * self.collective_timeout).total_seconds()

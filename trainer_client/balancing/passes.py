@@ -10,19 +10,25 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
+import numpy as np
 import torch
 
 from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import ProgramOrderError
 from trainer_client.balancing.batches import FlatBatch, Schema
-from trainer_client.balancing.moving import Mover
-from trainer_client.balancing.redistribution import Pending
+from trainer_client.balancing.groups import Groups
+from trainer_client.balancing.redistribution import Pending, start
+from trainer_client.balancing.redistribution.copying import pick
+from trainer_client.balancing.report import Counters
 from trainer_client.balancing.resume import Resumed
-from trainer_client.balancing.tickets import Ticket
+from trainer_client.balancing.tickets import Outcome, Ticket
+from trainer_client.balancing.tracing import RoundTrace
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +44,7 @@ class Pass:
     Attributes:
         number: Counts the passes of the stream, on all ranks alike; None before the stream is open.
         over: The loop has seen its end, which came on all ranks in the same round.
+        mover: What starts its moves; None before the stream is open.
         by_hand: The loop is one of submissions by hand, not of an iterator.
         resumed: From where it goes on, until its first round; None: it begins at its beginning.
     """
@@ -45,7 +52,6 @@ class Pass:
     def __init__(
         self,
         name: str,
-        mover: Callable[[], Mover],
         tell: Callable[[Pass, bool], None],
         patience: float,
         *,
@@ -55,19 +61,18 @@ class Pass:
 
         Args:
             name: The stream's name.
-            mover: What starts moves, once the stream is open.
             tell: Tells the other ranks that this one has left, and whether it was out of turn.
             patience: Seconds that a round may take at most.
             by_hand: See the attribute.
         """
         self.number: int | None = None
         self.over = False
+        self.mover: Mover | None = None
         self.by_hand = by_hand
         self.resumed: Resumed | None = None
         self._name = name
-        # Both refer to the stream, and it to this pass: let go of at the end, so that a dropped stream is collected
+        # It refers to the stream, and that to this pass: let go of at the end, so that a dropped stream is collected
         # at once, and not when Python next looks for cycles.
-        self._mover: Callable[[], Mover] | None = mover
         self._tell: Callable[[Pass, bool], None] | None = tell
         self._patience = patience
         self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
@@ -92,17 +97,16 @@ class Pass:
             self._taken += 1
         return self._taken
 
-    def go_on(self, samples: RankSamples, window: int, schema: Schema) -> tuple[Resumed | None, RankSamples]:
-        """From where the pass goes on, where its first round is submitted, and the samples as `Resumed.meeting` says.
+    def go_on(self, samples: RankSamples, window: int, schema: Schema) -> tuple[Resumed, RankSamples]:
+        """From where a pass goes on whose first round is submitted, and the samples as `Resumed.meeting` says.
 
         Args:
             samples: The round's samples on this rank.
             window: Batches of a window.
             schema: Of the round's batches.
         """
-        if self.resumed is None:
-            return None, samples
         resumed, self.resumed = self.resumed, None
+        assert resumed is not None
         return resumed.meeting(samples, window, schema)
 
     def submitted(self, ticket: Ticket, device: torch.device | str | None) -> None:
@@ -120,7 +124,8 @@ class Pass:
 
     def start(self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None) -> Pending:
         """Starts the move that is next."""
-        self._device = self._moves_by.goes_to(flats, device)
+        assert self.mover is not None
+        self._device = self.mover.goes_to(flats, device)
         _ = self.taken  # lets go of batches that the loop has got
         pending = self._start(flats, ticket, device)
         self._moves.append(pending)
@@ -146,7 +151,8 @@ class Pass:
             return
         try:
             if self._device is None:
-                self._device = self._moves_by.goes_to(self._tickets[0].flats if self._tickets else (), None)
+                assert self.mover is not None
+                self._device = self.mover.goes_to(self._tickets[0].flats if self._tickets else (), None)
             since = _queued_by_now(self._device)
             threading.Thread(
                 target=self._drain, args=(since,), name=f"evenkeel-leave-{self._name}", daemon=True
@@ -177,7 +183,8 @@ class Pass:
         if ticket.started == len(batches):
             self._tickets.popleft()
             ticket.flats = ()
-        return self._moves_by.move(flats, ticket, device, batch)
+        assert self.mover is not None
+        return self.mover.move(flats, ticket, device, batch)
 
     def _drain(self, since: tuple[torch.device, torch.cuda.Event] | None) -> None:
         try:
@@ -201,14 +208,73 @@ class Pass:
             self._moves.clear()
             self._end()
 
-    @property
-    def _moves_by(self) -> Mover:
-        assert self._mover is not None
-        return self._mover()
-
     def _end(self) -> None:
-        self._mover = self._tell = None
+        self._tell = None
         self._drained.set()
+
+
+class Mover:
+    """Starts the moves of a stream; collective wherever samples move."""
+
+    def __init__(self, groups: Groups, counters: Counters, *, to_gpu: bool = False) -> None:
+        """Has started none yet.
+
+        Args:
+            groups: The ranks.
+            counters: What is counted.
+            to_gpu: Batches go to this rank's GPU where no device is named; the same on all ranks.
+        """
+        self._groups = groups
+        self._to_gpu = to_gpu
+        self._counters = counters
+        self._started = 0
+        self._ended = 0
+
+    @property
+    def rest(self) -> int | None:
+        """How many collective moves there were; None while one is in flight."""
+        return self._ended if self._ended == self._started else None
+
+    def move(
+        self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None, batch: int
+    ) -> Pending:
+        """Starts to move the samples of a batch.
+
+        Args:
+            flats: All batches of the round on this rank.
+            ticket: The round, agreed on.
+            device: Where the result shall be; None: where the batch is, or this rank's GPU.
+            batch: Which batch of the window.
+        """
+        if device is None and self._to_gpu:
+            device = _gpu_of(flats)
+        outcome = ticket.future.result()
+        moved = outcome.verdict.moved
+        if ticket.trace is not None:
+            ticket.trace.moving()
+        began = time.perf_counter()
+        self._started += moved
+        samples, piece = samples_of(outcome, flats, batch), outcome.plan.slices[batch]
+        pending = start(samples, piece, group=self._groups.data if moved else None, device=device)
+        self._counters.redistribution_seconds += time.perf_counter() - began
+        pending.then(partial(self._land, moved, ticket.trace))
+        return pending
+
+    def goes_to(self, flats: Sequence[FlatBatch], device: torch.device | str | None) -> torch.device | None:
+        """Where the result of a move is; None where the batch is, if nobody knows yet where that is."""
+        if device is None and self._to_gpu:
+            return _gpu_of(flats)
+        if device is None:
+            return next((flat.device for flat in flats if flat.device is not None), None)
+        where = torch.device(device)
+        if where == torch.device("cuda"):
+            return torch.device("cuda", torch.cuda.current_device())
+        return where
+
+    def _land(self, moved: bool, trace: RoundTrace | None) -> None:
+        self._ended += moved
+        if trace is not None:
+            trace.moved()
 
 
 def used_after(name: str) -> ProgramOrderError:
@@ -257,3 +323,28 @@ def _beside(since: tuple[torch.device, torch.cuda.Event] | None) -> Iterator[Non
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()  # only then may the batches' memory be used again
+
+
+def _gpu_of(flats: Sequence[FlatBatch]) -> torch.device:
+    found = next((flat.device for flat in flats if flat.num_samples), None)
+    if found is not None and found.type == "cuda":
+        return found
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def samples_of(outcome: Outcome, flats: Sequence[FlatBatch], batch: int) -> FlatBatch:
+    """This rank's samples that are trained in a batch of the window, whichever rank trains them."""
+    columns = outcome.plan.slices[batch].source_totals.shape[1]
+    if batch < len(flats) and not outcome.reports[batch].samples and flats[batch].num_jagged == columns:
+        return flats[batch]  # as it was loaded: no rank knows better
+    if outcome.plan.steps is None:
+        return flats[batch] if batch < len(flats) and flats[batch].num_samples else _nothing(outcome)
+    begins = np.cumsum([0, *(flat.num_samples for flat in flats)])
+    chosen = [np.flatnonzero(outcome.plan.steps[begins[i] : begins[i + 1]] == batch) for i in range(len(flats))]
+    some = [i for i, samples in enumerate(chosen) if samples.size]
+    return pick([flats[i] for i in some], [chosen[i] for i in some]) if some else _nothing(outcome)
+
+
+def _nothing(outcome: Outcome) -> FlatBatch:
+    assert outcome.template is not None
+    return outcome.template

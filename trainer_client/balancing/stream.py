@@ -15,19 +15,17 @@ from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import Reason, Verdict, out_of_turn
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.breaker import Breaker
-from trainer_client.balancing.casting import Leaving, send
 from trainer_client.balancing.dropped import Key, await_predecessors, drop, note_closed, note_open
 from trainer_client.balancing.embedded import decide_alone
 from trainer_client.balancing.groups import Groups
-from trainer_client.balancing.moving import Mover
 from trainer_client.balancing.opening import NoDataError, StreamConfig, meet
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.passes import Pass, used_after
+from trainer_client.balancing.passes import Mover, Pass, used_after
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters
-from trainer_client.balancing.telling import check_fields, tell_end, tell_unreadable
-from trainer_client.balancing.tickets import Cost, Outcome, Ticket, read_nothing, read_round
+from trainer_client.balancing.telling import tell_end, tell_unreadable
+from trainer_client.balancing.tickets import Cost, Leaving, Outcome, Ticket, read_nothing, read_round
 from trainer_client.balancing.tracing import RoundTrace, StreamTracer
 from trainer_client.balancing.worker import RoundWorker
 
@@ -95,7 +93,7 @@ class BatchStream:
             if not before.settle(self._options.patience):
                 raise TimeoutError(f"{self._config.loader}: the loop before has not ended on all ranks")
             self._unopened += before.number is None and not before.over
-        self._pass = Pass(self._config.loader, self._moves, self._tell_left, self._options.patience, by_hand=by_hand)
+        self._pass = Pass(self._config.loader, self._tell_left, self._options.patience, by_hand=by_hand)
         if self._worker is not None:
             self._enter(self._pass)
         return self._pass
@@ -180,10 +178,11 @@ class BatchStream:
         if not 1 <= len(flats) <= (window := self._options.window):
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
         assert self._groups is not None and self._template is not None  # noqa: PT018
-        check_fields(self._config.loader, flats, self._template, served=self._connection is not None)
-        # sums over all ranks and batches stay exact
-        shares, capped = self._groups.world_size * window, self._options.memory_caps is not None
-        samples, problem = read_round(batches, flats, cost=cost, memory=memory, capped=capped, shares=shares)
+        samples, problem = read_round(
+            self._config.loader, batches, flats, began=None if self._connection is None else self._template,
+            cost=cost, memory=memory, capped=self._options.memory_caps is not None,
+            shares=self._groups.world_size * window,  # sums over all ranks and batches stay exact
+        )  # fmt: skip
         self._cost_dtype = samples.costs.dtype
         return flats, self._enqueue(
             flats, samples, problem, exhausted=False, drop_last=drop_last, trace=trace, device=device
@@ -290,10 +289,6 @@ class BatchStream:
             logger.debug("%s: the last loop: %s", self._config.loader, error)
             return False
 
-    def _moves(self) -> Mover:
-        assert self._mover is not None
-        return self._mover
-
     def _enter(self, one: Pass) -> None:
         """Numbers a pass, on all ranks alike."""
         assert self._groups is not None
@@ -305,7 +300,7 @@ class BatchStream:
                 self._worker.put(Leaving(pass_number=number, taken=0, out_of_turn=False))
             self._last_pass, self._unopened = max(self._last_pass, self._unopened - 1), 0
             one.number, self._next_round = self._worker.turns.enter(self._last_pass)
-        self._last_pass = one.number
+        self._last_pass, one.mover = one.number, self._mover
 
     def _tell_left(self, one: Pass, out_of_turn: bool) -> None:
         if self._worker is not None and self._groups is not None and self._groups.world_size > 1:
@@ -366,8 +361,10 @@ class BatchStream:
         assert self._groups is not None and self._worker is not None  # noqa: PT018
         number, self._next_round = self._next_round, self._next_round + 1
         schema = next((flat for flat in flats if flat.num_samples), flats[0]).schema
-        resumed, samples = current.go_on(samples, self._options.window, schema)
-        asked = samples.given is None and self._worker.asks(number, current.number)
+        resumed = None
+        if current.resumed is not None:  # the first round after a state was loaded
+            resumed, samples = current.go_on(samples, self._options.window, schema)
+        asked = samples.given is None and self._worker.turns.asks(number, current.number)
         ticket = Ticket(
             round=number,
             pass_number=current.number,
@@ -387,7 +384,10 @@ class BatchStream:
         )
         if asked:
             assert self._connection is not None
-            send(self._connection, ticket, self._options)
+            self._connection.submit(
+                number, samples, exhausted=exhausted, timeout_ms=self._options.service_timeout_ms,
+                traceparent="" if trace is None else trace.traceparent,
+            )  # fmt: skip
         if trace is not None:
             trace.submitted()
         if self._groups.world_size == 1:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer_client.balancing.agreement import SchemaMismatchError, Verdict
-from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.batches.structure import remedy
 from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.groups import Groups
@@ -220,29 +219,3 @@ def raise_mismatch(schemas: Sequence[tuple[str, ...] | None]) -> NoReturn:
     raise SchemaMismatchError(
         f"batches changed their fields or dtypes between rounds, and not on all ranks alike; {NAMES}"
     )
-
-
-def check_fields(name: str, flats: Sequence[FlatBatch], template: FlatBatch, *, served: bool) -> None:
-    """Checks what one rank's batches must have in common; what all ranks' must, they check when they agree.
-
-    Args:
-        name: The loader's name.
-        flats: The batches of a round.
-        template: What the stream began with.
-        served: Whether a service reads their lengths, of as many fields as at the beginning.
-
-    Raises:
-        ValueError: If they differ.
-    """
-    first = next((flat for flat in flats if flat.num_samples), flats[0])
-    for flat in flats:
-        if flat.num_samples and flat.schema is not first.schema and flat.schema.hash != first.schema.hash:
-            raise ValueError(
-                "batches of one window differ, so that their samples cannot change places: "
-                f"{first.schema.diff(flat.schema, own='one', others='another')}; use window=1, or pad them alike"
-            )
-    if served and first.num_jagged != template.num_jagged:
-        raise ValueError(
-            f"{name!r} began with batches of other fields: "
-            f"{template.schema.diff(first.schema, own='the first', others='this one')}; {NAMES}"
-        )

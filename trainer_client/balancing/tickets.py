@@ -20,6 +20,7 @@ from trainer_client.balancing.batches import FlatBatch, Schema
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.report import RoundReport
 from trainer_client.balancing.resume import Resumed
+from trainer_client.balancing.telling import NAMES
 from trainer_client.balancing.tracing import RoundTrace
 
 Cost = Callable[[Any], Any]
@@ -128,6 +129,21 @@ class Ticket:
                 self.trace.part("exposed wait", since)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """This rank has left its loop.
+
+    Attributes:
+        pass_number: The pass.
+        taken: Batches that the loop had got.
+        out_of_turn: It took them in another order than it submitted them.
+    """
+
+    pass_number: int
+    taken: int
+    out_of_turn: bool
+
+
 def nothing_to_do() -> Ticket:
     """The ticket of a loop that is over before it has begun, as no rank has had any batch."""
     nothing = RankSamples(costs=np.zeros(0, np.int64), lengths=np.zeros((0, 0), np.int64), sizes=np.zeros(0, np.int64))
@@ -203,9 +219,11 @@ def read_costs(
 
 
 def read_round(
+    name: str,
     batches: Sequence[Any],
     flats: Sequence[FlatBatch],
     *,
+    began: FlatBatch | None,
     cost: Cost,
     memory: Cost | None,
     capped: bool,
@@ -213,17 +231,22 @@ def read_round(
 ) -> tuple[RankSamples, str]:
     """What a rank knows of its own samples of a round, and why its costs cannot be used (empty: they can).
 
+    What all ranks' batches must have in common, the ranks check when they agree.
+
     Args:
+        name: The loader's name.
         batches: The batches, on the host.
         flats: The same, flattened.
+        began: What the stream began with, where a service reads the lengths of as many fields; None: none does.
         cost: From a batch to the predicted work of each sample.
         memory: From a batch to what each sample adds to the memory caps; None: its bytes.
         capped: Whether there are memory caps.
         shares: Ranks times batches among which the sum of all costs is shared.
 
     Raises:
-        ValueError: If there is not one number for each sample.
+        ValueError: If there is not one number for each sample, or the batches' fields differ.
     """
+    _check_fields(name, flats, began)
     costs, memories, problem = [], [], ""
     for batch, flat in zip(batches, flats, strict=True):
         values, its_problem = read_costs(cost(batch), flat.num_samples, world_size=shares)
@@ -245,6 +268,21 @@ def read_round(
         batch_sizes=tuple(flat.num_samples for flat in flats),
     )
     return samples, problem
+
+
+def _check_fields(name: str, flats: Sequence[FlatBatch], began: FlatBatch | None) -> None:
+    first = next((flat for flat in flats if flat.num_samples), flats[0])
+    for flat in flats:
+        if flat.num_samples and flat.schema is not first.schema and flat.schema.hash != first.schema.hash:
+            raise ValueError(
+                "batches of one window differ, so that their samples cannot change places: "
+                f"{first.schema.diff(flat.schema, own='one', others='another')}; use window=1, or pad them alike"
+            )
+    if began is not None and first.num_jagged != began.num_jagged:
+        raise ValueError(
+            f"{name!r} began with batches of other fields: "
+            f"{began.schema.diff(first.schema, own='the first', others='this one')}; {NAMES}"
+        )
 
 
 def read_nothing(template: FlatBatch, cost_dtype: np.dtype[Any], *, capped: bool) -> RankSamples:

@@ -23,13 +23,14 @@ class Turns:
         last_end: By which the latest pass ended.
     """
 
-    def __init__(self, name: str, *, depth: int, patience: float) -> None:
+    def __init__(self, name: str, *, depth: int, patience: float, has_service: bool) -> None:
         """Begins with pass 0.
 
         Args:
             name: Of the loader, for messages.
             depth: Rounds that a rank may submit ahead of their agreement.
             patience: Seconds that a round may take at most.
+            has_service: This rank speaks to a service.
         """
         self.pass_number = 0
         self.round = 0
@@ -38,6 +39,7 @@ class Turns:
         self._name = name
         self._depth = depth
         self._patience = patience
+        self._has_service = has_service
         self._asks = dict.fromkeys(range(depth), True)  # of rounds that are not agreed on, as far as known
         self._failure: BaseException | None = None
         self._moved = threading.Condition()
@@ -71,6 +73,8 @@ class Turns:
             BaseException: If an agreement has failed; its own error.
             TimeoutError: If the other ranks do not get there.
         """
+        if not self._has_service:
+            return False
         with self._moved:
             self._wait(
                 lambda: round_number in self._asks or self.pass_number > pass_number,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.samples import Lengths
+from evenkeel.partitioning.samples import Lengths, RankSamples
 from evenkeel.partitioning.slices import Slice
+
+if TYPE_CHECKING:  # they know of votes
+    from trainer_client.balancing.batches import Schema
+    from trainer_client.balancing.service import ServiceDecision
+    from trainer_client.balancing.tickets import Leaving, Ticket
 
 _MASK = (1 << 64) - 1
 _RANK_BITS = 20  # of a rank's number in a checksum; the batch of a window stands above
@@ -150,6 +157,84 @@ class Vote:
 _LAYOUT = struct.Struct("<Q4I6QddQQ")
 _BATCH = struct.Struct("<QQdd")
 VOTE_BYTES = _LAYOUT.size
+
+
+def vote_on(ticket: Ticket, decision: ServiceDecision | None, *, window: int, ready: bool, schema: Schema) -> Vote:
+    """The vote on a submitted round.
+
+    Args:
+        ticket: The round.
+        decision: What this rank holds of the service's decision.
+        window: Batches of a round.
+        ready: This rank's stream to the service is joined.
+        schema: Of its batches, or what a rank without samples takes them to be.
+    """
+    held, checksum = Held.NOTHING, 0
+    received = [0] * window
+    if decision is not None:
+        plan = decision.plan
+        if plan is not None:
+            held = Held.BALANCED
+            for batch, piece in enumerate(plan.slices):
+                checksum += transfer_checksum(piece, plan.sent_in(ticket.samples, batch), batch)
+                received[batch] = int(piece.source_counts.sum())
+            checksum &= _MASK
+        else:
+            held = Held.IDENTITY if decision.final else Held.UNDECIDED
+    costs = ticket.samples.costs
+    return Vote(
+        round=ticket.round,
+        pass_number=ticket.pass_number,
+        held=held,
+        instance=decision.instance if decision else 0,
+        digest=decision.digest if decision else 0,
+        moved=decision.moved_samples if decision else 0,
+        checksum=checksum,
+        samples=len(costs),
+        exhausted=ticket.exhausted,
+        drop_last=ticket.drop_last,
+        asked=ticket.asked,
+        ready=ready,
+        costs_valid=not ticket.problem,
+        costs_float=costs.dtype == np.float64,
+        schema=int.from_bytes(schema.hash[:8], "little"),
+        load=float(costs.sum()),
+        heaviest=float(costs.max(initial=0)),
+        resumed=0 if ticket.resumed is None else ticket.resumed.token,
+        num_batches=len(ticket.samples.batch_sizes),
+        batches=batch_votes(ticket.samples, received),
+    )
+
+
+def vote_to_leave(leaving: Leaving, round_number: int, *, window: int, ready: bool) -> Vote:
+    """The vote of a rank that has left its loop on the first round that it did not submit."""
+    return Vote(
+        round=round_number,
+        pass_number=leaving.pass_number,
+        left=True,
+        out_of_turn=leaving.out_of_turn,
+        taken=leaving.taken,
+        ready=ready,
+        batches=(BatchVote(),) * window if window > 1 else (),
+    )
+
+
+def batch_votes(samples: RankSamples, received: Sequence[int]) -> tuple[BatchVote, ...]:
+    """The part of a vote that is about each batch of a window; empty without windows.
+
+    Args:
+        samples: This rank's.
+        received: Per batch of the window, how many samples this rank would train.
+    """
+    if len(received) == 1:
+        return ()
+    votes = []
+    for batch, count in enumerate(received):
+        costs = samples.costs[samples.in_batch(batch)]
+        votes.append(
+            BatchVote(samples=len(costs), received=count, load=float(costs.sum()), heaviest=float(costs.max(initial=0)))
+        )
+    return tuple(votes)
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

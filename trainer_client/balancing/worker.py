@@ -29,7 +29,6 @@ from trainer_client.balancing.agreement import (
 )
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.breaker import Breaker
-from trainer_client.balancing.casting import Leaving, send_nothing, vote_on, vote_to_leave
 from trainer_client.balancing.embedded import balance_embedded
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.half_windows import HalfWindow
@@ -39,9 +38,9 @@ from trainer_client.balancing.peers import PeersDifferError, Twin
 from trainer_client.balancing.report import Counters, report_round
 from trainer_client.balancing.resume import raise_differing, tokens_differ
 from trainer_client.balancing.telling import Causes, raise_mismatch, tell_breaker, tell_dropped
-from trainer_client.balancing.tickets import Outcome, Ticket
+from trainer_client.balancing.tickets import Leaving, Outcome, Ticket, read_nothing
 from trainer_client.balancing.turns import Turns
-from trainer_client.balancing.votes import Vote
+from trainer_client.balancing.votes import Vote, vote_on, vote_to_leave
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
     from trainer_client.balancing.service import Connection
@@ -77,7 +76,8 @@ class RoundWorker:
         self._connection = connection
         self._balance = balance
         self._nodes = nodes
-        self.turns = Turns(name, depth=options.depth, patience=options.patience)
+        has_service = connection is not None
+        self.turns = Turns(name, depth=options.depth, patience=options.patience, has_service=has_service)
         self._warned_costs = False
         self._without_plan = 0  # rounds that no rank found a plan for
         self._kernels = kernels
@@ -87,12 +87,6 @@ class RoundWorker:
         self._items: SimpleQueue[Ticket | Leaving | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.counters = counters
-
-    def asks(self, round_number: int, pass_number: int) -> bool:
-        """Whether a round asks the service; see `Turns.asks`."""
-        if self._connection is None or not self._balance or self._groups.world_size == 1:
-            return False
-        return self.turns.asks(round_number, pass_number)
 
     def put(self, item: Ticket | Leaving) -> None:
         """Queues the next round, or that there is none on this rank."""
@@ -177,7 +171,9 @@ class RoundWorker:
         """Says that this rank has left, which ends the pass on all ranks."""
         if self._connection is not None and self.turns.asks_now() and not submitted:
             # The others need not wait for this rank at the service; they learn that it has left when they agree.
-            send_nothing(self._connection, self.turns.round, self._template, self._options)
+            options = self._options
+            nothing = read_nothing(self._template, np.dtype(np.int64), capped=options.memory_caps is not None)
+            self._connection.submit(self.turns.round, nothing, exhausted=True, timeout_ms=options.service_timeout_ms)
         votes = self._gather(vote_to_leave(leaving, self.turns.round, window=self._options.window, ready=self._ready))
         verdict = self._decide(votes, waited=False)
         self._advance(votes, verdict, waited=False)

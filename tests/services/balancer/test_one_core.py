@@ -19,11 +19,16 @@ from services.balancer.encoding import answer_bytes
 from services.balancer.limits import Limits
 from services.balancer.submissions import Submission, Terms
 from services.balancer.validation import read_submission
-from trainer_client.balancing.casting import batch_votes
 from trainer_client.balancing.embedded import balance_embedded
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.service.messages import read_decision, submit_request
-from trainer_client.balancing.votes import Vote, batches_keep_their_sizes, checksums_cancel, transfer_checksum
+from trainer_client.balancing.votes import (
+    Vote,
+    batch_votes,
+    batches_keep_their_sizes,
+    checksums_cancel,
+    transfer_checksum,
+)
 
 
 class Gathered:
