@@ -31,6 +31,11 @@ class Reason(IntEnum):
     TOO_COSTLY = 9  # no search for a round of this size ends in time
     QUARANTINED = 10  # earlier rounds of the session ended their processes: it gets no plans for a while
 
+    @property
+    def label(self) -> str:
+        """As metrics and statistics spell it."""
+        return self.name.lower()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFailure:

@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.answers import error_message
 from services.balancer.effects import Answer
-from services.balancer.encoding import answer_bytes, group_bytes, response_bytes
+from services.balancer.encoding import answer_bytes, error_message, group_bytes, response_bytes
 from services.balancer.refusals import Refusal
 from services.balancer.shares import Holder
 

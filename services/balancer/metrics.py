@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.balancer.answers import reason_name
 from services.balancer.decisions import Reason
 from services.balancer.effects import Decided
 from services.balancer.shares import Shares
@@ -136,7 +135,7 @@ class Metrics:
         """A round was decided."""
         job = self._label(event.session.key.job, event.caller)
         decision = event.decision
-        self._rounds.labels(job, decision.outcome.name.lower(), reason_name(decision.reason)).inc()
+        self._rounds.labels(job, decision.outcome.name.lower(), decision.reason.label).inc()
         self._wait.labels(job).observe(event.waited)
         self._late.labels(job).inc(len(decision.missing_ranks))
         if decision.plan is None:
@@ -161,7 +160,7 @@ class Metrics:
 
     def refused_partition(self, reason: Reason) -> None:
         """A complete round gets no plan because of how it would have been computed."""
-        self._unplanned.labels(reason_name(reason)).inc()
+        self._unplanned.labels(reason.label).inc()
 
     def made_cheaper(self) -> None:
         """A round got the cheapest search."""

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.balancer.access import Guard, denied
-from services.balancer.answers import error_message, limits_message, statistics_message
+from services.balancer.encoding import error_message, limits_message, statistics_message
 from services.balancer.hub import Hub, Member
 from services.balancer.loop_turns import LoopTurns
 from services.balancer.mailboxes import CallMailbox

@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.access import Guard
-from services.balancer.answers import error_message
 from services.balancer.effects import Answer
+from services.balancer.encoding import error_message
 from services.balancer.hub import Hub, Member
 from services.balancer.loop_turns import LoopTurns
 from services.balancer.mailboxes import StreamMailbox

@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING
 
 from evenkeel.tracing_guard import harmless
-from services.balancer.answers import reason_name
 from services.balancer.effects import Decided
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only when tracing is on
@@ -52,7 +51,7 @@ class RoundTracer:
             "evenkeel.run": f"{event.session.run_id}:{event.session.restart_count}", "evenkeel.step": event.round,
         }  # fmt: skip
         outcome: dict[str, str | int | float] = {
-            "evenkeel.outcome": decision.outcome.name.lower(), "evenkeel.reason": reason_name(decision.reason),
+            "evenkeel.outcome": decision.outcome.name.lower(), "evenkeel.reason": decision.reason.label,
             "evenkeel.missing_ranks": len(decision.missing_ranks),
         }  # fmt: skip
         if decision.plan is not None:

@@ -11,10 +11,9 @@ from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.answers import error_message
 from services.balancer.decisions import Decision, Reason, balanced, identity
 from services.balancer.effects import PlanInput
-from services.balancer.encoding import answer_bytes, group_bytes, response_bytes
+from services.balancer.encoding import answer_bytes, error_message, group_bytes, response_bytes
 from services.balancer.refusals import Code, Refusal
 from services.balancer.submissions import Submission
 
