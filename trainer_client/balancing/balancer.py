@@ -281,7 +281,7 @@ class Balancer:
             stream.end(outcome.verdict, ticket)
             return None
         flats = ticket.flats if batch is None else (flatten(batch, spec, lengths=np.asarray(ticket.samples.lengths)),)
-        return stream.start(flats, ticket, device).wait().unflatten(spec)
+        return stream.start(flats, ticket, outcome, device).wait().unflatten(spec)
 
     def leave(self, *, loader: str = "train") -> None:
         """Leaves a loop of submissions before its end, or ends one that may be followed by another.

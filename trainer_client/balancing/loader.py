@@ -31,7 +31,7 @@ from trainer_client.balancing.resume import (
     state_for,
 )
 from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.tickets import Cost, Ticket
+from trainer_client.balancing.tickets import Cost, Outcome, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -256,6 +256,7 @@ class BalancedLoader(Generic[B]):
         collected: list[Any] = []  # for the next window
         here = self._handed[-1].source  # where the next window begins
         window: Window | None = None  # the one that is being trained
+        outcome: Outcome | None = None  # of its round
         moving: tuple[Pending, RoundReport, Position] | None = None
         batches = self._handed[-1].batches  # whose moves have begun
         has_data = True
@@ -290,9 +291,9 @@ class BalancedLoader(Generic[B]):
                         window.batches.extend(outcome.batches)
                         left = window.left
                         continue
-                    assert window is not None
+                    assert window is not None and outcome is not None  # noqa: PT018
                     batches += 1
-                    upcoming = self._start_next(stream, window, batches)
+                    upcoming = self._start_next(stream, window, outcome, batches)
                     left = window.left
                 if moving is not None:
                     yield self._finish(stream, moving, None if upcoming is None else window)
@@ -348,10 +349,11 @@ class BalancedLoader(Generic[B]):
             drop_last=self._drop_last,
         )[1]  # fmt: skip
 
-    def _start_next(self, stream: BatchStream, window: Window, batches: int) -> tuple[Pending, RoundReport, Position]:
+    def _start_next(
+        self, stream: BatchStream, window: Window, outcome: Outcome, batches: int
+    ) -> tuple[Pending, RoundReport, Position]:
         batch = window.batches.popleft()
-        pending = stream.start(window.flats, window.ticket, self._device, batch=batch)
-        outcome = stream.outcome(window.ticket)
+        pending = stream.start(window.flats, window.ticket, outcome, self._device, batch=batch)
         position = Position(source=window.end, batches=batches)
         if window.left:
             half = partial(window.half, outcome, tuple(window.batches), stream.options.window)

@@ -115,19 +115,20 @@ class Pass:
         if device is not None:
             self._device = device
 
-    def in_turn(self, ticket: Ticket, batch: int) -> bool:
+    def in_turn(self, ticket: Ticket, outcome: Outcome, batch: int) -> bool:
         """Whether a batch of a round is the next to move."""
         while self._tickets and self._tickets[0] is not ticket and _is_empty(self._tickets[0]):
             self._tickets.popleft()
-        batches = ticket.future.result().batches
-        return bool(self._tickets) and self._tickets[0] is ticket and batches[ticket.started] == batch
+        return bool(self._tickets) and self._tickets[0] is ticket and outcome.batches[ticket.started] == batch
 
-    def start(self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None) -> Pending:
+    def start(
+        self, flats: Sequence[FlatBatch], ticket: Ticket, outcome: Outcome, device: torch.device | str | None
+    ) -> Pending:
         """Starts the move that is next."""
         assert self.mover is not None
         self._device = self.mover.goes_to(flats, device)
         _ = self.taken  # lets go of batches that the loop has got
-        pending = self._start(flats, ticket, device)
+        pending = self._start(flats, ticket, outcome, device)
         self._moves.append(pending)
         return pending
 
@@ -176,15 +177,17 @@ class Pass:
 
     # ------------------------------------------------------------------ what the loop has left
 
-    def _start(self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None) -> Pending:
-        batches = ticket.future.result().batches
+    def _start(
+        self, flats: Sequence[FlatBatch], ticket: Ticket, outcome: Outcome, device: torch.device | str | None
+    ) -> Pending:
+        batches = outcome.batches
         batch = batches[ticket.started]
         ticket.started += 1
         if ticket.started == len(batches):
             self._tickets.popleft()
             ticket.flats = ()
         assert self.mover is not None
-        return self.mover.move(flats, ticket, device, batch)
+        return self.mover.move(flats, outcome, batch, device, ticket.trace)
 
     def _drain(self, since: tuple[torch.device, torch.cuda.Event] | None) -> None:
         try:
@@ -199,7 +202,7 @@ class Pass:
                     if not outcome.verdict.moved:
                         self._tickets.popleft()
                         continue
-                    self._start(ticket.flats, ticket, self._device).wait()
+                    self._start(ticket.flats, ticket, outcome, self._device).wait()
         except BaseException as error:
             logger.debug("%s: the last moves of a loop that was left: %s", self._name, error)
             self._failure = error
@@ -236,28 +239,33 @@ class Mover:
         return self._ended if self._ended == self._started else None
 
     def move(
-        self, flats: Sequence[FlatBatch], ticket: Ticket, device: torch.device | str | None, batch: int
+        self,
+        flats: Sequence[FlatBatch],
+        outcome: Outcome,
+        batch: int,
+        device: torch.device | str | None,
+        trace: RoundTrace | None,
     ) -> Pending:
         """Starts to move the samples of a batch.
 
         Args:
             flats: All batches of the round on this rank.
-            ticket: The round, agreed on.
-            device: Where the result shall be; None: where the batch is, or this rank's GPU.
+            outcome: What all ranks agreed on.
             batch: Which batch of the window.
+            device: Where the result shall be; None: where the batch is, or this rank's GPU.
+            trace: The round's spans; None when it is not traced.
         """
         if device is None and self._to_gpu:
             device = _gpu_of(flats)
-        outcome = ticket.future.result()
         moved = outcome.verdict.moved
-        if ticket.trace is not None:
-            ticket.trace.moving()
+        if trace is not None:
+            trace.moving()
         began = time.perf_counter()
         self._started += moved
         samples, piece = samples_of(outcome, flats, batch), outcome.plan.slices[batch]
         pending = start(samples, piece, group=self._groups.data if moved else None, device=device)
         self._counters.redistribution_seconds += time.perf_counter() - began
-        pending.then(partial(self._land, moved, ticket.trace))
+        pending.then(partial(self._land, moved, trace))
         return pending
 
     def goes_to(self, flats: Sequence[FlatBatch], device: torch.device | str | None) -> torch.device | None:

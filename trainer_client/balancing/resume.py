@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from evenkeel.partitioning.samples import RankSamples
-from trainer_client.balancing.half_windows import HalfWindow
 from trainer_client.balancing.places import GlobalSampler, Place, sampler_of
+from trainer_client.balancing.positions import HalfWindow
 
 if TYPE_CHECKING:
     from trainer_client.balancing.batches.structure import Schema

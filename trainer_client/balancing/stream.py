@@ -208,34 +208,36 @@ class BatchStream:
         self,
         flat: FlatBatch | Sequence[FlatBatch],
         ticket: Ticket,
+        outcome: Outcome,
         device: torch.device | str | None = None,
         *,
         batch: int = 0,
     ) -> Pending:
-        """Waits for the agreement on a round and starts to move its samples.
+        """Starts to move the samples of a round as all ranks have agreed.
 
         Args:
             flat: The flattened batch, or all flattened batches of the window.
             ticket: What `submit_window` returned for it.
+            outcome: What `outcome` gave for it.
             device: Where the result shall be; default: where the batch is.
             batch: Which batch of the window, 0 to `len(outcome.reports)` - 1; each once, in order, on all ranks.
 
         Returns:
             The move in flight; its `wait()` gives the batch that this rank trains, sorted by (home, index at home).
         """
-        if self.outcome(ticket).ended:
+        if outcome.ended:
             raise RuntimeError(f"the loop over {self._config.loader!r} has ended on all ranks; nothing moves any more")
         current = self._pass
         if current is None or current.left or ticket.pass_number != current.number:
             raise used_after(self._config.loader)
-        if not current.in_turn(ticket, batch):
+        if not current.in_turn(ticket, outcome, batch):
             current.leave(out_of_turn=True)
             assert self._groups is not None
             raise out_of_turn(self._groups.rank)
         flats = [flat] if isinstance(flat, FlatBatch) else flat
         for one in flats:
             one.check_unchanged()
-        return current.start(flats, ticket, device)
+        return current.start(flats, ticket, outcome, device)
 
     def outcome(self, ticket: Ticket) -> Outcome:
         """What all ranks agreed on; waits for it.
@@ -365,23 +367,14 @@ class BatchStream:
         if current.resumed is not None:  # the first round after a state was loaded
             resumed, samples = current.go_on(samples, self._options.window, schema)
         asked = samples.given is None and self._worker.turns.asks(number, current.number)
+        twin = None
+        if self._groups.peers is not None:
+            twin = Twin.of(number, flats, samples.lengths, exhausted=exhausted, values=number == 0)
         ticket = Ticket(
-            round=number,
-            pass_number=current.number,
-            samples=samples,
-            flats=flats,
-            schema=schema,
-            exhausted=exhausted,
-            drop_last=drop_last,
-            problem=problem,
-            asked=asked,
+            round=number, pass_number=current.number, samples=samples, flats=flats, schema=schema, exhausted=exhausted,
+            drop_last=drop_last, problem=problem, asked=asked, twin=twin, resumed=resumed, trace=trace,
             deadline=time.monotonic() + self._options.timeout.total_seconds(),
-            resumed=resumed,
-            twin=None
-            if self._groups.peers is None
-            else Twin.of(number, flats, samples.lengths, exhausted=exhausted, values=number == 0),
-            trace=trace,
-        )
+        )  # fmt: skip
         if asked:
             assert self._connection is not None
             self._connection.submit(

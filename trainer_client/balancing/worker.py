@@ -30,10 +30,10 @@ from trainer_client.balancing.agreement import (
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.embedded import balance_embedded
 from trainer_client.balancing.groups import Groups
-from trainer_client.balancing.half_windows import HalfWindow
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.peers import PeersDifferError, Twin
+from trainer_client.balancing.positions import HalfWindow
 from trainer_client.balancing.report import Counters, report_round
 from trainer_client.balancing.resume import raise_differing, tokens_differ
 from trainer_client.balancing.telling import Causes, raise_mismatch, tell_breaker, tell_dropped

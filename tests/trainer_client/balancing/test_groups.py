@@ -84,7 +84,7 @@ def abandon_a_move(rank: int) -> Any:
     batch = {"id": torch.arange(4) + 4 * rank}
     stream = balancer.stream()
     (flat,), ticket = stream.submit_window([batch], cost=costs)
-    pending = stream.start(flat, ticket)
+    pending = stream.start(flat, ticket, stream.outcome(ticket))
     if rank == 0:
         pending.wait()
     balancer.close()

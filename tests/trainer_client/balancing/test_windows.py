@@ -121,8 +121,9 @@ def _submits_by_hand(rank: int) -> list[list[int]]:
     with Balancer.embedded(options=options(window=4)) as balancer:
         stream = balancer.stream()
         flats, ticket = stream.submit_window(batches, cost=lambda batch: batch["count"], spec=SPEC)
-        for index in range(len(stream.outcome(ticket).reports)):
-            moved = stream.start(flats, ticket, batch=index).wait().unflatten()
+        outcome = stream.outcome(ticket)
+        for index in range(len(outcome.reports)):
+            moved = stream.start(flats, ticket, outcome, batch=index).wait().unflatten()
             trained.append(moved["id"].tolist())
         moved = balancer.redistribute(
             batches[0], balancer.submit(batches[0], cost=lambda batch: batch["count"], spec=SPEC), spec=SPEC
