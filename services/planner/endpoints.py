@@ -16,7 +16,7 @@ from services.planner.problems import MEDIA_TYPE, FieldProblem, ProblemDocument,
 from services.planner.requests import CompareRequest, HitRates, HitRatesRequest, PlanAnswer, WhatIfRequest
 from services.planner.settings import Settings
 from services.planner.solving import ClientGoneError, Solvers
-from services.planner.work import Job
+from services.planner.worker import Job
 
 _READ_AS_JSON = ("", "application/json", "application/x-www-form-urlencoded", "text/json")
 

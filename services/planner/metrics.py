@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 import evenkeel
 from evenkeel.placement import Status
 from services.operations.process import EventLoopLag, add_process_metrics
-from services.planner.work import Facts
+from services.planner.worker import Facts
 
 _GAPS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3)
 _BUCKETS = (0.00025, 0.001, 0.0025, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0, 30.0, 60.0)

@@ -25,8 +25,7 @@ from services.planner import worker
 from services.planner.metrics import Metrics
 from services.planner.problems import FieldProblem, ServiceError
 from services.planner.settings import Settings
-from services.planner.work import Facts, Job
-from services.planner.worker import FRAME, SECONDS, frame
+from services.planner.worker import FRAME, SECONDS, Facts, Job, frame
 
 log = structlog.get_logger(__name__)
 
