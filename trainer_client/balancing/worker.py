@@ -259,7 +259,8 @@ class RoundWorker:
         resumed = ticket.resumed
         verdict = self._decide(votes, waited=waited, half=None if resumed is None else resumed.half)
         if verdict.reason is not Reason.LEFT:
-            if tokens_differ([vote.resumed for vote in votes]):
+            # Only the first round of a pass that goes on from a state has tokens.
+            if any(vote.resumed for vote in votes) and tokens_differ([vote.resumed for vote in votes]):
                 raise_differing(self._name, self._groups.gather_objects(resumed))
             if any(vote.peers_differ for vote in votes):
                 raise PeersDifferError(next(filter(None, self._groups.gather_objects(differ))))
