@@ -47,14 +47,14 @@ class Incoming:
     @property
     def cost(self) -> Cost:
         """The cost of what comes out here: the user's own, where batches are on the host."""
-        return self._cost.of if self._on_device else self._cost.function
+        return self._cost.function if self._on_device is False else self._cost.of
 
     @property
     def memory(self) -> Cost | None:
         """The memory of what comes out here."""
         if self._memory is None:
             return None
-        return self._memory.of if self._on_device else self._memory.function
+        return self._memory.function if self._on_device is False else self._memory.of
 
     @property
     def place(self) -> Place:
