@@ -1,4 +1,4 @@
-"""Who may ask an HTTP service, and how often: an ASGI middleware. Health addresses need no token."""
+"""Who may ask an HTTP service, and how often: an ASGI middleware. Health addresses and the page need no token."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Access:
             detail = f"more than {self._rate:g} requests a second from one address; slow down"
             await _refusal(scope, 429, "Too many requests", detail, {"Retry-After": "1"})(scope, receive, send)
             return
-        if self._tokens is not None:
+        if self._tokens is not None and not _is_page(scope):
             headers = [value for name, value in scope["headers"] if name == b"authorization"]
             try:
                 if len(headers) > 1:
@@ -77,6 +77,11 @@ class Access:
                 return
             scope = {**scope, "state": {**scope.get("state", {}), "identity": identity}}
         await self._app(scope, receive, send)
+
+
+def _is_page(scope: Scope) -> bool:
+    """The page's own files hold no secrets, and without a token it can do nothing but ask for one."""
+    return scope["method"] in ("GET", "HEAD") and (scope["path"] == "/" or scope["path"].startswith("/page/"))
 
 
 def _refusal(scope: Scope, status: int, title: str, detail: str, header: dict[str, str]) -> Response:

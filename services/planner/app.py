@@ -26,11 +26,13 @@ from services.planner.solving import ClientGoneError, Solvers
 from services.security.tokens import TokenStore
 
 _PAGE = Path(__file__).parent / "page"
-_SECURITY = {
-    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'",
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # files of two versions never meet
 }
-_FILES = {"index.html": "text/html", "planner.js": "text/javascript", "planner.css": "text/css"}
+_MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
 def create_app(settings: Settings, metrics: Metrics | None = None, zygote: Zygote | None = None) -> FastAPI:
@@ -76,15 +78,17 @@ def create_app(settings: Settings, metrics: Metrics | None = None, zygote: Zygot
         ready = bool(app.state.ready) and app.state.solvers.is_ready
         return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
+    files = {file.name: file.read_bytes() for file in _PAGE.iterdir() if file.suffix in _MEDIA_TYPES}
+
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return HTMLResponse((_PAGE / "index.html").read_text("utf-8"), headers=_SECURITY)
+        return HTMLResponse(files["index.html"], headers=_PAGE_HEADERS)
 
     @app.get("/page/{name}", include_in_schema=False)
     async def page_file(name: str) -> Response:
-        if name not in _FILES:
+        if name not in files:
             raise HTTPException(404)
-        return Response((_PAGE / name).read_bytes(), media_type=_FILES[name], headers=_SECURITY)
+        return Response(files[name], media_type=_MEDIA_TYPES[Path(name).suffix], headers=_PAGE_HEADERS)
 
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, max_held_bytes=settings.max_held_body_bytes)
     tokens = None if settings.token_file is None else TokenStore(settings.token_file)

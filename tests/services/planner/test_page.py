@@ -1,127 +1,459 @@
+"""The planner's page in a real browser, against a real planner."""
+
 from __future__ import annotations
 
+import base64
+import json
 import shutil
+import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from tests.services.planner.serving import served
+import yaml
 
 pytest.importorskip("selenium", reason="the page is tested in a real browser through selenium")
 if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
     pytest.skip("the page is tested in chromium, with chromedriver", allow_module_level=True)
 
-from selenium import webdriver
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
+from selenium.webdriver.common.keys import Keys
+
+from benchmarks.harness.balancer_process import fork
+from evenkeel.placement import PlanRequest, Runtime, SolverOptions, Table, Topology, plan
+from evenkeel.placement.plan_file import PlanFile, dumps, loads
+from services.operations.launch import running_service
+from services.security.tokens import hash_token
+from tests.services.planner.browsing import Page, browsing
+from tests.services.planner.serving import served
+
+GIB = 1 << 30
+SMALL = PlanRequest(
+    tables=tuple(Table(name=f"t{i}", rows=1_000_000 << i, dim=64, ids_per_sample=1.0 + i) for i in range(3)),
+    topology=Topology(
+        ranks=8, ranks_per_host=8, hbm_bytes=139 * GIB, hbm_reserved_bytes=138 * GIB, host_bytes=16 * GIB
+    ),
+    solver=SolverOptions(ratio_steps=20),
+)
+"""Planned in a moment: its tables fit into 1.4 GiB of HBM, with 0.9 GiB they need a host, with 0.5 nothing fits."""
+ROOMY = replace(SMALL, topology=Topology(ranks=8, hbm_bytes=139 * GIB))
+
+
+@pytest.fixture(scope="module")
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("downloads")
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(tmp_path_factory.mktemp("planner")) as running:
+    with served(tmp_path_factory.mktemp("planner"), "--requests-per-second", "1000") as running:
         yield running.url
 
 
 @pytest.fixture(scope="module")
-def browser(url: str) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(shutil.which("chromium"))
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,1500", "--no-proxy-server"):
-        options.add_argument(flag)
-    # Every name but the service's address leads nowhere: the page may need nothing else.
-    options.add_argument("--host-resolver-rules=MAP * 127.0.0.1:9, EXCLUDE 127.0.0.1")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(str(shutil.which("chromedriver"))))
-    try:
-        driver.get(url)
-        _settled(driver, 1)
-        yield driver
-    finally:
-        driver.quit()
+def opened(url: str, downloads: Path) -> Iterator[Page]:
+    with browsing(url, downloads) as page:
+        page.open()
+        page.browser.set_script_timeout(10)
+        yield page
 
 
-def _settled(browser: webdriver.Chrome, times: int) -> None:
-    WebDriverWait(browser, 60).until(
-        lambda b: int(b.find_element(By.TAG_NAME, "body").get_attribute("data-settled") or 0) >= times
-    )
+@pytest.fixture
+def page(opened: Page) -> Page:
+    """The page with a small request, planned; what an earlier test left is gone."""
+    opened.resize(1300)
+    opened.open(request=SMALL)
+    return opened
 
 
-def _change(browser: webdriver.Chrome, element: str, value: str) -> None:
-    body = browser.find_element(By.TAG_NAME, "body")
-    before = int(body.get_attribute("data-settled") or 0)
-    script = (
-        "const e = document.getElementById(arguments[0]); e.value = arguments[1]; e.dispatchEvent(new Event('input'));"
-    )
-    browser.execute_script(script, element, value)
-    _settled(browser, before + 1)
+def test_the_example_is_planned_with_pictures_curves_advice_and_lines(opened: Page) -> None:
+    page = opened
+    assert "proved optimal" in page.text("#headline")
+    assert page.count("#placements tbody tr") == 6
+    bars = [bar.get_attribute("aria-label") or "" for bar in page.browser.find_elements(By.CSS_SELECTOR, ".stack")]
+    assert [bar.split(",")[0].split(" of ")[0] for bar in bars[:2]] == ["HBM", "Host memory"]
+    assert "user_id" in bars[0]
+    assert "user_id" in bars[1]
+    for part in ("forward pass", "backward pass", "communication", "launches and waiting"):
+        assert part in bars[2]
+    assert page.count("#curve path.line") == 1
+    label = page.find("#curve svg").get_attribute("aria-label") or ""
+    assert "today 60 GiB" in label
+    assert "knee" in label
+    assert "One more GiB of HBM on every rank saves" in page.text("#next")
+    with page.answered():
+        page.click("[name=over][value=host]")
+    assert "today 1,536 GiB" in (page.find("#curve svg").get_attribute("aria-label") or "")
+    page.click("[name=over][value=hbm]")
+    assert "DynamicEmbTableOptions" in page.run("return document.getElementById('code').textContent")
+    assert "0–7" in page.text("#ranks-report")
 
 
-def _text(browser: webdriver.Chrome, element: str) -> str:
-    return browser.find_element(By.ID, element).text
+def test_parts_of_a_bar_are_as_long_as_what_they_stand_for(page: Page) -> None:
+    for bar in ("#memory .row:nth-child(1)", "#memory .row:nth-child(2)", "#time .row:nth-child(1)"):
+        script = (
+            "return [...document.querySelectorAll(`${arguments[0]} .part`)].map((part) => parseFloat(part.style.width))"
+        )
+        widths = page.run(script, bar)
+        assert sum(widths) == pytest.approx(100, abs=0.5)
 
 
-def _milliseconds(browser: webdriver.Chrome) -> float:
-    return float(_text(browser, "headline").split(" ms")[0].replace(",", ""))
-
-
-def test_the_example_is_planned_with_bars_curve_and_lines(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    assert "proved optimal" in _text(browser, "headline")
-    rows = browser.find_elements(By.CSS_SELECTOR, "#plan tbody tr")
-    assert len(rows) == 6
-    assert browser.find_element(By.ID, "hbm-bar").rect["width"] > 0
-    assert len(browser.find_elements(By.CSS_SELECTOR, "#curve polyline.line")) == 1
-    assert "DynamicEmbTableOptions" in _text(browser, "code")
-    assert browser.save_screenshot(str(tmp_path / "page.png"))
-
-
-def test_moving_the_hbm_slider_changes_plan_bars_and_curve(browser: webdriver.Chrome) -> None:
+def test_another_budget_changes_plan_and_marks_but_asks_for_no_curve_that_is_known(page: Page) -> None:
+    page.watch_requests()
     seen = []
-    for position in ("380", "600", "1000"):
-        _change(browser, "hbm", position)
-        circle = browser.find_element(By.CSS_SELECTOR, "#curve circle.here").get_attribute("cy")
-        seen.append((_milliseconds(browser), _text(browser, "hbm-text"), circle))
-    times = [milliseconds for milliseconds, _, _ in seen]
-    assert times == sorted(times, reverse=True)
-    assert times[0] > times[-1]
-    assert len({text for _, text, _ in seen}) == 3
-    assert len({circle for _, _, circle in seen}) > 1
+    for size in ("0.8", "1.1", "1.5"):
+        page.change("#hbm", size)
+        seen.append((page.milliseconds, page.find("#curve circle.today").get_attribute("cx")))
+    assert [time for time, _ in seen] == sorted((time for time, _ in seen), reverse=True)
+    assert seen[0][0] > seen[-1][0]
+    assert len({x for _, x in seen}) == 3
+    asked = page.asked("v1/whatif")
+    assert [one["points"] for one in asked] == [0, 0, 0]
+    assert page.find("#hbm-slider").get_attribute("aria-valuetext") == "1.5 GiB"
+    bodies = page.asked("v1/plans")
+    assert bodies[0]["topology"]["hbm_bytes"] - bodies[0]["topology"]["hbm_reserved_bytes"] == round(0.8 * GIB)
+    assert all(one["solver"]["time_limit_s"] <= 15 for one in bodies + asked)
 
 
-def test_too_small_budgets_and_wrong_tables_are_explained(browser: webdriver.Chrome) -> None:
-    _change(browser, "hbm", "20")
-    assert _text(browser, "headline") == "Nothing fits"
-    assert "of HBM on every rank" in _text(browser, "problem")
-    _change(browser, "hbm", "600")
-    tables = browser.find_element(By.ID, "tables").get_attribute("value")
-    _change(browser, "tables", "name,rows,dim\nbad,0,64")
-    assert "tables[0].rows" in _text(browser, "problem")
-    _change(browser, "tables", str(tables))
-    assert not browser.find_element(By.ID, "problem").is_displayed()
+def test_the_curve_is_that_of_the_tables_on_the_page(page: Page) -> None:
+    before = page.find("#curve path.line").get_attribute("d")
+    with page.answered():
+        page.fill("#tables", "name,rows,dim\nonly,9000000,64")
+        page.wait(lambda: page.text("#headline") == "Planning…")
+        assert page.count("#curve path.line") == 0
+        assert page.text("#next") == ""
+    assert page.find("#curve path.line").get_attribute("d") != before
 
 
-def test_json_tables_and_torchrec_work_and_a_table_can_be_added(browser: webdriver.Chrome) -> None:
-    _change(browser, "tables", '[{"name": "a", "rows": 1000000, "dim": 64}]')
-    _change(browser, "runtime", "torchrec")
-    assert "ParameterConstraints" in _text(browser, "code")
-    _change(browser, "tables", "name,rows,dim\na,1000000,64")
-    before = int(browser.find_element(By.TAG_NAME, "body").get_attribute("data-settled") or 0)
-    browser.find_element(By.ID, "add").click()
-    _settled(browser, before + 1)
-    assert len(browser.find_elements(By.CSS_SELECTOR, "#plan tbody tr")) == 2
+def test_a_late_answer_of_an_older_question_is_not_shown(page: Page) -> None:
+    page.run("""
+        const plain = window.fetch;
+        window.late = 0;
+        window.fetch = async (path, options) => {
+          if (window.late++ > 0) return plain(path, options);
+          const response = await plain(path, { ...options, signal: undefined });  // as if it could not be taken back
+          await new Promise((resolve) => setTimeout(resolve, 1500));
+          window.late = "arrived";
+          return response;
+        };
+    """)
+    page.fill("#hbm", "0.8")
+    page.wait(lambda: page.run("return window.late") == 1)
+    page.change("#hbm", "1.5")
+    quick = page.text("#headline")
+    page.wait(lambda: page.run("return window.late") == "arrived")
+    assert page.text("#headline") == quick
+    assert "1.5 GiB" in (page.find("#curve svg").get_attribute("aria-label") or "")
 
 
-def test_names_of_tables_are_text_not_markup(browser: webdriver.Chrome) -> None:
-    _change(browser, "tables", '[{"name": "<img src=x onerror=document.title=1>", "rows": 1000, "dim": 8}]')
-    assert browser.find_element(By.CSS_SELECTOR, "#plan tbody td").text.startswith("<img")
-    assert browser.title == "Evenkeel planner"
+def test_too_small_budgets_offer_what_would_do(page: Page) -> None:
+    page.change("#hbm", "0.5")
+    assert page.text("#headline") == "Nothing fits"
+    assert "of HBM on every rank" in page.text("#problem")
+    assert not page.find("#answer").is_displayed()
+    assert page.count("#curve path.line") == 1
+    with page.answered():
+        page.click("#problem button")
+    assert "ms a step" in page.text("#headline")
+    assert not page.find("#problem").is_displayed()
 
 
-def test_the_page_raised_no_error_and_asked_nobody_else(browser: webdriver.Chrome, url: str) -> None:
+def test_what_is_wrong_stands_beside_its_input(page: Page) -> None:
+    page.change("#per-host", "3")
+    assert page.text("#headline") == "This cannot be planned"
+    note = page.find(f"#{page.find('#per-host').get_attribute('aria-describedby')}").text
+    assert note.startswith("topology.ranks_per_host")
+    assert "divisor of ranks=8" in note
+    assert page.find("#per-host").get_attribute("aria-invalid") == "true"
+    assert not page.find("#answer").is_displayed()
+    page.change("#per-host", "4")
+    assert page.count("[aria-invalid]") == 0
+    page.change("#tables", "name,rows,dim\nbad,0,64")
+    assert "tables[0].rows" in page.text("#tables-error")
+    with page.answered():
+        page.fill("#tables", "name,rows,dim\nbad,1,64,9")
+    assert page.text("#tables-error") == "Line 2 has 4 cells, the header 3."
+    page.fill("#hbm", "much")
+    assert "no number of GiB" in page.text("#hbm-error")
+
+
+def test_a_table_is_edited_with_statistics_and_optimizer(page: Page) -> None:
+    page.watch_requests()
+    page.click("[data-row=edit-0]")
+    page.fill("#table-dialog [data-field=rows]", "0")
+    with page.answered():
+        page.click("#table-dialog [type=submit]")
+    page.wait(lambda: page.count("#table-dialog [data-field=rows][aria-invalid]") == 1)
+    assert "tables[0].rows" in page.text("#table-dialog .error")
+    page.fill("#table-dialog [data-field=rows]", "2M")
+    page.fill("#table-dialog [data-field=optimizer]", "rowwise_adagrad")
+    page.run("const kind = document.getElementById('kind'); kind.value = 'json'; kind.onchange()")
+    page.fill("#table-dialog [data-json]", '{"kind": "histogram", "keys": [10, 1e5]')
+    page.click("#table-dialog [type=submit]")
+    assert "no JSON" in page.text("#table-dialog [data-json] ~ .error, #measured + .error")
+    page.fill("#table-dialog [data-json]", '{"kind": "histogram", "keys": [10, 1e5], "lookups": [1e6, 1e6]}')
+    with page.answered():
+        page.click("#table-dialog [type=submit]")
+    page.wait(lambda: not page.find("#table-dialog").is_displayed())
+    sent = page.asked("v1/plans")[-1]["tables"][0]
+    assert sent["optimizer"] == "rowwise_adagrad"
+    assert sent["access"] == {"kind": "histogram", "keys": [10, 1e5], "lookups": [1e6, 1e6]}
+    assert page.find("#tables").get_attribute("value").startswith("[")  # more than CSV can say
+    assert "histogram" in page.text("#placements tbody tr")
+
+
+def test_tables_are_added_removed_and_had_back(page: Page) -> None:
+    page.click("#add")
+    with page.answered():
+        page.click("#table-dialog [type=submit]")
+    page.wait(lambda: not page.find("#table-dialog").is_displayed())
+    assert page.count("#placements tbody tr") == 4
+    page.click("[data-row=edit-3]")
+    with page.answered():
+        page.click("#table-dialog [value=remove]")
+    assert page.count("#placements tbody tr") == 3
+    with page.answered():
+        page.click("#undo")
+    assert page.count("#placements tbody tr") == 4
+    page.click("#all")
+    page.fill("#all-dialog [data-field=optimizer]", "sgd")
+    with page.answered():
+        page.click("#all-dialog [type=submit]")
+    assert page.run("return document.getElementById('tables').value").count("sgd") == 4
+
+
+def test_two_budgets_and_two_pins_stand_side_by_side(page: Page) -> None:
+    page.click("#keep")
+    before = page.text("#headline").split(" a step")[0]
+    page.change("#hbm", "0.8")
+    assert page.find("#comparison").is_displayed()
+    row = page.text("#comparison tbody tr")
+    assert before in row
+    assert page.text("#headline").split(" a step")[0] in row
+    assert page.count("#comparison .sides .stack") == 8
+    assert page.count("#curve circle.kept") == 1
+    assert "placed differently" in page.text("#comparison")
+    with page.answered():
+        page.click("#comparison button")
+    assert page.text("#headline").startswith(before)
+    with page.answered():
+        page.click("[data-row=pin-1]")
+    assert page.find("[data-row=pin-1]").get_attribute("aria-pressed") == "true"
+    assert "All tables have the same mode and ratio in both." in page.text("#comparison")
+    page.click("#comparison button:nth-of-type(2)")
+    assert not page.find("#comparison").is_displayed()
+
+
+def test_a_plan_is_downloaded_and_opened_again(page: Page, downloads: Path, tmp_path: Path) -> None:
+    file = downloads / "plan.json"
+    file.unlink(missing_ok=True)
+    page.change("#hbm", "1.1")
+    page.click("#download")
+    page.wait(file.exists)
+    saved = loads(file.read_text())
+    assert saved.plan == plan(replace(saved.request, solver=replace(saved.request.solver, time_limit_s=10.0)))
+    headline = page.text("#headline")
+    page.open(request=replace(SMALL, tables=SMALL.tables[:1]))
+    with page.answered():
+        page.give_file(file)
+    assert page.text("#headline") == headline
+    assert page.find("#hbm").get_attribute("value") == "1.1"
+    ours = tmp_path / "ours.json"
+    other = replace(SMALL, topology=replace(SMALL.topology, ranks=4, ranks_per_host=2))
+    ours.write_text(dumps(PlanFile(request=other, plan=plan(other))))
+    with page.answered():
+        page.give_file(ours)
+    assert page.find("#ranks").get_attribute("value") == "4"
+    assert page.count("#placements tbody tr") == 3
+
+
+def test_files_that_others_write_are_read_and_garbage_is_refused_by_name(page: Page, tmp_path: Path) -> None:
+    good = {
+        "t.yaml": "# tables\n- name: user_id\n  rows: 4_000_000\n  dim: 128\n"
+        "- name: item_id\n  rows: 500_000\n  dim: 128\n  access: {kind: zipf, exponent: 0.9}\n  modes: [CACHING]\n",
+        "job.yaml": "tables:\n- {name: a, rows: 4e6, dim: 128}\n- {name: b, rows: 1e6, dim: 8}\n"
+        "topology:\n  ranks: 8\n  hbm_bytes: 60GiB\n  host_bytes: 1536GiB\nsolver: {ratio_steps: 5}\n",
+        "t.csv": 'name;rows;dim\n"a;b";1000000;64\nc;2000000;64\n',
+    }
+    for name, text in good.items():
+        file = tmp_path / name
+        file.write_text(text)
+        with page.answered():
+            page.give_file(file)
+        assert page.text("#notice span") == f"{name} is open."
+        assert page.count("#placements tbody tr") == 2, page.text("#problem")
+        assert "a step" in page.text("#headline")
+    bad = {
+        "garbage.json": ("{]", "is no JSON"),
+        "noise.bin": ("\x00\x01\ufffd\nPK", "garbage"),
+        "answer.json": ('{"plan": {}, "code": ""}', "is an answer of the planner"),
+        "newer.json": ('{"format": "evenkeel-plan", "version": 7, "request": {}}', "version 7"),
+        "strange.json": ('{"tables": [], "topologie": {}}', "topologie"),
+        "number.json": ("[1, 2]", "tables[0] is no object"),
+        "empty.csv": ("", "is empty"),
+        "anchors.yaml": ("- &a\n  name: x\n", "Line 1"),
+    }
+    before = page.find("#tables").get_attribute("value")
+    for name, (text, wanted) in bad.items():
+        file = tmp_path / name
+        file.write_text(text)
+        page.give_file(file)
+        page.wait(lambda file=file: page.text("#notice span").startswith(file.name))
+        if wanted != "garbage":
+            assert wanted in page.text("#notice span")
+        assert page.find("#tables").get_attribute("value") == before
+
+
+def test_a_link_holds_the_request_and_other_links_are_refused(page: Page) -> None:
+    page.change("#hbm", "1.2")
+    headline = page.text("#headline")
+    page.click("#share")
+    page.wait(lambda: page.run("return location.hash").startswith("#p1="))
+    link = page.run("return location.hash")
+    page.open(link, SMALL)
+    assert page.find("#hbm").get_attribute("value") == "1.2"
+    assert page.text("#headline") == headline
+    page.open("#p2=abc", SMALL)
+    assert "another version of the page (p2; this one reads p1)" in page.text("#notice span")
+    assert "a step" in page.text("#headline")
+    page.open(link[:-9], SMALL)
+    assert page.text("#notice span").startswith("This link is damaged")
+    bomb = page.call("links.js", "m.unpack('#p1=' + a[0]).then(() => 'read')", _packed(b'"' + b" " * (9 << 20) + b'"'))
+    assert bomb == {"error": "This link is damaged: copy it again, all of it."}
+
+
+def _packed(text: bytes) -> str:
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    return base64.urlsafe_b64encode(packer.compress(text) + packer.flush()).decode().rstrip("=")
+
+
+def test_yaml_is_read_as_python_reads_it(opened: Page) -> None:
+    page = opened
+    texts = [
+        "- a: 1\n  b: [1, two, {c: 3.5}]\n-\n  d: 'x: # y'\n- e:\n  - 1\n  - {f: g}\n",
+        "a: {b: {c: [null, ~, true]}}\nd:\n  e:\n    - f: 1\n      g: 2\n    - h\n# end\n",
+        'name: "with, comma" # note\nlist:\n- a\n- b\nempty:\nlast: x y z\n',
+    ]
+    found = page.call("yaml.js", "a[0].map(m.readYaml)", texts)
+    assert found == [yaml.safe_load(text) for text in texts]
+    for wrong in ("a: [1, 2", "a: 1\n   b: 2", "- a\nb: 1", "a: *x", "- " * 300 + "a", "[" * 200, "a: }"):
+        assert "Line" in page.call("yaml.js", "m.readYaml(a[0])", wrong)["error"], wrong
+
+
+def test_advice_finds_the_knee_and_the_next_step(opened: Page) -> None:
+    page = opened
+    points = [{"size": x, "time": t} for x, t in ((1, 10.0), (2, 6.0), (3, 2.2), (6, 2.1), (9, 2.0), (12, 1.0))]
+    assert page.call("advice.js", "m.knee(a[0])", points)["size"] == 3
+    assert page.call("advice.js", "m.nextStep(a[0], 6, 2.1)", points)["size"] == 12
+    assert page.call("advice.js", "m.spare(a[0], 8, 2.2)", points)["size"] == 3
+    assert page.call("advice.js", "m.knee(a[0])", [{"size": x, "time": 1.0} for x in range(5)]) is None
+
+
+@pytest.mark.parametrize("width", [420, 1300])
+def test_the_page_fits_its_window_and_goes_by_keyboard(page: Page, width: int) -> None:
+    page.resize(width)
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+    page.run("document.activeElement.blur(); window.scrollTo(0, 0)")
+    reached: list[str] = []
+    while "hbm-slider" not in reached:
+        page.browser.switch_to.active_element.send_keys(Keys.TAB)
+        reached.append(page.run("return document.activeElement.id || document.activeElement.className"))
+        assert len(reached) < 10, reached
+    assert reached[0] == "skip"
+    before = page.text("#headline")
+    with page.answered():
+        page.browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT * 20)
+    assert page.text("#headline") != before
+    page.find("[data-row=edit-1]").send_keys(Keys.ENTER)
+    assert page.find("#table-dialog").is_displayed()
+    inside = page.run("const box = document.getElementById('table-dialog').getBoundingClientRect(); return box.right")
+    assert inside <= width
+    page.browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+    assert not page.find("#table-dialog").is_displayed()
+    assert page.run("return document.activeElement.dataset.row") == "edit-1"
+
+
+def test_everything_that_is_operated_has_a_name(page: Page) -> None:
+    page.click("#keep")
+    script = """
+        const kinds = "button, input, select, textarea, [role=img], [role=region], dialog";
+        const isNamed = (one) => one.labels?.length || one.getAttribute("aria-label")
+          || one.getAttribute("aria-labelledby") || (one.tagName === "BUTTON" && one.textContent.trim());
+        return [...document.querySelectorAll(kinds)].filter((one) => !isNamed(one)).map((one) => one.outerHTML);
+    """
+    assert page.run(script) == []
+
+
+def test_many_tables_are_shown_in_parts(page: Page) -> None:
+    page.open(request=ROOMY)
+    rows = [f"table_{i},{1000 * (i + 1)},16,1" for i in range(120)]
+    page.change("#tables", "\n".join(["name,rows,dim,ids_per_sample", *rows]))
+    assert "a step" in page.text("#headline")
+    assert page.count("#placements tbody tr") == 50
+    page.click("#more")
+    assert page.count("#placements tbody tr") == 120
+    page.fill("#find", "table_11")
+    assert page.count("#placements tbody tr") == 11
+    assert page.count(".stack .part") < 300
+
+
+def test_names_of_tables_are_text_not_markup(page: Page) -> None:
+    page.change("#tables", json.dumps([{"name": "<img src=x onerror=document.title=1>", "rows": 1000, "dim": 8}]))
+    assert page.text("#placements tbody th").startswith("<img")
+    assert page.browser.title == "Evenkeel planner"
+
+
+def test_shards_on_single_ranks_are_drawn_rank_by_rank(page: Page) -> None:
+    tables = [{"name": f"t{i}", "rows": 3_000_000 * (i + 1), "dim": 64, "sharding": "table_wise"} for i in range(5)]
+    page.open(request=replace(ROOMY, runtime=Runtime.TORCHREC))
+    page.change("#tables", json.dumps(tables))
+    assert page.count("#memory .column") == 8
+    assert page.count("#ranks-report tbody tr") > 2
+    assert "most over mean" in page.text("#ranks-report")
+
+
+def test_a_token_is_asked_for_kept_and_given_up(opened: Page, tmp_path: Path) -> None:
+    entry = {"name": "me", "sha256": hash_token("good-token"), "jobs": ["*"]}
+    tokens = tmp_path / "tokens.yml"
+    tokens.write_text(yaml.safe_dump({"tokens": [entry]}))
+    with served(tmp_path, "--token-file", str(tokens)) as closed:
+        page = Page(opened.browser, closed.url)
+        page.open()
+        assert page.find("#login").is_displayed()
+        assert page.text("#headline") == "no token: send 'authorization: Bearer TOKEN'"
+        page.find("#token").send_keys("bad-token", Keys.ENTER)
+        page.wait(lambda: "unknown token" in page.text("#login-problem"))
+        with page.answered():
+            page.find("#token").send_keys("good-token", Keys.ENTER)
+        assert not page.find("#login").is_displayed()
+        page.wait(lambda: "a step" in page.text("#headline"))
+        assert "good-token" not in page.run("return location.href + JSON.stringify({ ...localStorage })")
+        page.open_again()
+        assert "a step" in page.text("#headline")
+        with page.answered():
+            page.click("#sign")
+        assert page.find("#login").is_displayed()
+        page.find("#token").send_keys(Keys.ESCAPE)
+        page.browser.get_log("browser")
+
+
+def test_a_service_that_goes_away_and_comes_back_is_asked_again(opened: Page) -> None:
+    with running_service("services.planner", "--log-format", "json", spawn=fork) as planner:
+        page = Page(opened.browser, f"http://{planner.address}")
+        page.open(request=SMALL)
+        assert planner.stop() == 0
+        page.fill("#hbm", "1.5")
+        page.wait(lambda: "cannot be reached. Trying again in" in page.text("#headline"))
+        with page.answered():
+            planner.start()
+        assert "a step" in page.text("#headline")
+        assert "1.5 GiB" in (page.find("#curve svg").get_attribute("aria-label") or "")
+        page.browser.get_log("browser")
+
+
+def test_the_page_raised_no_error_and_asked_nobody_else(page: Page, url: str) -> None:
     script = "return performance.getEntriesByType('resource').map((e) => e.name)"
-    assert all(str(name).startswith(url) for name in browser.execute_script(script))
-    severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-    assert all(
-        ("/v1/plans" in entry["message"] and "422" in entry["message"]) or "favicon" in entry["message"]
-        for entry in severe
-    )
+    assert all(str(name).startswith((url, "blob:")) for name in page.run(script))
+    severe = [entry["message"] for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert all(("/v1/" in message and "422" in message) or "favicon" in message for message in severe), severe
