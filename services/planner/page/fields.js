@@ -14,7 +14,9 @@ export function reading(input) {
   if ("text" in input.dataset) return text;
   if ("list" in input.dataset) return [text];
   const value = quantity(text);
-  return input.dataset.unit === "gib" && typeof value === "number" ? Math.round(value * GIB) : value;
+  if (input.dataset.unit !== "gib" || typeof value !== "number") return value;
+  // Larger numbers would not arrive as they are: the service is told what was written.
+  return Number.isSafeInteger(Math.round(value * GIB)) ? Math.round(value * GIB) : `${text} GiB`;
 }
 
 /** Shows in an input what a field holds. */

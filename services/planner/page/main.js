@@ -10,7 +10,7 @@ import { Planning } from "./planning.js";
 import { example, hbmBudget, numbers, remember, remembered, setHbmBudget } from "./request.js";
 import { ask } from "./service.js";
 import { editAll, editTable, setShardings } from "./table_dialog.js";
-import { readTables, writeTables } from "./tables_text.js";
+import { quantity, readTables, writeTables } from "./tables_text.js";
 
 const SLIDERS = ["hbm", "host"];
 const STEPS = 200;
@@ -186,8 +186,12 @@ function bind() {
       showRequest();
       changed();
     } else if (target.id === "hbm") {
-      const size = Number(target.value);
-      if (!target.value.trim() || !(size >= 0)) return showError(target, "HBM for tables: is no number of GiB; give one such as 60");
+      const size = quantity(target.value.trim());
+      if (!(size >= 0)) return refuse(target, `HBM for tables: is no number of GiB (got ${target.value || "nothing"}); give one such as 60`);
+      if (size * GIB > request.topology.hbm_bytes) {
+        const most = Number((request.topology.hbm_bytes / GIB).toFixed(3));
+        return refuse(target, `HBM for tables: is more than a GPU has (got ${target.value}); give at most ${most}, or the GPU more`);
+      }
       showError(target, "");
       setBudget("hbm", size * GIB);
       showFields($("job"), request, (input) => input.id !== "gpu");
@@ -220,15 +224,20 @@ function bind() {
   bindLogin(start);
 }
 
+/** Shows what is wrong with an input, and no plan: it would not be one of what stands there. */
+function refuse(input, text) {
+  planning.stop();
+  view.nothing("This cannot be planned");
+  showError(input, text);
+  view.end();
+}
+
 /** The tables as they were typed, once they are typed. */
 function typed() {
   try {
     request.tables = readTables($("tables").value);
   } catch (error) {
-    view.nothing("The tables cannot be read");
-    showError($("tables"), error.message);
-    view.end();
-    return;
+    return refuse($("tables"), error.message);
   }
   showError($("tables"), "");
   placements_.set(request.tables, []);

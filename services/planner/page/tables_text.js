@@ -7,14 +7,16 @@ const UNITS = { K: 1e3, M: 1e6, G: 1e9, B: 1e9, T: 1e12, KIB: 2 ** 10, MIB: 2 **
 export function quantity(text) {
   const [, digits, unit] = (typeof text === "string" && /^(.*\d)\s*([a-z]+)$/i.exec(text.trim())) || [];
   const value = scalar(digits ?? ""), size = UNITS[unit?.toUpperCase()];
-  return typeof value === "number" && size ? value * size : typeof text === "string" ? scalar(text) : text;
+  if (typeof value === "number" && Number.isFinite(value * size)) return value * size;
+  return typeof text === "string" ? scalar(text) : text;
 }
 
 /** A value: a number, true, false, or a text. */
 export function scalar(text) {
   if (text === "true" || text === "false") return text === "true";
   const digits = text.replace(/(?<=\d)_(?=\d)/g, "");
-  return /^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(digits) ? Number(digits) : text;
+  const value = /^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(digits) ? Number(digits) : NaN;
+  return Number.isFinite(value) ? value : text;
 }
 
 function cells(line, separator) {
@@ -41,22 +43,27 @@ function readCsv(text) {
   const tables = [];
   lines.forEach((line, index) => {
     if (index <= first || !line.trim()) return;
-    let values;
     try {
-      values = cells(line, separator);
+      const values = cells(line, separator);
+      if (values.length > names.length) throw new Error(`has ${values.length} cells, the header ${names.length}`);
+      tables.push(Object.fromEntries(names.map((name, at) => [name, values[at] ?? ""]).filter(([, value]) => value !== "")
+        .map(([name, value]) => [name, column(name, value)])));
     } catch (error) {
       throw new Error(`Line ${index + 1} ${error.message}.`);
     }
-    if (values.length > names.length) throw new Error(`Line ${index + 1} has ${values.length} cells, the header ${names.length}.`);
-    tables.push(Object.fromEntries(names.map((name, at) => [name, values[at] ?? ""]).filter(([, value]) => value !== "")
-      .map(([name, value]) => [name, column(name, value)])));
   });
   return tables;
 }
 
 function column(name, value) {
   if (name === "modes") return value.split(/[ |;]+/);
-  if (name === "access") return JSON.parse(value);
+  if (name === "access") {
+    try {
+      return JSON.parse(value);
+    } catch (error) {
+      throw new Error(`has an access that is no JSON: ${error.message}`);
+    }
+  }
   return TEXTS.has(name) ? value : quantity(value);
 }
 

@@ -174,8 +174,21 @@ def test_what_is_wrong_stands_beside_its_input(page: Page) -> None:
     with page.answered():
         page.fill("#tables", "name,rows,dim\nbad,1,64,9")
     assert page.text("#tables-error") == "Line 2 has 4 cells, the header 3."
-    page.fill("#hbm", "much")
-    assert "no number of GiB" in page.text("#hbm-error")
+    for wrong, note in (("much", "no number of GiB"), ("1e308", "give at most 139"), ("1e400", "give at most 139")):
+        page.change("#hbm", wrong)
+        assert note in page.text("#hbm-error")
+        assert not page.find("#answer").is_displayed()
+    page.change("#gpu", "1e308")
+    assert "topology.hbm_bytes" in page.text("#gpu-error")
+    page.change("#gpu", "139")
+    page.change("#tables", "")
+    assert page.text("#headline") == "There are no tables: paste, open or add some"
+    page.change("#tables", "name,rows,dim\ngood,1000,64")
+    page.change("#hbm", "1")
+    assert "a step" in page.text("#headline")
+    with page.answered():
+        page.fill("#tables", "name,rows,dim,access\nbad,1,64,{")
+    assert page.text("#tables-error").startswith("Line 2 has an access that is no JSON")
 
 
 def test_a_table_is_edited_with_statistics_and_optimizer(page: Page) -> None:
