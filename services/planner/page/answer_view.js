@@ -33,6 +33,7 @@ export class AnswerView {
   begin(curves) {
     $("plan").setAttribute("aria-busy", "true");
     $("headline").textContent = "Planning…";
+    $("stop").hidden = false;
     this.#curves = curves;
     this.#whatIf = this.#today = null;
     this.drawCurves();
@@ -81,7 +82,7 @@ export class AnswerView {
 
   #shortage(plan, { topology }) {
     const short = plan.shortage;
-    if (!short) return [html("p", {}, "The time was over before a plan was found. Give the search more time (solver.time_limit_s in the file), fewer tables or larger budgets.")];
+    if (!short) return [html("p", {}, "The time was over before a plan was found. Give the search more time, fewer tables or larger budgets.")];
     const offer = (over, size, words) => (size === null ? null : html("button", { type: "button", onclick: () => this.page.setBudget(over, size) }, `Plan with ${bytes(size)} ${words}`));
     const hbm = short.smallest_hbm_bytes;
     return [html("p", {}, short.explanation), html("p", { class: "actions" }, offer("hbm", hbm === null ? null : hbmBudget(topology, hbm), "of HBM for tables on every rank"),
@@ -117,8 +118,15 @@ export class AnswerView {
     this.compare();
   }
 
+  /** Shows that no more is asked; the plan of the request, where it has come, stays. */
+  stopped() {
+    if (this.#today === null) this.nothing("Stopped: change something, or try again");
+    this.end();
+  }
+
   end() {
     $("plan").removeAttribute("aria-busy");
+    $("stop").hidden = true;
     document.body.dataset.settled = String(Number(document.body.dataset.settled ?? 0) + 1);
   }
 

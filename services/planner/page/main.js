@@ -127,6 +127,8 @@ function edit(index, isNew = false) {
   editTable(table, index, isNew, {
     apply: (edited) => { request.tables[index] = edited; return tablesChanged(); },
     remove: () => { const rest = { ...request, tables: old.filter((_, at) => at !== index) }; replace(rest, `${table.name} is removed.`); },
+    // The list has been drawn again meanwhile: its button is another one.
+    closed: () => (document.querySelector(`[data-row="edit-${index}"]`) ?? $("add")).focus(),
     cancel: () => { if (JSON.stringify(old) !== JSON.stringify(request.tables)) { request.tables = old; tablesChanged(); } },
   });
 }
@@ -206,6 +208,10 @@ function bind() {
       showSliders();
       changed();
     }
+  });
+  $("stop").addEventListener("click", () => {
+    planning.stop();
+    view.stopped();
   });
   $("undo").addEventListener("click", () => { const back = before; replace(back, "This is the request from before."); });
   $("dismiss").addEventListener("click", () => notice(""));

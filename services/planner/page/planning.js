@@ -2,8 +2,7 @@
 import { body, curveKey, hbmBudget } from "./request.js";
 import { ask } from "./service.js";
 
-const PLAN_LIMIT_S = 10;
-const CURVE_LIMIT_S = 15;
+const LIMIT_S = 30;
 const POINTS = { hbm: ["points", 24], host: ["host_points", 16] };
 
 /** Asks for plans and curves of the request as it is now. */
@@ -40,14 +39,14 @@ export class Planning {
     let part = "plan";
     this.view.begin(this.#kept(asked));
     try {
-      const answer = await ask("v1/plans", body(asked, PLAN_LIMIT_S), own.signal, waiting);
+      const answer = await ask("v1/plans", body(asked, LIMIT_S), own.signal, waiting);
       if (own !== this.#own) return null;
       this.view.plan(answer, asked);
       part = "curve";
       const over = this.view.over, isKnown = this.#curves[over]?.key === curveKey(asked, over);
       const points = { points: 0, host_points: 0 };
       if (!isKnown) points[POINTS[over][0]] = POINTS[over][1];
-      const found = await ask("v1/whatif", { ...body(asked, CURVE_LIMIT_S), ...points }, own.signal, waiting);
+      const found = await ask("v1/whatif", { ...body(asked, LIMIT_S), ...points }, own.signal, waiting);
       if (own !== this.#own) return null;
       if (!isKnown) this.#curves[over] = { key: curveKey(asked, over), points: sized(found, over, asked.topology) };
       this.view.whatIf(found, this.#kept(asked), asked, answer.plan);

@@ -37,11 +37,8 @@ export function setAt(object, path, value) {
   else inner[last] = value;
 }
 
-/** The request with the page's bounds on how long the service may search. */
-export function body(request, limit) {
-  const given = Number(request.solver?.time_limit_s ?? limit);
-  return { ...request, solver: { ...request.solver, time_limit_s: given <= limit ? given : limit } };
-}
+/** The request with a bound on how long the service may search, where it has none. */
+export const body = (request, limit) => ({ ...request, solver: { time_limit_s: limit, ...request.solver } });
 
 /** The HBM of a rank that tables may use, of all that a GPU has; NaN where that is no number. */
 export const hbmBudget = (topology, size = topology.hbm_bytes) =>

@@ -1,6 +1,7 @@
 // Asking the service: every question has an end, can be taken back, and comes back with an answer or a problem.
 const TOKEN = "evenkeel-planner-token";
-const DEADLINE_MS = 60_000;
+/** Longer than the service lets a request wait and search. */
+const DEADLINE_MS = 100_000;
 const WAITS_S = [1, 2, 4, 8];
 const LONGEST_WAIT_S = 15;
 

@@ -4,7 +4,7 @@ import { clearErrors, reading, sentence, showError, showErrors, showFields, take
 
 const fieldsOf = (dialog) => [...dialog.querySelectorAll("[data-field]")];
 
-/** Opens the dialog for one table; `actions` are `apply(table)`, which gives the problem or null, `remove()` and `cancel()`. */
+/** Opens the dialog for one table; `actions` are `apply(table)`, which gives the problem or null, `remove()`, `cancel()` and `closed()`. */
 export function editTable(table, index, isNew, actions) {
   const dialog = $("table-dialog"), form = dialog.querySelector("form"), kind = $("kind");
   const note = form.querySelector(".problem"), submit = form.querySelector("[type=submit]");
@@ -45,6 +45,7 @@ export function editTable(table, index, isNew, actions) {
   form.querySelector("[value=remove]").onclick = () => { dialog.close(); actions.remove(); };
   form.querySelector("[value=cancel]").onclick = () => { dialog.close(); actions.cancel(); };
   dialog.oncancel = () => actions.cancel();
+  dialog.onclose = () => actions.closed();
   dialog.showModal();
   form.querySelector("[data-field=name]").select();
 }

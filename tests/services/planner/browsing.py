@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from evenkeel.placement import PlanRequest
 from evenkeel.placement.codec import encode
 
-_SECONDS = 20
+_SECONDS = 60
 _REQUESTS = """
 window.asked = [];
 const plain = window.fetch;
