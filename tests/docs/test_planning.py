@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,9 @@ def test_a_service_answers_as_the_page_shows(folder: Path) -> None:
 
 def test_the_code_is_that_of_the_example_and_prints_what_the_page_shows(folder: Path) -> None:
     program = (ROOT / "examples/plan_tables.py").read_text(encoding="utf-8")
-    loading, *blocks = sorted(re.findall(r"```python\n(.*?)```", TEXT, re.S), key=lambda block: "load_" not in block)
+    _, *blocks = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    loading = next(block for block in blocks if "load_" in block)
+    blocks.remove(loading)
     assert len(blocks) == 3
     assert [block for block in blocks if block not in program] == []
     (shown,) = (block.partition("\n")[2] for block in SHOWN if "examples.plan_tables" in block)
@@ -88,6 +91,14 @@ def test_the_code_is_that_of_the_example_and_prints_what_the_page_shows(folder: 
         check=True,
     )
     assert done.stdout == f"{found['plan'].plan['tables']['item'].ranks}\n" == f"{exported.splitlines()[-1]}\n"
+
+
+def test_models_of_strangers_are_planned_and_trained_as_the_page_shows(folder: Path) -> None:
+    program = (ROOT / "examples/plan_dlrm.py").read_text(encoding="utf-8")
+    block = re.findall(r"```python\n(.*?)```", TEXT, re.S)[0]
+    assert textwrap.indent(block, "    ") in program
+    (shown,) = (block.partition("\n")[2] for block in SHOWN if "examples.plan_dlrm" in block)
+    _check(printed_by_ranks("examples.plan_dlrm", folder), shown)
 
 
 def test_the_profile_that_calibrate_writes_is_taken(folder: Path) -> None:

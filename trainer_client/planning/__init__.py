@@ -14,6 +14,7 @@ from trainer_client.planning.applying import (
     sharding_plan,
 )
 from trainer_client.planning.describe import KeyHistogram, describe_configs, describe_model
+from trainer_client.planning.model import PlannedModel, plan_model
 from trainer_client.planning.proposer import ExactProposer
 from trainer_client.planning.statistics import KeyStatistics
 
@@ -21,6 +22,7 @@ __all__ = [
     "ExactProposer",
     "KeyHistogram",
     "KeyStatistics",
+    "PlannedModel",
     "PlannerClient",
     "PlannerError",
     "describe_configs",
@@ -30,6 +32,7 @@ __all__ = [
     "load_sharding_plan",
     "miss_curve",
     "parameter_constraints",
+    "plan_model",
     "sharding_plan",
     "with_statistics",
 ]

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from benchmarks.harness.ranks import run_ranks
+from evenkeel.placement import InvalidInputError, MissCurve, Mode, Optimizer, Runtime, Topology, Zipf
+from trainer_client.planning import KeyStatistics, load_sharding_plan, machine, plan_model
+
+SAMPLES = 16
+
+
+class _Model(nn.Module):
+    """A pooled table of two features, a table of sequences, and a dense part of 4,352 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bag = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=900, feature_names=["clicked", "bought"])
+        row = EmbeddingConfig(name="word", embedding_dim=32, num_embeddings=500, feature_names=["word"])
+        self.bags = EmbeddingBagCollection(tables=[bag], device=torch.device("meta"))
+        self.words = EmbeddingCollection(tables=[row], device=torch.device("meta"))
+        apply_optimizer_in_backward(RowWiseAdagrad, self.words.parameters(), {"lr": 0.1})
+        self.dense = nn.Linear(32, 33)
+
+    def forward(self, keys: KeyedJaggedTensor) -> torch.Tensor:
+        words = self.words(keys)["word"].values()
+        return self.bags(keys).values().sum() + self.dense(words).sum()
+
+
+@dataclass
+class _Batch:
+    parts: dict[str, Any]
+
+
+def _keys(seed: int) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([2] * SAMPLES + [1] * SAMPLES + [5] * SAMPLES)
+    values = (400 * torch.rand(8 * SAMPLES, generator=generator) ** 3).long()
+    return KeyedJaggedTensor(keys=["clicked", "bought", "word"], values=values, lengths=lengths)
+
+
+def _batches(count: int = 40, seed: int = 0) -> Iterator[_Batch]:
+    return (_Batch({"label": torch.zeros(1), "deep": [(_keys(seed + index), 3)]}) for index in range(count))
+
+
+def _run(rank: int, folder: Path) -> None:
+    model = _Model()
+    planned = plan_model(model, _batches(seed=1000 * rank), optimizer=Optimizer.ADAM)
+    item, word = planned.request.tables
+    assert (item.ids_per_sample, word.ids_per_sample) == (3.0, 5.0)
+    assert (item.optimizer, word.optimizer) == (Optimizer.ADAM, Optimizer.ROWWISE_ADAGRAD)
+    assert (item.pooled, word.pooled, item.group, word.group) == (True, False, "bags", "words")
+    assert planned.request.step.samples_per_rank == SAMPLES
+    assert planned.request.topology.ranks == 2
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, (planned.request, planned.plan))
+    assert told[0] == told[1]
+    parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=planned.sharding_plan)
+    parallel(_keys(rank)).backward()
+    planned.save(folder / f"plan-{rank}.json")
+    assert load_sharding_plan(folder / f"plan-{rank}.json", _Model(), device="cpu") == planned.sharding_plan
+    with pytest.raises(InvalidInputError, match="holds no placements"):
+        plan_model(_Model(), topology=Topology(ranks=2, hbm_bytes=0, host_bytes=1 << 16))
+    broken: Any = [{"keys": "none"}] if rank == 1 else _batches(3)
+    with pytest.raises(InvalidInputError, match="holds no KeyedJaggedTensor"):
+        plan_model(_Model(), broken)
+
+    def lost() -> Iterator[_Batch]:
+        yield from _batches(2)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError if rank == 0 else RuntimeError, match="the disk is gone"):
+        plan_model(_Model(), lost() if rank == 0 else _batches(3))
+    with pytest.raises(InvalidInputError, match=r"topology.ranks: is not that of the group, which has 2"):
+        plan_model(_Model(), topology="h200x8")
+
+
+def test_all_ranks_plan_alike_train_and_fail_alike(tmp_path: Path) -> None:
+    run_ranks(2, _run, tmp_path)
+    assert (tmp_path / "plan-0.json").read_text() == (tmp_path / "plan-1.json").read_text()
+
+
+def test_a_plan_ahead_of_the_job_is_for_its_gpus() -> None:
+    planned = plan_model(_Model(), _batches(), topology="h100x4", samples_per_rank=8, modes=(Mode.HOST_ONLY,))
+    machines = planned.request.topology
+    assert (machines.ranks, machines.hbm_reserved_fraction, planned.request.hardware) == (4, 0.15, "h100")
+    assert machines.hbm_reserved_bytes == 4 * 4 * (32 * 33 + 33)
+    assert planned.request.step.samples_per_rank == 8
+    assert isinstance(planned.request.tables[0].access, MissCurve)
+    assert planned.sharding_plan is not None
+    shard = planned.sharding_plan.plan["words"]["word"].sharding_spec.shards[1]  # type: ignore[index,union-attr]
+    assert str(shard.placement) == "rank:1/cuda:1"
+    assert planned.constraints is not None
+    assert planned.constraints["word"].compute_kernels == ["fused_uvm"]
+    shown = str(planned)
+    assert "0-3" in shown
+    assert "note: the optimizer of item is assumed to be adam" in shown
+
+
+def test_statistics_of_a_loop_are_taken() -> None:
+    statistics = KeyStatistics(_Model())
+    for index in range(40):
+        statistics.observe(_keys(index))
+    planned = plan_model(_Model(), statistics, topology="h200x1", dense_bytes=5 << 30, reserve=0.0, prefetch_depth=2)
+    machines, step = planned.request.topology, planned.request.step
+    assert (machines.hbm_reserved_bytes, machines.hbm_reserved_fraction) == (5 << 30, 0.0)
+    assert (step.samples_per_rank, step.prefetch_depth) == (SAMPLES, 2)
+    assert planned.request.tables[1].ids_per_sample == 5.0
+
+
+def test_what_is_assumed_is_said() -> None:
+    planned = plan_model(_Model(), topology="h200x2", optimizer=Optimizer.SGD)
+    assert [table.optimizer for table in planned.request.tables] == [Optimizer.SGD, Optimizer.ROWWISE_ADAGRAD]
+    notes = "\n".join(planned.notes)
+    assert "nothing tells how keys of item, word are looked up" in notes
+    assert "samples of a batch on one rank are assumed to be 1024" in notes
+    assert "optimizer" not in notes
+    known = plan_model(_Model(), topology="h200x2", access={"item": Zipf(), "word": Zipf()}, samples_per_rank=5)
+    assert [note for note in known.notes if "optimizer" not in note] == []
+
+
+def test_dynamicemb_is_planned_without_being_installed() -> None:
+    planned = plan_model(_Model(), topology="h200x2", runtime=Runtime.DYNAMICEMB)
+    assert planned.sharding_plan is None
+    assert planned.constraints is None
+    assert "DynamicEmb is not installed here" in str(planned)
+
+
+def test_what_cannot_be_planned_is_named() -> None:
+    with pytest.raises(InvalidInputError, match="has no embedding collection"):
+        plan_model(nn.Linear(2, 2), topology="h200x2")
+    with pytest.raises(InvalidInputError, match="has no batch"):
+        plan_model(_Model(), [], topology="h200x2")
+
+    class Unknown(torch.optim.SGD):
+        pass
+
+    model = _Model()
+    apply_optimizer_in_backward(Unknown, model.bags.parameters(), {"lr": 0.1})
+    with pytest.raises(InvalidInputError, match=r"item.optimizer: is not planned for \(got 'Unknown'\)"):
+        plan_model(model, topology="h200x2")
+
+
+def test_memory_of_the_host_is_that_of_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(machine, "_CGROUPS", (str(tmp_path / "none"), str(tmp_path / "max")))
+    assert machine.host_bytes() == whole
+    (tmp_path / "max").write_text("max\n")
+    assert machine.host_bytes() == whole
+    (tmp_path / "max").write_text("1073741824\n")
+    assert machine.host_bytes() == 1 << 30
+    assert plan_model(_Model()).request.topology.host_bytes == 1 << 30
+
+
+def test_ranks_that_hosts_do_not_share_evenly_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(InvalidInputError, match="does not divide the 1 ranks"):
+        plan_model(_Model())

@@ -1,0 +1,122 @@
+"""The machines of a job as the planner wants them, found from where the program runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from evenkeel.placement import HardwareProfile, InvalidInputError, Topology, builtin_profiles, parse_topology
+
+_FALLBACK = "h200"
+_HOST_RESERVE = 0.2
+"""Part of a host's memory that is left for loaders, pinned buffers and the system."""
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """What was found.
+
+    Attributes:
+        topology: The machines.
+        hardware: Their profile, or the name of a built-in one.
+        notes: What was assumed, in sentences.
+    """
+
+    topology: Topology
+    hardware: str | HardwareProfile
+    notes: tuple[str, ...] = ()
+
+
+def find_machines(
+    *,
+    topology: Topology | str | None,
+    hardware: str | HardwareProfile | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    reserved_bytes: int,
+    reserved_fraction: float,
+) -> Machines:
+    """Ranks of the process group, HBM of this rank's device and memory of this host.
+
+    Args:
+        topology: The machines, where they are known: a whole topology is taken as it is.
+        hardware: Their profile, where it is known.
+        device: The device of this rank.
+        group: The ranks; all by default.
+        reserved_bytes: HBM of a rank that tables may not use.
+        reserved_fraction: Part of the HBM that tables may not use, on top.
+
+    Raises:
+        InvalidInputError: If a name is unknown, or ranks do not divide evenly among hosts.
+    """
+    notes: list[str] = []
+    if isinstance(topology, str):
+        name, machines = parse_topology(topology)
+        hardware = hardware or name
+    elif topology is not None:
+        return Machines(topology=topology, hardware=hardware or _named(device, notes), notes=tuple(notes))
+    else:
+        ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        machines = Topology(
+            ranks=ranks,
+            ranks_per_host=_local_ranks(ranks),
+            hbm_bytes=hbm_bytes(device),
+            host_bytes=host_bytes(),
+            host_reserved_fraction=_HOST_RESERVE,
+        )
+        if device.type == "cpu":
+            notes.append("there is no GPU here: all tables are planned for the memory of the host")
+    machines = Topology(
+        ranks=machines.ranks,
+        ranks_per_host=machines.ranks_per_host,
+        hbm_bytes=machines.hbm_bytes,
+        host_bytes=machines.host_bytes,
+        host_reserved_fraction=machines.host_reserved_fraction,
+        hbm_reserved_fraction=reserved_fraction,
+        hbm_reserved_bytes=reserved_bytes,
+    )
+    return Machines(topology=machines, hardware=hardware or _named(device, notes), notes=tuple(notes))
+
+
+def hbm_bytes(device: torch.device) -> int:
+    """Memory of a GPU; 0 of what is none."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
+
+
+def host_bytes() -> int:
+    """Memory that processes of this host may use: all there is, or what the container may have of it."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in _CGROUPS:
+        try:
+            text = Path(path).read_text("ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            found = min(found, int(text))
+    return found
+
+
+def _local_ranks(ranks: int) -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local = int(text) if text.isdigit() and int(text) else ranks
+    if ranks % local:
+        remedy = "give topology, or a group with as many ranks on each host"
+        raise InvalidInputError("LOCAL_WORLD_SIZE", local, f"does not divide the {ranks} ranks of the group", remedy)
+    return local
+
+
+def _named(device: torch.device, notes: list[str]) -> str:
+    """The built-in profile of the GPU, by its name."""
+    if device.type != "cuda":
+        return _FALLBACK
+    shown = torch.cuda.get_device_name(device)
+    for name in sorted(builtin_profiles(), key=len, reverse=True):
+        if name in shown.lower():
+            return name
+    notes.append(f"there is no profile of {shown!r}: times are those of {_FALLBACK}; `evenkeel calibrate` measures it")
+    return _FALLBACK
