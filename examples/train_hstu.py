@@ -8,7 +8,8 @@ One process, Gloo ranks on CPUs, and GPUs take the same flags:
         --dist-type hash_roundrobin
 
 `--max-tokens-per-rank` caps what a rank holds of a batch, so that one rank's long histories do not end the job.
-Without data the sequences are synthetic; `--data` takes an unpacked MovieLens-1M, MovieLens-20M or KuaiRand folder.
+Without data the sequences are synthetic; `--data` takes an unpacked MovieLens or KuaiRand folder, or a file of Gowalla,
+Amazon or Yambda, as published.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ from examples.datasets import (
     SequenceBatch,
     SyntheticSequences,
     lengths_named,
-    read_kuairand,
-    read_movielens,
+    read_histories,
 )
 from examples.hstu.attention import KERNELS, choose_kernel
 from examples.hstu.embeddings import STORAGES
@@ -65,6 +65,7 @@ def main() -> None:
     except (
         ValueError,
         FileNotFoundError,
+        ImportError,
     ) as error:  # what flags, data or configuration made impossible, on all ranks alike
         sys.exit(f"train_hstu: {error}")
 
@@ -75,7 +76,7 @@ def train(options: argparse.Namespace) -> None:
     joined = dist.is_initialized()
     rank, device = start(options.device, grouped=options.embeddings == "torchrec")
     chosen = choose(options)
-    histories = read(options.data) if options.data else None
+    histories = read_histories(options.data) if options.data else None
     model = model_options(options, device, histories)
     trainer = Trainer(
         model, device, learning_rate=options.learning_rate, track_layers=options.track_layers, seed=options.seed,
@@ -150,16 +151,6 @@ def make_balancer(options: argparse.Namespace, choices: BalanceOptions) -> Balan
     if options.balancer == "embedded":
         return Balancer.embedded(options=choices)
     return Balancer.connect(options.balancer, job=options.job, options=choices)
-
-
-def read(folder: Path) -> Histories:
-    """A data set, by the files that the folder holds."""
-    if (folder / "ratings.dat").exists() or (folder / "ratings.csv").exists():
-        return read_movielens(folder)
-    if any(folder.glob("log_standard_*.csv")) or any(folder.glob("data/log_standard_*.csv")):
-        return read_kuairand(folder)
-    raise FileNotFoundError(f"{folder} has neither ratings.dat nor ratings.csv (MovieLens) nor log_standard_*.csv "
-                            "(KuaiRand); unpack a data set there")  # fmt: skip
 
 
 def model_options(options: argparse.Namespace, device: torch.device, histories: Histories | None) -> ModelOptions:
@@ -292,7 +283,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--embeddings", choices=STORAGES, default="local", help="where the item table lives")
     add("--dist-type", choices=DIST_TYPES, default="continuous", help="which rank owns an item (routed embeddings)")
     add("--plan", type=Path, help="placement of the tables by `evenkeel plan` (TorchRec embeddings)")
-    add("--data", type=Path, help="folder of MovieLens or KuaiRand; default: synthetic")
+    add("--data", type=Path, help="MovieLens, KuaiRand, Gowalla, Amazon or Yambda; default: synthetic")
     add("--lengths", choices=DISTRIBUTIONS, default="zipf", help="distribution of synthetic lengths")
     add("--zipf", type=float, default=1.2, help="exponent of zipf")
     add("--mean-length", type=float, help="mean of lognormal (default 600) and normal (default half the longest)")

@@ -125,7 +125,7 @@ class HistoryBatches:
         num_candidates = np.minimum(data.lengths[users], self.num_candidates)
         middles = ends - num_candidates
         begins = np.maximum(data.offsets[users], middles - self.max_history)
-        past, future = _ranges(begins, middles), _ranges(middles, ends)
+        past, future = ranges(begins, middles), ranges(middles, ends)
         return assemble(
             sample=users.astype(np.int64),
             context=data.context[users],
@@ -138,7 +138,7 @@ class HistoryBatches:
         )
 
 
-def _ranges(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+def ranges(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
     """The numbers of all half-open ranges, one range after the other."""
     counts = ends - begins
     firsts = np.repeat(begins - np.cumsum(counts) + counts, counts)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.datasets.histories import Histories, group_by_user
-from examples.datasets.tables import read_numbers
+from examples.datasets.tables import Watch, open_lines, read_numbers
 
 # The bits of an action, the lowest first, by the columns of the log.
 ACTIONS = (
@@ -19,7 +19,9 @@ CONTEXT = ("user_active_degree", "is_live_streamer", "is_video_author", "follow_
            "friend_user_num_range", "register_days_range")  # fmt: skip
 
 
-def read_kuairand(folder: str | Path, *, random_exposure: bool = False, liked: str = "is_click") -> Histories:
+def read_kuairand(
+    folder: str | Path, *, random_exposure: bool = False, liked: str = "is_click", watch: Watch | None = None
+) -> Histories:
     """Reads an unpacked KuaiRand folder, or its `data` folder: logs in one part or in several.
 
     Actions are a bit set of `ACTIONS`; times are milliseconds. The context are the categorical user features
@@ -29,6 +31,7 @@ def read_kuairand(folder: str | Path, *, random_exposure: bool = False, liked: s
         folder: Where the files are.
         random_exposure: Whether to add the log of randomly exposed videos.
         liked: The column that a ranking model shall predict.
+        watch: Is told how far reading is.
 
     Raises:
         FileNotFoundError: If there is no log.
@@ -43,7 +46,7 @@ def read_kuairand(folder: str | Path, *, random_exposure: bool = False, liked: s
         logs += sorted(root.glob("log_random_*.csv"))
     if not logs:
         raise FileNotFoundError(f"{root} has no log_standard_*.csv; unpack KuaiRand there")
-    table = np.concatenate([_events(path) for path in logs])
+    table = np.concatenate([_events(path, watch) for path in logs])
     if not len(table):
         raise ValueError(f"the logs of {root} hold no events; unpack KuaiRand anew")
     features = sorted(root.glob("user_features_*.csv"))
@@ -57,11 +60,11 @@ def read_kuairand(folder: str | Path, *, random_exposure: bool = False, liked: s
     )
 
 
-def _events(path: Path) -> NDArray[np.int64]:
+def _events(path: Path, watch: Watch | None) -> NDArray[np.int64]:
     """(events, 4) user, video, time and actions of a log, by the names in its header."""
     names = ("user_id", "video_id", "time_ms", *ACTIONS)
-    with path.open(encoding="utf-8-sig") as file:
-        header = [name.strip() for name in file.readline().split(",")]
+    with open_lines(path, watch) as file:
+        header = [name.strip() for name in next(file, "").split(",")]
         missing = [name for name in names if name not in header]
         if missing:
             raise ValueError(f"{path} has no column {', '.join(missing)}; its columns are {', '.join(header)}")

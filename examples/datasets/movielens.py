@@ -1,4 +1,4 @@
-"""MovieLens-1M and -20M as GroupLens publishes them."""
+"""MovieLens-1M, -10M, -20M, -25M and -32M as GroupLens publishes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.datasets.histories import Histories, group_by_user
-from examples.datasets.tables import read_numbers
+from examples.datasets.tables import Watch, open_lines, read_numbers
 
 AGES = (1, 18, 25, 35, 45, 50, 56)
 LIKED_FROM = 4.0  # stars
@@ -17,11 +17,15 @@ HEADER = "userId,movieId,rating,timestamp"
 _RATING = np.dtype([("user", np.int64), ("movie", np.int64), ("stars", np.float64), ("time", np.int64)])
 
 
-def read_movielens(folder: str | Path) -> Histories:
-    """Reads an unpacked `ml-1m` (`ratings.dat`, `users.dat`) or `ml-20m` (`ratings.csv`).
+def read_movielens(folder: str | Path, *, watch: Watch | None = None) -> Histories:
+    """Reads an unpacked `ml-1m` (`ratings.dat`, `users.dat`), or `ml-20m`, `ml-25m`, `ml-32m` (`ratings.csv`).
 
     Actions are twice the rating (half stars are counted), liked means four stars or more, times are Unix seconds. The
-    context of 1M is sex (0 F, 1 M), age group (0 to 6) and occupation (0 to 20); 20M has none.
+    context of 1M is sex (0 F, 1 M), age group (0 to 6) and occupation (0 to 20); others have none.
+
+    Args:
+        folder: Where the files are.
+        watch: Is told how far reading is.
 
     Raises:
         FileNotFoundError: If the folder holds neither.
@@ -29,13 +33,14 @@ def read_movielens(folder: str | Path) -> Histories:
     """
     root = Path(folder)
     if (root / "ratings.dat").exists():
-        table = _ratings(root / "ratings.dat", separator="::")
+        table = _ratings(root / "ratings.dat", separator="::", watch=watch)
         context = _users(root / "users.dat") if (root / "users.dat").exists() else None
     elif (root / "ratings.csv").exists():
-        table = _ratings(root / "ratings.csv", header=HEADER)
+        table = _ratings(root / "ratings.csv", header=HEADER, watch=watch)
         context = None
     else:
-        raise FileNotFoundError(f"{root} has neither ratings.dat (MovieLens-1M) nor ratings.csv (MovieLens-20M)")
+        raise FileNotFoundError(f"{root} has neither ratings.dat (MovieLens-1M) nor ratings.csv "
+                                "(MovieLens-20M, -25M, -32M)")  # fmt: skip
     return group_by_user(
         users=table["user"],
         items=table["movie"],
@@ -46,9 +51,11 @@ def read_movielens(folder: str | Path) -> Histories:
     )
 
 
-def _ratings(path: Path, *, separator: str = ",", header: str | None = None) -> NDArray[Any]:
-    with path.open(encoding="utf-8-sig") as file:
-        if header is not None and (found := file.readline().strip()) != header:
+def _ratings(
+    path: Path, *, separator: str = ",", header: str | None = None, watch: Watch | None = None
+) -> NDArray[Any]:
+    with open_lines(path, watch) as file:
+        if header is not None and (found := next(file, "").strip()) != header:
             raise ValueError(f"{path}, line 1: the header is {found!r}; expected {header}")
         lines = file if separator == "," else (line.replace(separator, ",") for line in file)
         first = 1 if header is None else 2

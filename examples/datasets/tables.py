@@ -1,9 +1,13 @@
-"""Numbers from the lines of large text files."""
+"""Lines of large text files, packed or not, and the numbers in them."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,6 +17,64 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _LINES = 1 << 20  # read at once
+_TOLD_EVERY = 1 << 15  # lines
+
+Watch = Callable[[Path, int], None]
+"""Is told a file and how many of its bytes have been read."""
+
+
+@contextmanager
+def open_lines(path: Path, watch: Watch | None = None) -> Iterator[Iterator[str]]:
+    """The lines of a text file, also of one that gzip packed.
+
+    Args:
+        path: The file.
+        watch: Is told now and then how far reading is.
+
+    Raises:
+        ValueError: While reading, if the file is damaged or no text.
+    """
+    with path.open("rb") as raw:
+        packed = raw.peek(2)[:2] == b"\x1f\x8b"
+        binary = gzip.GzipFile(fileobj=raw) if packed else raw
+        yield _tell(io.TextIOWrapper(binary, encoding="utf-8-sig"), raw, path, watch)
+
+
+def _tell(text: Iterable[str], raw: io.BufferedReader, path: Path, watch: Watch | None) -> Iterator[str]:
+    lines = iter(text)
+    try:
+        for number, line in enumerate(lines, start=1):
+            if watch is not None and number % _TOLD_EVERY == 0:
+                watch(path, raw.tell())
+            yield line
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} ends early or is no text ({error}); download it anew") from error
+    if watch is not None:
+        watch(path, path.stat().st_size)
+
+
+def chunks(lines: Iterator[str], first: int) -> Iterator[tuple[int, list[str]]]:
+    """Some hundred thousand lines at a time, each time with the number of the first in the file."""
+    while chunk := list(islice(lines, _LINES)):
+        yield first, chunk
+        first += len(chunk)
+
+
+def split_lines(
+    chunk: list[str], path: Path, *, first: int, separator: str, columns: int, wanted: str
+) -> list[list[str]]:
+    """The fields of each line that is not blank.
+
+    Raises:
+        ValueError: If a line has another number of fields; the message has its number.
+    """
+    rows = [line.rstrip("\r\n").split(separator) for line in chunk]
+    if any(len(row) != columns for row in rows):
+        for number, (row, line) in enumerate(zip(rows, chunk, strict=True), start=first):
+            if len(row) != columns and not line.isspace():
+                raise ValueError(f"{path}, line {number}: {line.rstrip()[:200]!r} is not {wanted}")
+        rows = [row for row in rows if len(row) == columns]
+    return rows
 
 
 def read_numbers(
@@ -31,15 +93,13 @@ def read_numbers(
     Raises:
         ValueError: If a line is something else; the message has its number.
     """
-    lines = iter(lines)
-    while chunk := list(islice(lines, _LINES)):
+    for start, chunk in chunks(iter(lines), first):
         if not all(map(str.isspace, chunk)):
             try:
                 yield _parse(chunk, dtype, columns)
             except (ValueError, DeprecationWarning):
-                _blame(chunk, path, dtype=dtype, first=first, wanted=wanted, columns=columns)
+                _blame(chunk, path, dtype=dtype, first=start, wanted=wanted, columns=columns)
                 raise
-        first += len(chunk)
 
 
 def _parse(lines: list[str], dtype: DTypeLike, columns: Sequence[int] | None) -> NDArray[Any]:

@@ -16,24 +16,31 @@ from examples.datasets import SequenceBatch
 from examples.hstu.model import LocalEmbeddings, ModelOptions
 from trainer_client.embedding.routing import DistType
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
+from trainer_client.embedding.tables.tables import initial_rows
 
 Storage = Literal["local", "routed", "torchrec"]
 STORAGES: tuple[Storage, ...] = ("local", "routed", "torchrec")
 
 
+def item_table(options: ModelOptions, dist_type: DistType, seed: int) -> RoutedTable:
+    """The item table, sharded by rows."""
+    return RoutedTable(
+        name="item",
+        embedding_dim=options.embedding_dim,
+        features=("history", "candidates"),
+        num_embeddings=options.num_items,
+        routing=dist_type,
+        seed=seed,
+    )
+
+
 class RoutedEmbeddings(LocalEmbeddings):
     """The item table sharded by rows, each key at the rank that the routing names."""
 
-    def __init__(self, options: ModelOptions, dist_type: DistType, device: torch.device) -> None:
+    def __init__(self, options: ModelOptions, dist_type: DistType, device: torch.device, seed: int) -> None:
         super().__init__(options)
         del self.items
-        table = RoutedTable(
-            name="item",
-            embedding_dim=options.embedding_dim,
-            features=("history", "candidates"),
-            num_embeddings=options.num_items,
-            routing=dist_type,
-        )
+        table = item_table(options, dist_type, seed)
         self.sharded = RoutedEmbeddingCollection([table], device=device, deduplicate=True)
 
     def look_up(self, batch: SequenceBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,22 +93,31 @@ class TorchRecEmbeddings(LocalEmbeddings):
 
 
 def make_embeddings(
-    options: ModelOptions, storage: Storage, *, dist_type: DistType, device: torch.device, learning_rate: float
+    options: ModelOptions,
+    storage: Storage,
+    *,
+    dist_type: DistType,
+    device: torch.device,
+    learning_rate: float,
+    seed: int = 0,
 ) -> LocalEmbeddings:
-    """The embeddings of a storage.
+    """The embeddings of a storage; a whole item table and one sharded under a routing begin with the same values.
 
     Raises:
         ValueError: If the storage has no such routing.
     """
     if storage == "routed":
-        return RoutedEmbeddings(options, dist_type, device)
+        return RoutedEmbeddings(options, dist_type, device, seed)
     if storage == "torchrec":
         if dist_type != "continuous":
             raise ValueError(
                 f"TorchRec's tables are blocks of rows, so dist-type {dist_type!r} needs --embeddings routed"
             )
         return TorchRecEmbeddings(options, learning_rate)
-    return LocalEmbeddings(options)
+    local = LocalEmbeddings(options)
+    with torch.no_grad():
+        local.items.weight.copy_(initial_rows(torch.arange(options.num_items), item_table(options, dist_type, seed)))
+    return local
 
 
 def shard_by_torchrec(model: nn.Module, device: torch.device, plan_file: Path | None) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Run:
         tokens: Tokens that this rank trained in each step.
         flops: FLOPs of the layers for what this rank trained in each step.
         losses: (steps,) loss per sample of each step over all ranks.
+        samples: Of each step the numbers of the samples that this rank trained, as `SequenceBatch.sample` has them.
         perf: Measured modules, if any.
         peak_bytes: Most device memory in use; 0 on CPUs.
         exposed_seconds: Waits of the training thread for the ranks' agreement.
@@ -53,6 +54,7 @@ class Run:
     tokens: list[int] = field(default_factory=list)
     flops: list[float] = field(default_factory=list)
     losses: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    samples: list[torch.Tensor] = field(default_factory=list)
     perf: list[ModulePerf] = field(default_factory=list)
     peak_bytes: int = 0
     exposed_seconds: float = 0.0
@@ -94,7 +96,9 @@ class Trainer:
         self.options = options
         self.device = device
         self._learning_rate = learning_rate
-        embeddings = make_embeddings(options, storage, dist_type=dist_type, device=device, learning_rate=learning_rate)
+        embeddings = make_embeddings(
+            options, storage, dist_type=dist_type, device=device, learning_rate=learning_rate, seed=seed
+        )
         bare = Ranker(options, embeddings)
         if storage == "torchrec":
             self.model = shard_by_torchrec(bare, device, plan_file)
@@ -197,6 +201,7 @@ class Trainer:
             run.reports.append(loader.report)
             run.tokens.append(self._count_tokens(batch))
             counts.append((batch.num_history, batch.num_candidates))
+            run.samples.append(batch.sample)
             finished = timer.finished()
             run.times += finished
             if fitter is not None:
@@ -216,9 +221,17 @@ class Trainer:
             run.perf += tracker.finished()
             tracker.close()
         run.losses = _mean_losses(sums, run.reports)
+        run.samples = [numbers.cpu() for numbers in run.samples]
         run.flops = [self._flops(*step) for step in counts]
         run.exposed_seconds = loader.counters.exposed_seconds
         return run
+
+    @torch.no_grad()
+    def predict(self, batch: SequenceBatch) -> torch.Tensor:
+        """(Σ candidates,) logits, float32 on this rank's device; all ranks call it together if tables are sharded."""
+        with self._mixed():
+            logits: torch.Tensor = self.model(batch.to(self.device))
+        return logits.float()
 
     def make_fitter(self, options: FitOptions | None = None, *, prior: Cost | None = None) -> CostFitter:
         """A fitter that starts from a cost, by default the FLOPs; collective."""
@@ -227,14 +240,16 @@ class Trainer:
         return CostFitter(terms, prior=prior or self.options.cost(), options=options)
 
     def _step(self, batch: SequenceBatch, loss_scale: float, timer: StepTimer) -> torch.Tensor:
-        mixed: Any = torch.autocast(self.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()
-        with mixed, self.budget or nullcontext():
+        with self._mixed(), self.budget or nullcontext():
             loss = loss_of(self.model(batch), batch)
         self.optimizer.zero_grad(set_to_none=True)
         (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
         timer.gradients_ready()
         self.optimizer.step()
         return loss.detach()
+
+    def _mixed(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()
 
     def _count_tokens(self, batch: SequenceBatch) -> int:
         """Known from the shapes; nothing is read from the device."""

@@ -66,7 +66,7 @@ def _train(rank: int, folder: str, plan: str) -> dict[str, Any]:
 
 def test_a_data_set_is_trained_under_a_plan(tmp_path: Path) -> None:
     _write_movielens(tmp_path)
-    plan = _write_plan(tmp_path, len(train_hstu.read(tmp_path).item_ids))
+    plan = _write_plan(tmp_path, len(train_hstu.read_histories(tmp_path).item_ids))
     found = run_ranks(2, _train, str(tmp_path), str(plan))[0]
     off, balanced = found["off"], found["embedded"]
     assert off["steps"] == balanced["steps"] == USERS // 8  # every user once
@@ -152,7 +152,7 @@ def test_a_sequence_holds_at_least_one_item(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has neither ratings\.dat .* nor log_standard_\*\.csv \(KuaiRand\)"):
-        train_hstu.read(tmp_path)
+        train_hstu.read_histories(tmp_path)
 
 
 def test_a_pipeline_in_the_file_is_refused(tmp_path: Path) -> None:

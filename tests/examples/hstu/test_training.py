@@ -60,5 +60,5 @@ def test_all_settings_learn_the_same() -> None:
         assert first[name]["steps"] == second[name]["steps"] == 8
         assert first[name]["after"] < first[name]["before"]
     assert first["off"]["after"] == first["off"]["before"]
-    assert all(loss > 0 for routing in ("hash_roundrobin", "continuous") for loss in first[routing]["losses"])
-    assert first["continuous"]["losses"][-1] < 1.5 * first["off"]["losses"][-1]
+    for routing in ("hash_roundrobin", "continuous"):  # sharded tables begin with the same values as whole ones
+        assert first[routing]["losses"] == pytest.approx(first["off"]["losses"], rel=1e-4)

@@ -1,0 +1,94 @@
+"""Yambda, Yandex's music listens, as published: parquet files, flat or with a row for each user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from examples.datasets.histories import Histories, group_by_user
+from examples.datasets.tables import Watch
+
+NEEDED = ("uid", "timestamp", "item_id")
+LISTENED_FROM = 50  # percent of the track, above which the data set itself speaks of a listen
+_OPTIONAL = ("event_type", "played_ratio_pct")
+_ROWS = 1 << 20
+
+
+def read_yambda(path: str | Path, *, watch: Watch | None = None) -> Histories:
+    """Reads a file such as `flat/50m/listens.parquet`, `flat/50m/multi_event.parquet`, `sequential/50m/likes.parquet`.
+
+    Liked means that a track was played to more than half, or an event of the type `like`; in files without these
+    columns all events count as liked. An action is 1 for a liked event, else 0. Times are seconds.
+
+    Args:
+        path: The file.
+        watch: Is told how far reading is.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        ValueError: If it is not in its published format.
+    """
+    path = Path(path)
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError(f"{path} is a parquet file; pip install pyarrow to read it") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            missing = [name for name in NEEDED if name not in names]
+            if missing:
+                raise ValueError(f"{path} has no column {', '.join(missing)}; its columns are {', '.join(names)}")
+            wanted = [*NEEDED, *(name for name in _OPTIONAL if name in names)]
+            size, rows, read = path.stat().st_size, max(file.metadata.num_rows, 1), 0
+            parts = []
+            for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
+                parts.append(_events({name: batch.column(name) for name in wanted}))
+                read += batch.num_rows
+                if watch is not None:
+                    watch(path, size * read // rows)
+    except (arrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no whole parquet file ({error}); download it anew") from error
+    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+    if not table or not len(table["users"]):
+        raise ValueError(f"{path} holds no events; download it anew")
+    return group_by_user(
+        users=table["users"],
+        items=table["items"],
+        actions=table["liked"].astype(np.int64),
+        liked=table["liked"],
+        times=table["times"],
+    )
+
+
+def _events(columns: dict[str, Any]) -> dict[str, NDArray[Any]]:
+    """The events of some rows; a row is an event, or a user with lists of events."""
+    import pyarrow as arrow
+    from pyarrow import compute
+
+    lists = arrow.types.is_list(columns["item_id"].type) or arrow.types.is_large_list(columns["item_id"].type)
+    users = columns["uid"]
+    if lists:
+        counts = compute.fill_null(compute.list_value_length(columns["item_id"]), 0)
+        users = np.repeat(users.to_numpy(zero_copy_only=False), counts.to_numpy(zero_copy_only=False))
+        columns = {name: compute.list_flatten(column) for name, column in columns.items() if name != "uid"}
+    else:
+        users = users.to_numpy(zero_copy_only=False)
+    liked = np.ones(len(users), dtype=np.bool_)
+    if any(name in columns for name in _OPTIONAL):
+        liked[:] = False
+    if "event_type" in columns:
+        liked |= np.array(columns["event_type"].cast(arrow.string()).to_pylist()) == "like"
+    if "played_ratio_pct" in columns:
+        played = compute.fill_null(columns["played_ratio_pct"], 0).to_numpy(zero_copy_only=False)
+        liked |= played > LISTENED_FROM
+    return {
+        "users": users.astype(np.int64),
+        "items": columns["item_id"].to_numpy(zero_copy_only=False).astype(np.int64),
+        "times": columns["timestamp"].to_numpy(zero_copy_only=False).astype(np.int64),
+        "liked": liked,
+    }
