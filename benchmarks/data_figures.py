@@ -168,7 +168,7 @@ def _skews_of_batch(data: Keys, batch: NDArray[np.int64], world_size: int) -> di
     distinct = torch.from_numpy(values[places])
     occurrences = {"raw": np.bincount(numbers), "deduplicated": np.bincount(asked)}
     best = {name: lower_bound(torch.from_numpy(of_key), world_size) for name, of_key in occurrences.items()}
-    skews = {}
+    skews: dict[str, dict[str, float]] = {}
     for routing in DIST_TYPES:
         owner = owners(
             distinct, as_routing(routing), world_size=world_size, block_size=block_size(data.num_embeddings, world_size)
