@@ -1,14 +1,18 @@
 """Groups that shrink, as torchft's: ranks that survive make a new process group, in the same processes, and go on.
 
-`torchrun --nproc-per-node 4 -m examples.resume.shrinking --kill-at 7`: nothing is written to disk but the ledger, and
-no process is started anew. Two things are needed beside a plain loop: after each step all ranks hold the loader's state
-of all ranks, since who dies takes his own with him; and in a new group all go on from what the most advanced one holds.
+`python -m examples.resume.shrinking --ranks 4 --kill-at 7`: nothing is written to disk but the ledger, and no process
+is started anew. It starts the ranks itself: torchrun ends all of its ranks when one of them dies. Two things are needed
+beside a plain loop: after each step all ranks hold the loader's state of all ranks, since who dies takes his own with
+him; and in a new group all go on from what the most advanced one holds.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -90,8 +94,27 @@ def survivors(store: c10d.Store, generation: int, me: int) -> list[int]:
     return [int(rank) for rank in store.get(f"members/{generation}").decode().split(",")]
 
 
+def start_ranks() -> int:
+    """Starts `--ranks` processes of this program on this machine; returns 0 if one of them trained to the end."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--ranks", type=int, default=4, help="processes to start")
+    given, others = parser.parse_known_args()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    command = [sys.executable, "-m", "examples.resume.shrinking", *others]
+    ranks = [
+        subprocess.Popen(command, env=os.environ | address | {"RANK": str(rank), "WORLD_SIZE": str(given.ranks)})
+        for rank in range(given.ranks)
+    ]
+    return min(abs(rank.wait()) for rank in ranks)
+
+
 def main() -> None:
     """Trains, with fewer ranks each time that one dies."""
+    if "RANK" not in os.environ:
+        sys.exit(start_ranks())
+    if "TORCHELASTIC_MAX_RESTARTS" in os.environ and int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
+        sys.exit("torchrun ends all of its ranks when one dies; start: python -m examples.resume.shrinking --ranks 4")
     options = job.read_options(__doc__)
     me, members = int(os.environ["RANK"]), list(range(int(os.environ["WORLD_SIZE"])))
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -78,3 +81,14 @@ def test_a_group_that_shrinks_goes_on_in_the_same_processes(tmp_path: Path) -> N
     assert [users(tmp_path, epoch) for epoch in range(2)] == [list(range(96))] * 2
     assert {line["step"] for line in ledger(tmp_path) if line["rank"] == 2} == set(range(1, 5))
     assert job.output().count("after step 4") == 2
+
+
+def test_the_command_for_a_group_that_shrinks_starts_its_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.resume.shrinking", "--ranks", "2", "--folder", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run(
+        [*command, "--users", "48", "--epochs", "1", "--kill-at", "2"], env=environment, timeout=SECONDS, check=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "48 of 48 users trained, 0 of them more than once" in ended.stdout
+    assert users(tmp_path, 0) == list(range(48))
