@@ -3,12 +3,14 @@ import { body, curveKey, hbmBudget } from "./request.js";
 import { ask } from "./service.js";
 
 const LIMIT_S = 30;
+const PAUSE_MS = 200;
 const POINTS = { hbm: ["points", 24], host: ["host_points", 16] };
 
 /** Asks for plans and curves of the request as it is now. */
 export class Planning {
   #own = null;
   #timer = 0;
+  #changed = 0;
   #curves = { hbm: null, host: null };
 
   /** @param view Has `over`, the budget that its curve is over; gets `begin`, `waiting(text)`, `plan(answer)`, `whatIf(answer, curves)`, `failed(problem, part)`, `end`. */
@@ -16,11 +18,13 @@ export class Planning {
     this.view = view;
   }
 
-  /** Asks in a moment, unless the request changes again. */
+  /** Asks once the request does not change any more: at once after a pause, else in a moment. */
   later(request) {
     this.stop();
     this.view.begin(this.#kept(request));
-    return new Promise((resolve) => { this.#timer = setTimeout(() => resolve(this.now(request)), 200); });
+    const pause = performance.now() - this.#changed > 3 * PAUSE_MS ? 0 : PAUSE_MS;
+    this.#changed = performance.now();
+    return new Promise((resolve) => { this.#timer = setTimeout(() => resolve(this.now(request)), pause); });
   }
 
   /** Takes back what is being asked. */

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,19 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from evenkeel.placement import PlanRequest
+from evenkeel.placement import PlanRequest, SolverOptions, Table, Topology
 from evenkeel.placement.codec import encode
+
+GIB = 1 << 30
+SMALL = PlanRequest(
+    tables=tuple(Table(name=f"t{i}", rows=1_000_000 << i, dim=64, ids_per_sample=1.0 + i) for i in range(3)),
+    topology=Topology(
+        ranks=8, ranks_per_host=8, hbm_bytes=139 * GIB, hbm_reserved_bytes=138 * GIB, host_bytes=16 * GIB
+    ),
+    solver=SolverOptions(ratio_steps=20),
+)
+"""Planned in a moment: its tables fit into 1.4 GiB of HBM, with 0.9 GiB they need a host, with 0.5 nothing fits."""
+ROOMY = replace(SMALL, topology=Topology(ranks=8, hbm_bytes=139 * GIB))
 
 _SECONDS = 60
 _REQUESTS = """

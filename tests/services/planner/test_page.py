@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import shutil
-import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,57 +10,16 @@ import pytest
 import yaml
 
 pytest.importorskip("selenium", reason="the page is tested in a real browser through selenium")
-if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
-    pytest.skip("the page is tested in chromium, with chromedriver", allow_module_level=True)
 
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from benchmarks.harness.balancer_process import fork
-from evenkeel.placement import PlanRequest, Runtime, SolverOptions, Table, Topology, plan
-from evenkeel.placement.plan_file import PlanFile, dumps, loads
+from evenkeel.placement import Runtime
 from services.operations.launch import running_service
 from services.security.tokens import hash_token
-from tests.services.planner.browsing import Page, browsing
+from tests.services.planner.browsing import GIB, ROOMY, SMALL, Page
 from tests.services.planner.serving import served
-
-GIB = 1 << 30
-SMALL = PlanRequest(
-    tables=tuple(Table(name=f"t{i}", rows=1_000_000 << i, dim=64, ids_per_sample=1.0 + i) for i in range(3)),
-    topology=Topology(
-        ranks=8, ranks_per_host=8, hbm_bytes=139 * GIB, hbm_reserved_bytes=138 * GIB, host_bytes=16 * GIB
-    ),
-    solver=SolverOptions(ratio_steps=20),
-)
-"""Planned in a moment: its tables fit into 1.4 GiB of HBM, with 0.9 GiB they need a host, with 0.5 nothing fits."""
-ROOMY = replace(SMALL, topology=Topology(ranks=8, hbm_bytes=139 * GIB))
-
-
-@pytest.fixture(scope="module")
-def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("downloads")
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(tmp_path_factory.mktemp("planner"), "--requests-per-second", "1000") as running:
-        yield running.url
-
-
-@pytest.fixture(scope="module")
-def opened(url: str, downloads: Path) -> Iterator[Page]:
-    with browsing(url, downloads) as page:
-        page.open()
-        page.browser.set_script_timeout(10)
-        yield page
-
-
-@pytest.fixture
-def page(opened: Page) -> Page:
-    """The page with a small request, planned; what an earlier test left is gone."""
-    opened.resize(1300)
-    opened.open(request=SMALL)
-    return opened
 
 
 def test_the_example_is_planned_with_pictures_curves_advice_and_lines(opened: Page) -> None:
@@ -88,9 +43,6 @@ def test_the_example_is_planned_with_pictures_curves_advice_and_lines(opened: Pa
     page.click("[name=over][value=hbm]")
     assert "DynamicEmbTableOptions" in page.run("return document.getElementById('code').textContent")
     assert "0–7" in page.text("#ranks-report")
-
-
-def test_parts_of_a_bar_are_as_long_as_what_they_stand_for(page: Page) -> None:
     for bar in ("#memory .row:nth-child(1)", "#memory .row:nth-child(2)", "#time .row:nth-child(1)"):
         script = (
             "return [...document.querySelectorAll(`${arguments[0]} .part`)].map((part) => parseFloat(part.style.width))"
@@ -258,102 +210,6 @@ def test_two_budgets_and_two_pins_stand_side_by_side(page: Page) -> None:
     assert not page.find("#comparison").is_displayed()
 
 
-def test_a_plan_is_downloaded_and_opened_again(page: Page, downloads: Path, tmp_path: Path) -> None:
-    file = downloads / "plan.json"
-    file.unlink(missing_ok=True)
-    page.change("#hbm", "1.1")
-    page.click("#download")
-    page.wait(file.exists)
-    saved = loads(file.read_text())
-    assert saved.plan == plan(replace(saved.request, solver=replace(saved.request.solver, time_limit_s=30.0)))
-    headline = page.text("#headline")
-    page.open(request=replace(SMALL, tables=SMALL.tables[:1]))
-    with page.answered():
-        page.give_file(file)
-    assert page.text("#headline") == headline
-    assert page.find("#hbm").get_attribute("value") == "1.1"
-    ours = tmp_path / "ours.json"
-    other = replace(SMALL, topology=replace(SMALL.topology, ranks=4, ranks_per_host=2))
-    ours.write_text(dumps(PlanFile(request=other, plan=plan(other))))
-    with page.answered():
-        page.give_file(ours)
-    assert page.find("#ranks").get_attribute("value") == "4"
-    assert page.count("#placements tbody tr") == 3
-
-
-def test_files_that_others_write_are_read_and_garbage_is_refused_by_name(page: Page, tmp_path: Path) -> None:
-    good = {
-        "t.yaml": "# tables\n- name: user_id\n  rows: 4_000_000\n  dim: 128\n"
-        "- name: item_id\n  rows: 500_000\n  dim: 128\n  access: {kind: zipf, exponent: 0.9}\n  modes: [CACHING]\n",
-        "job.yaml": "tables:\n- {name: a, rows: 4e6, dim: 128}\n- {name: b, rows: 1e6, dim: 8}\n"
-        "topology:\n  ranks: 8\n  hbm_bytes: 60GiB\n  host_bytes: 1536GiB\nsolver: {ratio_steps: 5}\n",
-        "t.csv": 'name;rows;dim\n"a;b";1000000;64\nc;2000000;64\n',
-    }
-    for name, text in good.items():
-        file = tmp_path / name
-        file.write_text(text)
-        with page.answered():
-            page.give_file(file)
-        assert page.text("#notice span") == f"{name} is open."
-        assert page.count("#placements tbody tr") == 2, page.text("#problem")
-        assert "a step" in page.text("#headline")
-    bad = {
-        "garbage.json": ("{]", "is no JSON"),
-        "noise.bin": ("\x00\x01\ufffd\nPK", "garbage"),
-        "answer.json": ('{"plan": {}, "code": ""}', "is an answer of the planner"),
-        "newer.json": ('{"format": "evenkeel-plan", "version": 7, "request": {}}', "version 7"),
-        "strange.json": ('{"tables": [], "topologie": {}}', "topologie"),
-        "number.json": ("[1, 2]", "tables[0] is no object"),
-        "empty.csv": ("", "is empty"),
-        "anchors.yaml": ("- &a\n  name: x\n", "Line 1"),
-    }
-    before = page.find("#tables").get_attribute("value")
-    for name, (text, wanted) in bad.items():
-        file = tmp_path / name
-        file.write_text(text)
-        page.give_file(file)
-        page.wait(lambda file=file: page.text("#notice span").startswith(file.name))
-        if wanted != "garbage":
-            assert wanted in page.text("#notice span")
-        assert page.find("#tables").get_attribute("value") == before
-
-
-def test_a_link_holds_the_request_and_other_links_are_refused(page: Page) -> None:
-    page.change("#hbm", "1.2")
-    headline = page.text("#headline")
-    page.click("#share")
-    page.wait(lambda: page.run("return location.hash").startswith("#p1="))
-    link = page.run("return location.hash")
-    page.open(link, SMALL)
-    assert page.find("#hbm").get_attribute("value") == "1.2"
-    assert page.text("#headline") == headline
-    page.open("#p2=abc", SMALL)
-    assert "another version of the page (p2; this one reads p1)" in page.text("#notice span")
-    assert "a step" in page.text("#headline")
-    page.open(link[:-9], SMALL)
-    assert page.text("#notice span").startswith("This link is damaged")
-    bomb = page.call("links.js", "m.unpack('#p1=' + a[0]).then(() => 'read')", _packed(b'"' + b" " * (9 << 20) + b'"'))
-    assert bomb == {"error": "This link is damaged: copy it again, all of it."}
-
-
-def _packed(text: bytes) -> str:
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
-    return base64.urlsafe_b64encode(packer.compress(text) + packer.flush()).decode().rstrip("=")
-
-
-def test_yaml_is_read_as_python_reads_it(opened: Page) -> None:
-    page = opened
-    texts = [
-        "- a: 1\n  b: [1, two, {c: 3.5}]\n-\n  d: 'x: # y'\n- e:\n  - 1\n  - {f: g}\n",
-        "a: {b: {c: [null, ~, true]}}\nd:\n  e:\n    - f: 1\n      g: 2\n    - h\n# end\n",
-        'name: "with, comma" # note\nlist:\n- a\n- b\nempty:\nlast: x y z\n',
-    ]
-    found = page.call("yaml.js", "a[0].map(m.readYaml)", texts)
-    assert found == [yaml.safe_load(text) for text in texts]
-    for wrong in ("a: [1, 2", "a: 1\n   b: 2", "- a\nb: 1", "a: *x", "- " * 300 + "a", "[" * 200, "a: }"):
-        assert "Line" in page.call("yaml.js", "m.readYaml(a[0])", wrong)["error"], wrong
-
-
 def test_advice_finds_the_knee_and_the_next_step(opened: Page) -> None:
     page = opened
     points = [{"size": x, "time": t} for x, t in ((1, 10.0), (2, 6.0), (3, 2.2), (6, 2.1), (9, 2.0), (12, 1.0))]
@@ -387,7 +243,7 @@ def test_the_page_fits_its_window_and_goes_by_keyboard(page: Page, width: int) -
     assert page.run("return document.activeElement.dataset.row") == "edit-1"
 
 
-def test_everything_that_is_operated_has_a_name(page: Page) -> None:
+def test_everything_that_is_operated_has_a_name_and_names_are_text(page: Page) -> None:
     page.click("#keep")
     script = """
         const kinds = "button, input, select, textarea, [role=img], [role=region], dialog";
@@ -396,9 +252,13 @@ def test_everything_that_is_operated_has_a_name(page: Page) -> None:
         return [...document.querySelectorAll(kinds)].filter((one) => !isNamed(one)).map((one) => one.outerHTML);
     """
     assert page.run(script) == []
+    page.change("#tables", json.dumps([{"name": "<img src=x onerror=document.title=1>", "rows": 1000, "dim": 8}]))
+    assert page.text("#placements tbody th").startswith("<img")
+    assert page.browser.title == "Evenkeel planner"
 
 
-def test_many_tables_are_shown_in_parts(page: Page) -> None:
+def test_many_tables_are_shown_in_parts(opened: Page) -> None:
+    page = opened
     page.open(request=ROOMY)
     rows = [f"table_{i},{1000 * (i + 1)},16,1" for i in range(120)]
     page.change("#tables", "\n".join(["name,rows,dim,ids_per_sample", *rows]))
@@ -411,13 +271,8 @@ def test_many_tables_are_shown_in_parts(page: Page) -> None:
     assert page.count(".stack .part") < 300
 
 
-def test_names_of_tables_are_text_not_markup(page: Page) -> None:
-    page.change("#tables", json.dumps([{"name": "<img src=x onerror=document.title=1>", "rows": 1000, "dim": 8}]))
-    assert page.text("#placements tbody th").startswith("<img")
-    assert page.browser.title == "Evenkeel planner"
-
-
-def test_shards_on_single_ranks_are_drawn_rank_by_rank(page: Page) -> None:
+def test_shards_on_single_ranks_are_drawn_rank_by_rank(opened: Page) -> None:
+    page = opened
     tables = [{"name": f"t{i}", "rows": 3_000_000 * (i + 1), "dim": 64, "sharding": "table_wise"} for i in range(5)]
     page.open(request=replace(ROOMY, runtime=Runtime.TORCHREC))
     page.change("#tables", json.dumps(tables))
