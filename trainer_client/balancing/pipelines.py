@@ -64,8 +64,10 @@ class BalancedBatch(Generic[B]):
             moved = _each(self.batch, "to", device, non_blocking=non_blocking, **options)
         return BalancedBatch(batch=moved, loss_scale=self.loss_scale, report=self.report)
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that `stream` uses the batch."""
+    def record_stream(self, stream: torch.Stream | torch.cpu.Stream) -> None:
+        """Tells the allocator that `stream` uses the batch; on the host there are no streams."""
+        if isinstance(stream, torch.cpu.Stream):
+            return
         _each(self.batch, "record_stream", stream)
 
     def pin_memory(self) -> BalancedBatch[B]:
@@ -113,6 +115,8 @@ def balanced_batches(loader: BalancedLoader[B]) -> Iterator[BalancedBatch[B]]:
 class PipelineSteps:
     """The training steps of a pipeline over the batches of a loader: `for output in PipelineSteps(pipeline, loader)`.
 
+    Each loop is over a new iteration of the loader: what the pipeline still holds of one that was left is dropped.
+
     Counts what the pipeline has fetched and not trained yet, which a checkpoint must not take for trained:
     `loader.state_dict(ahead=steps.ahead())`, or `JobState(loader, ahead=steps.ahead)`.
     """
@@ -121,11 +125,16 @@ class PipelineSteps:
         """Fetches nothing yet.
 
         Args:
-            pipeline: Any object with `progress(iterator)` that trains one batch a call, as all of TorchRec's do.
+            pipeline: Any object with `progress(iterator)` that trains one batch a call, as all of TorchRec's do, or
+                hands it out to be trained, as `StagedTrainPipeline`; at the end it raises `StopIteration`, or returns
+                None with nothing left. Where it has `reset()`, as TorchRec's, that makes it ready for another iterator.
             loader: The loader; each iteration is one over it.
         """
         self._pipeline = pipeline
         self._loader = loader
+        self._is_staged = hasattr(pipeline, "num_stages")  # gives None while it fills up again, and at its end
+        self._is_used = False
+        self._has_ended = False
         self._fetched = 0
         self._trained = 0
 
@@ -134,6 +143,9 @@ class PipelineSteps:
         return self._fetched - self._trained
 
     def __iter__(self) -> Iterator[Any]:
+        if self._is_used and hasattr(self._pipeline, "reset"):
+            self._pipeline.reset()
+        self._is_used, self._has_ended = True, False
         self._fetched = self._trained = 0
         batches = self._fetch()
         try:
@@ -141,7 +153,16 @@ class PipelineSteps:
                 try:
                     output = self._pipeline.progress(batches)
                 except StopIteration:  # on all ranks after the same step
+                    if not (self._has_ended or self._fetched):
+                        raise RuntimeError(
+                            f"{type(self._pipeline).__name__} has ended without asking for a batch: it takes no second "
+                            "iterator; make a pipeline for each loop, or give it reset()"
+                        ) from None
                     return
+                if self._is_staged and output is None:
+                    if self._has_ended and not self.ahead():
+                        return
+                    continue
                 self._trained += 1
                 yield output
         finally:
@@ -151,6 +172,7 @@ class PipelineSteps:
         for batch in balanced_batches(self._loader):
             self._fetched += 1
             yield batch
+        self._has_ended = True
 
 
 PipelineFactory = Callable[..., Any]

@@ -91,14 +91,15 @@ class HalfWindow:
         if steps is None:
             sizes = samples.sizes_by_batch
             steps = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        ranks = np.zeros(len(samples), np.uint16)
-        ranks[np.argsort(steps, kind="stable")] = np.concatenate([piece.destinations for piece in outcome.plan.slices])
+        batch = steps.astype(np.uint8)  # which NumPy sorts in a third of the time
+        ranks = np.empty(len(samples), np.uint16)
+        ranks[np.argsort(batch, kind="stable")] = np.concatenate([piece.destinations for piece in outcome.plan.slices])
         return cls(
             size=size,
             left=tuple(left),
             last=outcome.verdict.last,
             batch_sizes=samples.sizes_by_batch if len(samples) else (),
-            steps=steps.astype(np.uint8),
+            steps=batch,
             ranks=ranks,
             lengths=_checksum(samples),
         )

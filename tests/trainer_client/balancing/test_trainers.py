@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer
-from trainer_client.balancing.pipelines import PipelineSteps
 from trainer_client.balancing.resume import ResumeError
 from trainer_client.balancing.sampling import GlobalBatchSampler
 from trainer_client.balancing.trainers import JobState, LightningLoader
@@ -50,49 +49,6 @@ def test_what_is_no_state_of_a_job_is_refused() -> None:
     JobState(loader).load_state_dict({})  # as a checkpoint without one
     with pytest.raises(ResumeError, match=r"has the fields \['batches'.* and not 'ranks'; load what JobState"):
         JobState(loader).load_state_dict(loader.state_dict())
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(1, 1)
-
-    def forward(self, balanced: Any) -> Any:
-        return self.dense(balanced.batch.float()[:, None]).sum(), balanced.batch
-
-
-def in_pipelines(_: int) -> dict[str, list[int]]:
-    from torchrec.distributed.train_pipeline import train_pipelines
-
-    held = {}
-    for name in ("TrainPipelineBase", "TrainPipelineSparseDistLite", "TrainPipelineSparseDist"):
-        loader, again = make_loader(), make_loader()
-        model = Model()
-        pipeline = getattr(train_pipelines, name)(model, torch.optim.SGD(model.parameters(), 0.1), torch.device("cpu"))
-        steps = PipelineSteps(pipeline, loader)
-        held[name], trained, rest = [], [], []
-        state: Any = None
-        for batch in steps:
-            held[name].append(steps.ahead())
-            trained += batch.tolist()
-            if len(held[name]) == 2:
-                state = loader.state_dict(ahead=steps.ahead())
-        again.load_state_dict(state)
-        for batch in again:
-            rest += batch.tolist()
-        assert rest == trained[12:]
-        assert sorted(trained) == list(range(SAMPLES))
-    return held
-
-
-def test_what_pipelines_hold_is_counted() -> None:
-    assert run_ranks(1, in_pipelines) == [
-        {
-            "TrainPipelineBase": [1, 1, 1, 0],
-            "TrainPipelineSparseDistLite": [1, 1, 1, 0],
-            "TrainPipelineSparseDist": [2, 2, 1, 0],
-        }
-    ]
 
 
 class FallenError(RuntimeError):

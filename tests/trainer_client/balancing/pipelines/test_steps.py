@@ -1,0 +1,75 @@
+"""Steps of pipelines: TorchRec's that run on the host, and what else has `progress`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.balancing.pipelines.held_checks import STEPS, check, make_loader, pipelines
+from trainer_client import Balancer
+from trainer_client.balancing.pipelines import PipelineSteps
+
+CPU = torch.device("cpu")
+
+
+def all_of_them(_: int) -> list[str]:
+    with Balancer.embedded() as balancer:
+        for name, held in pipelines(CPU):
+            check(name, held, CPU, balancer)
+    return [name for name, _ in pipelines(CPU)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_torchrecs_pipelines_hold_is_counted(world_size: int) -> None:
+    assert [len(names) for names in run_ranks(world_size, all_of_them)] == [7] * world_size
+
+
+class Staged:
+    """As TorchRec's `StagedTrainPipeline`, which needs a GPU: fills up once, and returns None at its end, for ever."""
+
+    num_stages = 2
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        while len(self._held) < self.num_stages:
+            self._held.append(next(batches, None))
+        self._held.append(next(batches, None))
+        return self._held.pop(0)
+
+
+class Once:
+    """Never begins with another iterator."""
+
+    def __init__(self) -> None:
+        self._ended = False
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        batch = None if self._ended else next(batches, None)
+        self._ended = batch is None
+        if self._ended:
+            raise StopIteration
+        return batch
+
+
+def test_a_pipeline_that_returns_nothing_at_its_end() -> None:
+    steps = PipelineSteps(Staged(), make_loader(CPU, Balancer.embedded()))
+    held = []
+    for _ in steps:
+        held.append(steps.ahead())
+        assert len(held) <= STEPS
+    assert held == [2, 2, 2, 1, 0]
+    whole = [batch.batch.tolist() for batch in steps]  # having given None while it filled up again
+    assert whole == [batch.tolist() for batch in make_loader(CPU, Balancer.embedded())]
+
+
+def test_a_pipeline_that_takes_no_second_iterator_is_refused() -> None:
+    steps = PipelineSteps(Once(), make_loader(CPU, Balancer.embedded()))
+    assert len(list(steps)) == STEPS
+    with pytest.raises(RuntimeError, match=r"Once has ended without asking for a batch.*make a pipeline for each loop"):
+        list(steps)
