@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.key_traces import TRACES, simulated
 from evenkeel import key_statistics
 from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, miss_curve
-from evenkeel.key_statistics.curves import predicted
+from evenkeel.key_statistics.curves import checked
 from evenkeel.placement import Eviction
 from evenkeel.placement.access import Histogram
 from evenkeel.placement.hit_rates import step_keys
@@ -63,8 +63,8 @@ def compare(name: str, lookups: int, total: int, seed: int) -> list[dict[str, An
         curve = miss_curve(whole, keys, eviction=eviction)
         seconds = time.perf_counter() - begin
         found = {
-            "curve": predicted(whole, eviction, sizes, ahead=1.0, rows=keys).rates,
-            "curve, 100,000 references": predicted(small, eviction, sizes, ahead=1.0, rows=keys).rates,
+            "curve": checked(whole, eviction, sizes, ahead=1.0, rows=keys)[0].rates,
+            "curve, 100,000 references": checked(small, eviction, sizes, ahead=1.0, rows=keys)[0].rates,
             "histogram": step_keys(histogram, keys, float(lookups), eviction).misses(sizes),
         }
         rows.append(
