@@ -11,6 +11,7 @@ from evenkeel.placement.plan import Placement, Plan, Status
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest, SolverOptions, parse_topology
 from evenkeel.placement.what_if import WhatIf, what_if
+from evenkeel.placement.whole_step import whole_step_seconds
 
 __all__ = [
     "Comparison",
@@ -42,4 +43,5 @@ __all__ = [
     "parse_topology",
     "plan",
     "what_if",
+    "whole_step_seconds",
 ]

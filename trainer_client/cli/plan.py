@@ -75,7 +75,7 @@ def plan_command(
     from rich.console import Console
 
     from evenkeel.credentials import read_credentials
-    from evenkeel.placement import InvalidInputError, Status
+    from evenkeel.placement import InvalidInputError, Runtime, Status, whole_step_seconds
     from evenkeel.placement.pasted_lines import lines_to_paste
     from evenkeel.placement.plan_text import PlanText
     from evenkeel.placement.report import make_report
@@ -123,6 +123,9 @@ def plan_command(
             Console(stderr=True).print(shown)
     else:
         Console().print(shown)
+        whole = whole_step_seconds(request, found)
+        if whole is not None and request.runtime is Runtime.TORCHREC and request.topology.ranks > 1:
+            typer.echo(f"a whole step of these tables, with what the host launches: about {whole * 1e3:.3g} ms")
         for name, curve in curves.items():
             typer.echo(f"misses of {name} within {curve.error:.3f}, from {curve.sampled_keys} sampled keys")
         for flag, path in wanted.items():

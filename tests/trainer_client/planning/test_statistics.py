@@ -89,6 +89,9 @@ def test_the_command_plans_with_the_files_of_all_ranks(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     keys = len(np.unique(merge(part.traces() for part in parts)["item"].key))
     assert f"from {keys} sampled keys" in result.output
+    assert "with what the host launches" not in result.output
+    other = CliRunner().invoke(app, ["plan", str(tables), "--runtime", "torchrec", *options[:4]])
+    assert "with what the host launches: about 3." in other.output
     tables_alone = CliRunner().invoke(app, ["plan", str(tables), "--statistics", str(tables), *options[:4]])
     assert tables_alone.exit_code == 2
     assert "KeyStatistics" in tables_alone.output
