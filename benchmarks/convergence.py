@@ -18,8 +18,9 @@ a seed decides about the weights at the beginning and the order of the samples, 
 
 The table gives, at the end and over all seeds, AUC and log loss of the test (mean ± deviation), their difference from
 `off`, and as `noise` twice the standard error of such a difference; `within` tells whether the difference is below it.
-`other step` is the share of samples that were trained in another step than they were loaded for, and each sample is
-followed: `lost` counts those that were not trained exactly as often as loaded.
+`balanced` is the share of steps in which the ranks acted on a plan, `other step` that of samples that were trained in
+another step than they were loaded for. Each sample is followed: `lost` counts those that were not trained exactly as
+often as loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ QUICK: dict[str, Any] = {
 
 def main() -> None:
     options = parse_arguments()
-    console = Console(width=150)
+    console = Console(width=190)
     if options.from_json:
         recorded = json.loads(options.from_json.read_text())
     else:
@@ -58,7 +59,7 @@ def main() -> None:
     show(results, console)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        options.json.write_text(json.dumps(results) + "\n")
     if options.plot:
         draw(results, options.plot)
 

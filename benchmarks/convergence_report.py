@@ -63,7 +63,7 @@ def show(results: dict[str, Any], console: Console) -> None:
         f"{results['tests']:,} tests" + (f", best possible AUC {best:.4f}" if best else "")
     )
     for title in ("setting", "AUC", "− off", "noise", "within", "log loss", "− off", "noise", "within", "steps",
-                  "max/mean", "moved", "other step", "lost"):  # fmt: skip
+                  "balanced", "max/mean", "moved", "other step", "lost"):  # fmt: skip
         table.add_column(title, justify="left" if title == "setting" else "right")
     for name, entry in results["settings"].items():
         row = [name]
@@ -75,8 +75,8 @@ def show(results: dict[str, Any], console: Console) -> None:
             else:
                 row += ["", "", ""]
         loads = f"{entry['imbalance_before']:.3f} → {entry['imbalance']:.3f}"
-        row += [f"{entry['steps']:.0f}", loads, f"{entry['moved_share']:.0%}", f"{entry['other_step_share']:.1%}"]
-        table.add_row(*row, str(entry["lost"]))
+        row += [f"{entry['steps']:.0f}", f"{entry['balanced_steps']:.0%}", loads, f"{entry['moved_share']:.0%}"]
+        table.add_row(*row, f"{entry['other_step_share']:.1%}", str(entry["lost"]))
     console.print(table)
 
 
@@ -112,7 +112,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for (name, runs), color in zip(by_setting.items(), COLORS, strict=False):
         auc, loss = curve_of(runs, "auc", grid), smoothed_loss(runs, grid, end / 20)
         for axis, curves in ((left, auc), (middle, loss)):
-            axis.plot(grid, curves.mean(axis=0), label=name, color=color, linewidth=1.2)
+            label = f"{name} (grey: its seeds)" if name == "off" else name
+            axis.plot(grid, curves.mean(axis=0), label=label, color=color, linewidth=1.2)
             if name == "off":
                 axis.fill_between(grid, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.2, linewidth=0)
         ends = [run["auc"][-1] for run in runs]
@@ -122,7 +123,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         left.axhline(results["best_auc"], color="black", linestyle=":", linewidth=1, label="best possible")
     left.set(title="AUC of the test", xlabel="samples trained")
     middle.set(title="loss per sample in training", xlabel="samples trained")
-    right.set(title="AUC at the end, each seed and the mean")
+    right.set(title="AUC at the end, by seed")
     right.invert_yaxis()
     left.legend(frameon=False, fontsize=8)
     for axis in (left, middle, right):
