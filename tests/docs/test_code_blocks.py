@@ -164,6 +164,7 @@ def test_every_page_with_python_is_run() -> None:
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} | {"README.md"}
     run = {*TEXTS, "docs/meshes.md", "docs/routing.md", "docs/deployment.md", "docs/tutorial.md", "docs/planning.md"}
     run |= {"docs/frameworks.md"}  # test_frameworks.py
+    run |= {"docs/recsys_examples.md"}  # tests/trainer_client/balancing/test_recsys_examples.py
     assert {page for page in pages if _blocks(page, "python")} == run
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, field, make_dataclass
 from itertools import chain
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -222,6 +224,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Any]]:
     factory = make_dataclass("BatchShufflerFactory", [])
     factory.register = staticmethod(register)
     factory.unregister = staticmethod(registered.pop)
+    factory.create = staticmethod(lambda name, **arguments: registered[name](**arguments))
     factory.list_available = staticmethod(lambda: dict(registered))
     for name in ("commons", "commons.distributed", "commons.distributed.batch_shuffler_factory"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -242,6 +245,25 @@ def test_twins_are_registered_beside_theirs_or_in_their_place(registry: dict[str
     assert issubclass(registry["hstu"], EvenkeelShuffling)
     assert register_shufflers(replace=True) == ("evenkeel_hstu", "hstu")  # again changes nothing
     assert registry["identity"] is object
+
+
+def test_the_page_says_what_works(registry: dict[str, type[Any]]) -> None:
+    page = (Path(__file__).parents[3] / "docs/recsys_examples.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
+
+    class HSTU(Shuffler):
+        def __init__(self, num_heads: int, head_dim: int, action_interleaved: bool) -> None:
+            super().__init__(num_heads * head_dim, action_interleaved)
+
+    registry["hstu"] = HSTU
+    names: dict[str, Any] = {"BatchShufflerFactory": BatchShufflerFactory}
+    exec(code, names)
+    assert isinstance(names["batch_shuffler"], EvenkeelShuffling)
+    assert names["batch_shuffler"].scale == 4 * 256 * 2
+    assert names["batch_shuffler"].options.tolerance == 0.0005
+    assert registry["hstu"] is HSTU
+    assert "\n    import trainer_client.balancing.recsys_examples.everywhere\n" in page
 
 
 def test_importing_one_module_puts_evenkeel_everywhere(registry: dict[str, type[Any]]) -> None:
