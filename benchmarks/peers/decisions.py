@@ -36,7 +36,7 @@ def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """A row for each number of ranks and samples, each distribution, complete and not; means over seeds."""
     peer = load_recsys_examples(options.recsys_examples)
     warm_up()
-    ranks, seeds = (RANKS[:3], 3) if options.quick else (RANKS, 10)
+    ranks, seeds = (RANKS[:3], 3) if options.quick else (RANKS, 6)
     cells = list(itertools.product(ranks, SAMPLES, LENGTHS, (False, True)))
     rows = []
     for world_size, samples, lengths, incomplete in track(cells, console=console, transient=True):
