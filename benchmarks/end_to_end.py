@@ -6,7 +6,8 @@ The same model, data and seeds in every setting; settings take turns in blocks o
 does so for all:
 
 - `off`: every sample is trained where it was loaded;
-- `kk_all_gather`: Karmarkar-Karp with equal counts after all-gathering the batch, the established way;
+- `kk_all_gather`: Karmarkar-Karp with equal counts after all-gathering the batch, by a stand-in of ours that waits for
+  the device; `benchmarks.peers` runs a peer's own code instead;
 - `embedded`, `grpc`: minimal_move on the ranks, and by a balancer service, by FLOPs;
 - `window`: as `embedded`, over windows of `--window` batches;
 - `embedded_fitted`, `grpc_fitted`: the same by costs that are fitted to the clock in the first steps;
