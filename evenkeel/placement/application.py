@@ -119,13 +119,21 @@ def torchrec_options(request: PlanRequest, plan: Plan) -> dict[str, TorchRecOpti
     """TorchRec options by table name.
 
     Raises:
-        InvalidInputError: If the plan is for another runtime, or has no placements.
+        InvalidInputError: If the plan is for another runtime, has no placements, or cuts the sequence tables of a
+            collection into blocks of different widths, which TorchRec cannot exchange.
     """
     options, split = {}, (Sharding.COLUMN_WISE.value, "grid_shard")
-    for table, placement in _pairs(request, plan, Runtime.TORCHREC):
+    widths: dict[str, tuple[str, int]] = {}
+    for index, (table, placement) in enumerate(_pairs(request, plan, Runtime.TORCHREC)):
         cached = placement.mode is Mode.CACHING
         replicated = placement.sharding is Sharding.DATA_PARALLEL
         blocks = column_blocks(placement, request.topology)
+        if placement.sharding is Sharding.COLUMN_WISE and not table.pooled:
+            width = table.dim // len(blocks)
+            other, known = widths.setdefault(table.group, (table.name, width))
+            what = f"makes blocks of {width} columns, and those of {other!r} in the same collection have {known}"
+            remedy = "TorchRec exchanges sequences of one width: give both the same column_shards"
+            require(width == known, f"tables[{index}].column_shards", len(blocks), what, remedy)
         options[table.name] = TorchRecOptions(
             sharding_type=placement.sharding.value,
             compute_kernel="dense" if replicated else TORCHREC_KERNELS[placement.mode],

@@ -69,7 +69,7 @@ def _request(seed: int, *, ranks: int = 4, scale: int = 1, depth: int = 1) -> Pl
         pooled = index % 2 == 0
         kinds = list(Sharding) if pooled else [kind for kind in Sharding if kind.value in _OF_SEQUENCES]
         sharding = kinds[int(draw.integers(len(kinds)))]
-        split = sharding is Sharding.COLUMN_WISE
+        split = sharding.value in ("column_wise", "grid_shard")
         ratio = None if sharding is Sharding.ROW_WISE else [None, 0.0, 0.25, 0.5, 0.9, 1.0][int(draw.integers(6))]
         tables.append(
             replace(
@@ -81,7 +81,7 @@ def _request(seed: int, *, ranks: int = 4, scale: int = 1, depth: int = 1) -> Pl
                 features=1 + index % 2,
                 ids_per_sample=1.0 + index % 2,
                 sharding=sharding,
-                column_shards=int(draw.choice([1, 2, 4])) if split else 1,
+                column_shards=(int(draw.choice([1, 2, 4])) if pooled else 2) if split else 1,
                 ratio=None if sharding is Sharding.DATA_PARALLEL else ratio,
             )
         )
@@ -115,7 +115,7 @@ def _check(found: ShardingPlan, request: PlanRequest, planned: Plan, *, ranks: b
             request.topology.ranks,
             local,
             placed.sharding.value,
-            table.dim // table.column_shards,
+            table.dim // max(1, table.column_shards),
         )
         shards = got.sharding_spec.shards
         assert [list(shard.shard_sizes) for shard in shards] == sizes
@@ -218,3 +218,18 @@ def test_a_model_of_other_sizes_is_refused() -> None:
     other = replace(request, tables=(replace(first, rows=first.rows + 1), *request.tables[1:]))
     with pytest.raises(InvalidInputError, match="is of another size in the model"):
         sharding_plan(_Model(request), other, plan(other))
+
+
+def test_blocks_of_sequences_that_torchrec_cannot_exchange_are_refused() -> None:
+    request = _request(0)
+    first, second, *_ = (table for table in request.tables if table.group == "rows")
+    split = [replace(t, sharding=Sharding.COLUMN_WISE, ratio=1.0) for t in (first, second)]
+    tables = (replace(split[0], column_shards=2), replace(split[1], column_shards=4))
+    mixed = replace(request, tables=tables)
+    said = (
+        r"tables\[1\].column_shards: makes blocks of 8 columns, and those of 'table_1' in the same collection have 16"
+    )
+    with pytest.raises(InvalidInputError, match=said):
+        parameter_constraints(mixed, plan(mixed))
+    even = replace(request, tables=(tables[0], replace(tables[1], column_shards=2)))
+    assert parameter_constraints(even, plan(even))["table_1"].min_partition == 16
