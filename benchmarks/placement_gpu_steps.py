@@ -205,7 +205,6 @@ def measure(configuration: Configuration, device: torch.device, warmup: int, rep
     model = Model(configuration)
     request = request_of(configuration, model, ranks)
     found = plan(request, split=False)
-    cuda = device.type == "cuda"
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     begin = time.perf_counter()
     parallel = DistributedModelParallel(
@@ -217,8 +216,7 @@ def measure(configuration: Configuration, device: torch.device, warmup: int, rep
     )
     built = time.perf_counter() - begin
     cached = any(part.mode is Mode.CACHING for part in configuration.parts)
-    own = timed(parallel, batches(configuration, device), device, warmup if cached else 10, repeats)
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    own, peak = timed(parallel, batches(configuration, device), device, warmup if cached else 10, repeats)
     ranks_own: list[Any] = [None] * ranks
     dist.all_gather_object(ranks_own, own)
     return {
@@ -233,13 +231,14 @@ def measure(configuration: Configuration, device: torch.device, warmup: int, rep
 
 def timed(
     parallel: torch.nn.Module, source: Iterator[Any], device: torch.device, warmup: int, repeats: int
-) -> dict[str, float]:
-    """Seconds of a step of this rank: back to back, by itself, and of the host alone."""
+) -> tuple[dict[str, float], int]:
+    """Seconds of a step of this rank, back to back, by itself, and of the host alone; and HBM at the peak of one."""
     cuda = device.type == "cuda"
-    for _ in range(warmup):
+    for turn in range(warmup):
+        if cuda and turn == warmup // 2:
+            torch.cuda.reset_peak_memory_stats()
         parallel(*next(source)).backward()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
     kept = [next(source) for _ in range(repeats)]
     single: dict[str, list[float]] = {"step": [], "forward": [], "launched": []}
     for batch in kept:
@@ -261,7 +260,7 @@ def timed(
         parallel(*batch).backward()
     _settle(cuda, barrier=False)
     in_a_row = (time.perf_counter() - start) / repeats
-    return {name: statistics.median(times) for name, times in single.items()} | {"in_a_row": in_a_row}
+    return {name: statistics.median(times) for name, times in single.items()} | {"in_a_row": in_a_row}, peak
 
 
 def _settle(cuda: bool, barrier: bool = True) -> None:
