@@ -290,6 +290,13 @@ def test_a_token_is_asked_for_kept_and_given_up(opened: Page, tmp_path: Path) ->
         page.open()
         assert page.find("#login").is_displayed()
         assert page.text("#headline") == "no token: send 'authorization: Bearer TOKEN'"
+        for path, status in (
+            ("/", 200),
+            ("/page/main.js", 200),
+            ("/openapi.json", 401),
+            ("/v1/hardware-profiles", 401),
+        ):
+            assert page.call("service.js", f"fetch('{path}').then((answer) => answer.status)") == status
         page.find("#token").send_keys("bad-token", Keys.ENTER)
         page.wait(lambda: "unknown token" in page.text("#login-problem"))
         with page.answered():
@@ -314,9 +321,14 @@ def test_a_service_that_goes_away_and_comes_back_is_asked_again(opened: Page) ->
         page.fill("#hbm", "1.5")
         page.wait(lambda: "cannot be reached. Trying again in" in page.text("#headline"))
         with page.answered():
+            page.click("#stop")
+        assert page.text("#headline").startswith("Stopped")
+        page.fill("#hbm", "1.4")
+        page.wait(lambda: "cannot be reached. Trying again in" in page.text("#headline"))
+        with page.answered():
             planner.start()
         assert "a step" in page.text("#headline")
-        assert "1.5 GiB" in (page.find("#curve svg").get_attribute("aria-label") or "")
+        assert "1.4 GiB" in (page.find("#curve svg").get_attribute("aria-label") or "")
         page.browser.get_log("browser")
 
 
