@@ -32,7 +32,7 @@ def open_lines(path: Path, watch: Watch | None = None) -> Iterator[Iterator[str]
         watch: Is told now and then how far reading is.
 
     Raises:
-        ValueError: While reading, if the file is damaged or no text.
+        ValueError: If the file is damaged or no text; while it is read.
     """
     with path.open("rb") as raw:
         packed = raw.peek(2)[:2] == b"\x1f\x8b"
