@@ -8,6 +8,8 @@ Of the rest, those that start ranks but set them no tight bounds, each lane take
 from __future__ import annotations
 
 FUNCTIONS = (
+    "tests/benchmarks/test_data.py",
+    "tests/benchmarks/test_end_to_end_ideal.py",
     "tests/benchmarks/test_kernels_fuzz.py",
     "tests/benchmarks/test_make_bench.py",
     "tests/evenkeel/partitioning/",
@@ -49,6 +51,7 @@ EITHER = (
     "tests/trainer_client/balancing/test_frameworks.py",
     "tests/trainer_client/balancing/test_gradients.py",
     "tests/benchmarks/test_programs.py",
+    "tests/benchmarks/test_convergence.py",
     "tests/trainer_client/embedding/",
     "tests/trainer_client/balancing/redistribution/",
     "tests/trainer_client/balancing/sampling/",
