@@ -313,8 +313,9 @@ def go_on(
     with Balancer.embedded(options=options(window=window)) as balancer:
         sampler = GlobalBatchSampler(Numbers(), global_batch_size=11, seed=5)
         data = torch.utils.data.DataLoader(
-            Numbers(), batch_sampler=sampler, collate_fn=gather, num_workers=workers, multiprocessing_context=None
-        )
+            Numbers(), batch_sampler=sampler, collate_fn=gather, num_workers=workers,
+            multiprocessing_context="fork" if workers else None,  # a rank of the tests has a slower default
+        )  # fmt: skip
         loader = BalancedLoader(data, balancer, cost=cost_of, spec=SPEC)
         if states is not None:
             loader.load_state_dict(states if len(states) > 1 else states[0])
