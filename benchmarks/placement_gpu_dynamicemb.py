@@ -20,9 +20,10 @@ import torch
 import typer
 
 from benchmarks.placement_gpu_model import EXPONENT, keys_of
-from evenkeel.placement import Mode, Optimizer, PlanRequest, Step, Table, Topology
+from evenkeel.placement import Mode, Optimizer, PlanRequest, Runtime, Step, Table, Topology
 from evenkeel.placement.access import power_law
 from evenkeel.placement.fitted_costs import Measurement, predict_seconds
+from evenkeel.placement.hardware import builtin_profile
 from evenkeel.placement.options import rank_load
 
 _STATE = {Optimizer.SGD: 0, Optimizer.ADAM: 2}
@@ -163,8 +164,8 @@ def measure(
     }
 
 
-def predicted(configuration: Configuration) -> float:
-    """What the model says, in seconds."""
+def sample_of(configuration: Configuration, seconds: float) -> Measurement:
+    """A measured step in the form that the fit takes."""
     c = configuration
     table = Table(name="table", rows=c.rows, dim=c.dim, optimizer=c.optimizer, access=power_law(EXPONENT, c.rows))
     request = PlanRequest(
@@ -173,14 +174,19 @@ def predicted(configuration: Configuration) -> float:
         hardware="h200",
         step=Step(samples_per_rank=c.ids),
     )
-    sample = Measurement(
+    return Measurement(
         mode=c.mode,
         ratio=c.ratio,
-        seconds=1.0,
+        seconds=seconds,
         loads=(rank_load(request, table),) * c.tables,
         cache_rows=(c.rows * c.ratio,) * c.tables,
     )
-    return predict_seconds(request.profile, request.profile.costs(request.runtime), sample)
+
+
+def predicted(configuration: Configuration) -> float:
+    """What the model says, in seconds."""
+    profile = builtin_profile("h200")
+    return predict_seconds(profile, profile.costs(Runtime.DYNAMICEMB), sample_of(configuration, 1.0))
 
 
 def main(

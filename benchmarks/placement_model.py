@@ -16,14 +16,16 @@ import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from benchmarks.placement_gpu_dynamicemb import Configuration, sample_of
 from evenkeel.placement.access import power_law
 from evenkeel.placement.fitted_costs import Measurement, fit_costs, predict_seconds
 from evenkeel.placement.hardware import RuntimeCosts, builtin_profile
-from evenkeel.placement.model import Mode, Optimizer, Step, Table, Topology
+from evenkeel.placement.model import Mode, Optimizer, Runtime, Step, Table, Topology
 from evenkeel.placement.options import rank_load, table_options
 from evenkeel.placement.request import PlanRequest
 
 ROWS = 8_000_000
+LATER = Path(__file__).parent / "results" / "placement_gpu_dynamicemb_h200.json"
 IDS = 262_144
 AMPLE_ROWS = 8
 
@@ -114,6 +116,43 @@ def halves_error(samples: list[Measurement]) -> dict[str, float | int]:
     }
 
 
+def later_steps(old: list[Measurement]) -> dict[str, object]:
+    """What fits to all rows above and to every other of the later steps say of the steps that they have not seen.
+
+    Args:
+        old: The rows above.
+    """
+    profile = builtin_profile("h200")
+    rows = json.loads(LATER.read_text(encoding="utf-8"))["rows"]
+    samples = [
+        sample_of(
+            Configuration(**{
+                **row["configuration"], "mode": Mode(row["configuration"]["mode"]),
+                "optimizer": Optimizer(row["configuration"]["optimizer"]),
+            }),
+            row["measured_ms"] / 1e3,
+        )
+        for row in rows
+    ]  # fmt: skip
+    told: dict[str, object] = {"steps": len(samples)}
+    halves = {"odd": range(0, len(samples), 2), "even": range(1, len(samples), 2)}
+    for name, seen in halves.items():
+        costs = fit_costs(profile, old + [samples[index] for index in seen])
+        errors = [
+            predict_seconds(profile, costs, sample) / sample.seconds - 1
+            for index, sample in enumerate(samples)
+            if index not in seen
+        ]
+        within = sum(abs(error) <= 0.2 for error in errors)
+        told[f"fitted_to_{name}"] = {"unseen": len(errors), "within_20_percent": within, "errors": errors}
+    costs = profile.costs(Runtime.DYNAMICEMB)
+    times = [(predict_seconds(profile, costs, sample), sample.seconds) for sample in samples]
+    apart = [(a, b) for a, b in itertools.combinations(times, 2) if max(a[1], b[1]) > 1.15 * min(a[1], b[1])]
+    told["pairs_15_percent_apart"] = len(apart)
+    told["pairs_in_order"] = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in apart)
+    return told
+
+
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
@@ -167,6 +206,8 @@ def main(
         f"unique key or no cache, {halves_seen['crowded_median']:.0%} and {halves_seen['crowded_worst']:.0%} below; "
         f"order as measured in {halves_seen['order_as_measured']}"
     )
+    later = later_steps(samples)
+    console.print("later steps of DynamicEmb:", later)
     if json_path:
         constants = {name: {f: getattr(c, f) for f in c.__dataclass_fields__} for name, c in fits.items()}
         payload = {
@@ -174,6 +215,7 @@ def main(
             "source": "DynamicEmb on one H200",
             "rows": records,
             "halves": halves_seen,
+            "later_steps": later,
             "constants": constants,
         }
         json_path.write_text(json.dumps(payload, indent=1) + "\n")

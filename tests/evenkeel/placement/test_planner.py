@@ -171,7 +171,7 @@ def test_the_time_does_not_depend_on_the_order_of_the_tables() -> None:
 
 
 def test_what_if_is_a_falling_curve_through_the_plan() -> None:
-    asked = request(random_tables(12, 8), hbm_gib=1.5)
+    asked = request(random_tables(12, 8), hbm_gib=5)
     answer = what_if(asked, points=12)
     times = [p.seconds for p in answer.curve if p.seconds is not None]
     assert len(times) > 5
