@@ -23,7 +23,7 @@ def test_the_commands_are_those_of_the_programs() -> None:
     assert named == {name for name, text in PROGRAMS.items() if '__name__ == "__main__"' in text}
     for name in named:
         assert f"`examples/resume/{name}.py`" in TEXT
-        (command,) = re.findall(rf"\$ (torchrun .*examples\.resume\.{name} .*)", TEXT)
+        (command,) = re.findall(rf"\$ ((?:torchrun|python) .*examples\.resume\.{name} .*)", TEXT)
         assert command in PROGRAMS[name]
 
 

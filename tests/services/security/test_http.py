@@ -199,7 +199,7 @@ def test_connections_are_bounded(tmp_path: Path) -> None:
 
 def test_too_many_requests(tmp_path: Path) -> None:
     with serving(tmp_path, requests_per_second=0.1, burst=20) as served:
-        answers = [served.get(token="wrong" * 10) for _ in range(30)]
+        answers = [served.get("/v1/profiles", token="wrong" * 10) for _ in range(30)]
         assert {status for status, _ in answers} == {401, 429}
         assert answers[-1][1]["title"] == "Too many requests"
         assert served.get("/healthz")[0] == 200

@@ -233,7 +233,7 @@ NEAR = ([1000, 4, 1], [1000, 2, 1])  # 1005 and 1003: within 0.1 % of an even 10
 
 def nearly_even(rank: int, address: str | None, tolerance: float) -> list[int]:
     batch = {"id": torch.arange(3) + 10 * rank, "cost": torch.tensor(NEAR[rank])}
-    with balancer_of(address, f"near-{tolerance}", tolerance=tolerance, counts="free") as balancer:
+    with balancer_of(address, f"near-{tolerance}", tolerance=tolerance, move_price=0.0, counts="free") as balancer:
         loader = BalancedLoader([batch], balancer, cost=lambda batch: batch["cost"])
         (trained,) = list(loader)
         assert loader.report.mode.value == ("embedded" if address is None else "service")
