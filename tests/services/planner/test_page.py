@@ -191,7 +191,7 @@ def test_tables_are_added_removed_and_had_back(page: Page) -> None:
 def test_two_budgets_and_two_pins_stand_side_by_side(page: Page) -> None:
     page.click("#keep")
     before = page.text("#headline").split(" a step")[0]
-    page.change("#hbm", "0.8")
+    page.change("#hbm", "1.4")
     assert page.find("#comparison").is_displayed()
     row = page.text("#comparison tbody tr")
     assert before in row

@@ -75,7 +75,7 @@ def test_dynamicemb_steps_of_ones_own_are_fitted(command: typer.Typer, tmp_path:
     assert shown.exit_code == 0, shown.output
     costs = parse_profile(json.loads(shown.stdout)).costs(Runtime.DYNAMICEMB)
     assert costs.caching_fixed_s == pytest.approx(
-        builtin_profile("h200").costs(Runtime.DYNAMICEMB).caching_fixed_s, rel=0.1
+        builtin_profile("h200").costs(Runtime.DYNAMICEMB).caching_fixed_s, rel=0.15
     )
 
 
