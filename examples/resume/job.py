@@ -190,10 +190,10 @@ def read_ledger(folder: Path) -> list[dict[str, Any]]:
     runs: dict[int, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         run, rank = map(int, path.stem.split("-"))
-        lines = [{**json.loads(line), "rank": rank} for line in path.read_text().splitlines()]
-        runs.setdefault(run, []).extend(lines)
+        whole = path.read_text().rpartition("\n")[0]  # a rank may be before its first line, or inside its last one
+        runs.setdefault(run, []).extend({**json.loads(line), "rank": rank} for line in whole.splitlines())
     kept: list[dict[str, Any]] = []
-    for _, lines in sorted(runs.items()):
+    for _, lines in sorted((run, lines) for run, lines in runs.items() if lines):
         after = min(line["after"] for line in lines if "after" in line)
         kept = [line for line in kept if line["step"] <= after] + [line for line in lines if "step" in line]
     return kept
