@@ -11,7 +11,7 @@ import numpy as np
 from services.balancer.decisions import Outcome
 from tests.model.sessions import Said, Sessions, plan_of
 from trainer_client.balancing.agreement import Mode, check_order, decide
-from trainer_client.balancing.turns import Breaker
+from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.votes import Held, Vote, transfer_checksum
 
 Held_ = tuple[int, Said]

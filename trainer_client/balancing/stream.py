@@ -14,6 +14,7 @@ import torch
 from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import Reason, Verdict, out_of_turn
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
+from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.dropped import Key, await_predecessors, drop, note_closed, note_open
 from trainer_client.balancing.embedded import decide_alone
 from trainer_client.balancing.groups import Groups
@@ -26,7 +27,6 @@ from trainer_client.balancing.report import Counters
 from trainer_client.balancing.telling import tell_end, tell_unreadable
 from trainer_client.balancing.tickets import Cost, Leaving, Outcome, Ticket, read_nothing, read_round
 from trainer_client.balancing.tracing import RoundTrace, StreamTracer
-from trainer_client.balancing.turns import Breaker
 from trainer_client.balancing.worker import RoundWorker
 
 if TYPE_CHECKING:

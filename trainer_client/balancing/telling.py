@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trainer_client.balancing.agreement import SchemaMismatchError, Verdict
 from trainer_client.balancing.batches.structure import remedy
+from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.turns import Breaker
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
     from trainer_client.balancing.service import Connection

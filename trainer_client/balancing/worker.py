@@ -28,6 +28,7 @@ from trainer_client.balancing.agreement import (
     teacher,
 )
 from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.embedded import balance_embedded
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.kernels import Kernels
@@ -38,7 +39,7 @@ from trainer_client.balancing.report import Counters, report_round
 from trainer_client.balancing.resume import raise_differing, tokens_differ
 from trainer_client.balancing.telling import Causes, raise_mismatch, tell_breaker, tell_dropped
 from trainer_client.balancing.tickets import Leaving, Outcome, Ticket, read_nothing
-from trainer_client.balancing.turns import Breaker, Turns
+from trainer_client.balancing.turns import Turns
 from trainer_client.balancing.votes import Vote, vote_on, vote_to_leave
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is

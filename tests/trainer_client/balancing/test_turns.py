@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_client.balancing.turns import MAX_HOLD_ROUNDS, Breaker
+from trainer_client.balancing.breaker import MAX_HOLD_ROUNDS, Breaker
 
 
 def miss(breaker: Breaker, number: int) -> Breaker:
