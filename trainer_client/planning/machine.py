@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -71,15 +71,7 @@ def find_machines(
         )
         if device.type == "cpu":
             notes.append("there is no GPU here: all tables are planned for the memory of the host")
-    machines = Topology(
-        ranks=machines.ranks,
-        ranks_per_host=machines.ranks_per_host,
-        hbm_bytes=machines.hbm_bytes,
-        host_bytes=machines.host_bytes,
-        host_reserved_fraction=machines.host_reserved_fraction,
-        hbm_reserved_fraction=reserved_fraction,
-        hbm_reserved_bytes=reserved_bytes,
-    )
+    machines = replace(machines, hbm_reserved_fraction=reserved_fraction, hbm_reserved_bytes=reserved_bytes)
     return Machines(topology=machines, hardware=hardware or _named(device, notes), notes=tuple(notes))
 
 
