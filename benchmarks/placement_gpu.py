@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.placement_gpu_model import (
     Model,
+    join_group,
     keys_of,
     planned_tables,
     sharders,
@@ -287,12 +287,7 @@ def main(
     check: Annotated[bool, typer.Option(help="Fail where HBM is predicted too low or too high.")] = False,
 ) -> None:
     """Train under every case and compare with the planner's predictions."""
-    place = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(place)
-        dist.init_process_group("nccl", device_id=place)
-    else:
-        dist.init_process_group("gloo")
+    place = join_group(device)
     run = Run(
         device=place,
         ranks=dist.get_world_size(),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import time
 import traceback
@@ -26,7 +25,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.placement_gpu_model import EXPONENT, keys_of, sharders
+from benchmarks.placement_gpu_model import EXPONENT, join_group, keys_of, sharders
 from evenkeel.placement import Mode, Optimizer, PlanRequest, Runtime, Sharding, Step, Table, Topology, plan
 from evenkeel.placement.access import power_law
 from trainer_client.planning import describe_model, sharding_plan
@@ -282,12 +281,7 @@ def main(
 ) -> None:
     """Measure configurations one after the other, as many as there is time for."""
     begin = time.perf_counter()
-    place = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(place)
-        dist.init_process_group("nccl", device_id=place)
-    else:
-        dist.init_process_group("gloo")
+    place = join_group(device)
     rows: list[dict[str, Any]] = []
     for configuration in CONFIGURATIONS:
         if only and not any(part in configuration.name for part in only):
