@@ -20,16 +20,17 @@ from benchmarks.harness.zygote import Program
 from tests.examples.resume.launching import SECONDS, ledger, users
 
 RANKS = (2, 1)  # of each agent
+RENDEZVOUS = "torch.rendezvous.job"  # the key of its state in the store
 ARGUMENTS = ("--users", "96", "--save-every", "2", "--pause", "0.3")
 
 
 class Agent:
     """`torchrun` as on one of several machines."""
 
-    def __init__(self, number: int, port: int, folder: Path, address: str) -> None:
+    def __init__(self, number: int, port: int, folder: Path, address: str, last_call: int) -> None:
         conf = {
-            "is_host": "false", "join_timeout": 60, "last_call_timeout": 5,
-            "keep_alive_interval": 1, "keep_alive_max_attempt": 5,
+            "is_host": "false", "join_timeout": 150, "last_call_timeout": last_call,
+            "keep_alive_interval": 1, "keep_alive_max_attempt": 10,
         }  # fmt: skip
         self.output = folder / f"agent-{number}.out"
         self.program = Program(
@@ -53,10 +54,18 @@ class Agent:
 def agents(tmp_path: Path, balancer: ServiceProcess) -> Iterator[list[Agent]]:
     # Kept by neither agent: one that looks for the other's before it is there comes back late.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    started = [Agent(number, store.port, tmp_path, balancer.address) for number in range(2)]
-    yield started
-    for agent in started:
-        agent.kill()
+    goes = Agent(1, store.port, tmp_path, balancer.address, last_call=int(SECONDS))
+    started = [goes]
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not store.check([RENDEZVOUS]):  # its last call holds for both, however late the other one is
+            assert time.monotonic() < deadline, goes.output.read_text()
+            time.sleep(0.02)
+        started.insert(0, Agent(0, store.port, tmp_path, balancer.address, last_call=5))
+        yield started
+    finally:
+        for agent in started:
+            agent.kill()
 
 
 @pytest.fixture
@@ -65,7 +74,7 @@ def balancer() -> Iterator[ServiceProcess]:
         yield process
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_job_goes_on_without_the_machine_that_is_gone(
     agents: list[Agent], tmp_path: Path, balancer: ServiceProcess
 ) -> None:

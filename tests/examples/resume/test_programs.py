@@ -20,7 +20,7 @@ PROGRAMS = ("ddp", "torchrec_pipeline", "lightning_loop", "accelerate_loop", "ti
 SMALL = ("--users", "96", "--save-every", "2")  # epochs of six steps
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_killed_it_goes_on(program: str, tmp_path: Path) -> None:
     whole, killed, other = (tmp_path / name for name in ("whole", "killed", "other"))

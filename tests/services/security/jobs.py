@@ -48,6 +48,7 @@ class RunningJob:
         self.slowest = 0.0
         self._pause = pause
         self._stop = threading.Event()
+        self._is_judged = False  # before, a starved machine may have cost this session a worker
         self._begun, self._lock = -1, threading.Lock()  # the latest round that a rank has begun
         self._channels = [connect() for _ in range(2)]
         self._threads = [threading.Thread(target=self._rank, args=(rank, job), daemon=True) for rank in range(2)]
@@ -59,6 +60,7 @@ class RunningJob:
         while min(self.balanced) < 3 and time.monotonic() < deadline and not self.troubles:
             time.sleep(0.01)
         assert min(self.balanced) >= 3, self.troubles
+        self._is_judged = True
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,11 +101,13 @@ class RunningJob:
                 outbox.put(pb.BalanceRequest(submit=submit(number, seed=rank)))
                 answer = next(answers)
                 self.slowest = max(self.slowest, time.monotonic() - started)
-                if answer.answer.decision.outcome != pb.Decision.OUTCOME_BALANCED:
+                decision = answer.answer.decision
+                if decision.outcome == pb.Decision.OUTCOME_BALANCED:
+                    self.balanced[rank] += 1
+                elif self._is_judged or decision.reason != pb.Decision.REASON_QUARANTINED:
                     if not self._stop.is_set():
                         self.troubles.append(f"rank {rank}, round {number}: {answer}")
                     return
-                self.balanced[rank] += 1
                 number += 1
                 time.sleep(self._pause)
             outbox.put(None)
