@@ -37,7 +37,7 @@ FUNCTIONS = (
     "tests/trainer_client/observing/fitting/test_solve.py",
     "tests/trainer_client/observing/measurement/test_balance_log.py",
     "tests/trainer_client/observing/measurement/test_tracker.py",
-    "tests/trainer_client/observing/metrics/",
+    "tests/trainer_client/observing/test_metrics.py",
     "tests/trainer_client/planning/test_histograms.py",
     "tests/trainer_client/planning/test_proposer.py",
     "tests/trainer_client/embedding/routing/",

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tests.docs.programs import printed_by_ranks
 from tests.services.planner.serving import served
-from trainer_client.cli.app import app
+from trainer_client.cli import app
 from trainer_client.planning import load_sharding_plan
 
 ROOT = Path(__file__).parents[2]

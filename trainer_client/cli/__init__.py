@@ -1,5 +1,67 @@
-"""The command line: `evenkeel COMMAND`."""
+"""`evenkeel COMMAND`: what a user does from a terminal.
 
-from trainer_client.cli.app import main
+Commands import what they need when they run: the list of them appears at once, and `evenkeel plan` needs neither torch
+nor grpcio.
+"""
 
-__all__ = ["main"]
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from evenkeel import __version__
+from trainer_client.cli import checkpoint
+from trainer_client.cli.calibrate import calibrate_command
+from trainer_client.cli.doctor import doctor
+from trainer_client.cli.plan import plan_command
+from trainer_client.cli.top import top
+from trainer_client.cli.warm_up import warm_up
+
+_WITHOUT_TORCH = (
+    "PyTorch is not installed here: checkpoint, and calibrate without --raw, need it. Install the build for your CUDA "
+    "version."
+)
+
+app = typer.Typer(
+    name="evenkeel",
+    help="Planning and balancing for multi-GPU recommender training.",
+    epilog=None if importlib.util.find_spec("torch") else _WITHOUT_TORCH,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+
+
+app.command("plan")(plan_command)
+app.command("calibrate")(calibrate_command)
+app.add_typer(checkpoint.app, name="checkpoint")
+app.command("doctor")(doctor)
+app.command("top")(top)
+app.command("warm-up")(warm_up)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"evenkeel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options before a command."""
+    del version
+
+
+def main() -> None:
+    """The entry point of the `evenkeel` command."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the end
+    app()

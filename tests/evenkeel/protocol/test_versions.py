@@ -24,7 +24,7 @@ from tests.evenkeel.protocol.wire_v1 import Stub, enum_value, handler, message
 from tests.services.security.jobs import RunningJob, join
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
 from trainer_client.balancing.service import Connection
-from trainer_client.cli.app import app
+from trainer_client.cli import app
 
 SECONDS = 30.0
 BALANCED = enum_value("Decision.Outcome", "OUTCOME_BALANCED")

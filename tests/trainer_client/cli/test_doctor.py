@@ -19,7 +19,7 @@ from benchmarks.harness.authorities import Files, write_certificate
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from evenkeel.variables import KNOWN
 from services.security.tokens import hash_token
-from trainer_client.cli.app import app
+from trainer_client.cli import app
 
 TOKEN = "d" * 43
 

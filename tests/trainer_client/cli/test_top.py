@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from benchmarks.harness.authorities import channel
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from tests.services.security.jobs import RunningJob
-from trainer_client.cli.app import app
+from trainer_client.cli import app
 from trainer_client.cli.sessions import Row, render
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from evenkeel.key_statistics import merge
 from evenkeel.placement import InvalidInputError, MissCurve, PlanRequest, Topology
 from evenkeel.placement.request import Step
-from trainer_client.cli.app import app
+from trainer_client.cli import app
 from trainer_client.planning import KeyStatistics, describe_model, with_statistics
 
 

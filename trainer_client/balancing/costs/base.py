@@ -1,9 +1,10 @@
-"""What every cost of this library has in common."""
+"""What every cost of this library has in common, and the simplest of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -109,3 +110,25 @@ def _check(options: object, names: Sequence[str], is_valid: Callable[[Any], bool
 def _names_fields(value: Any) -> bool:
     paths = (value,) if isinstance(value, str) else value
     return isinstance(paths, Sequence) and bool(paths) and all(isinstance(path, str) and path for path in paths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCost(SampleCost):
+    """Tokens of one sample: right where embeddings and dense layers dominate, and for caps on memory.
+
+    Attributes:
+        tokens: Jagged field(s) whose lengths add up, or an integer tensor with a count per sample.
+        per_sample: What every sample costs besides, in tokens.
+    """
+
+    tokens: str | Sequence[str]
+    per_sample: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "tokens")
+        check_sizes(self, "per_sample", least=0)
+
+    def __call__(self, batch: Any) -> NDArray[np.int64]:
+        """(n,) tokens of each sample; see `SampleCost`."""
+        counts = np.asarray(count_positions(batch, self.tokens))
+        return counts.astype(np.int64) + self.per_sample

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from evenkeel.plugins import Plugins
+from trainer_client.balancing.costs.base import TokenCost
 from trainer_client.balancing.costs.hstu import HSTUCost
-from trainer_client.balancing.costs.semantic_ids import SemanticIdCost
-from trainer_client.balancing.costs.tokens import TokenCost
-from trainer_client.balancing.costs.transformer import TransformerCost
+from trainer_client.balancing.costs.transformer import SemanticIdCost, TransformerCost
 
 CostFactory = Callable[..., Callable[[Any], Any]]
 

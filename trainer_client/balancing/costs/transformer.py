@@ -1,4 +1,4 @@
-"""Cost of a sequence in a transformer."""
+"""Costs of a sequence in a transformer: of any tokens, and of items that are tuples of codes."""
 
 from __future__ import annotations
 
@@ -94,3 +94,65 @@ class TransformerCost(SampleCost):
             products, output = MATMUL_WITH_BACKWARD * products, MATMUL_WITH_BACKWARD * output
         result: NDArray[np.float64] = self.num_layers * (attention + products) + output
         return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SemanticIdCost(SampleCost):
+    """FLOPs of one sample in a causal transformer that reads and generates items as tuples of codes.
+
+    As in TIGER (Rajput et al., arXiv 2305.05065) each item is `levels` tokens, so h items of history and t targets are
+
+        positions = levels * (h + t) + context
+
+    with the work of `TransformerCost` at each, and the output layer over the codes of a level, 2 * E * codebook, at the
+    levels * t positions that are predicted only; three times that with the backward pass.
+
+    Attributes:
+        num_layers: Layers.
+        width: Width E between layers.
+        num_heads: Heads.
+        items: Jagged field(s) of history items, or an integer tensor with their number. Fields that hold codes, not
+            items, go with `levels` 1.
+        levels: Codes of an item.
+        targets: Items to be generated: a number for all samples, or field(s).
+        codebook: Codes of a level.
+        context: More positions: a number for all samples, or field(s).
+        feed_forward: Width of the feed-forward network; default: 4 * width.
+        backward: Whether to count the backward pass.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    items: str | Sequence[str]
+    levels: int = 3
+    targets: int | str | Sequence[str] = 1
+    codebook: int = 256
+    context: int | str | Sequence[str] | None = None
+    feed_forward: int | None = None
+    backward: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "levels", "codebook")
+        check_fields(self, "items")
+        check_sources(self, "targets", "context")
+        self._layers()
+
+    def _layers(self) -> TransformerCost:
+        return TransformerCost(
+            num_layers=self.num_layers,
+            width=self.width,
+            num_heads=self.num_heads,
+            tokens=self.items,
+            feed_forward=self.feed_forward,
+            backward=self.backward,
+        )
+
+    def __call__(self, batch: Any) -> NDArray[np.float64]:
+        """(n,) FLOPs of each sample; see `SampleCost`."""
+        history, targets = count_positions(batch, self.items), count_positions(batch, self.targets)
+        positions = self.levels * (history + targets) + count_positions(batch, self.context)
+        output = 2.0 * self.width * self.codebook * self.levels * np.asarray(targets, dtype=np.float64)
+        return self._layers().flops(np.asarray(positions, np.float64)) + output * (
+            MATMUL_WITH_BACKWARD if self.backward else 1.0
+        )

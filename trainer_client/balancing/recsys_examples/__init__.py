@@ -3,7 +3,6 @@
 Nothing of theirs is imported before `register_shufflers` is called.
 """
 
-from trainer_client.balancing.recsys_examples.registry import evenkeel_shuffler, register_shufflers
-from trainer_client.balancing.recsys_examples.shuffler import EvenkeelShuffling
+from trainer_client.balancing.recsys_examples.shuffler import EvenkeelShuffling, evenkeel_shuffler, register_shufflers
 
 __all__ = ["EvenkeelShuffling", "evenkeel_shuffler", "register_shufflers"]

@@ -1,4 +1,8 @@
-"""Serves a rank's metrics and watches its loaders."""
+"""Prometheus metrics of each rank: an optional exporter, `pip install 'evenkeel[metrics]'`.
+
+exporter = RankExporter.start(rank=rank, job="train-42", port=9200 + local_rank)
+for batch in exporter.watch(loader): ...
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,9 @@ from trainer_client.balancing import BalancedLoader, RoundReport
 from trainer_client.embedding.routing.ownership import RoutingLike
 from trainer_client.embedding.routing.skew import feature_skew
 from trainer_client.observing.measurement.steps import Mark, mark
-from trainer_client.observing.metrics.measures import RankMeasures
+from trainer_client.observing.measures import RankMeasures
+
+__all__ = ["RankExporter", "RankMeasures"]
 
 B = TypeVar("B")
 
