@@ -7,6 +7,7 @@ Each part runs where its peer's checkout is given (`--parts` chooses among them)
 - `shuffle` (recsys-examples): its batch shuffler in both of its modes, beside ours, in one loop over the same batches
   with the same model, on the GPUs of this host. On CPU ranks the batches are compared, and no times are told.
 - `decisions` (recsys-examples): its Karmarkar-Karp beside our search, for 2 to 256 ranks, on one core.
+- `dumps` (recsys-examples): DynamicEmb's loading of its dumps, as it is and with our reader; which rows arrive.
 - `input_dist` (TorchRec): its two-phase All2All of nested batches beside our redistribution.
 - `planners` (TorchEasyRec, and the TorchRec that is installed): plans of the same tables and budgets.
 """
@@ -28,12 +29,14 @@ from benchmarks.peers.cases import add_shuffle_flags
 NEEDS = {
     "shuffle": "recsys_examples",
     "decisions": "recsys_examples",
+    "dumps": "recsys_examples",
     "input_dist": "torchrec",
     "planners": "torcheasyrec",
 }
 MODULES = {  # each imported when it runs: they need different packages
     "shuffle": "benchmarks.peers.shuffling",
     "decisions": "benchmarks.peers.decisions",
+    "dumps": "benchmarks.peers.dumps",
     "input_dist": "benchmarks.peers.nested",
     "planners": "benchmarks.peers.planners",
 }

@@ -85,6 +85,68 @@ def load_recsys_examples(path: Path) -> RecsysExamples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicEmb:
+    """NVIDIA DynamicEmb, in recsys-examples: its tables.
+
+    Attributes:
+        checkout: Whose code it is.
+        tables: Module with `BatchedDynamicEmbeddingTablesV2`.
+        values: Module with its storages.
+        built: Whether its extension is there, without which nothing of it computes.
+    """
+
+    checkout: Checkout
+    tables: Any
+    values: Any
+    built: bool
+
+
+class Hollow(types.ModuleType):
+    """A module in place of one that is not there, so that others can be imported; what it names does nothing."""
+
+    __path__: list[str] = []  # noqa: RUF012  # of a package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _HollowType(name, (), {})
+
+
+class _HollowType(type):
+    """Of classes whose every attribute is its own name, as members of enumerations are."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+def load_dynamicemb(path: Path) -> DynamicEmb:
+    """Imports the DynamicEmb of a checkout of NVIDIA recsys-examples; without its extension, its Python code.
+
+    Raises:
+        CheckoutError: If it is none, or what it imports is missing.
+    """
+    root = path / "corelib" / "dynamicemb"
+    if not (root / "dynamicemb" / "key_value_table.py").is_file():
+        raise CheckoutError(f"{path} has no corelib/dynamicemb/dynamicemb/key_value_table.py; give a checkout's root")
+    sys.path.append(str(root))
+    try:
+        built = importlib.util.find_spec("dynamicemb_extensions") is not None
+        if not built:
+            sys.modules["dynamicemb_extensions"] = Hollow("dynamicemb_extensions")
+        values, tables = (importlib.import_module(f"dynamicemb.{name}") for name in ("key_value_table", _BATCHED))
+    except ImportError as error:
+        raise CheckoutError(f"{root}: {error}; install what it names") from error
+    compiled = "its compiled extension" if built else "its Python code only: dynamicemb_extensions is not built"
+    checkout = Checkout(name="NVIDIA DynamicEmb", commit=commit_of(path), compiled=compiled)
+    return DynamicEmb(checkout=checkout, tables=tables, values=values, built=built)
+
+
+_BATCHED = "batched_dynamicemb_tables"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TorchEasyRec:
     """Alibaba TorchEasyRec: its planner.
 

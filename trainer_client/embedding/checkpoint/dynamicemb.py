@@ -38,6 +38,18 @@ def file_name(table: str, array: str, rank: int, world_size: int) -> str:
     return f"{table.removesuffix(COUNTER)}_{kind}_{array}.rank_{rank}.world_size_{world_size}"
 
 
+def table_and_rank(file: Path) -> tuple[str, int]:
+    """Table and rank of a dump's file; a counter is a table of its own.
+
+    Raises:
+        CheckpointError: If the file has no such name.
+    """
+    match = _FILE.fullmatch(file.name)
+    if match is None:
+        raise CheckpointError(f"{file}: has no name of a DynamicEmb dump's file")
+    return match["table"] + (COUNTER if match["kind"] == "counter" else ""), int(match["rank"])
+
+
 def is_dump(path: Path) -> bool:
     """Whether a directory holds such a dump."""
     return any(_FILE.fullmatch(file.name) for file in path.iterdir())

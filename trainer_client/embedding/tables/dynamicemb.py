@@ -1,7 +1,6 @@
 """DynamicEmb's tables behind a `RoutedEmbeddingCollection`: `make_table=dynamicemb_tables(optimizer="adam")`.
 
-Written against the interface of DynamicEmb's `BatchedDynamicEmbeddingTablesV2` and its `dump` and `load`. **Not yet
-run with DynamicEmb itself**, which needs a GPU: only `table_options` is tested. DynamicEmb updates its rows in the
+They are DynamicEmb's `BatchedDynamicEmbeddingTablesV2`, with its `dump` and `load`. DynamicEmb updates its rows in the
 backward pass with an optimizer of its own, so these tables have no parameters for yours.
 """
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer_client.embedding.checkpoint.dynamicemb_load import dynamicemb_loads_by_owner
 from trainer_client.embedding.tables.config import RoutedTable, TableFactory
 
 BUCKET = 128
@@ -136,17 +136,13 @@ class DynamicEmbTable(nn.Module):
         self.tables.dump(str(path), optim=True, counter=False, pg=group)
 
     def load(self, path: Path | str, *, group: dist.ProcessGroup | None = None) -> None:
-        """Reads a dump that was written, or converted, for this routing and number of ranks.
+        """Reads a dump that was written, or converted, for this routing; of any number of ranks.
 
         Raises:
-            ValueError: If this release of DynamicEmb would silently leave out rows of `hash_roundrobin`.
+            CheckpointError: If the dump is damaged, or this release of DynamicEmb reads dumps in another way.
         """
-        if self.table.resolved_routing.dist_type == "hash_roundrobin" and find_spec("dynamicemb.key_ownership") is None:
-            raise ValueError(
-                f"table {self.table.name}: this release of DynamicEmb keeps only keys with key % ranks == rank when it "
-                "loads; take a newer one, or route by roundrobin"
-            )
-        self.tables.load(str(path), optim=True, counter=False, pg=group)
+        with dynamicemb_loads_by_owner(group):
+            self.tables.load(str(path), optim=True, counter=False, pg=group)
 
 
 def dynamicemb_tables(*, optimizer: str = "adam", hbm_bytes: int | None = None, **arguments: Any) -> TableFactory:
