@@ -54,6 +54,7 @@ EITHER = (
     "tests/benchmarks/test_convergence.py",
     "tests/trainer_client/embedding/",
     "tests/trainer_client/balancing/redistribution/",
+    "tests/trainer_client/attention/",
     "tests/trainer_client/balancing/sampling/",
     "tests/trainer_client/balancing/pipelines/",
     "tests/trainer_client/balancing/test_unbalanced_rounds.py",

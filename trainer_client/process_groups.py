@@ -65,6 +65,18 @@ def _apart(world: dist.ProcessGroup) -> Iterator[None]:
         world.bound_device_id = bound
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group's collectives may take; None, the backend's default, where it does not tell."""
+    for device in ("cuda", "cpu"):
+        try:
+            timeout = group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+        assert isinstance(timeout, timedelta)
+        return timeout
+    return None
+
+
 def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Gathers every rank's tensor, one after the other in the first dimension of `output`."""
     # renamed in torch 2.13

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_client.process_groups import make_group
+from trainer_client.process_groups import make_group, timeout_of
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
@@ -30,20 +29,8 @@ def exchange_group(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = parent if parent is not None else dist.group.WORLD
     assert group is not None
     if group not in _made:
-        _made[group] = make_group(dist.get_process_group_ranks(group), str(dist.get_backend(group)), _timeout(group))
+        _made[group] = make_group(dist.get_process_group_ranks(group), str(dist.get_backend(group)), timeout_of(group))
     return _made[group]
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a group's collectives may take; None, the backend's default, where it does not tell."""
-    for device in ("cuda", "cpu"):
-        try:
-            timeout = group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-        assert isinstance(timeout, timedelta)
-        return timeout
-    return None
 
 
 class Status:

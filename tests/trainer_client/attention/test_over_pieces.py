@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.trainer_client.attention.model import (
+    HEAD_DIM,
+    HEADS,
+    KEY_HEADS,
+    VALUE_DIM,
+    Program,
+    Sample,
+    on_rank,
+    train,
+)
+from tests.trainer_client.balancing.redistribution.pool import GlooRanks
+from trainer_client.attention import (
+    Attended,
+    DenseSilu,
+    DenseSoftmax,
+    Piece,
+    PieceGroup,
+    SplitSample,
+    attend_over_pieces,
+)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Samples of 0 to 24 positions in 1 to 5 pieces, on any ranks."""
+    world_size = draw(st.integers(2, 4))
+    samples = []
+    for _ in range(draw(st.integers(1, 5))):
+        context, history, candidates = draw(st.tuples(st.integers(0, 3), st.integers(0, 18), st.integers(0, 4)))
+        length = context + history + candidates
+        cuts = st.integers(max(context, 1), max(length - 1, 1))
+        inner = sorted(draw(st.sets(cuts, max_size=4))) if length > max(context, 1) else []
+        ranks = draw(st.lists(st.integers(0, world_size - 1), min_size=len(inner) + 1, max_size=len(inner) + 1))
+        pieces = tuple(zip(ranks, [*inner, length], strict=True))
+        samples.append(Sample(pieces=pieces, num_context=context, num_candidates=candidates))
+    return Program(
+        samples=tuple(samples),
+        world_size=world_size,
+        kernel=draw(st.sampled_from(["softmax", "silu"])),
+        layers_again=draw(st.integers(0, 2)),
+    )
+
+
+def run(ranks: GlooRanks, program: Program) -> list[dict[str, Any]]:
+    return ranks.call(on_rank, [(program,)] * program.world_size)
+
+
+def check_equal(program: Program, parts: list[dict[str, Any]]) -> None:
+    whole = train(program, None, None)
+    assert sum(part["loss"] for part in parts) == pytest.approx(whole["loss"], abs=1e-10, rel=1e-10)
+    for number, expected in enumerate(whole["gradients"]):
+        found = torch.stack([part["gradients"][number] for part in parts]).sum(0)
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    rows = {place: values for part in parts for place, values in part["rows"].items()}
+    assert rows.keys() == whole["rows"].keys()
+    for place, values in whole["rows"].items():
+        torch.testing.assert_close(torch.tensor(rows[place]), torch.tensor(values), atol=1e-9, rtol=1e-9)
+
+
+@settings(max_examples=40)
+@given(program=programs())
+def test_ranks_train_what_one_process_trains(ranks: GlooRanks, program: Program) -> None:
+    check_equal(program, run(ranks, program))
+
+
+GIANT = Sample(pieces=((1, 9), (0, 14), (2, 20)), num_context=2, num_candidates=3)
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "silu"])
+def test_under_ddp(ranks: GlooRanks, kernel: str) -> None:
+    program = Program(samples=(Sample(pieces=((2, 4),)), GIANT), world_size=3, kernel=kernel, parallel=True)
+    parts = run(ranks, program)
+    whole = train(replace(program, parallel=False), None, None)
+    for part in parts:
+        for found, expected in zip(part["gradients"], whole["gradients"], strict=True):
+            torch.testing.assert_close(3 * found, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_under_the_compiler(ranks: GlooRanks) -> None:
+    giant = Sample(pieces=((1, 9), (0, 14)), num_context=2, num_candidates=3)
+    program = Program(samples=(giant, Sample(pieces=((0, 5),))), world_size=2, num_layers=1, compiled=True)
+    check_equal(program, run(ranks, program))
+
+
+def test_only_ranks_that_share_a_sample_send_and_no_more_than_others_need(ranks: GlooRanks) -> None:
+    program = Program(samples=(GIANT, Sample(pieces=((3, 7),))), world_size=4, num_layers=1)
+    parts = run(ranks, program)
+    assert [part["has_pieces"] for part in parts] == [True, True, True, False]
+    key, value, query, found = KEY_HEADS * HEAD_DIM, KEY_HEADS * VALUE_DIM, HEADS * HEAD_DIM, HEADS * VALUE_DIM
+    # Forward: keys and values, what the context found. Backward: gradients of what it found, of keys and values.
+    first = [(9 * key, 0), (9 * value, 0), (9 * key, 2), (9 * value, 2), (2 * query, 0), (2 * query, 2)]
+    answers = [(2 * found, 1), (2 * HEADS, 1)]
+    home = [(9 * key, 1), (9 * value, 1)]
+    of_context = [(2 * query, 1)]
+    gradients = [(2 * found, 0), (2 * HEADS, 0), (2 * found, 2), (2 * HEADS, 2)]
+    expected = {
+        0: [[(5 * key, 2), (5 * value, 2)], answers, [], home + of_context],
+        1: [first, [], gradients, []],
+        2: [[], answers, [], [*home, (5 * key, 0), (5 * value, 0), *of_context]],
+        3: [],
+    }
+    for rank, calls in expected.items():
+        counted = [sorted((count, peer) for peer, count in call) for call in parts[rank]["sent"]]
+        assert counted == [sorted(call) for call in calls], rank
+
+
+def test_a_step_without_split_samples_sends_nothing(ranks: GlooRanks) -> None:
+    program = Program(samples=(Sample(pieces=((0, 9),)), Sample(pieces=((1, 7),))), world_size=3)
+    parts = run(ranks, program)
+    assert [part["sent"] for part in parts] == [[], [], []]
+    check_equal(program, parts)
+
+
+def test_pieces_of_one_rank_need_no_other() -> None:
+    split = SplitSample(
+        pieces=tuple(Piece(rank=0, sequence=n, begin=4 * n, end=4 * n + 4) for n in range(3)),
+        num_context=1,
+        num_candidates=6,
+    )
+    pieces = PieceGroup().pieces([split])
+    assert pieces is not None
+    assert pieces.preceding(4).tolist() == [0, 4, 8, 0]
+    query, key, value = torch.randn(3, 12, 2, 5, dtype=torch.float64).unbind()
+    kernel, offsets = DenseSoftmax(), torch.tensor([0, 4, 8, 12])
+
+    def own(query: Tensor, key: Tensor, value: Tensor) -> Attended:
+        return kernel.own(query, key, value, offsets, torch.tensor([1, 0, 0]), torch.tensor([0, 2, 4]))
+
+    found = attend_over_pieces(query, key, value, offsets, pieces, own=own, other=kernel.other)
+    expected = kernel.own(query, key, value, torch.tensor([0, 12]), 1, 6)[0]
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_blocks_say_which_positions_see_which() -> None:
+    split = SplitSample(
+        pieces=tuple(Piece(rank=0, sequence=n, begin=4 * n, end=4 * n + 4) for n in range(3)), num_candidates=2
+    )
+    pieces = PieceGroup().pieces([split])
+    assert pieces is not None
+    blocks = pieces.blocks(torch.device("cpu"))
+    assert blocks is not None
+    assert blocks.query_offsets.tolist() == [0, 4, 8]
+    assert blocks.key_offsets.tolist() == [0, 4, 12]
+    assert blocks.query_begins.tolist() == [4, 8]
+    assert blocks.key_begins.tolist() == [0, 0]
+    assert (blocks.max_queries, blocks.max_keys) == (4, 8)
+
+
+def test_whole_steps_compile_in_one_graph() -> None:
+    kernel, offsets = DenseSilu(), torch.tensor([0, 3, 7])
+
+    def attend(query: Tensor) -> Tensor:
+        return attend_over_pieces(
+            query, query, query, offsets, None, own=lambda q, k, v: q * k * v, other=kernel.other
+        ).square()
+
+    query = torch.randn(7, 2, 3)
+    torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(query), query**6)
+
+
+def _attend_to_pieces(lengths: list[int], own: Any, pieces: tuple[Piece, ...]) -> Tensor:
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    rows = torch.randn(int(offsets[-1]), 2, 3, requires_grad=True)
+    return attend_over_pieces(
+        rows,
+        rows,
+        rows,
+        offsets,
+        PieceGroup().pieces([SplitSample(pieces=pieces)]),
+        own=own,
+        other=DenseSoftmax().other,
+    )
+
+
+TWO = (Piece(rank=0, sequence=0, begin=0, end=4), Piece(rank=0, sequence=1, begin=4, end=6))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="own returns a tensor, other a pair; let both return"):
+        _attend_to_pieces([4, 2], lambda q, k, v: q * k * v, TWO)
+    with pytest.raises(
+        ValueError, match=r"own returns logarithms of shape \(2, 6\) for \(6, 2, 3\); return .* \(6, 2\)"
+    ):
+        _attend_to_pieces([4, 2], lambda q, k, v: (q * k * v, q.sum(-1).T), TWO)
+    with pytest.raises(ValueError, match="own returns logarithms without a gradient"):
+        _attend_to_pieces([4, 2], lambda q, k, v: (q * k * v, q.detach().sum(-1)), TWO)
+    with pytest.raises(ValueError, match="sequence 1 has 3 rows, but its piece has positions 4 to 6"):
+        _attend_to_pieces([4, 3], None, TWO)
+    with pytest.raises(ValueError, match="a piece is sequence 1, but offsets are of 1"):
+        _attend_to_pieces([4], None, TWO)
+    pieces = PieceGroup().pieces([SplitSample(pieces=TWO)])
+    assert pieces is not None
+    with pytest.raises(ValueError, match="a piece is sequence 1 of 1; pass all of the batch"):
+        pieces.preceding(1)
+
+
+def test_nonsense_pieces_are_refused() -> None:
+    with pytest.raises(ValueError, match="pieces is empty"):
+        SplitSample(pieces=())
+    with pytest.raises(ValueError, match=r"pieces\[1\].begin is 4; begin at 5, where the one before ends"):
+        SplitSample(pieces=(replace(TWO[0], end=5), TWO[1]))
+    with pytest.raises(ValueError, match="end is 4; use a whole number of at least 5"):
+        replace(TWO[1], end=4)
+    with pytest.raises(ValueError, match=r"num_context is 5, but pieces\[0\].end is 4"):
+        SplitSample(pieces=TWO, num_context=5)
+    with pytest.raises(ValueError, match="num_context is 3 and num_candidates 4 of 6 positions"):
+        SplitSample(pieces=TWO, num_context=3, num_candidates=4)
+    with pytest.raises(ValueError, match=r"samples\[0\].pieces\[1\].rank is 1; the group has ranks 0 to 0"):
+        PieceGroup().pieces([SplitSample(pieces=(TWO[0], replace(TWO[1], rank=1)))])
+    with pytest.raises(ValueError, match=r"samples\[0\].pieces\[1\] is sequence 0 of rank 0, and so is samples\[0\]"):
+        PieceGroup().pieces([SplitSample(pieces=(TWO[0], replace(TWO[1], sequence=0)))])
+
+
+def test_the_page_of_pieces_runs_as_written() -> None:
+    page = (Path(__file__).parents[3] / "docs/pieces.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    with pytest.raises(ValueError, match="the group has ranks 0 to 0"):
+        names["pieces_of_step"]()
+    split = SplitSample(
+        pieces=(Piece(rank=0, sequence=1, begin=0, end=70), Piece(rank=0, sequence=0, begin=70, end=100)),
+        num_candidates=10,
+    )
+    pieces = names["group"].pieces([split])
+    offsets = torch.tensor([0, 30, 100, 105])
+    expected = [*range(70, 100), *range(70), *range(5)]
+    assert names["positions_of"](offsets, pieces).tolist() == expected
+    query, key, value = torch.randn(3, 105, 2, 4, dtype=torch.float64).unbind()
+    found = names["attend"](query, key, value, offsets, torch.tensor([10, 0, 0]), pieces)
+    order = torch.cat([torch.arange(30, 100), torch.arange(30)])
+    whole = DenseSoftmax().own(query[order], key[order], value[order], torch.tensor([0, 100]), 0, 10)[0]
+    torch.testing.assert_close(found[order], whole, atol=1e-12, rtol=1e-12)

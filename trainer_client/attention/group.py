@@ -1,0 +1,58 @@
+"""The ranks that may share samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from trainer_client.attention.pieces import Pieces
+from trainer_client.attention.splits import SplitSample, check_splits
+from trainer_client.process_groups import make_group, timeout_of
+
+
+class PieceGroup:
+    """Ranks that may share samples, with a communicator of their own for keys and values."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Makes the communicator. Collective.
+
+        Args:
+            process_group: The data-parallel ranks; default: all. Without `torch.distributed` there is one rank.
+        """
+        self._group: dist.ProcessGroup | None = None
+        self._rank, self._num_ranks = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+            if self._num_ranks > 1:
+                self._group = _connected(process_group)
+
+    def pieces(self, samples: Sequence[SplitSample]) -> Pieces | None:
+        """What this rank does in a step. Nothing is sent; every rank passes the same samples.
+
+        Args:
+            samples: All split samples of the step, of all ranks; empty if there is none.
+
+        Returns:
+            The rank's pieces, or None if it has none: then it sends and receives nothing in this step.
+
+        Raises:
+            ValueError: If a piece is on no rank of the group, or two are the same sequence.
+        """
+        samples = tuple(samples)
+        check_splits(samples, self._num_ranks)
+        if all(piece.rank != self._rank for sample in samples for piece in sample.pieces):
+            return None
+        return Pieces(samples, self._rank, self._group)
+
+
+def _connected(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A communicator of the same ranks. Collective."""
+    whole = parent if parent is not None else dist.group.WORLD
+    assert whole is not None
+    backend = str(dist.get_backend(whole))
+    group = make_group(dist.get_process_group_ranks(whole), backend, timeout_of(whole))
+    if "nccl" in backend:  # connects at its first collective, in which all of its ranks must take part
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return group
