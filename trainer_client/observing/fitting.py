@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from scipy.optimize import lsq_linear
 
+from evenkeel.partitioning.spans import SpanCosts
 from trainer_client.balancing.batches import BatchError, lookup
 from trainer_client.checks import check_whole
 from trainer_client.observing.measurement import StepTimes
@@ -62,6 +63,23 @@ class SequenceTerms:
         pairs = history * (history + 1) / 2 + candidates * (history + 1)
         columns = [torch.ones_like(history), history + candidates, pairs]
         return torch.stack([*columns, candidates] if self.candidates else columns, dim=1)
+
+    def spans(self, batch: Any, coefficients: NDArray[np.float64]) -> SpanCosts:
+        """What any positions of each sample of the host's batch cost, given what a unit of each term costs."""
+        history = _count(batch, self.history).numpy() + self.context
+        candidates = _count(batch, self.candidates).numpy() if self.candidates else np.zeros(len(history))
+        samples, tokens, pairs, *rest = coefficients.tolist()
+        return SpanCosts.of(
+            history + candidates,
+            candidates=candidates,
+            per_position=tokens,
+            per_pair=pairs,
+            targets=candidates,
+            per_target=rest[0] if rest else 0.0,
+            fixed=samples,
+            head=self.context,
+            granule=1 if isinstance(self.history, str) else len(self.history),
+        )
 
 
 def _count(batch: Any, source: str | Sequence[str]) -> torch.Tensor:
@@ -246,6 +264,15 @@ class CostFitter:
         if self._coefficients is None:
             return self._prior(batch)
         return self._terms(batch).numpy() @ self._coefficients
+
+    def spans(self, batch: Any) -> SpanCosts | None:
+        """What any positions of each sample of the host's batch cost; None if the cost cannot say it."""
+        if self._coefficients is None:
+            spans = getattr(self._prior, "spans", None)
+            return None if spans is None else spans(batch)
+        if not isinstance(self._terms, SequenceTerms):
+            return None
+        return self._terms.spans(batch, self._coefficients)
 
     def observe(self, batch: Any) -> None:
         """Notes what the batch that is about to be trained holds; nothing is read from its device yet."""

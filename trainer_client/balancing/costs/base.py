@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.spans import SpanCosts
 from trainer_client.balancing.batches import BatchError, read_lengths
 from trainer_client.checks import is_whole
 
@@ -40,6 +41,17 @@ class SampleCost(ABC):
             BatchError: If a field is missing, has no lengths, or is on a device.
         """
 
+    def spans(self, batch: Any) -> SpanCosts | None:  # noqa: ARG002
+        """What any positions of each sample cost.
+
+        Args:
+            batch: As above.
+
+        Returns:
+            Of n samples, which cost the same as above; None if a sample's work cannot be told apart by positions.
+        """
+        return None
+
 
 def count_positions(batch: Any, source: int | str | Sequence[str] | None) -> NDArray[np.float64] | float:
     """Positions of each sample in some part of its sequence.
@@ -67,6 +79,11 @@ def count_positions(batch: Any, source: int | str | Sequence[str] | None) -> NDA
         if count.size and count.min() < 0:
             raise BatchError(f"sample {int(count.argmin())} of {path!r} is {int(count.min())}; give counts >= 0")
     return sum((counts[path] for path in paths[1:]), first)
+
+
+def num_fields(paths: str | Sequence[str]) -> int:
+    """Fields of a sequence: tokens of an item, where each field has one of it."""
+    return 1 if isinstance(paths, str) else len(paths)
 
 
 def check_sizes(options: object, *names: str, least: int = 1) -> None:
@@ -132,3 +149,12 @@ class TokenCost(SampleCost):
         """(n,) tokens of each sample; see `SampleCost`."""
         counts = np.asarray(count_positions(batch, self.tokens))
         return counts.astype(np.int64) + self.per_sample
+
+    def spans(self, batch: Any) -> SpanCosts:
+        """Tokens of any positions of each sample; see `SampleCost`. What each costs besides goes with its end."""
+        return SpanCosts.of(
+            count_positions(batch, self.tokens),
+            per_position=1,
+            fixed=self.per_sample,
+            granule=num_fields(self.tokens),
+        )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.spans import SpanCosts
 from trainer_client.balancing.costs.base import (
     ATTENTION_WITH_BACKWARD,
     MATMUL_WITH_BACKWARD,
@@ -17,6 +18,7 @@ from trainer_client.balancing.costs.base import (
     check_sizes,
     check_sources,
     count_positions,
+    num_fields,
 )
 
 
@@ -78,6 +80,28 @@ class HSTUCost(SampleCost):
 
     def __call__(self, batch: Any) -> NDArray[np.float64]:
         """(n,) FLOPs of each sample in all layers; see `SampleCost`."""
+        return self.flops(*self._count(batch))
+
+    def spans(self, batch: Any) -> SpanCosts:
+        """FLOPs of any positions of each sample; see `SampleCost`. The fields of the history are taken as interleaved.
+
+        A context's queries are counted where the context is, with all that they see.
+        """
+        history, candidates, context = self._count(batch)
+        attention, products = self._per_pair_and_position()
+        return SpanCosts.of(
+            history + candidates + context,
+            context=context,
+            candidates=candidates,
+            per_position=products,
+            per_pair=attention,
+            granule=num_fields(self.history),
+        )
+
+    def _count(
+        self, batch: Any
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64] | float, NDArray[np.float64] | float]:
+        """Positions of history, candidates and context."""
         history = np.asarray(count_positions(batch, self.history), dtype=np.float64)
         candidates = count_positions(batch, self.candidates)
         context = count_positions(batch, self.context)
@@ -89,7 +113,7 @@ class HSTUCost(SampleCost):
                     "history_includes_candidates says that these hold the candidates too"
                 )
             history = rest
-        return self.flops(history, candidates, context)
+        return history, candidates, context
 
     def flops(
         self,
@@ -98,13 +122,18 @@ class HSTUCost(SampleCost):
         context: NDArray[np.float64] | float = 0.0,
     ) -> NDArray[np.float64]:
         """(n,) FLOPs from counts of positions."""
-        value_dim = self.head_dim if self.value_dim is None else self.value_dim
         positions = context + history + candidates
         pairs = positions * (context + history) - history * (history - 1) / 2 + candidates
-        attention = 2.0 * self.num_heads * (self.head_dim + value_dim) * pairs
+        attention, products = self._per_pair_and_position()
+        result: NDArray[np.float64] = attention * pairs + products * positions
+        return result
+
+    def _per_pair_and_position(self) -> tuple[float, float]:
+        """FLOPs of a (query, key) pair and of a position in all layers."""
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        attention = 2.0 * self.num_heads * (self.head_dim + value_dim)
         projections = 2 * (self.head_dim + value_dim) + value_dim
-        products = 2.0 * self.width * self.num_heads * projections * positions
+        products = 2.0 * self.width * self.num_heads * projections
         if self.backward:
             attention, products = ATTENTION_WITH_BACKWARD * attention, MATMUL_WITH_BACKWARD * products
-        result: NDArray[np.float64] = self.num_layers * (attention + products)
-        return result
+        return self.num_layers * attention, self.num_layers * products

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.spans import SpanCosts
 from trainer_client.balancing.costs.base import (
     ATTENTION_WITH_BACKWARD,
     MATMUL_WITH_BACKWARD,
@@ -17,6 +18,7 @@ from trainer_client.balancing.costs.base import (
     check_sizes,
     check_sources,
     count_positions,
+    num_fields,
 )
 
 
@@ -79,21 +81,39 @@ class TransformerCost(SampleCost):
         positions = count_positions(batch, self.tokens) + count_positions(batch, self.context)
         return self.flops(np.asarray(positions, dtype=np.float64))
 
+    def spans(self, batch: Any) -> SpanCosts | None:
+        """FLOPs of any positions of each sample; None unless causal. See `SampleCost`."""
+        if not self.causal:
+            return None
+        context = count_positions(batch, self.context)
+        attention, products = self.per_pair_and_position()
+        return SpanCosts.of(
+            count_positions(batch, self.tokens) + context,
+            per_position=products,
+            per_pair=attention,
+            head=context,
+            granule=num_fields(self.tokens),
+        )
+
     def flops(self, positions: NDArray[np.float64]) -> NDArray[np.float64]:
         """(n,) FLOPs from numbers of positions."""
+        pairs = positions * (positions + 1) / 2 if self.causal else positions * positions
+        attention, products = self.per_pair_and_position()
+        result: NDArray[np.float64] = attention * pairs + products * positions
+        return result
+
+    def per_pair_and_position(self) -> tuple[float, float]:
+        """FLOPs of a (query, key) pair in all layers, and of a position in these and the output layer."""
         head_dim = self.width // self.num_heads if self.head_dim is None else self.head_dim
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         inner = 4 * self.width if self.feed_forward is None else self.feed_forward
-        pairs = positions * (positions + 1) / 2 if self.causal else positions * positions
-        attention = 4.0 * self.num_heads * head_dim * pairs
-        weights = self.width * (2 * (self.num_heads + kv_heads) * head_dim + (3 if self.gated else 2) * inner)
-        products = 2.0 * weights * positions
-        output = 2.0 * self.width * self.vocabulary * positions
+        attention = 4.0 * self.num_heads * head_dim
+        products = 2.0 * self.width * (2 * (self.num_heads + kv_heads) * head_dim + (3 if self.gated else 2) * inner)
+        output = 2.0 * self.width * self.vocabulary
         if self.backward:
             attention = ATTENTION_WITH_BACKWARD * attention
             products, output = MATMUL_WITH_BACKWARD * products, MATMUL_WITH_BACKWARD * output
-        result: NDArray[np.float64] = self.num_layers * (attention + products) + output
-        return result
+        return self.num_layers * attention, self.num_layers * products + output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +170,28 @@ class SemanticIdCost(SampleCost):
 
     def __call__(self, batch: Any) -> NDArray[np.float64]:
         """(n,) FLOPs of each sample; see `SampleCost`."""
-        history, targets = count_positions(batch, self.items), count_positions(batch, self.targets)
-        positions = self.levels * (history + targets) + count_positions(batch, self.context)
-        output = 2.0 * self.width * self.codebook * self.levels * np.asarray(targets, dtype=np.float64)
-        return self._layers().flops(np.asarray(positions, np.float64)) + output * (
-            MATMUL_WITH_BACKWARD if self.backward else 1.0
+        positions, targets, _ = self._count(batch)
+        return self._layers().flops(positions) + self._per_target() * targets
+
+    def spans(self, batch: Any) -> SpanCosts:
+        """FLOPs of any positions of each sample; see `SampleCost`."""
+        positions, targets, context = self._count(batch)
+        attention, products = self._layers().per_pair_and_position()
+        return SpanCosts.of(
+            positions,
+            per_position=products,
+            per_pair=attention,
+            targets=targets,
+            per_target=self._per_target(),
+            head=context,
+            granule=self.levels * num_fields(self.items),
         )
+
+    def _count(self, batch: Any) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64] | float]:
+        """All positions, those that are predicted, and those of the context."""
+        targets = self.levels * np.asarray(count_positions(batch, self.targets), np.float64)
+        context = count_positions(batch, self.context)
+        return np.asarray(self.levels * count_positions(batch, self.items) + targets + context), targets, context
+
+    def _per_target(self) -> float:
+        return 2.0 * self.width * self.codebook * (MATMUL_WITH_BACKWARD if self.backward else 1.0)
