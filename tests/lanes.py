@@ -1,11 +1,13 @@
-"""Which tests may run beside which: two lanes, each of them one test after another.
+"""Which tests may run beside which: three lanes, each of them one test after another.
 
 Many tests start services and ranks, mostly wait for them, and have bounds on how long something takes; no two of them
-run at the same time. Others only compute, in one thread and without a clock: they take the time in which those wait.
-Of the rest, those that start ranks but set them no tight bounds, each lane takes the next file when it has no other.
+run at the same time, and what runs beside them gives way to them. Others only compute, in one thread and without a
+clock. Of the rest, that start ranks but set them no tight bounds, a lane takes the next file when it has no other.
 """
 
 from __future__ import annotations
+
+import os
 
 FUNCTIONS = (
     "tests/benchmarks/test_data.py",
@@ -78,6 +80,21 @@ def lane(test: str) -> str:
     if test.startswith(FUNCTIONS):
         return "functions"
     return test.partition("::")[0] if test.startswith(EITHER) else "processes"
+
+
+_gives_way = False
+
+
+def give_way(test: str) -> None:
+    """Has this worker, and all that it starts from now on, run where those with tight bounds leave time.
+
+    Args:
+        test: The node id of the test that it begins.
+    """
+    global _gives_way  # noqa: PLW0603
+    if not _gives_way and "PYTEST_XDIST_WORKER" in os.environ and lane(test) != "processes":
+        os.nice(5)
+        _gives_way = True
 
 
 def turn(test: str) -> tuple[int, int]:

@@ -146,5 +146,6 @@ def _run_module(
             with path.open("ab") as file:
                 os.dup2(file.fileno(), number)
     sys.argv = [module, *arguments]
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun starts its ranks
     sys.modules.pop(f"{module}.__main__", None)  # which runpy would warn of, on the log of what runs
     runpy.run_module(module, run_name="__main__", alter_sys=True)

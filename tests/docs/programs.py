@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from benchmarks.harness import zygote
+from benchmarks.harness.launched import environments
 
 RANKS = 2
 
@@ -18,14 +18,11 @@ def printed_by_ranks(module: str, folder: Path, **environment: str) -> str:
         folder: Where what the ranks print is kept.
         environment: Further variables.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    variables = environments(RANKS, str(folder))
     ranks = [
         zygote.Program(
             module, output=folder / f"{rank}.out", errors=folder / f"{rank}.err",
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
-            OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **environment,
+            **variables(rank), **environment,
         )
         for rank in range(RANKS)
     ]  # fmt: skip

@@ -1,22 +1,24 @@
 """The whole demo: a real balancer, real ranks, off and on."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.harness import zygote
 
 RANKS, STEPS = 2, 5
 
 
 @pytest.mark.timeout(300)
-def test_the_demo_balances_and_loses_nothing(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "examples.demo", "--json", "--ranks", str(RANKS), "--steps", str(STEPS),
-        "--max-length", "128", "--out", str(tmp_path),
-    ]  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+def test_the_demo_balances_and_loses_nothing(
+    tmp_path: Path, forked_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", str(forked_python))  # of the balancer, torchrun and its ranks
+    run = zygote.run(
+        "examples.demo", "--json", "--ranks", str(RANKS), "--steps", str(STEPS), "--max-length", "128",
+        "--out", str(tmp_path), timeout=280,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     summary = json.loads(run.stdout.splitlines()[-1])
     for name in ("off", "on"):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import zygote
 from benchmarks.harness.balancer_process import ServiceProcess
 from tests.faults.elastic import DIES, NUM_STEPS, size_of
 
@@ -20,19 +18,16 @@ SECONDS = 270.0
 
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_is_restarted_by_torchrun_and_no_sample_is_lost(
-    balancer: ServiceProcess, tmp_path: Path
+    balancer: ServiceProcess, tmp_path: Path, forked_python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}",
+    # torchrun hands one store to every incarnation otherwise, in which Gloo finds the addresses of the dead one.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("PYTHON_EXEC", str(forked_python))  # of its ranks
+    done = zygote.run(
+        "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}",
         "--max-restarts=1", "--monitor-interval=0.1", "-m", "tests.faults.elastic", balancer.address, str(tmp_path),
-    ]  # fmt: skip
-    environment = {
-        **os.environ,
-        # torchrun hands one store to every incarnation otherwise, in which Gloo finds the addresses of the dead one.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
+        timeout=SECONDS,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     trained: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # restart, step: ids
     modes: dict[int, set[str]] = defaultdict(set)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import zygote
+from benchmarks.harness.launched import environments
 from examples.resume.job import read_ledger
 
 SECONDS = 240.0  # for what takes ten on an idle machine
@@ -18,19 +18,15 @@ class Job:
     """The ranks of one run of a program."""
 
     def __init__(self, program: str, ranks: int, folder: Path, *arguments: str, **environment: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         run = len(list(folder.glob("*-0.out")))
+        self._environment = environments(ranks, f"{folder}-{run}")
         self._outputs = [folder / f"{run}-{rank}.out" for rank in range(ranks)]
         self.ranks = [
             zygote.Program(
                 f"examples.resume.{program}", "--folder", str(folder), *arguments, output=output,
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1",
-                TORCHELASTIC_RUN_ID=f"{folder}-{run}", **environment,
+                **self._environment(rank), **environment,
             )
             for rank, output in enumerate(self._outputs)
         ]  # fmt: skip

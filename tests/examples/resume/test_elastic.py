@@ -27,7 +27,7 @@ ARGUMENTS = ("--users", "96", "--save-every", "2", "--pause", "0.3")
 class Agent:
     """`torchrun` as on one of several machines."""
 
-    def __init__(self, number: int, port: int, folder: Path, address: str, last_call: int) -> None:
+    def __init__(self, number: int, port: int, folder: Path, address: str, last_call: int, python: Path) -> None:
         conf = {
             "is_host": "false", "join_timeout": 150, "last_call_timeout": last_call,
             "keep_alive_interval": 1, "keep_alive_max_attempt": 10,
@@ -39,6 +39,7 @@ class Agent:
             "--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in conf.items()), "--monitor-interval=0.1",
             "-m", "examples.resume.ddp", "--folder", str(folder), *ARGUMENTS, output=self.output,
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", OMP_NUM_THREADS="1", EVENKEEL_BALANCER=address,
+            PYTHON_EXEC=str(python),  # of its ranks
         )  # fmt: skip
 
     def kill(self) -> None:
@@ -51,17 +52,17 @@ class Agent:
 
 
 @pytest.fixture
-def agents(tmp_path: Path, balancer: ServiceProcess) -> Iterator[list[Agent]]:
+def agents(tmp_path: Path, balancer: ServiceProcess, forked_python: Path) -> Iterator[list[Agent]]:
     # Kept by neither agent: one that looks for the other's before it is there comes back late.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    goes = Agent(1, store.port, tmp_path, balancer.address, last_call=int(SECONDS))
+    goes = Agent(1, store.port, tmp_path, balancer.address, last_call=int(SECONDS), python=forked_python)
     started = [goes]
     try:
         deadline = time.monotonic() + SECONDS
         while not store.check([RENDEZVOUS]):  # its last call holds for both, however late the other one is
             assert time.monotonic() < deadline, goes.output.read_text()
             time.sleep(0.02)
-        started.insert(0, Agent(0, store.port, tmp_path, balancer.address, last_call=5))
+        started.insert(0, Agent(0, store.port, tmp_path, balancer.address, last_call=1, python=forked_python))
         yield started
     finally:
         for agent in started:

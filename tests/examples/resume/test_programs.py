@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness import zygote
+from benchmarks.harness.balancer_process import running_balancer, until_logged
 from examples.resume.checkpoints import newest
 from tests.examples.resume.launching import SECONDS, Job, ledger, users
 
@@ -77,18 +75,20 @@ def test_a_group_that_shrinks_goes_on_in_the_same_processes(tmp_path: Path) -> N
     with running_balancer("--log-level", "debug") as balancer:
         job = Job("shrinking", 3, tmp_path, *SMALL, "--kill-at", "5", EVENKEEL_BALANCER=balancer.address)
         assert job.codes() == [0, 0, -signal.SIGKILL], job.output()
-        assert balancer.log.count('"outcome": "BALANCED"') >= 8, balancer.log
+        until_logged(balancer, '"outcome": "BALANCED"', 8)
     assert [users(tmp_path, epoch) for epoch in range(2)] == [list(range(96))] * 2
     assert {line["step"] for line in ledger(tmp_path) if line["rank"] == 2} == set(range(1, 5))
     assert job.output().count("after step 4") == 2
 
 
-def test_the_command_for_a_group_that_shrinks_starts_its_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.resume.shrinking", "--ranks", "2", "--folder", str(tmp_path)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    ended = subprocess.run(
-        [*command, "--users", "48", "--epochs", "1", "--kill-at", "2"], env=environment, timeout=SECONDS, check=True,
-        capture_output=True, text=True,
+def test_the_command_for_a_group_that_shrinks_starts_its_ranks(
+    tmp_path: Path, forked_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", str(forked_python))
+    ended = zygote.run(
+        "examples.resume.shrinking", "--ranks", "2", "--folder", str(tmp_path), "--users", "48", "--epochs", "1",
+        "--kill-at", "2", timeout=SECONDS,
     )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
     assert "48 of 48 users trained, 0 of them more than once" in ended.stdout
     assert users(tmp_path, 0) == list(range(48))

@@ -66,7 +66,7 @@ async def test_streams_of_one_token_shut_nobody_else_out(start_server: StartServ
             stream = stub.Balance(metadata=authorized(caller))
             await stream.write(pb.BalanceRequest(join=join_message(number, world_size=8, job=caller)))
             streams.append(stream)
-            response = await asyncio.wait_for(stream.read(), 10)
+            response = await asyncio.wait_for(stream.read(), 60)
             return str(response.WhichOneof("response"))
 
         streams: list[Any] = []
@@ -153,7 +153,7 @@ async def test_memory_of_one_token_leaves_room_and_comes_back(start_server: Star
         for number in range(40):
             submit = submit_message(number, [0.0] * 20_000, timeout_ms=60_000)
             await stream.write(pb.BalanceRequest(submit=submit))
-        error = (await asyncio.wait_for(stream.read(), 20)).answer.error
+        error = (await asyncio.wait_for(stream.read(), 60)).answer.error
         assert (error.code, error.field) == (pb.ERROR_CODE_LIMIT_EXCEEDED, "max_memory")
         assert memory.used <= memory.total / 2 + (1 << 20)
         assert (await call(channel, "modest", "modest")).HasField("decision")

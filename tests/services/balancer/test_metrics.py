@@ -16,7 +16,7 @@ async def test_rounds_are_counted_and_measured_over_http(start_server: StartServ
     async with Rank(server.port, 0, 1) as rank:
         await rank.round(0, [1, 2])
         await rank.round(1, [1, 2])
-        with urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=5) as reply:
+        with urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=60) as reply:
             text = reply.read().decode()
     values = {
         (sample.name, *sorted(sample.labels.values())): sample.value

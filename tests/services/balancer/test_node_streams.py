@@ -27,7 +27,7 @@ async def test_a_stream_may_speak_for_all_ranks_of_a_node(start_server: StartSer
         await node.call.write(pb.BalanceRequest(submit=submit_message(3, [1], rank=1)))
         (refused,) = (await node.receive()).answers.answers
         assert (refused.error.field, refused.rank, refused.round) == ("rank", 1, 3)
-        statistics = await alone.stub.GetSessionStats(pb.GetSessionStatsRequest(), timeout=5)
+        statistics = await alone.stub.GetSessionStats(pb.GetSessionStatsRequest(), timeout=60)
         assert statistics.sessions[0].joined_ranks == 4
 
 

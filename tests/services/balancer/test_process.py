@@ -51,19 +51,19 @@ async def test_it_serves_reports_health_and_stops_cleanly(process: subprocess.Po
     port = wait_for_port(process, tmp_path / "port")
     async with Rank(port, 0) as waiting:
         health = health_pb2_grpc.HealthStub(waiting.channel)
-        reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
-        info = await waiting.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+        info = await waiting.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)
         assert info.limits.max_ranks == 12
         await waiting.submit(0, [1], timeout_ms=60_000)
         statistics = pb.GetSessionStatsRequest()
-        while (await waiting.stub.GetSessionStats(statistics, timeout=5)).sessions[0].joined_ranks != 1:
+        while (await waiting.stub.GetSessionStats(statistics, timeout=60)).sessions[0].joined_ranks != 1:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         assert (await waiting.answer()).decision.reason == pb.Decision.REASON_DRAINING
         assert (await waiting.receive()).error.code == pb.ERROR_CODE_DRAINING
         assert await waiting.receive() is grpc.aio.EOF
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0
     events = [json.loads(line)["event"] for line in errors.splitlines()]
     assert events == ["serving", "session opened", "draining", "stopped"]

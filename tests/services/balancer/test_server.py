@@ -211,7 +211,7 @@ async def test_a_round_by_unary_calls(start_server: StartServer) -> None:
     ranks = [Rank(server.port, rank) for rank in range(2)]
     calls = [
         rank.stub.BalanceRound(
-            pb.BalanceRoundRequest(join=join_message(number), submit=submit_message(4, [1, 2])), timeout=5
+            pb.BalanceRoundRequest(join=join_message(number), submit=submit_message(4, [1, 2])), timeout=60
         )
         for number, rank in enumerate(ranks)
     ]
@@ -220,7 +220,7 @@ async def test_a_round_by_unary_calls(start_server: StartServer) -> None:
     assert {r.answer.round for r in responses} == {4}
     assert {r.joined.instance for r in responses} == {server.instance}
     refused = await ranks[0].stub.BalanceRound(
-        pb.BalanceRoundRequest(join=join_message(5), submit=submit_message(5, [1])), timeout=5
+        pb.BalanceRoundRequest(join=join_message(5), submit=submit_message(5, [1])), timeout=60
     )
     assert refused.answer.error.field == "rank"
     for rank in ranks:
@@ -248,14 +248,14 @@ async def test_information_and_statistics(start_server: StartServer) -> None:
     async with Rank(server.port, 0, 1) as rank, Rank(server.port, 0, 1, job="other"):
         await rank.round(0, [1, 2])
         await rank.round(1, [1, 2])
-        info = await rank.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+        info = await rank.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)
         assert list(info.protocol_versions) == [1]
         assert info.limits.max_ranks == 17
         assert (info.sessions, info.streams, info.draining) == (2, 2, False)
         assert "minimal_move" in info.strategies
-        every = await rank.stub.GetSessionStats(pb.GetSessionStatsRequest(), timeout=5)
+        every = await rank.stub.GetSessionStats(pb.GetSessionStatsRequest(), timeout=60)
         assert {s.job for s in every.sessions} == {"job", "other"}
-        (own,) = (await rank.stub.GetSessionStats(pb.GetSessionStatsRequest(job="job"), timeout=5)).sessions
+        (own,) = (await rank.stub.GetSessionStats(pb.GetSessionStatsRequest(job="job"), timeout=60)).sessions
         assert (own.rounds_balanced, own.last_round, own.joined_ranks, own.world_size) == (2, 1, 1, 1)
         assert np.frombuffer(own.last_loads_after, "<f8").tolist() == [3.0]
 
@@ -336,7 +336,7 @@ async def test_reflection_is_off_unless_set(start_server: StartServer) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            reply = await asyncio.wait_for(call.read(), 5)
+            reply = await asyncio.wait_for(call.read(), 60)
             return [service.name for service in reply.list_services_response.service]
 
     assert SERVICE in await services((await start_server(reflection=True)).port)

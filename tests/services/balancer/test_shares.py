@@ -66,7 +66,7 @@ async def test_who_has_used_the_loop_least_comes_first() -> None:
 async def test_while_there_is_time_nobody_waits() -> None:
     turns = LoopTurns()
     for _ in range(3):
-        began = await asyncio.wait_for(turns.begin(("team", "job")), 1)
+        began = await asyncio.wait_for(turns.begin(("team", "job")), 60)
         assert not turns.is_over(began)
         turns.end(("team", "job"), began)
     assert turns.waiting == 0

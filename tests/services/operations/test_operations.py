@@ -44,7 +44,7 @@ def server(state: State) -> Iterator[OperationsServer]:
 
 def get(server: OperationsServer, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=60) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -52,7 +52,7 @@ def get(server: OperationsServer, path: str) -> tuple[int, str]:
 
 def test_scrapers_that_trickle_keep_nobody_out_and_take_few_threads(server: OperationsServer) -> None:
     before = threading.active_count()
-    trickling = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(200)]
+    trickling = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(200)]
     for number, raw in enumerate(trickling):
         with contextlib.suppress(OSError):
             raw.sendall(b"GET /metrics HTTP/1.1"[: 1 + number % 20])

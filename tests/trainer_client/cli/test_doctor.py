@@ -77,9 +77,9 @@ def test_each_obstacle_is_told_apart(secured: ServiceProcess, files: Files, tmp_
     stranger = write_certificate(trustme.CA(), tmp_path, "stranger")
     wrong = tmp_path / "wrong"
     wrong.write_text("w" * 43)
-    free = socket.create_server(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-    free.close()
+    nobody = socket.socket()
+    nobody.bind(("127.0.0.1", 0))  # and does not listen
+    port = nobody.getsockname()[1]
     cases: list[tuple[tuple[str, ...], str, str]] = [
         (("--balancer", "nowhere"), "settings", "give host:port"),
         (("--balancer", "no.such.host.invalid:1"), "address", "has no address"),
@@ -95,6 +95,7 @@ def test_each_obstacle_is_told_apart(secured: ServiceProcess, files: Files, tmp_
         assert (code, failed(findings)) == (1, [check]), (arguments, findings)
         assert text in findings[check]["text"], findings[check]
         assert findings[check]["remedy"]
+    nobody.close()
 
 
 def test_plaintext_and_planner() -> None:

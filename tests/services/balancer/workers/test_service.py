@@ -59,7 +59,7 @@ def test_no_process_outlives_the_balancer(balancer: ServiceProcess, number: sign
         os.kill(pid, signal.SIGSTOP)
     balancer.signal(number)
     assert balancer.process is not None
-    assert balancer.process.wait(10) == (0 if number is signal.SIGTERM else -signal.SIGKILL)
+    assert balancer.process.wait(SECONDS) == (0 if number is signal.SIGTERM else -signal.SIGKILL)
     until(lambda: all(map(gone, processes)))
 
 
@@ -81,7 +81,7 @@ def test_a_signal_to_all_processes_drains_like_one_to_the_service(balancer: Serv
 
     assert asyncio.run(job()).decision.reason == pb.Decision.REASON_DRAINING
     assert balancer.process is not None
-    assert balancer.process.wait(10) == 0
+    assert balancer.process.wait(SECONDS) == 0
     until(lambda: all(map(gone, processes)))
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pickle
-import socket
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,12 +22,6 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.redistribution import redistribute, start
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def group_of(size: int) -> dist.ProcessGroup | None:
     """In a rank: the group of the first `size` ranks."""
     return _groups[size]
@@ -35,14 +30,14 @@ def group_of(size: int) -> dist.ProcessGroup | None:
 _groups: dict[int, dist.ProcessGroup] = {}
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
+def _serve(rank: int, world_size: int, store: Path, pipe: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=10),
+        timeout=timedelta(seconds=60),
     )
     for size in range(1, world_size + 1):
         group = dist.new_group(list(range(size)))
@@ -99,11 +94,12 @@ class GlooRanks:
     """Processes that run what they are sent."""
 
     def __init__(self, world_size: int) -> None:
-        port = free_port()
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             ours, theirs = zygote.context.Pipe()
-            self._processes.append(zygote.process(_serve, rank, world_size, port, theirs))
+            self._processes.append(zygote.process(_serve, rank, world_size, store, theirs))
             theirs.close()
             self._pipes.append(ours)
 
@@ -127,3 +123,4 @@ class GlooRanks:
             process.join(10)
             if process.is_alive():
                 process.terminate()
+        self._folder.cleanup()

@@ -13,7 +13,7 @@ import trustme
 import yaml
 
 from benchmarks.harness.authorities import write_certificate
-from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.balancer_process import running_balancer, until_logged
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.credentials import Credentials
 from services.security.tokens import hash_token
@@ -102,8 +102,7 @@ def test_ranks_train_behind_tls_and_tokens(tmp_path: Path) -> None:
                    "EVENKEEL_TLS_KEY": str(client.key), "EVENKEEL_TOKEN_FILE": str(token)}  # fmt: skip
 
     def rotate() -> None:
-        while "session opened" not in balancer.log:
-            time.sleep(0.1)
+        until_logged(balancer, "session opened")
         time.sleep(0.5)
         token.write_text("n" * 43)
         allow(TOKEN, "n" * 43)
@@ -120,7 +119,7 @@ def test_ranks_train_behind_tls_and_tokens(tmp_path: Path) -> None:
         results = run_ranks(2, train, job, environment)
         rotation.join()
         check_whole(job, results)
-        assert "call refused" in balancer.log  # the streams with the old token have ended
+        until_logged(balancer, "call refused")  # the streams with the old token have ended
         modes = [record["mode"] for record in results[0]]
         assert modes.count("service") > 300
         assert modes[-1] == "service"

@@ -78,15 +78,21 @@ def test_names_that_do_not_hold_and_then_hold(
 @pytest.fixture
 def unavailable() -> grpc.Call:
     """How a call ends where nobody listens."""
-    with grpc.insecure_channel(f"127.0.0.1:{closed_port()}") as channel, pytest.raises(grpc.RpcError) as caught:
+    with (
+        closed_port() as port, grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):  # fmt: skip
         channel.unary_unary("/x/Y")(b"", timeout=30)
     assert isinstance(caught.value, grpc.Call)
     return caught.value
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+@contextlib.contextmanager
+def closed_port() -> Iterator[int]:
+    """A port at which nobody listens, and nobody else will: it is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
 
 
 def test_thousands_of_addresses_are_not_all_looked_into(
@@ -118,7 +124,7 @@ def test_thousands_of_addresses_are_not_all_looked_into(
 
 def test_the_cause_is_found_where_the_first_of_several_is_gone(unavailable: grpc.Call) -> None:
     """The second speaks TLS, and this client plaintext."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener, closed_port() as closed:
         port = listener.getsockname()[1]
 
         def speak_tls() -> None:
@@ -128,7 +134,7 @@ def test_the_cause_is_found_where_the_first_of_several_is_gone(unavailable: grpc
                 context.wrap_socket(peer, server_side=True).close()
 
         threading.Thread(target=speak_tls, daemon=True).start()
-        cause = outages.of_call(unavailable, f"spread://127.0.0.1:{closed_port()},127.0.0.1:{port}", Credentials())
+        cause = outages.of_call(unavailable, f"spread://127.0.0.1:{closed},127.0.0.1:{port}", Credentials())
     assert cause is not None
     assert cause.kind == "certificates"
     assert f"127.0.0.1:{port}" in cause.text
