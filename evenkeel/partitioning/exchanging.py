@@ -13,6 +13,7 @@ from evenkeel.partitioning.tabu import search
 
 TAKERS = 16  # ranks that a rank above its limit turns to in vain before the plain pass leaves it as it is
 CHOICES = 640  # samples of all the ranks that a rank above its limit chooses from in the plain pass, about
+PATIENCE = 60  # steps of the search that bring nothing before it ends, for each unit of effort
 MOST_CHOICES = 12  # ranks that it chooses from at most
 
 
@@ -99,18 +100,37 @@ def exchange_plainly(
     return stuck
 
 
+def shed(problem: Problem, start: NDArray[np.int32], groups: Groups | None = None) -> tuple[NDArray[np.int32], int]:
+    """The plain pass from `start` on, inside each group: destinations, and how many ranks stay above their limits."""
+    destinations = start.copy()
+    choices = max(1, min(MOST_CHOICES, CHOICES * problem.num_ranks // max(start.size, 1)))
+    stuck = exchange_plainly(
+        problem.terms, problem.order, *(groups or everyone(problem.num_ranks)), choices, destinations
+    )
+    return destinations, stuck
+
+
 def exchange_from(
-    problem: Problem, start: NDArray[np.int32], *, plain: bool, effort: int, groups: Groups | None = None
+    problem: Problem,
+    start: NDArray[np.int32],
+    *,
+    plain: bool,
+    effort: int,
+    patience: int | None = None,
+    groups: Groups | None = None,
 ) -> tuple[NDArray[np.int32], float]:
     """Exchange from `start` on, inside each group; the destinations and the largest overload that is left."""
     destinations = start.copy()
     least = np.inf
     groups = groups or everyone(problem.num_ranks)
-    choices = max(1, min(MOST_CHOICES, CHOICES * problem.num_ranks // max(start.size, 1)))
     for _ in range(12):
-        if plain and exchange_plainly(problem.terms, problem.order, *groups, choices, destinations) == 0:
-            return destinations, 0.0
-        least, cramped = search(problem.terms, problem.order, *groups, effort, destinations)
+        if plain:
+            destinations, stuck = shed(problem, destinations, groups)
+            if stuck == 0:
+                return destinations, 0.0
+        least, cramped = search(
+            problem.terms, problem.order, *groups, effort, patience or PATIENCE * effort, destinations
+        )
         if least <= 0 or not cramped:
             break
     return destinations, least

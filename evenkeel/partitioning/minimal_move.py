@@ -5,25 +5,28 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.exchanging import exchange_from
+from evenkeel.partitioning.exchanging import PATIENCE, exchange_from, shed
 from evenkeel.partitioning.fitting import fit_memory
 from evenkeel.partitioning.nodes import balance_nodes
-from evenkeel.partitioning.problem import Problem, with_crowding
+from evenkeel.partitioning.problem import Problem, counts_and_loads, with_crowding
 from evenkeel.partitioning.rows import ACROSS
 from evenkeel.partitioning.starts import at_home, differenced, longest_first
+
+HEAVY = 1 / 8  # of what a rank gets: with samples as heavy, what can be had is looked at before anything is tried
+MANY = 16  # ranks from which on that takes less than trying
 
 
 def _limit(problem: Problem) -> float:
     return float((problem.terms.limits / problem.terms.speeds).max())
 
 
-def _done(problem: Problem, overload: float) -> bool:
-    """Whether no other start is tried: all are within their limits, and near the bound if any partition can be.
+def _heaviest(problem: Problem) -> float:
+    return float(problem.terms.costs[problem.order[-1]])
 
-    Near the plain bound, also where `with_crowding` has raised the limits: twice the tolerance above it.
-    """
-    limit, near = _limit(problem), problem.bound * (1.0 + 2.0 * problem.tolerance)
-    return overload <= 0 and (overload + limit <= near or limit / (1.0 + problem.tolerance) > near)
+
+def _crowded(problem: Problem) -> bool:
+    """Whether heavy samples keep every partition more than twice the tolerance above the plain bound."""
+    return _limit(problem) / (1.0 + problem.tolerance) > problem.bound * (1.0 + 2.0 * problem.tolerance)
 
 
 @kernel
@@ -60,9 +63,8 @@ def _time(problem: Problem, destinations: NDArray[np.int32], largest: float) -> 
         destinations: Where they go.
         largest: Load over speed of the rank that takes longest.
     """
-    terms = problem.terms
     load = largest / problem.bound if problem.bound > 0 else 1.0
-    return load + problem.move_price * moved_share(terms.sizes, terms.homes, terms.nodes, destinations)
+    return load + problem.move_price * _share(problem, destinations)
 
 
 def _may_stay(problem: Problem) -> bool:
@@ -74,40 +76,55 @@ def _may_stay(problem: Problem) -> bool:
 def minimal_move(problem: Problem) -> NDArray[np.int32]:
     """Start at home; exchange as little as possible until the load is within tolerance of the bound.
 
-    Where that ends short, the other methods' partitions are searched from as well, inside the nodes first. They move
-    nearly everything, and are taken where load and moves together take less time than before. If nothing does that
-    takes less than staying, all samples stay.
+    Where heavy samples do not divide evenly over the ranks, limits say so before much is tried. Where exchanging ends
+    short all the same, the other methods' partitions are searched from as well, inside the nodes first. They move
+    nearly everything: they are looked at where more is left to gain, and taken where load and moves together take less
+    time than before. If nothing does that takes less than staying, all samples stay.
     """
     best, largest = _exchanged(problem)
-    homes, home = problem.terms.homes, largest_load(problem.home_loads, problem.terms.speeds)
-    near = home <= largest + problem.move_price * problem.bound
-    if near and _may_stay(problem) and _time(problem, homes, home) <= _time(problem, best, largest):
-        return homes.copy()
+    terms, home = problem.terms, largest_load(problem.home_loads, problem.terms.speeds)
+    if home <= largest + problem.move_price * problem.bound and _may_stay(problem):
+        loads = counts_and_loads(terms.costs, best, problem.num_ranks)[1]
+        if _time(problem, terms.homes, home) <= _time(problem, best, largest_load(loads, terms.speeds)):
+            return terms.homes.copy()
     return best
 
 
+def _share(problem: Problem, destinations: NDArray[np.int32]) -> float:
+    return moved_share(problem.terms.sizes, problem.terms.homes, problem.terms.nodes, destinations)
+
+
 def _exchanged(problem: Problem) -> tuple[NDArray[np.int32], float]:
-    """Where samples go, and about how much the rank that takes longest has to do."""
+    """Where samples go, and how much the rank that takes longest has to do at most."""
     if problem.num_nodes in (1, problem.num_ranks) or problem.terms.memory.size:
         start = fit_memory(problem, at_home(problem))
-        best, least = exchange_from(problem, start, plain=True, effort=1)
+        early = problem.num_ranks >= MANY and _heaviest(problem) >= HEAVY * problem.bound
+        if early:
+            problem = with_crowding(problem)
+        best, stuck = shed(problem, start)
+        if stuck and not early:
+            problem = with_crowding(problem)
+            if _crowded(problem):  # what was tried cannot be had: less has to move for what can
+                best, stuck = shed(problem, start)
+        least = 0.0
+        if stuck:
+            best, least = exchange_from(problem, best, plain=False, effort=4, patience=PATIENCE)
     else:
         best, least = balance_nodes(problem)
         if least > 0:
-            best, least = exchange_from(problem, best, plain=True, effort=1)
-    if least <= 0:
-        return best, problem.bound
-    problem = with_crowding(problem)
-    best, least = exchange_from(problem, best, plain=False, effort=4)
+            problem = with_crowding(problem)
+            best, least = exchange_from(problem, best, plain=True, effort=4)
     limit = _limit(problem)
     for method, effort in ((longest_first, 8), (differenced, 4)):
-        if _done(problem, least):
+        if least <= 0:
             break
         try:
             other = fit_memory(problem, method(problem))
         except PartitionError:
             continue
+        if least <= problem.bound * problem.move_price * (_share(problem, other) - _share(problem, best)):
+            continue  # all that it could save is less than what it moves more
         other, overload = exchange_from(problem, other, plain=False, effort=effort)
         if overload < least and _time(problem, other, overload + limit) < _time(problem, best, least + limit):
             best, least = other, overload
-    return best, least + limit
+    return best, max(least, 0.0) + limit

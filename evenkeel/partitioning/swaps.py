@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.compile import NONE, step
+from evenkeel.partitioning.compile import NONE, ZERO, step
 from evenkeel.partitioning.rows import Rows, Terms, away
 
 ENOUGH = 6  # exchanges with a rank that fit, beyond which the search for a cheaper one ends: cheap ones come first
@@ -148,8 +148,12 @@ def fullest_fill(
         most, most_a, most_b, most_i, most_j, least = 0, NONE, NONE, -1, -1, np.inf
         known = False
         first = 0  # the taker's lightest that it must give for the giver's sample, lest it go beyond its limit
+        last, hopeless = NONE, False  # the cost that was looked at last, and whether every exchange with it fills less
         for i in range(num_g):
             a, cost_a = int(rows.item[g + i]), rows.cost[g + i]
+            if hopeless and cost_a == last:
+                continue
+            last, hopeless = cost_a, True
             while first < num_t and rows.cost[t + first] < cost_a - slack:
                 first += 1
             for j in range(first - 1, first + 1):
@@ -162,6 +166,7 @@ def fullest_fill(
                     continue
                 if delta < max(most, 1) or delta > slack:
                     continue
+                hopeless = False
                 if with_memory and not fits_memory(terms, rows, giver, a, taker, b):
                     continue
                 if delta == most:
@@ -184,12 +189,12 @@ def fullest_fill(
 
 @step
 def evenest_exchange(
-    terms: Terms, rows: Rows, giver: int, taker: int, below: float, barred: NDArray[np.int64], now: int
+    terms: Terms, rows: Rows, giver: int, taker: int, most: float, barred: NDArray[np.int64], now: int
 ) -> tuple[int, int, float, float]:
     """The exchange of `giver`, above its limit, and `taker` that leaves the smaller overload, which may be the taker's.
 
-    Where both can get within their limits, it is the one that moves least. Otherwise the overload must be smaller than
-    `below`. Samples for which `barred` is above `now` stay where they are.
+    Where both can get within their limits, it is the one that moves least. The overload is `most` at most. Samples for
+    which `barred` is above `now` stay where they are.
 
     Returns:
         Entry of the giver's row (negative: none found), entry of the taker's row (negative: a plain move), the larger
@@ -203,16 +208,22 @@ def evenest_exchange(
     may_move = num_g > terms.fewest[giver] and num_t < min(terms.most[taker], rows.room[taker])
     speed_g, speed_t = terms.speeds[giver], terms.speeds[taker]
     alike = speed_g == speed_t  # overloads of ranks alike are compared in whole units
-    best_units = np.iinfo(np.int64).max
+    best_units, first = np.iinfo(np.int64).max, ZERO
+    if most < np.inf:  # a lighter sample would not take enough off the giver, whatever came back
+        best_units = int(most * speed_g * (1.0 + 1e-12)) + 1  # rounded up: the overload itself tells
+        first = _first_at_least(rows.cost, g, num_g, excess - best_units)
     # With an exchange of `even` both are as far above their limits; what fits is from `excess` up to `slack`.
     even = excess if excess <= slack else (excess + slack) // 2
-    best_i, best_j, best_over, best_away = -1, -1, below, np.inf
-    behind = 0  # the taker's first entry for which the exchange takes less than `even` off the giver
+    best_i, best_j, best_over, best_away = -1, -1, most, np.inf
+    # The taker's first entry for which the exchange takes less than `even` off the giver.
+    behind = _first_at_least(rows.cost, t, num_t, rows.cost[g + first] - even + 1) if first < num_g else ZERO
     found = 0
-    for i in range(num_g):
+    last, hopeless = NONE, False  # the cost that was looked at last, and whether any exchange with it came near
+    for i in range(first, num_g):
         a, cost_a = int(rows.item[g + i]), rows.cost[g + i]
-        if cost_a <= 0 or barred[a] > now:
+        if cost_a <= 0 or (hopeless and cost_a == last) or barred[a] > now:
             continue
+        last, hopeless = cost_a, True
         while behind < num_t and rows.cost[t + behind] <= cost_a - even:
             behind += 1
         for j in range(behind - EACH // 2 - 1, min(behind + EACH // 2, num_t)):
@@ -229,8 +240,9 @@ def evenest_exchange(
             if alike and units > best_units:
                 continue
             overload = units / speed_g if alike else max((excess - delta) / speed_g, (delta - slack) / speed_t, 0.0)
-            if overload > best_over or (overload == best_over and best_i < 0):
+            if overload > best_over:
                 continue
+            hopeless = False
             if b >= 0 and barred[b] > now:
                 continue
             if with_memory and not fits_memory(terms, rows, giver, a, taker, b):

@@ -25,6 +25,21 @@ def _most_overloaded(terms: Terms, rows: Rows, ranks: NDArray[np.int64]) -> tupl
     return worst, most
 
 
+@step
+def _at_best(terms: Terms, rows: Rows, giver: int, taker: int) -> float:
+    """What no exchange of the two can bring the larger of their overloads below: that of their joint load."""
+    over = (rows.load[giver] - terms.limits[giver]) + (rows.load[taker] - terms.limits[taker])
+    return float(over / (terms.speeds[giver] + terms.speeds[taker]))
+
+
+@step
+def _without_first(heap: NDArray[np.int64], size: int, weights: NDArray[np.float64]) -> int:
+    """The size of the heap once the rank on its top is taken off."""
+    heap[0] = heap[size - 1]
+    sink(heap, size - 1, ZERO, weights)
+    return size - 1
+
+
 @kernel
 def _search(
     terms: Terms,
@@ -39,6 +54,9 @@ def _search(
     worst, most = _most_overloaded(terms, rows, ranks)
     least, saved, idle = most, False, 0
     takers = np.empty(ranks.size, np.int64)
+    alike = True
+    for r in ranks:
+        alike &= terms.speeds[r] == terms.speeds[ranks[0]]
     step, blocked = 0, 0
     while most > 0 and budget > 0 and idle < patience:
         step += 1
@@ -54,11 +72,14 @@ def _search(
         chosen, chosen_i, chosen_j, chosen_over, chosen_away = -1, -1, -1, np.inf, np.inf
         while size > 0:
             taker = takers[0]
-            size -= 1
-            takers[0] = takers[size]
-            sink(takers, size, ZERO, slack)
+            if chosen >= 0 and _at_best(terms, rows, worst, taker) > chosen_over:
+                if alike:
+                    break
+                size = _without_first(takers, size, slack)
+                continue
+            size = _without_first(takers, size, slack)
             looked += 16 + rows.length[worst] + rows.length[taker]
-            i, j, after, moved = evenest_exchange(terms, rows, worst, taker, np.inf, barred, step)
+            i, j, after, moved = evenest_exchange(terms, rows, worst, taker, chosen_over, barred, step)
             if i >= 0 and (after < chosen_over or (after == chosen_over and moved < chosen_away)):
                 chosen, chosen_i, chosen_j, chosen_over, chosen_away = taker, i, j, after, moved
             if looked > (SOON if chosen_over <= 0 else NEAR if chosen_over < most else FAR):
@@ -95,6 +116,7 @@ def search(
     ranks: NDArray[np.int64],
     begin: NDArray[np.int64],
     effort: int,
+    patience: int,
     best: NDArray[np.int32],
 ) -> tuple[float, bool]:
     """Take load off the rank furthest above its limit, step by step, until all are within their limits.
@@ -108,7 +130,8 @@ def search(
         order: (n,) sorts the costs ascending.
         ranks: ranks by group.
         begin: where each group begins.
-        effort: steps and entries to look at, in units of 60 and of 200,000 with 20 more a sample.
+        effort: entries to look at, in units of 200,000 with 20 more a sample.
+        patience: steps that bring no smaller maximum before a group's search ends.
         best: (n,) destinations to start from; takes those with the smallest maximum.
 
     Returns:
@@ -125,7 +148,7 @@ def search(
         for r in own:
             samples += rows.length[r]
         budget = effort * (200_000 + 20 * samples)
-        least = max(least, _search(terms, rows, own, budget, 60 * effort, barred, slack, best))
+        least = max(least, _search(terms, rows, own, budget, patience, barred, slack, best))
     cramped = False
     for r in ranks:
         cramped |= rows.length[r] >= rows.room[r] and rows.room[r] < terms.most[r]

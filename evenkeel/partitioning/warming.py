@@ -72,7 +72,7 @@ def compile_exchanges() -> None:
 def compile_searches() -> None:
     """The searches that go on from where the plain pass ends."""
     terms, order, homes = _example()
-    search(terms, order, *everyone(2), 1, homes)
+    search(terms, order, *everyone(2), 1, 60, homes)
     _least_overflow(np.array([6, 5, 5, 4, 4, 4, 1]))
     slice_plan(homes, np.bincount(homes), np.ones((homes.size, 2), np.int64))
 

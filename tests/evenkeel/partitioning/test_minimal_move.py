@@ -166,3 +166,12 @@ def test_what_is_nearly_even_stays_where_it_is() -> None:
     costs = np.array([1000 + 6 * (i < 8) for i in range(16)])
     assert partition(costs, homes, 2, tolerance=0.0, move_price=0.0).moved_samples == 8
     assert partition(costs, homes, 2, tolerance=0.0, move_price=0.01).moved_samples == 0
+
+
+def test_no_more_moves_than_what_heavy_samples_allow_needs() -> None:
+    held, samples = (5, 4, 3, 1), 8  # one rank must keep four of these thirteen, so the others may as well
+    costs = np.concatenate([[1000] * heavy + [10 + i for i in range(samples - heavy)] for heavy in held])
+    homes = np.repeat(np.arange(4, dtype=np.int32), samples)
+    result = partition(costs, homes, 4)
+    assert result.loads.max() < 4100
+    assert (costs[result.destinations != homes] == 1000).sum() == 1
