@@ -67,6 +67,7 @@ class ExactProposer:
     from its choice. What fits in sum may not fit on ranks, or not evenly, so others follow with less HBM in all and
     with smaller shards, and then changes of the best plan where its slowest rank is. TorchRec's own proposers come
     last, so that a search that is not cut short misses none of their plans (up to the sizes where they are hopeless).
+    What cannot beat the best plan, wherever its shards go, is not handed to TorchRec, which takes its time to place it.
 
     Attributes:
         lower_bound: No plan is rated below this; known once the first feedback told the topology.
@@ -113,10 +114,12 @@ class ExactProposer:
         """The next choice, best first; `None` at the end."""
         if self._space is None or self._done or not self._space.options:
             return None
-        if self._queue and self._count < self.proposals:
-            self._count += 1
+        while self._queue and self._count < self.proposals:
             self._asked = self._queue.pop(0)
-            return [options[index] for options, index in zip(self._space.options, self._asked, strict=True)]
+            proposal = [options[index] for options, index in zip(self._space.options, self._asked, strict=True)]
+            if not self._hopeless(proposal):
+                self._count += 1
+                return proposal
         self._asked = None
         return self._others_next()
 
@@ -165,10 +168,24 @@ class ExactProposer:
             proposal: list[Any] | None = other.propose() if self._others_count < most else None
             if proposal is not None:
                 self._others_count += 1
-                return proposal
+                if not self._hopeless(proposal):
+                    return proposal
+                other.feedback(False, proposal, None, self._topology)
+                continue
             self._others.pop(0)
             self._others_count = 0
         return None
+
+    def _hopeless(self, proposal: Sequence[Any]) -> bool:
+        """Whether no placement of these options fits, or is rated below the best plan: TorchRec need not place them."""
+        if self._topology is None:
+            return False
+        shards = [shard for option in proposal for shard in option.shards]
+        times = [shard.perf.total for shard in shards]
+        devices = self._topology.devices
+        if max(sum(times) / len(devices), *times) >= self._best:
+            return True
+        return bool(sum(shard.storage.hbm for shard in shards) > sum(device.storage.hbm for device in devices))
 
     def _change(self, choice: Choice, plan: list[Any]) -> None:
         """Queue other options for the tables that weigh most on the slowest rank of `plan`."""

@@ -86,3 +86,19 @@ def test_its_own_proposals_and_those_of_others_are_bounded() -> None:
     sharders: Any = [EmbeddingBagCollectionSharder()]
     planner.plan(model, sharders)
     assert 1 <= planner._num_proposals <= 3
+
+
+def test_what_cannot_be_the_best_plan_is_not_placed() -> None:
+    ranks, floors = 4, []
+
+    class Watched(ExactProposer):
+        def propose(self) -> list[Any] | None:
+            proposal = super().propose()
+            if proposal is not None and self._topology is not None:
+                times = [shard.perf.total for option in proposal for shard in option.shards]
+                floors.append((max(sum(times) / ranks, *times), self._best))
+            return proposal
+
+    _plan(_model(7, scale=4), 2**30, [Watched()], ranks)
+    assert len(floors) > 1
+    assert all(floor < best for floor, best in floors)
