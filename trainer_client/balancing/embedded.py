@@ -16,6 +16,7 @@ from trainer_client.balancing.agreement import Mode, Reason, decide
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.options import BalanceOptions
+from trainer_client.balancing.positions import plain_window
 from trainer_client.balancing.report import report_round
 from trainer_client.balancing.resume import check_resumed
 from trainer_client.balancing.tickets import Outcome, Ticket
@@ -91,7 +92,8 @@ def decide_alone(name: str, ticket: Ticket, options: BalanceOptions, template: F
     reports = report_round(ticket, [vote], verdict, plan=plan, rank=0, options=options, wait_seconds=0.0)
     # a batch without samples may have other fields than those before it
     nothing = ticket.flats[0].empty() if ticket.flats and not len(costs) else template
-    return Outcome(verdict=verdict, plan=plan, reports=reports, template=nothing)
+    window = plain_window(samples, plan, size=options.window, last=verdict.last) if options.window > 1 else None
+    return Outcome(verdict=verdict, plan=plan, reports=reports, template=nothing, window=window)
 
 
 def _caps_kept(ticket: Ticket, options: BalanceOptions) -> Reason:

@@ -41,16 +41,16 @@ def check_trainer() -> None:
         frame = frame.f_back
 
 
-def check_saver(world_size: int) -> None:
-    """Called where the state of one rank's loader is asked for, by its method.
+def check_saver(name: str, world_size: int) -> None:
+    """Called where the state of one rank's loader is asked for.
 
     Args:
+        name: Of the module that asks.
         world_size: Ranks that balance together.
 
     Raises:
         FrameworkError: If it is asked for by what keeps one rank's state for all.
     """
-    name = _name(sys._getframe(2))
     if name.startswith("torch.distributed.checkpoint."):
         what = "torch.distributed.checkpoint keeps one value for all ranks, and looks for the same fields when it loads"
     elif world_size > 1 and name.startswith(("accelerate.", *_LIGHTNING)):

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
 from trainer_client.balancing.agreement import Reason, Verdict
 from trainer_client.balancing.balancer import Balancer
-from trainer_client.balancing.batches import BatchSpec, Schema
+from trainer_client.balancing.batches import BatchSpec
 from trainer_client.balancing.frameworks import check_copier, check_saver, check_trainer
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.passes import Pass
 from trainer_client.balancing.places import Place, Source, sampler_of
-from trainer_client.balancing.positions import Position, Window
+from trainer_client.balancing.positions import Plain, Position, Window
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, RoundReport
 from trainer_client.balancing.resume import (
@@ -98,7 +98,8 @@ class BalancedLoader(Generic[B]):
         self._finished = False
         self._named_epoch: int | None = None
         self._epoch: int | None = None  # of the latest loop
-        self._ranks: tuple[int, int] | None = None  # this one and their number, when last looked at
+        self._asker: dict[str, Any] | None = None  # the module that asked for the latest state of this loop
+        self._constant: Plain = {}  # what all states of this loop have in common
 
     @property
     def report(self) -> RoundReport:
@@ -193,6 +194,7 @@ class BalancedLoader(Generic[B]):
 
         At any time, from the loop's thread; what was read ahead, is in flight or under way counts as not handed over.
         A batch counts as soon as the loop has it. Of a pass that is over, the state is the beginning of the next.
+        States share what they have in common, so change none of them, but a deep copy.
 
         Args:
             ahead: How many of the batches handed over have not been trained: what a pipeline holds.
@@ -201,27 +203,33 @@ class BalancedLoader(Generic[B]):
             ValueError: If so many batches back is further than the loader remembers.
             FrameworkError: If it is asked for by a framework that would keep one rank's state for all.
         """
-        if self._ranks is None:
-            self._ranks = self._balancer.place
-        rank, world_size = self._ranks
-        check_saver(world_size)
+        asker = sys._getframe(1).f_globals
+        if asker is not self._asker:
+            rank, world_size = self._balancer.place
+            check_saver(str(asker.get("__name__", "")), world_size)
+            self._constant = LoaderState(
+                name=self._name, rank=rank, world_size=world_size, epoch=self._epoch
+            ).to_state()
+            self._asker = asker
         if self._resume is not None:
             return self._resume.to_state()
-        if not 0 <= ahead <= MAX_AHEAD:
-            raise ValueError(f"ahead is {ahead}; use 0 to {MAX_AHEAD} batches that a pipeline holds")
-        position = self._handed[max(0, len(self._handed) - 1 - ahead)]
-        half, fields = position.half, position.fields
-        return LoaderState(
-            name=self._name,
-            rank=rank,
-            world_size=world_size,
-            epoch=self._epoch,
-            batches=position.batches,
-            finished=self._finished and position is self._handed[-1],
-            source=position.source,
-            half=half() if callable(half) else half,
-            fields=fields.constant_lines if isinstance(fields, Schema) else fields or (),
-        ).to_state()
+        # A step's work has thrown all of this out of the caches, so each object that is not touched is time saved.
+        position, latest = self._handed[-1], True
+        if ahead:
+            if not 0 <= ahead <= MAX_AHEAD:
+                raise ValueError(f"ahead is {ahead}; use 0 to {MAX_AHEAD} batches that a pipeline holds")
+            position, latest = self._handed[max(0, len(self._handed) - 1 - ahead)], len(self._handed) == 1
+        state = self._constant.copy()
+        state["batches"] = position.batches
+        state["fields"] = position.fields
+        if (source := position.source) is not None:
+            state["source"] = source.plain or source.to_state()
+        if position.window is not None:
+            state["window"] = window = position.window.copy()
+            window["left"] = position.left
+        if self._finished and latest:
+            state["finished"] = True
+        return state
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Lets the next loop go on from a state: the first batch is the one that would have come next.
@@ -331,11 +339,13 @@ class BalancedLoader(Generic[B]):
             batches = Source(())
         current = stream.begin()
         self._epoch = self._named_epoch if state is None or self._named_epoch is not None else state.epoch
-        self._ranks = None
+        self._asker = None
         current.resumed = resumed
         first = Position(source=batches.place(0))
-        if state is not None and resumed is not None:
-            first = replace(first, batches=state.batches, half=state.half, fields=state.fields)
+        if state is not None and resumed is not None and not state.finished:
+            first = replace(first, batches=state.batches, fields=list(state.fields))
+            if state.half is not None:
+                first.window, first.left = state.half.plain, list(state.half.left)
         self._handed.clear()
         self._handed.append(first)
         self._finished = False
@@ -356,12 +366,11 @@ class BalancedLoader(Generic[B]):
         pending = stream.start(window.flats, window.ticket, outcome, self._device, batch=batch)
         position = Position(source=window.end, batches=batches)
         if window.left:
-            half = partial(window.half, outcome, tuple(window.batches), stream.options.window)
-            position = Position(source=window.begin, batches=batches, half=half)
+            position = Position(window.begin, batches, window=outcome.window, left=list(window.batches))
         return pending, outcome.reports[batch], position
 
     def _finish_pass(self, place: Place) -> None:
-        self._handed[-1] = replace(self._handed[-1], source=place, half=None)
+        self._handed[-1] = replace(self._handed[-1], source=place, window=None)
         self._finished = True
 
     def _finish(
@@ -369,7 +378,7 @@ class BalancedLoader(Generic[B]):
     ) -> B:
         pending, report, position = moving
         if following is not None and len(following.ticket.samples):
-            position = replace(position, fields=following.ticket.schema)
+            position.fields = list(following.ticket.schema.constant_lines)
         started = time.perf_counter()
         batch: B = pending.wait().unflatten(self._spec)
         stream.counters.redistribution_seconds += time.perf_counter() - started

@@ -13,7 +13,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -64,6 +64,7 @@ class Place:
         ended: The loader has no batch left; of a sampler the state says it.
         of_all: `at` is a list of the loader's states on all ranks of a job of another size, to be dealt out again.
         last: With `skip`, what the batch before it looked like.
+        plain: As plain values, once somebody has asked for them.
     """
 
     way: Way
@@ -71,11 +72,19 @@ class Place:
     ended: bool = False
     last: int = 0
     of_all: bool = False
+    plain: dict[str, Any] | None = field(init=False, default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.way != "loader":  # whose states take some time to unpickle
+            self.to_state()
 
     def to_state(self) -> dict[str, Any]:
         """As plain values."""
-        at = pickle.loads(self.at) if self.way == "loader" else self.at
-        return {"way": self.way, "at": at, "ended": self.ended, "last": self.last}
+        if self.plain is None:
+            at = pickle.loads(self.at) if self.way == "loader" else self.at
+            object.__setattr__(self, "plain", {"way": self.way, "at": at, "ended": self.ended, "last": self.last})
+            assert self.plain is not None
+        return self.plain
 
     @classmethod
     def from_state(cls, state: Any) -> Place:

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+import base64
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.rounds import RankPlan
 from evenkeel.partitioning.samples import RankSamples
+from trainer_client.balancing.options import MAX_WINDOW
 
 if TYPE_CHECKING:  # which carry what is here
-    from trainer_client.balancing.batches import FlatBatch, Schema
+    from trainer_client.balancing.batches import FlatBatch
     from trainer_client.balancing.places import Place
-    from trainer_client.balancing.tickets import Outcome, Ticket
+    from trainer_client.balancing.tickets import Ticket
+
+Plain = dict[str, Any]
+"""Strings, numbers, lists and dicts, as states are made of; who has made one leaves it as it is."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Position:
     """What has been handed over: where the loader was, the batches of this pass, what is left of a window.
 
-    Of the window that is to come, or left, also the schema, or its fields; None: this rank has no sample of it.
+    Attributes:
+        source: Where the loader was before the first window that was not wholly handed over.
+        batches: Of this pass.
+        window: That window, if some of it was, as `plain_window` made it; None between two windows.
+        left: Its batches that were not.
+        fields: Of the window to come, or left, as `Schema.constant_lines`; empty: this rank has no sample of it.
     """
 
     source: Place | None = None
     batches: int = 0
-    half: HalfWindow | Callable[[], HalfWindow] | None = None
-    fields: Schema | tuple[str, ...] | None = None
+    window: Plain | None = None
+    left: list[int] = field(default_factory=list)
+    fields: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -41,13 +53,6 @@ class Window:
     begin: Place | None
     end: Place
     batches: deque[int] = field(default_factory=deque)
-    known: HalfWindow | None = None
-
-    def half(self, outcome: Outcome, left: tuple[int, ...], size: int) -> HalfWindow:
-        """What is known of it with batches left; the arrays are made once."""
-        if self.known is None:
-            self.known = HalfWindow.of(self.ticket.samples, outcome, left, size=size)
-        return replace(self.known, left=left)
 
     @property
     def left(self) -> int:
@@ -55,9 +60,27 @@ class Window:
         return len(self.batches)
 
 
+def plain_window(samples: RankSamples, plan: RankPlan, *, size: int, last: bool) -> Plain:
+    """What a state tells of a window that is handed over in part, but for what is left of it.
+
+    Args:
+        samples: This rank's.
+        plan: That all ranks agreed on.
+        size: Batches of a window.
+        last: The pass ends with this one.
+    """
+    steps = _as_loaded(samples.sizes_by_batch) if plan.steps is None else plan.steps.astype(np.uint8)
+    ranks = np.concatenate([piece.destinations for piece in plan.slices]).astype("<u2")
+    packed = zlib.compress(steps.tobytes() + ranks.tobytes(), 1)  # most stay at home, in their batch
+    return {
+        "size": size, "last": last, "batch_sizes": list(samples.sizes_by_batch) if len(samples) else [],
+        "plan": base64.b64encode(packed).decode(), "lengths": _checksum(samples),
+    }  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HalfWindow:
-    """A window that was handed over in part, as one rank knows it.
+    """A window that was handed over in part, as one rank's state tells it.
 
     Attributes:
         size: Batches that all of a window have room for.
@@ -67,6 +90,7 @@ class HalfWindow:
         steps: (n,) uint8, the batch that trains each of its samples.
         ranks: (n,) uint16, the rank that trains it.
         lengths: Checksum of the samples' lengths, by which they are known again.
+        plain: The state that it was read from.
     """
 
     size: int
@@ -76,33 +100,7 @@ class HalfWindow:
     steps: NDArray[np.uint8]
     ranks: NDArray[np.uint16]
     lengths: int
-
-    @classmethod
-    def of(cls, samples: RankSamples, outcome: Outcome, left: Sequence[int], *, size: int) -> HalfWindow:
-        """That of a round.
-
-        Args:
-            samples: This rank's.
-            outcome: What all ranks agreed on.
-            left: Batches that have not been handed over.
-            size: Batches of a window.
-        """
-        steps = outcome.plan.steps
-        if steps is None:
-            sizes = samples.sizes_by_batch
-            steps = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        batch = steps.astype(np.uint8)  # which NumPy sorts in a third of the time
-        ranks = np.empty(len(samples), np.uint16)
-        ranks[np.argsort(batch, kind="stable")] = np.concatenate([piece.destinations for piece in outcome.plan.slices])
-        return cls(
-            size=size,
-            left=tuple(left),
-            last=outcome.verdict.last,
-            batch_sizes=samples.sizes_by_batch if len(samples) else (),
-            steps=batch,
-            ranks=ranks,
-            lengths=_checksum(samples),
-        )
+    plain: Plain
 
     @property
     def given(self) -> NDArray[np.int64]:
@@ -125,25 +123,38 @@ class HalfWindow:
             return "its loader gave samples of other lengths than before"
         return ""
 
-    def to_state(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "size": self.size, "left": list(self.left), "last": self.last, "batch_sizes": list(self.batch_sizes),
-            "steps": self.steps.tobytes(), "ranks": self.ranks.astype("<u2").tobytes(), "lengths": self.lengths,
-        }  # fmt: skip
-
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> HalfWindow:
-        """Reads what `to_state` wrote."""
+    def from_state(cls, state: Plain, world_size: int) -> HalfWindow:
+        """Reads what `plain_window` made, with `left`.
+
+        Args:
+            state: That.
+            world_size: Of the job that it is of.
+
+        Raises:
+            ValueError: If it is something else.
+        """
+        sizes, left = tuple(map(int, state["batch_sizes"])), tuple(map(int, state["left"]))
+        packed = zlib.decompress(base64.b64decode(state["plan"], validate=True))
+        count, size = sum(sizes), int(state["size"])
+        fits = len(packed) == 3 * count and min(sizes, default=0) >= 0 and len(sizes) <= size <= MAX_WINDOW
+        steps = np.frombuffer(packed, np.uint8, count if fits else 0)
+        destinations = np.frombuffer(packed, "<u2", offset=count if fits else len(packed))
+        fits &= steps.max(initial=0) < size and destinations.max(initial=0) < world_size
+        if not fits or not left or list(left) != sorted({*left} & {*range(size)}):
+            raise ValueError(
+                f"the window's plan does not fit {size} batches of {list(sizes)} samples, {list(left)} left"
+            )
+        ranks = np.empty(count, np.uint16)
+        ranks[np.argsort(steps, kind="stable")] = destinations
         return cls(
-            size=int(state["size"]),
-            left=tuple(map(int, state["left"])),
-            last=bool(state["last"]),
-            batch_sizes=tuple(map(int, state["batch_sizes"])),
-            steps=np.frombuffer(state["steps"], np.uint8),
-            ranks=np.frombuffer(state["ranks"], "<u2").astype(np.uint16),
-            lengths=int(state["lengths"]),
-        )
+            size=size, left=left, last=bool(state["last"]), batch_sizes=sizes, steps=steps, ranks=ranks,
+            lengths=int(state["lengths"]), plain={name: value for name, value in state.items() if name != "left"},
+        )  # fmt: skip
+
+
+def _as_loaded(sizes: Sequence[int]) -> NDArray[np.uint8]:
+    return np.repeat(np.arange(len(sizes), dtype=np.uint8), sizes)
 
 
 def _checksum(samples: RankSamples) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -160,7 +161,8 @@ class LoaderState:
             "version": VERSION, "name": self.name, "rank": self.rank, "world_size": self.world_size,
             "epoch": self.epoch, "batches": self.batches, "finished": self.finished,
             "source": None if self.source is None else self.source.to_state(),
-            "window": None if self.half is None else self.half.to_state(), "fields": list(self.fields),
+            "window": None if self.half is None else {**self.half.plain, "left": list(self.half.left)},
+            "fields": list(self.fields),
         }  # fmt: skip
 
     @classmethod
@@ -183,18 +185,19 @@ class LoaderState:
                 "this name, or name this one so (BalancedLoader(name=…))"
             )
         try:
+            rank, world_size, window = int(state["rank"]), int(state["world_size"]), state["window"]
             return cls(
                 name=name,
-                rank=int(state["rank"]),
-                world_size=int(state["world_size"]),
+                rank=rank,
+                world_size=world_size,
                 epoch=None if state["epoch"] is None else int(state["epoch"]),
                 batches=int(state["batches"]),
                 finished=bool(state["finished"]),
                 source=None if state["source"] is None else Place.from_state(state["source"]),
-                half=None if state["window"] is None else HalfWindow.from_state(state["window"]),
+                half=None if window is None else HalfWindow.from_state(window, world_size),
                 fields=tuple(map(str, state["fields"])),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error) as error:
             raise ResumeError(f"state is damaged ({error}); load what BalancedLoader.state_dict gave") from error
 
     def in_epoch(self, epoch: int) -> LoaderState | None:
@@ -225,10 +228,14 @@ class LoaderState:
 
     @property
     def resumed(self) -> Resumed | None:
-        """What votes tell of it; None where the pass begins at its beginning."""
-        if self.finished or (self.source is None and self.batches == 0):
+        """What votes tell of it; None where nothing had been trained."""
+        if self.source is None and self.batches == 0:
             return None
         lines = [f"{self.batches} batches trained in this epoch", f"states of {self.world_size} ranks"]
+        if self.epoch is not None:
+            lines.append(f"epoch {self.epoch}")
+        if self.finished:
+            lines.append("the epoch was over")
         if self.half is not None:
             lines.append(f"within a window of {self.half.size}, of which the batches {list(self.half.left)} are left")
         if self.source is not None:

@@ -18,6 +18,7 @@ from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.batches import FlatBatch, Schema
 from trainer_client.balancing.peers import Twin
+from trainer_client.balancing.positions import Plain
 from trainer_client.balancing.report import RoundReport
 from trainer_client.balancing.resume import Resumed
 from trainer_client.balancing.telling import NAMES
@@ -36,12 +37,14 @@ class Outcome:
         plan: Which of the own samples go where, and in which batch of the window.
         reports: One per batch; as many as any rank has in the window. None after the end of a pass.
         template: An empty batch of the round's schema, for ranks without samples; None if no rank has had any batch.
+        window: What states within the window tell of it; None where it is one batch.
     """
 
     verdict: Verdict
     plan: RankPlan
     reports: tuple[RoundReport, ...]
     template: FlatBatch | None
+    window: Plain | None = None
 
     @classmethod
     def of_end(cls, verdict: Verdict) -> Outcome:

@@ -34,7 +34,7 @@ from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.peers import PeersDifferError, Twin
-from trainer_client.balancing.positions import HalfWindow
+from trainer_client.balancing.positions import HalfWindow, plain_window
 from trainer_client.balancing.report import Counters, report_round
 from trainer_client.balancing.resume import raise_differing, tokens_differ
 from trainer_client.balancing.telling import Causes, raise_mismatch, tell_breaker, tell_dropped
@@ -301,7 +301,11 @@ class RoundWorker:
             trace.agreed(reports[0])
             if verdict.mode is Mode.END:
                 trace.end()
-        return Outcome(verdict=verdict, plan=plan, reports=reports, template=self._template)
+        window = None
+        if self._options.window > 1 and verdict.mode is not Mode.END:
+            window = plain_window(ticket.samples, plan, size=self._options.window, last=verdict.last)
+        ticket.schema.constant_lines  # noqa: B018  which states tell, and are kept: made while the training thread trains
+        return Outcome(verdict=verdict, plan=plan, reports=reports, template=self._template, window=window)
 
     def _partition(self, ticket: Ticket, votes: list[Vote], verdict: Verdict) -> tuple[Verdict, RankPlan | None]:
         """The plan that all ranks make alike, and what they do if there is none."""

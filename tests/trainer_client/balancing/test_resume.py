@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import pickle
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -74,17 +77,21 @@ def stop_everywhere(rank: int, job: Job, way: str, **options: Any) -> None:
 
         loader = make()
         states, steps = [loader.state_dict()], []
+        written = [json.dumps(states[0])]
         for batch in loader:
             steps.append(trained(batch, loader))
             states.append(loader.state_dict())
+            written.append(json.dumps(states[-1]))
             assert loader.state_dict(ahead=1) == states[-2] or len(states) == 2
         assert not states[-1]["finished"]
+        assert [json.dumps(state) for state in states] == written  # later steps have changed none
         states.append(loader.state_dict())
         assert states[-1]["finished"]
         assert len(steps) >= max(job.steps)
         for number, state in enumerate(states):
             again = make()
-            again.load_state_dict(pickle.loads(pickle.dumps(state)))
+            copied = json.loads(json.dumps(state)) if number % 2 else pickle.loads(pickle.dumps(state))
+            again.load_state_dict(copied)
             assert again.state_dict() == state
             rest, its_states = [], []
             for batch in again:
@@ -167,15 +174,22 @@ def refused(rank: int, job: Job, fault: str) -> str:
             return BalancedLoader(Counting(replace(job, **changes), rank), balancer, cost=cost_of, spec=SPEC)
 
         loader = make()
-        states = []
-        for number, _ in enumerate(loader):
-            states.append(loader.state_dict())
-            if number == 3:
-                break
+        states: dict[tuple[int, int], dict[str, Any]] = {}
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            for number, _ in enumerate(loader, 1):
+                states[epoch, number] = loader.state_dict()
+            states[epoch, 0] = loader.state_dict()  # when it is over
         again = make(**({"batch_size": 7} if fault == "data" and rank == 1 else {}))
-        late = rank == 1 and fault == "older"
+        first, other = {
+            "older": ((0, 4), (0, 3)),
+            "newer": ((0, 4), (0, 5)),
+            "epoch": ((0, 4), (1, 4)),
+            "over": ((1, 0), (0, 0)),
+            "not over": ((0, 0), (0, 6)),
+        }.get(fault, ((0, 4), (0, 4)))
         if not (rank == 1 and fault == "missing"):
-            again.load_state_dict(states[2 if late else 3])
+            again.load_state_dict(states[other if rank else first])
         try:
             for _ in again:
                 pass
@@ -188,6 +202,11 @@ def refused(rank: int, job: Job, fault: str) -> str:
     ("fault", "window", "words"),
     [
         ("older", 1, "rank 0: 4 batches trained in this epoch.*rank 1: 3 batches trained"),
+        ("newer", 3, "rank 0: 4 batches trained in this epoch.*rank 1: 5 batches trained"),
+        ("epoch", 1, "rank 0: epoch 0; rank 1: epoch 1; load the states of one checkpoint"),
+        ("epoch", 3, "rank 0: epoch 0; rank 1: epoch 1; load the states of one checkpoint"),
+        ("over", 1, "rank 0: epoch 1; rank 1: epoch 0; load the states of one checkpoint"),
+        ("not over", 3, "rank 0: the epoch was over; rank 1: "),
         ("missing", 1, "rank 0: 4 batches trained in this epoch.*rank 1: no state was loaded"),
         ("data", 1, "rank 1 cannot go on.*batch 3 of the loader is not the one"),
         ("data", 3, r"rank 1 cannot go on.*"),
@@ -229,6 +248,21 @@ def test_a_state_that_cannot_be_read_is_refused_by_field_and_value(change: dict[
     for nothing in ([], None, "state"):
         with pytest.raises((ResumeError, TypeError)):
             alone().load_state_dict(nothing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plan": ""}, {"plan": "?"}, {"left": []}, {"left": [2, 1]}, {"left": [1, 3]}, {"batch_sizes": [8, 8]},
+        {"batch_sizes": [8, 8, 9, -8]}, {"size": 2}, {"size": 99},
+        {"plan": base64.b64encode(zlib.compress(bytes([3] * 51))).decode()},
+    ],
+)  # fmt: skip
+def test_a_damaged_window_is_refused_before_anything_is_read(change: dict[str, Any]) -> None:
+    state = state_after(4, window=3)
+    assert state["window"]["batch_sizes"] == [8, 8, 1]
+    with pytest.raises(ResumeError, match="state is damaged"):
+        alone(3).load_state_dict({**state, "window": {**state["window"], **change}})
 
 
 def test_within_a_window_the_window_stays_as_it_was() -> None:
