@@ -76,7 +76,7 @@ class Stateful:
 def make_loader(way: str, steps: int, rank: int, world_size: int) -> Any:
     """The loader that is wrapped."""
     counts = lengths(steps * SAMPLES * world_size)
-    data = list(enumerate(counts.tolist()))
+    data: Any = list(enumerate(counts.tolist()))
     if way in ("sampler", "budget"):
         own: Any = (
             GlobalBatchSampler(data, global_batch_size=SAMPLES * world_size)
@@ -85,7 +85,7 @@ def make_loader(way: str, steps: int, rank: int, world_size: int) -> Any:
         )
         return DataLoader(data, batch_sampler=own, collate_fn=collate)
     each: DistributedSampler[Any] = DistributedSampler(data, num_replicas=world_size, rank=rank)
-    loader = DataLoader(data, batch_size=SAMPLES, sampler=each, collate_fn=collate)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=SAMPLES, sampler=each, collate_fn=collate)
     return loader if way == "skip" else Stateful(loader)
 
 

@@ -73,7 +73,7 @@ def step_of(path: Path) -> int:
 
 def test_a_group_that_shrinks_goes_on_in_the_same_processes(tmp_path: Path) -> None:
     with running_balancer("--log-level", "debug") as balancer:
-        job = Job("shrinking", 3, tmp_path, *SMALL, "--kill-at", "5", EVENKEEL_BALANCER=balancer.address)
+        job = Job("resizing", 3, tmp_path, *SMALL, "--kill-at", "5", EVENKEEL_BALANCER=balancer.address)
         assert job.codes() == [0, 0, -signal.SIGKILL], job.output()
         until_logged(balancer, '"outcome": "BALANCED"', 8)
     assert [users(tmp_path, epoch) for epoch in range(2)] == [list(range(96))] * 2
@@ -81,14 +81,16 @@ def test_a_group_that_shrinks_goes_on_in_the_same_processes(tmp_path: Path) -> N
     assert job.output().count("after step 4") == 2
 
 
-def test_the_command_for_a_group_that_shrinks_starts_its_ranks(
+def test_a_rank_that_was_killed_comes_back_and_is_taken_in(
     tmp_path: Path, forked_python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHON_EXEC", str(forked_python))
     ended = zygote.run(
-        "examples.resume.shrinking", "--ranks", "2", "--folder", str(tmp_path), "--users", "48", "--epochs", "1",
-        "--kill-at", "2", timeout=SECONDS,
+        "examples.resume.resizing", "--ranks", "2", "--restarts", "1", "--min-ranks", "2", "--folder", str(tmp_path),
+        "--users", "48", "--epochs", "1", "--kill-at", "2", timeout=SECONDS,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "48 of 48 users trained, 0 of them more than once" in ended.stdout
+    assert ended.stdout.count("one of 2 from step") == 4
     assert users(tmp_path, 0) == list(range(48))
+    assert [(line["step"], line["rank"]) for line in ledger(tmp_path)] == [(s, r) for s in (1, 2, 3) for r in (0, 1)]
