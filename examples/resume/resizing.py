@@ -207,7 +207,7 @@ def main() -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         there = done or others.meet()
-    if done:
+    if done and me == others.members[0]:
         others.end()
 
 

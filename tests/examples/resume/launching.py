@@ -23,13 +23,20 @@ class Job:
         run = len(list(folder.glob("*-0.out")))
         self._environment = environments(ranks, f"{folder}-{run}")
         self._outputs = [folder / f"{run}-{rank}.out" for rank in range(ranks)]
-        self.ranks = [
-            zygote.Program(
+
+        def start(rank: int, output: Path) -> zygote.Program:
+            return zygote.Program(
                 f"examples.resume.{program}", "--folder", str(folder), *arguments, output=output,
                 **self._environment(rank), **environment,
-            )
-            for rank, output in enumerate(self._outputs)
-        ]  # fmt: skip
+            )  # fmt: skip
+
+        self._start = start
+        self.ranks = [start(rank, output) for rank, output in enumerate(self._outputs)]
+
+    def start(self, rank: int) -> None:
+        """A rank that was killed, or one more, in a process of its own."""
+        self._outputs.append(self.folder / f"late-{rank}.out")
+        self.ranks[rank : rank + 1] = [self._start(rank, self._outputs[-1])]
 
     def output(self) -> str:
         """What all ranks have printed."""

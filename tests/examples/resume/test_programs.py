@@ -94,3 +94,14 @@ def test_a_rank_that_was_killed_comes_back_and_is_taken_in(
     assert ended.stdout.count("one of 2 from step") == 4
     assert users(tmp_path, 0) == list(range(48))
     assert [(line["step"], line["rank"]) for line in ledger(tmp_path)] == [(s, r) for s in (1, 2, 3) for r in (0, 1)]
+
+
+def test_a_rank_that_comes_is_taken_in_between_two_steps(tmp_path: Path) -> None:
+    """The first two train on as they are, until the third is there."""
+    job = Job("resizing", 2, tmp_path, *SMALL, "--pause", "0.2")
+    job.start(2)
+    assert job.codes() == [0, 0, 0], job.output()
+    steps = {line["step"] for line in ledger(tmp_path) if line["rank"] == 2}
+    assert steps == set(range(min(steps), 13))
+    assert min(steps) > 1
+    assert [users(tmp_path, epoch) for epoch in range(2)] == [list(range(96))] * 2
