@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel import __version__
 from trainer_client.balancing.agreement import ProgramOrderError
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.groups import Groups
@@ -243,19 +242,13 @@ def connect(
             f"{error}; a balancer service needs grpcio: pip install 'evenkeel[trainer]'"
         ) from error
     join = join_request(
-        job=session.job,
-        group=session.group,
-        loader=session.loader,
-        run_id=session.run_id,
-        restart_count=session.restart_count,
-        opening=session.opening,
+        session,
         world_size=groups.world_size,
         rank=groups.rank,
         node=node_name(),
         options=options.of_rounds,
         schema_hash=template.schema.hash,
         schema_fields=wire_fields(template),
-        client_version=__version__,
         window=options.window,
     )
     return Connection(

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 
 from evenkeel.tracing_guard import harmless
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # OpenTelemetry is imported only when tracing is started
     from opentelemetry.context import Context
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
     from opentelemetry.trace import Span, Tracer
 
     from trainer_client.balancing.report import RoundReport
-if TYPE_CHECKING:  # OpenTelemetry is imported only when tracing is started
-    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 
 class StreamTracer:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel import __version__
 from evenkeel.partitioning.rounds import FIGURES, Figures, RankPlan, RoundOptions
 from evenkeel.partitioning.samples import Lengths, RankSamples
 from evenkeel.partitioning.slices import Slice
 from evenkeel.protocol import balancer_pb2 as pb
+
+if TYPE_CHECKING:  # it opens streams
+    from trainer_client.balancing.opening import SessionName
 
 PROTOCOL_VERSIONS = (1,)
 
@@ -66,35 +70,36 @@ class ServiceDecision:
 
 
 def join_request(
+    session: SessionName,
     *,
-    job: str,
-    group: str,
-    loader: str,
-    run_id: str,
-    restart_count: int,
     world_size: int,
     rank: int,
     node: str,
     options: RoundOptions,
     schema_hash: bytes,
     schema_fields: Iterable[tuple[str, str, str, tuple[int, ...]]],
-    client_version: str,
-    opening: int = 0,
     window: int = 1,
 ) -> pb.Join:
     """The first message of a stream.
 
     Args:
+        session: What all ranks call themselves.
+        world_size: How many they are.
+        rank: Who speaks.
+        node: Its host.
+        options: How to partition.
+        schema_hash: Of the batch's fields.
         schema_fields: (path, dtype, kind, shape of one value) of each field of the batch.
+        window: Batches of a round.
     """
     return pb.Join(
         protocol_versions=PROTOCOL_VERSIONS,
-        job=job,
-        group=group,
-        loader=loader,
-        run_id=run_id,
-        restart_count=restart_count,
-        opening=opening,
+        job=session.job,
+        group=session.group,
+        loader=session.loader,
+        run_id=session.run_id,
+        restart_count=session.restart_count,
+        opening=session.opening,
         world_size=world_size,
         rank=rank,
         node=node,
@@ -115,7 +120,7 @@ def join_request(
                 for path, dtype, kind, shape in schema_fields
             ],
         ),
-        client_version=client_version,
+        client_version=__version__,
     )
 
 

@@ -16,6 +16,7 @@ from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
+from trainer_client.balancing.opening import SessionName
 from trainer_client.balancing.service import Connection, NodeSeat, ServiceDecision, join_request
 from trainer_client.balancing.service.frames import listen
 from trainer_client.balancing.service.node import NodeFollower, NodeLeader
@@ -32,15 +33,16 @@ def balancer() -> Iterator[ServiceProcess]:
 @contextmanager
 def node_of(balancer: ServiceProcess, world_size: int = 3, *, linger: float = 0.5) -> Iterator[list[Connection]]:
     """The ranks of one node, connected; rank 0 leads."""
-    job = uuid.uuid4().hex
+    session = SessionName(
+        job=uuid.uuid4().hex, group="default", loader="train", run_id="run", restart_count=0, opening=0
+    )
     listener, address = listen()
     ranks = [
         Connection(
             balancer.address,
             join_request(
-                job=job, group="default", loader="train", run_id="run", restart_count=0, world_size=world_size,
-                rank=rank, node="node", options=RoundOptions(), schema_hash=b"", schema_fields=[],
-                client_version="test",
+                session, world_size=world_size, rank=rank, node="node", options=RoundOptions(), schema_hash=b"",
+                schema_fields=[],
             ),
             join_timeout=SECONDS,
             seat=NodeSeat(
