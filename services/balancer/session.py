@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from evenkeel.partitioning.rounds import RoundPlan
 from services.balancer.decisions import Decision, PlanFailure, Reason, balanced, drained, identity
-from services.balancer.differences import difference
 from services.balancer.effects import (
     Answer,
     Asker,
@@ -32,9 +31,8 @@ from services.balancer.effects import (
 )
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal, conflict, out_of_memory
-from services.balancer.rounds import DecidedRound, OpenRound, describe_ranks
+from services.balancer.rounds import DecidedRound, OpenRound, SessionStatistics, describe_ranks
 from services.balancer.shares import Account
-from services.balancer.statistics import SessionStatistics
 from services.balancer.submissions import Submission, Terms
 
 
@@ -107,7 +105,7 @@ class Session:
     def join(self, now: float, rank: int, node: str, terms: Terms, others: tuple[int, ...] = ()) -> Refusal | None:
         """Admits a rank and others on its stream, again and again, as long as it says what those before said."""
         self.last_message_at = now
-        differs = difference(self.terms, terms)
+        differs = self.terms.difference(terms)
         if differs is not None:
             field, mine, theirs = differs
             before = describe_ranks(sorted(self.nodes)) or "the first to join"

@@ -49,6 +49,27 @@ class Terms:
         options = self.options
         return 500 + sum(60 + len(line) for line in self.schema) + 40 * (len(options.speeds) + len(options.memory_caps))
 
+    def difference(self, theirs: Terms) -> tuple[str, str, str] | None:
+        """The first thing that two ranks see differently: field, our value, their value."""
+        if self == theirs:
+            return None
+        for name in ("world_size", "window"):
+            if getattr(self, name) != getattr(theirs, name):
+                return name, str(getattr(self, name)), str(getattr(theirs, name))
+        for name in ("strategy", "counts", "tolerance", "move_price", "speeds", "memory_caps", "min_samples"):
+            mine, other = getattr(self.options, name), getattr(theirs.options, name)
+            if mine != other:
+                if isinstance(mine, tuple) and len(mine) == len(other):
+                    at = next(i for i in range(len(mine)) if mine[i] != other[i])
+                    return f"options.{name}[{at}]", str(mine[at]), str(other[at])
+                return f"options.{name}", str(mine), str(other)
+        for at in range(max(len(self.schema), len(theirs.schema))):
+            mine_line = self.schema[at] if at < len(self.schema) else "absent"
+            other_line = theirs.schema[at] if at < len(theirs.schema) else "absent"
+            if mine_line != other_line:
+                return f"schema.fields[{at}]", mine_line, other_line
+        return "schema.hash", self.schema_hash.hex(), theirs.schema_hash.hex()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:

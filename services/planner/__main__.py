@@ -18,8 +18,7 @@ from services.operations.program import run_service, stop_on_signals, write_port
 from services.planner import worker
 from services.planner.app import create_app
 from services.planner.settings import PREFIX, Settings, load_settings
-from services.security.http_protocol import impatient_protocol
-from services.security.renewal import follow_certificates
+from services.security.http_server import follow_certificates, impatient_protocol
 
 log = structlog.get_logger(__name__)
 

@@ -15,8 +15,7 @@ from evenkeel.partitioning.rounds import RoundPlan
 from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.workers.arena import MessageError, read_result, write_round
 from services.balancer.workers.estimates import Choice, Estimator, describe_cheaper
-from services.balancer.workers.fairness import FairQueue
-from services.balancer.workers.quarantine import Quarantine
+from services.balancer.workers.fairness import FairQueue, Quarantine
 from services.balancer.workers.staff import Staff, Worker, Zygote
 from services.balancer.workers.tasks import Busy, PoolObserver, PoolOptions, Task
 

@@ -40,7 +40,7 @@ def test_whatever_writes_to_the_log_writes_json() -> None:
     code = """
         import asyncio, logging, warnings
         import structlog
-        from services.operations.logs import configure_logs
+        from services.operations.program import configure_logs
         configure_logs("info", "auto")
         structlog.get_logger("a").info("ours", job="j", step=3)
         structlog.get_logger("a").debug("too low")

@@ -22,7 +22,7 @@ import uvicorn
 
 from benchmarks.harness.authorities import write_certificate
 from services.planner.access import Access
-from services.security.http_protocol import impatient_protocol
+from services.security.http_server import impatient_protocol
 from services.security.tokens import TokenStore
 from services.security.transport import Transport
 from tests.services.security.conftest import TOKENS, write_tokens

@@ -1,7 +1,7 @@
 """Which search a round gets, and which sessions get none."""
 
 from services.balancer.workers.estimates import Estimator, Size, cheap_seconds, full_seconds
-from services.balancer.workers.quarantine import Quarantine
+from services.balancer.workers.fairness import Quarantine
 
 SMALL = Size(8, 1024, 1024, 1, "minimal_move")
 HUGE = Size(1024, 262_144, 262_144, 64, "minimal_move")

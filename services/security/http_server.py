@@ -1,11 +1,17 @@
-"""uvicorn's HTTP/1.1 protocol with an end to its patience: uvicorn itself waits for ever for a request to arrive."""
+"""What uvicorn lacks: an end to its patience with requests that do not arrive, and certificates that are renewed."""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from typing import Any
 
+import structlog
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from services.security.transport import Transport
+
+log = structlog.get_logger(__name__)
 
 
 def impatient_protocol(
@@ -45,3 +51,25 @@ def impatient_protocol(
             self._timer = self.loop.call_later(body_seconds, self._check)
 
     return Impatient
+
+
+async def follow_certificates(transport: Transport, context: ssl.SSLContext, *, check_seconds: float = 1.0) -> None:
+    """Loads changed files into the context, for the connections from then on; until cancelled.
+
+    Files that have become unusable are reported, and what was read before stays in force. Authorities of clients are
+    only ever added: to take one away, restart.
+    """
+    stamp = transport.stamp()
+    while True:
+        await asyncio.sleep(check_seconds)
+        fresh = transport.stamp()
+        if fresh == stamp:
+            continue
+        stamp = fresh
+        try:
+            transport.read()  # tried on another context first: a half-loaded one would refuse everybody
+            transport.load_into(context)
+        except ValueError as error:
+            log.error("TLS files cannot be used; those read before stay in force", error=str(error))
+        else:
+            log.info("TLS files read again")
