@@ -1,4 +1,4 @@
-"""Who may ask an HTTP service, and how often: an ASGI middleware. Health addresses and the page need no token."""
+"""Who may ask an HTTP service, how often and how much, as ASGI middlewares; health and the page need no token."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import structlog
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.planner.problems import problem_response
+from services.planner.problems import FieldProblem, ServiceError, problem_response
 from services.security.addresses import network_of
 from services.security.rates import Buckets
 from services.security.tokens import AuthenticationError, TokenStore
@@ -77,6 +77,58 @@ class Access:
                 return
             scope = {**scope, "state": {**scope.get("state", {}), "identity": identity}}
         await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses bodies above a size, by their announced length or while they arrive, and more than can be held."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_held_bytes: int) -> None:
+        """Wraps an application.
+
+        Args:
+            app: The application.
+            max_bytes: Of one body.
+            max_held_bytes: Of all bodies that have arrived and are not answered.
+        """
+        self.app, self.max_bytes, self.max_held_bytes = app, max_bytes, max_held_bytes
+        self.held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self.max_bytes:
+            error = self._too_large(int(announced))
+            path = scope["path"]
+            refusal = problem_response(path, error.status, error.kind, error.title, error.detail, error.errors)
+            await refusal(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            size = len(message.get("body", b""))
+            seen += size
+            self.held += size
+            if seen > self.max_bytes:
+                raise self._too_large(seen)
+            if self.held > self.max_held_bytes:
+                detail = f"requests of {self.held} bytes wait for answers; try again in 5 s"
+                raise ServiceError(503, "overloaded", "Overloaded", detail, {"Retry-After": "5", "Connection": "close"})
+            return message
+
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            self.held -= seen
+
+    def _too_large(self, size: int) -> ServiceError:
+        remedy = f"send at most {self.max_bytes} bytes: fewer tables at once or coarser histograms"
+        wrong = FieldProblem.of("body", size, "has too many bytes", remedy)
+        return ServiceError(413, "too-large", "Body too large", wrong.sentence, errors=(wrong,))
 
 
 def _is_page(scope: Scope) -> bool:

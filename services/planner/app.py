@@ -16,10 +16,9 @@ from starlette.exceptions import HTTPException
 
 import evenkeel
 from services.operations.nursery import Zygote
-from services.planner.access import Access
+from services.planner.access import Access, BodyLimit
 from services.planner.endpoints import SCHEMAS, router
-from services.planner.limits import BodyLimit, Measure
-from services.planner.metrics import Metrics
+from services.planner.metrics import Measure, Metrics
 from services.planner.problems import install_problem_handlers
 from services.planner.settings import Settings
 from services.planner.solving import ClientGoneError, Solvers

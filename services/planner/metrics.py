@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import evenkeel
 from evenkeel.placement import Status
@@ -81,3 +84,31 @@ class Metrics:
             self.gap.observe(facts.gap)
         if facts.binding is not None:
             self.infeasible.labels(facts.binding).inc()
+
+
+class Measure:
+    """Counts requests and their time by route."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begin, status = time.perf_counter(), 499
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        finally:
+            route = scope.get("route")
+            name = getattr(route, "path", "other")
+            self.metrics.requests.labels(name, str(status)).inc()
+            self.metrics.seconds.labels(name).observe(time.perf_counter() - begin)
