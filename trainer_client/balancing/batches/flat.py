@@ -100,11 +100,6 @@ class FlatBatch:
         return next(iter(devices), None)
 
     @property
-    def has_host_lengths(self) -> bool:
-        """Whether `lengths` is at hand without waiting for a device."""
-        return self._lengths is not None
-
-    @property
     def lengths(self) -> NDArray[np.int64]:
         """(n, num_jagged) int64, values of each sample in each jagged column, from the host's copy.
 
