@@ -131,7 +131,7 @@ class Credentials:
         """
         if self.token_file is None:
             return ()
-        if not self.secure and not _is_loopback(address):
+        if not self.secure and not is_loopback(address.rpartition(":")[0]):
             raise ValueError(
                 f"token_file is set, and the connection to {address} would send the token in the clear: set tls or ca "
                 "(EVENKEEL_TLS, EVENKEEL_TLS_CA)"
@@ -152,16 +152,16 @@ def read_credentials(ca: Path | None, token_file: Path | None) -> Credentials:
     return replace(found, ca=ca or found.ca, token_file=token_file or found.token_file)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False  # a name: whatever it resolves to, today or tomorrow
+
+
 def _read(field: str, path: Path | None) -> bytes | None:
     try:
         return None if path is None else path.read_bytes()
     except OSError as error:
         raise ValueError(f"{field} {path} cannot be read: {error.strerror}") from None
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -6,11 +6,8 @@ import time
 from collections.abc import Callable
 
 import grpc
-import structlog
 
-from services.security.transport import Transport
-
-log = structlog.get_logger(__name__)
+from services.security.transport import Renewals, Transport
 
 
 def server_credentials(
@@ -24,23 +21,15 @@ def server_credentials(
         ValueError: If a file cannot be used; the message names it.
     """
     required = transport.client_ca is not None
-    checked_at, stamp = clock(), transport.stamp()
+    checked_at, renewals = clock(), Renewals(transport)
     initial = _configuration(transport)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal checked_at, stamp
+        nonlocal checked_at
         if clock() - checked_at < check_seconds:
             return None  # as before
-        checked_at, before, stamp = clock(), stamp, transport.stamp()
-        if stamp == before:
-            return None
-        try:
-            fresh = _configuration(transport)
-        except ValueError as error:
-            log.error("TLS files cannot be used; those read before stay in force", error=str(error))
-            return None
-        log.info("TLS files read again")
-        return fresh
+        checked_at = clock()
+        return renewals.load(lambda: _configuration(transport))
 
     return grpc.dynamic_ssl_server_credentials(initial, fetch, require_client_authentication=required)
 

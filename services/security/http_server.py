@@ -6,12 +6,9 @@ import asyncio
 import ssl
 from typing import Any
 
-import structlog
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from services.security.transport import Transport
-
-log = structlog.get_logger(__name__)
+from services.security.transport import Renewals, Transport
 
 
 def impatient_protocol(
@@ -59,17 +56,12 @@ async def follow_certificates(transport: Transport, context: ssl.SSLContext, *, 
     Files that have become unusable are reported, and what was read before stays in force. Authorities of clients are
     only ever added: to take one away, restart.
     """
-    stamp = transport.stamp()
+    renewals = Renewals(transport)
+
+    def load() -> None:
+        transport.read()  # tried on another context first: a half-loaded one would refuse everybody
+        transport.load_into(context)
+
     while True:
         await asyncio.sleep(check_seconds)
-        fresh = transport.stamp()
-        if fresh == stamp:
-            continue
-        stamp = fresh
-        try:
-            transport.read()  # tried on another context first: a half-loaded one would refuse everybody
-            transport.load_into(context)
-        except ValueError as error:
-            log.error("TLS files cannot be used; those read before stay in force", error=str(error))
-        else:
-            log.info("TLS files read again")
+        renewals.load(load)

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from evenkeel.credentials import is_loopback
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 _EXPIRED = 10  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED
 
@@ -135,22 +145,34 @@ class Transport:
         return tuple(_stamp(path) for path in (self.certificate, self.key, self.client_ca))
 
 
+class Renewals:
+    """Notices when files of a transport change, and says what comes of them."""
+
+    def __init__(self, transport: Transport) -> None:
+        """Takes them as they are now."""
+        self._transport = transport
+        self._stamp = transport.stamp()
+
+    def load(self, read: Callable[[], T]) -> T | None:
+        """What `read` makes of files that have changed; None where none has, or they cannot be used."""
+        before, self._stamp = self._stamp, self._transport.stamp()
+        if self._stamp == before:
+            return None
+        try:
+            fresh = read()
+        except ValueError as error:
+            log.error("TLS files cannot be used; those read before stay in force", error=str(error))
+            return None
+        log.info("TLS files read again")
+        return fresh
+
+
 def is_ipv6(host: str) -> bool:
     """Whether this is an IPv6 address, without brackets."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).version == 6
     except ValueError:
         return False
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False  # a name: whatever it resolves to, today or tomorrow
 
 
 def _refuse_passphrase() -> str:

@@ -13,9 +13,10 @@ import trustme
 from benchmarks.harness import zygote
 from benchmarks.harness.authorities import channel, write_certificate
 from benchmarks.harness.balancer_process import running_balancer
+from evenkeel.credentials import is_loopback
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-from services.security.transport import Transport, is_loopback
+from services.security.transport import Transport
 
 pytestmark = pytest.mark.timeout(400)
 
