@@ -133,7 +133,7 @@ class RoutedEmbeddingCollection(RankLocal):
             self._fail(problem, len(self._features(self._groups[0])))
         results: dict[str, Tensor] = {}
         for part, tables in zip(parts, self._groups, strict=True):
-            results.update(self._pool(self._look_up(part, tables), part, tables))
+            results.update(self._pool(*self._look_up(part, tables), part, tables))
         return results
 
     def _parts(self, batch: Any) -> list[KeyBatch]:
@@ -158,24 +158,23 @@ class RoutedEmbeddingCollection(RankLocal):
             raise_together(problem, group)
         raise problem
 
-    def _look_up(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> Tensor:
-        """Embeddings (num_keys x dim) of a part's keys, in its order."""
+    def _look_up(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> tuple[Tensor, list[int]]:
+        """Embeddings (num_keys x dim) of a part's keys, in its order; and the keys of each feature."""
         columns = self._features(tables)
         if not self.deduplicate:
-            return self._exchange(part.values, part.lengths, part.batch_sizes, columns)
+            return self._exchange(part.values, part.lengths, part.batch_sizes, columns), part.keys_per_feature()
         try:
-            sizes = [sum(counts) for counts in self._keys_per_feature(part, tables)]
+            counts = part.keys_per_feature()
+            of_features = iter(counts)
+            sizes = [sum(next(of_features) for _ in table.features) for table in tables]
             unique = [torch.unique(keys, return_inverse=True) for keys in cut(part.values, sizes)]
             lengths = torch.tensor([keys.numel() for keys, _ in unique], device=part.values.device)
         except Exception as problem:
             self._fail(problem, len(columns))
         found = self._exchange(torch.cat([keys for keys, _ in unique]), lengths, [1] * len(tables), columns)
         pieces = cut(found, [keys.numel() for keys, _ in unique])
-        return torch.cat([piece.index_select(0, inverse) for piece, (_, inverse) in zip(pieces, unique, strict=True)])
-
-    def _keys_per_feature(self, part: KeyBatch, tables: Sequence[RoutedTable]) -> list[list[int]]:
-        sums = iter(torch.stack([rows.sum() for rows in cut(part.lengths, part.batch_sizes)]).tolist())
-        return [[next(sums) for _ in table.features] for table in tables]
+        rows = [piece.index_select(0, inverse) for piece, (_, inverse) in zip(pieces, unique, strict=True)]
+        return torch.cat(rows), counts
 
     def _exchange(
         self, values: Tensor, lengths: Tensor, batch_sizes: Sequence[int], tables: list[RoutedTable]
@@ -243,8 +242,9 @@ class RoutedEmbeddingCollection(RankLocal):
                 found[i] = piece
         return torch.cat(found)
 
-    def _pool(self, found: Tensor, part: KeyBatch, tables: Sequence[RoutedTable]) -> dict[str, Tensor]:
-        per_feature = [count for counts in self._keys_per_feature(part, tables) for count in counts]
+    def _pool(
+        self, found: Tensor, per_feature: list[int], part: KeyBatch, tables: Sequence[RoutedTable]
+    ) -> dict[str, Tensor]:
         weights = cut(part.weights, per_feature) if part.weights is not None else [None] * len(per_feature)
         lengths = cut(part.lengths, part.batch_sizes)
         modes = [table.pooling for table in tables for _ in table.features]

@@ -94,6 +94,12 @@ class KeyBatch:
             weights=batch.weights_or_none(),
         )
 
+    def keys_per_feature(self) -> list[int]:
+        """Keys of each feature; the host reads them, which on a device is waited for."""
+        rows = self.lengths.split(list(self.batch_sizes))  # type: ignore[no-untyped-call]
+        counts: list[int] = torch.stack([lengths.sum() for lengths in rows]).tolist()
+        return counts
+
     def select(self, names: Sequence[str]) -> Self:
         """The features named, in that order. The host reads the lengths once if the order changes.
 
