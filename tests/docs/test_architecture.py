@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -149,3 +150,19 @@ def test_what_is_wrong_is_found() -> None:
 def test_there_are_few_words() -> None:
     words = re.findall(r"^\| \*\*([\w ]+)\*\* \|", TEXT, re.M)
     assert 10 <= len(words) <= 20
+
+
+def test_the_drawing_shows_what_the_linter_checks() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    checked = {
+        contract["containers"][0]: [set(layer.split(" | ")) for layer in contract["layers"]]
+        for contract in settings["tool"]["importlinter"]["contracts"]
+        if "containers" in contract
+    }
+    drawn = {}
+    for floor in re.split(r"^─+$", TEXT.split("```")[1], flags=re.M)[1:]:
+        for column in zip(*(f"{line}│".split("│")[:2] for line in floor.strip("\n").split("\n")), strict=True):
+            rows = [row.split() for row in column if row.strip()]
+            if rows:
+                drawn[rows[0][0]] = [set(row) for row in rows[1:]]
+    assert drawn == checked
