@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from evenkeel.partitioning import PartitionError, partition
 from trainer_client.balancing.membership import Ranks
 from trainer_client.balancing.sampling.costs import Costs, CostTable
+from trainer_client.balancing.sampling.cursor import Cursor
 from trainer_client.balancing.sampling.ordered import CONSECUTIVE, Coming, OrderedBatchSampler
-from trainer_client.balancing.sampling.position import Position
 from trainer_client.checks import check_number, check_whole
 
 _WALKED = 1 << 24  # samples whose costs `len` looks through, in a second or two; fewer where a function is called
@@ -145,7 +145,7 @@ class TokenBudgetSampler(OrderedBatchSampler):
         """Global batches, and whether this rank has no sample of the last one."""
         division = self.division
         if self._length is None or self._length[:2] != (self.epoch, division):
-            coming = Coming(self, Position(epoch=self.epoch), division)
+            coming = Coming(self, Cursor(epoch=self.epoch), division)
             ends = [0]
             while (end := self.end_of_batch(coming, ends[-1])) > ends[-1]:
                 ends.append(end)

@@ -1,4 +1,4 @@
-"""What the samplers of global batches have in common: the order, the position in it, and the state."""
+"""What the samplers of global batches have in common: the order, the cursor in it, and the state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils.data import Sampler
 
 from trainer_client.balancing.frameworks import check_divider
 from trainer_client.balancing.membership import Ranks, read_membership
+from trainer_client.balancing.sampling.cursor import Cursor, Rest, read_cursor
 from trainer_client.balancing.sampling.order import MAX_SAMPLES, VERSION, SampleOrder
-from trainer_client.balancing.sampling.position import Position, Rest, read_position
 from trainer_client.checks import check_whole, is_whole
 
 CONSECUTIVE = "consecutive"
@@ -53,7 +53,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self.rank, self.world_size = _place(rank, world_size, process_group)
         self._epoch = 0
         self._epoch_was_named = False  # by `set_epoch`, since a state was loaded
-        self._loaded: Position | None = None  # where the next iteration begins
+        self._loaded: Cursor | None = None  # where the next iteration begins
         self._latest: _Iteration | None = None
 
     @abstractmethod
@@ -112,10 +112,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         check_divider(type(self).__name__)
         self._check_world()
-        start = self._loaded or Position(epoch=self._epoch)
+        start = self._loaded or Cursor(epoch=self._epoch)
         latest = _Iteration(self, start)
         if self._loaded is not None and not self._epoch_was_named and latest.end(1) == 0:
-            latest = _Iteration(self, Position(epoch=self._epoch))  # the epoch had ended: this is the next loop
+            latest = _Iteration(self, Cursor(epoch=self._epoch))  # the epoch had ended: this is the next loop
         self._latest = latest
         return latest.batches()
 
@@ -137,11 +137,11 @@ class OrderedBatchSampler(Sampler[list[int]]):
                 fewer than have been yielded.
         """
         if self._latest is None:  # since the start, a state or another epoch
-            position, division = self._loaded or Position(epoch=self._epoch), self.division
+            cursor, division = self._loaded or Cursor(epoch=self._epoch), self.division
         else:
             coming = self._latest.coming
-            position, division = coming.start.after(self._latest.end(batches)), coming.division
-        return {**self._identity(), **position.plain(), "division": division}
+            cursor, division = coming.start.after(self._latest.end(batches)), coming.division
+        return {**self._identity(), **cursor.plain(), "division": division}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration begin where a state says, on any number of ranks.
@@ -149,8 +149,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: If the state is of another data set, order or version.
         """
-        position = self._read(state)
-        self._loaded, self._epoch, self._latest, self._epoch_was_named = position, position.epoch, None, False
+        cursor = self._read(state)
+        self._loaded, self._epoch, self._latest, self._epoch_was_named = cursor, cursor.epoch, None, False
 
     def rest_of(self, state: Mapping[str, Any], trained: Sequence[Sequence[ArrayLike]]) -> dict[str, Any]:
         """The state from which a half-trained window goes on, with samples that were trained in another order.
@@ -192,20 +192,20 @@ class OrderedBatchSampler(Sampler[list[int]]):
         after = start.after(begin)
         places = np.concatenate((coming.places(numbers), after.left))
         rest = Rest.of(places) if places.size else None
-        position = Position(epoch=start.epoch, place=after.place, rest=rest)
-        return {**self._identity(), **position.plain(), "division": self.division}
+        cursor = Cursor(epoch=start.epoch, place=after.place, rest=rest)
+        return {**self._identity(), **cursor.plain(), "division": self.division}
 
     def _identity(self) -> dict[str, Any]:
         return {"version": VERSION, "samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
 
-    def _read(self, state: Mapping[str, Any]) -> Position:
+    def _read(self, state: Mapping[str, Any]) -> Cursor:
         if not isinstance(state, Mapping):
             raise ValueError(f"state is {state!r}; load what `state_dict` of a sampler returned")
         for name, own in self._identity().items():
             if name not in state or state[name] != own:
                 found = repr(state[name]) if name in state else "missing"
                 raise ValueError(f"state[{name!r}] is {found} and should be {own!r}; {_REMEDIES[name]}")
-        return read_position(state, self.num_samples)
+        return read_cursor(state, self.num_samples)
 
     def _check_world(self) -> None:
         if self._follows_default_group:
@@ -226,15 +226,15 @@ _REMEDIES = {
 
 
 class Coming:
-    """The samples that come from a position on, numbered from 0.
+    """The samples that come from a cursor on, numbered from 0.
 
     Attributes:
-        start: The position.
+        start: The cursor.
         samples: How many there are.
         division: How global batches of them are divided over ranks.
     """
 
-    def __init__(self, sampler: OrderedBatchSampler, start: Position, division: str) -> None:
+    def __init__(self, sampler: OrderedBatchSampler, start: Cursor, division: str) -> None:
         self.start = start
         self.division = division
         self.samples = start.to_come(sampler.num_samples)
@@ -256,7 +256,7 @@ class Coming:
 class _Iteration:
     """One iteration of a sampler."""
 
-    def __init__(self, sampler: OrderedBatchSampler, start: Position) -> None:
+    def __init__(self, sampler: OrderedBatchSampler, start: Cursor) -> None:
         self._sampler = sampler
         self.coming = Coming(sampler, start, sampler.division)
         self.yielded = 0

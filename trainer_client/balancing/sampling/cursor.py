@@ -39,7 +39,7 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class Cursor:
     """Where an epoch goes on: first what a window has left, then the order from `place` on."""
 
     epoch: int
@@ -55,12 +55,12 @@ class Position:
         """Samples from here to the end of a data set."""
         return len(self.left) + length - self.place
 
-    def after(self, samples: int) -> Position:
-        """The position so many samples later."""
+    def after(self, samples: int) -> Cursor:
+        """The cursor so many samples later."""
         if self.rest is None or samples >= len(self.left):
-            return Position(epoch=self.epoch, place=self.place + samples - len(self.left))
+            return Cursor(epoch=self.epoch, place=self.place + samples - len(self.left))
         rest = Rest(places=self.rest.places, drawn=self.rest.drawn + samples, packed=self.rest.packed)
-        return Position(epoch=self.epoch, place=self.place, rest=rest)
+        return Cursor(epoch=self.epoch, place=self.place, rest=rest)
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -74,8 +74,8 @@ class Position:
         }
 
 
-def read_position(state: Mapping[str, Any], length: int) -> Position:
-    """The position in a state.
+def read_cursor(state: Mapping[str, Any], length: int) -> Cursor:
+    """The cursor in a state.
 
     Args:
         state: A sampler's state.
@@ -91,7 +91,7 @@ def read_position(state: Mapping[str, Any], length: int) -> Position:
         )
     rest = state.get("rest")
     if rest is None:
-        return Position(epoch=epoch, place=place)
+        return Cursor(epoch=epoch, place=place)
     try:
         begin, drawn = (_whole(rest, name) for name in ("begin", "drawn"))
         bits = np.unpackbits(np.frombuffer(base64.b64decode(rest["places"], validate=True), np.uint8))
@@ -100,7 +100,7 @@ def read_position(state: Mapping[str, Any], length: int) -> Position:
             raise ValueError(f"{len(places)} places from {begin} on, {drawn} of them drawn, do not end before {place}")
     except (ValueError, TypeError, KeyError, AttributeError, binascii.Error) as error:
         raise ValueError(f"state['rest'] cannot be read ({error}); load a state as `state_dict` returned it") from None
-    return Position(epoch=epoch, place=place, rest=Rest(places=places, drawn=drawn, packed=rest["places"]))
+    return Cursor(epoch=epoch, place=place, rest=Rest(places=places, drawn=drawn, packed=rest["places"]))
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:
