@@ -58,9 +58,9 @@ class Memory:
     """What the service takes.
 
     Attributes:
-        resident_mb: by it and its workers.
-        counted_mb: by submissions, plans and streams, as it counts.
-        jobs: that it knows.
+        resident_mb: By it and its workers.
+        counted_mb: By submissions, plans and streams, as it counts.
+        jobs: That it knows.
     """
 
     resident_mb: float
@@ -73,19 +73,19 @@ class Result:
     """One attack.
 
     Attributes:
-        attack: its name.
-        rounds: of the job meanwhile.
-        missed: those in which not all ranks got a plan.
-        p99_ms: of the job's rounds meanwhile.
-        calm_p99_ms: of its rounds just before and after.
-        median_ms: of the job's rounds meanwhile.
-        calm_median_ms: of its rounds just before and after.
-        longest_turn_ms: the longest turn of the service's loop, in time of its thread.
-        memory_mb: the most that the service and its workers had resident.
-        memory_after_mb: the same afterwards.
-        service_cores: what the service used.
-        attacker_cores: what the attacker used.
-        outcomes: what the attacker counted.
+        attack: Its name.
+        rounds: Of the job meanwhile.
+        missed: Those in which not all ranks got a plan.
+        p99_ms: Of the job's rounds meanwhile.
+        calm_p99_ms: Of its rounds just before and after.
+        median_ms: Of the job's rounds meanwhile.
+        calm_median_ms: Of its rounds just before and after.
+        longest_turn_ms: The longest turn of the service's loop, in time of its thread.
+        memory_mb: The most that the service and its workers had resident.
+        memory_after_mb: The same afterwards.
+        service_cores: What the service used.
+        attacker_cores: What the attacker used.
+        outcomes: What the attacker counted.
     """
 
     attack: str
@@ -107,8 +107,8 @@ class Site:
     """A balancer, a job and an attacker, each a process.
 
     Attributes:
-        folder: of their files.
-        service: the balancer.
+        folder: Of their files.
+        service: The balancer.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ class Attacker:
     """What an attack has at hand.
 
     Attributes:
-        port: of the balancer.
-        seconds: how long to go on.
-        outcomes: what it counted.
+        port: Of the balancer.
+        seconds: How long to go on.
+        outcomes: What it counted.
     """
 
     def __init__(self, port: int, seconds: float) -> None:

@@ -21,11 +21,11 @@ class Target:
     """What is attacked.
 
     Attributes:
-        port: of the balancer.
-        metrics_port: of its metrics; 0: none.
-        seconds: how long to go on.
-        folder: of the certificates, for a port with TLS.
-        outcomes: what it counted.
+        port: Of the balancer.
+        metrics_port: Of its metrics; 0: none.
+        seconds: How long to go on.
+        folder: Of the certificates, for a port with TLS.
+        outcomes: What it counted.
     """
 
     def __init__(self, port: int, metrics_port: int, seconds: float, folder: Path | None) -> None:

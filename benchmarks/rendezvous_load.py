@@ -33,16 +33,16 @@ class Load:
     """What a process of ranks does.
 
     Attributes:
-        port: of the server.
-        ranks: the ranks that live in this process.
-        world_size: of the job.
-        samples: per rank and round.
-        fields: jagged fields of a sample.
-        rounds: measured rounds.
-        node_size: ranks per host.
-        seed: of the lengths.
-        ranks_per_stream: ranks that share a stream and a connection.
-        job: name of the job.
+        port: Of the server.
+        ranks: The ranks that live in this process.
+        world_size: Of the job.
+        samples: Per rank and round.
+        fields: Jagged fields of a sample.
+        rounds: Measured rounds.
+        node_size: Ranks per host.
+        seed: Of the lengths.
+        ranks_per_stream: Ranks that share a stream and a connection.
+        job: Name of the job.
     """
 
     port: int
@@ -64,9 +64,9 @@ class Timing:
     Attributes:
         began: (rounds,) seconds.
         ended: (rounds,) seconds.
-        sent_bytes: per rank and round.
-        received_bytes: per rank and round.
-        balanced: answers that carried a plan, of the last round.
+        sent_bytes: Per rank and round.
+        received_bytes: Per rank and round.
+        balanced: Answers that carried a plan, of the last round.
     """
 
     began: list[float]

@@ -35,14 +35,14 @@ class Restart:
     """One restart under a running job.
 
     Attributes:
-        fallback: what the job does without the service.
-        drain_seconds: from SIGTERM to the end of the process.
-        start_seconds: from the start of the new process to its open port.
-        other_steps: steps that the service did not decide, from the SIGTERM on.
-        back_seconds: from the SIGTERM to the first step of those that the service decides again.
-        longest_step_seconds: the longest step from the SIGTERM to the end of the job.
-        usual_step_seconds: the median step of the job.
-        longest_wait_seconds: the longest time that a rank waited for the service in one round.
+        fallback: What the job does without the service.
+        drain_seconds: From SIGTERM to the end of the process.
+        start_seconds: From the start of the new process to its open port.
+        other_steps: Steps that the service did not decide, from the SIGTERM on.
+        back_seconds: From the SIGTERM to the first step of those that the service decides again.
+        longest_step_seconds: The longest step from the SIGTERM to the end of the job.
+        usual_step_seconds: The median step of the job.
+        longest_wait_seconds: The longest time that a rank waited for the service in one round.
     """
 
     fallback: str

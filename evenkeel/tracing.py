@@ -58,11 +58,11 @@ def open_provider(
     """A provider that never holds up who makes spans: they wait in a bounded queue, and are dropped beyond it.
 
     Args:
-        service: the `service.name` of its spans.
+        service: The `service.name` of its spans.
         endpoint: URL of an OpenTelemetry collector that takes OTLP over HTTP, such as `http://collector:4318`. Headers
             and certificates come from OpenTelemetry's own `OTEL_EXPORTER_OTLP_…` variables.
-        processor: what gets the spans instead.
-        attributes: what spans are said to come from, beside the service's name.
+        processor: What gets the spans instead.
+        attributes: What spans are said to come from, beside the service's name.
 
     Raises:
         ValueError: If the endpoint is no URL.

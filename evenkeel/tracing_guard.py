@@ -11,14 +11,14 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 
-def harmless(make: Callable[P, None]) -> Callable[P, None]:
-    """What goes wrong in `make` is logged and goes no further."""
+def harmless(function: Callable[P, None]) -> Callable[P, None]:
+    """A function whose errors are logged and go no further."""
 
-    @wraps(make)
+    @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            make(*args, **kwargs)
+            function(*args, **kwargs)
         except Exception:
-            logger.warning("%s went wrong", make.__qualname__, exc_info=True)
+            logger.warning("%s went wrong", function.__qualname__, exc_info=True)
 
     return guarded

@@ -15,7 +15,7 @@ def verdict(service: str, report: str, log: str) -> tuple[int, list[str]]:
 
     Args:
         service: Whose packages they are.
-        report: pip-audit's report as JSON; empty if it wrote none.
+        report: That of pip-audit, as JSON; empty if it wrote none.
         log: What pip-audit printed.
     """
     packages = json.loads(report)["dependencies"] if report.strip() else []

@@ -37,13 +37,13 @@ class Partition:
     Attributes:
         destinations: (n,) int32, the rank that trains each sample.
         loads: (num_ranks,) summed cost of each rank; int64 for integer costs, else float64.
-        lower_bound: no assignment of whole samples has a smaller maximum of load over speed.
+        lower_bound: No assignment of whole samples has a smaller maximum of load over speed.
         home_loads: (num_ranks,) loads if every sample stayed at home.
-        size: summed size of all samples.
-        moved_samples: samples that leave their home.
-        moved_size: their summed size.
-        moved_size_between_nodes: the part of it that crosses nodes; 0.0 without `nodes`.
-        strategy: name of the strategy that was asked.
+        size: Summed size of all samples.
+        moved_samples: Samples that leave their home.
+        moved_size: Their summed size.
+        moved_size_between_nodes: The part of it that crosses nodes; 0.0 without `nodes`.
+        strategy: Name of the strategy that was asked.
         speeds: (num_ranks,) relative speeds; None: all equal.
     """
 
@@ -137,21 +137,21 @@ def partition(
         costs: (n,) int64 or float64, predicted work of each sample; 0 or more, integers adding up to less than 2**62,
             fractions to 1e300 at most (sizes and memory as well).
         homes: (n,) int32, the rank that holds each sample; any number of samples per rank, also none.
-        num_ranks: number of ranks, up to 65,536.
-        strategy: one of `strategies()`.
+        num_ranks: Number of ranks, up to 65,536.
+        strategy: One of `strategies()`.
         sizes: (n,) what moving each sample costs; its cost when None.
         counts: "equal" gives each rank floor or ceil of n/num_ranks samples, and its own number where the homes are
             within one of each other; "free" any number.
         tolerance: `minimal_move` stops exchanging once the load is within this share of the lower bound, 0 to 1.
-        move_price: time that moving all samples would take, to other nodes if there are several, as a share of a step
+        move_price: Time that moving all samples would take, to other nodes if there are several, as a share of a step
             with even loads, 0 to 1000; `minimal_move` moves a sample only where the load that it takes off is more.
         speeds: (num_ranks,) relative speeds, 1e-6 to 1e6; a rank of speed 0.5 gets half the load.
         memory: (n,) what each sample takes of the memory of the rank that trains it.
         memory_caps: (num_ranks,) what each rank holds of it; infinity for no cap.
         nodes: (num_ranks,) host of each rank, any numbers; samples move inside a node before across.
-        min_samples: with free counts, samples that each rank gets at least, while there are enough for all and the
+        min_samples: With free counts, samples that each rank gets at least, while there are enough for all and the
             memory caps have room; equal counts give every rank floor of n/num_ranks anyway.
-        stay: every sample stays at home but those that `min_samples` needs elsewhere; nothing is balanced.
+        stay: Every sample stays at home but those that `min_samples` needs elsewhere; nothing is balanced.
         given: (n,) the rank that each sample goes to, where that has been decided before; nothing is balanced.
 
     Returns:

@@ -9,7 +9,7 @@ class ImpossiblePartitionError(PartitionError):
     """No assignment respects the memory caps, and that is proven.
 
     Attributes:
-        shortfall: memory that is missing at least, in the unit of `memory`.
+        shortfall: Memory that is missing at least, in the unit of `memory`.
     """
 
     def __init__(self, message: str, shortfall: float) -> None:

@@ -23,8 +23,8 @@ def least_overflow(
         caps: (num_ranks,) memory of each rank.
         fewest: (num_ranks,) samples of each rank at least.
         most: (num_ranks,) samples of each rank at most.
-        budget: placements to try.
-        known: overflow of an assignment that is known.
+        budget: Placements to try.
+        known: Overflow of an assignment that is known.
         best: (n,) takes the ranks of a better one.
 
     Returns:

@@ -32,23 +32,23 @@ class Problem:
     """What a strategy gets; costs and memory in whole units (see `units`).
 
     Attributes:
-        terms: constraints, with limits at `bound` times one plus the tolerance.
-        num_ranks: number of ranks.
+        terms: Constraints, with limits at `bound` times one plus the tolerance.
+        num_ranks: Number of ranks.
         costs: (n,) costs as they were given, int64 or float64.
-        cost_exponent: power of two of a cost's unit.
-        memory_exponent: power of two of the unit of memory and caps.
-        memory_error: units by which each sample's memory may be too high and each cap too low; 0 where all are whole.
+        cost_exponent: Power of two of a cost's unit.
+        memory_exponent: Power of two of the unit of memory and caps.
+        memory_error: Units by which each sample's memory may be too high and each cap too low; 0 where all are whole.
         order: (n,) int32, sorts the costs ascending.
-        interchangeable: whether all ranks have the same speed and memory cap.
-        free: whether ranks may hold any number of samples.
-        num_nodes: number of distinct nodes.
-        num_fuller: ranks that take `terms.most` samples, the others taking one less; negative when `fewest` and `most`
+        interchangeable: Whether all ranks have the same speed and memory cap.
+        free: Whether ranks may hold any number of samples.
+        num_nodes: Number of distinct nodes.
+        num_fuller: Ranks that take `terms.most` samples, the others taking one less; negative when `fewest` and `most`
             alone say it.
         home_counts: (num_ranks,) samples at each home.
         home_loads: (num_ranks,) load of each home.
-        bound: no assignment has a smaller maximum of load over speed.
-        tolerance: share of the bound by which a limit lies above it.
-        move_price: share of the bound that moving all samples would take.
+        bound: No assignment has a smaller maximum of load over speed.
+        tolerance: Share of the bound by which a limit lies above it.
+        move_price: Share of the bound that moving all samples would take.
     """
 
     terms: Terms

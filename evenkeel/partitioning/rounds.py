@@ -25,15 +25,15 @@ class RoundOptions:
     """How samples are partitioned; see `partition`.
 
     Attributes:
-        strategy: name of the strategy.
+        strategy: Name of the strategy.
         counts: "equal" or "free".
-        tolerance: of the load above the lower bound, relative.
-        move_price: of moving all samples, as a share of a step.
-        speeds: relative speed of each rank; empty: all equal.
-        memory_caps: what each rank can hold; empty: no caps.
-        min_samples: of each rank at least, while the batch has as many for all.
-        meet: samples may change their batch.
-        stay: nothing is balanced; samples move only where `min_samples` needs them.
+        tolerance: Of the load above the lower bound, relative.
+        move_price: Of moving all samples, as a share of a step.
+        speeds: Relative speed of each rank; empty: all equal.
+        memory_caps: What each rank can hold; empty: no caps.
+        min_samples: Of each rank at least, while the batch has as many for all.
+        meet: Samples may change their batch.
+        stay: Nothing is balanced; samples move only where `min_samples` needs them.
     """
 
     strategy: str = "minimal_move"
@@ -60,17 +60,17 @@ class Figures:
     """How even a batch is, or the worst batch of a round. Mean load in units of cost, sizes in bytes.
 
     Attributes:
-        mean_load: mean over the ranks.
-        max_load_before: largest load over speed, as loaded.
-        max_load_after: largest load over speed, as planned.
-        imbalance_before: max/mean of load over speed, as loaded.
-        imbalance_after: the same as planned.
-        lower_bound: no assignment of whole samples has a smaller maximum of load over speed.
-        samples: of all ranks.
-        moved_samples: samples that change rank.
-        size: of all samples.
-        moved_size: of those that change rank.
-        moved_size_between_nodes: of those that change node.
+        mean_load: Mean over the ranks.
+        max_load_before: Largest load over speed, as loaded.
+        max_load_after: Largest load over speed, as planned.
+        imbalance_before: Max/mean of load over speed, as loaded.
+        imbalance_after: The same as planned.
+        lower_bound: No assignment of whole samples has a smaller maximum of load over speed.
+        samples: Of all ranks.
+        moved_samples: Samples that change rank.
+        size: Of all samples.
+        moved_size: Of those that change rank.
+        moved_size_between_nodes: Of those that change node.
     """
 
     mean_load: float
@@ -96,10 +96,10 @@ class RankPlan:
 
     Attributes:
         steps: (n,) int32, the batch of the window that trains each of its own samples; None: as loaded.
-        slices: its part of each batch, over the own samples that the batch trains, in their order.
-        figures: how even each batch is; empty where nothing was planned.
-        loads: its load in each batch; empty where nothing was planned.
-        seconds: that the plan took.
+        slices: Its part of each batch, over the own samples that the batch trains, in their order.
+        figures: How even each batch is; empty where nothing was planned.
+        loads: Its load in each batch; empty where nothing was planned.
+        seconds: That the plan took.
     """
 
     steps: NDArray[np.int32] | None
@@ -129,13 +129,13 @@ class RoundPlan:
     """Where the samples of a round go.
 
     Attributes:
-        slices: each rank's part of it.
+        slices: Each rank's part of it.
         loads_before: (batches, ranks) float64, summed cost as loaded.
         loads_after: (batches, ranks) float64, summed cost as planned.
-        batches: how even each batch is.
+        batches: How even each batch is.
         digest: 16 bytes that name it, where ranks are told their slices only.
-        detail: for people, when another search was made than the one asked for.
-        seconds: that it took.
+        detail: For people, when another search was made than the one asked for.
+        seconds: That it took.
     """
 
     slices: Slices

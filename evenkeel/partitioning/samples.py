@@ -18,9 +18,9 @@ class Column(NamedTuple):
     """An array in pieces, to be joined along the first dimension: whoever joins them says where.
 
     Attributes:
-        dtype: of the whole array.
-        shape: of the whole array.
-        parts: its pieces, in order.
+        dtype: Of the whole array.
+        shape: Of the whole array.
+        parts: Its pieces, in order.
     """
 
     dtype: np.dtype[Any]
@@ -46,7 +46,7 @@ class RankSamples:
         lengths: (n, jagged fields) int64 or uint32, values of each jagged field.
         sizes: (n,) int64, bytes that moving each sample takes; None: the sum of its lengths.
         memory: (n,) float64, what the memory caps count; None: nothing.
-        batch_sizes: samples of each of the rank's batches, in order; empty: all are of one.
+        batch_sizes: Samples of each of the rank's batches, in order; empty: all are of one.
         given: (n,) int64, the batch of the window and the rank that train each sample, as batch << 32 | rank, where
             that has been decided before; None: it is to be found.
     """
@@ -91,8 +91,8 @@ class RankSamples:
         """(n, columns) all that is said of each sample, as words of 8 bytes, which `RoundSamples.of_rows` reads.
 
         Args:
-            as_float: some rank's costs are float64.
-            with_memory: there are memory caps.
+            as_float: Some rank's costs are float64.
+            with_memory: There are memory caps.
         """
         first = 2 + with_memory + (self.given is not None)
         rows = np.empty((len(self), first + self.lengths.shape[1]), np.int64)
@@ -164,10 +164,10 @@ class RoundSamples:
         """The arrays of all ranks' samples by name, not joined yet.
 
         Args:
-            parts: by rank.
-            num_batches: of the round's window.
-            nodes: see above.
-            with_memory: there are memory caps.
+            parts: By rank.
+            num_batches: Of the round's window.
+            nodes: See above.
+            with_memory: There are memory caps.
         """
         none = (0,) * num_batches
         batch_sizes = np.array([(part.sizes_by_batch + none)[:num_batches] for part in parts], np.int64)
@@ -203,11 +203,11 @@ class RoundSamples:
         """Reads what `RankSamples.rows` gave on each rank.
 
         Args:
-            rows: the bytes, by rank.
+            rows: The bytes, by rank.
             batch_sizes, nodes: see above.
-            num_fields: jagged fields.
+            num_fields: Jagged fields.
             as_float, with_memory: as given to `rows`.
-            with_given: the ranks' samples have `given`.
+            with_given: The ranks' samples have `given`.
         """
         first = 2 + with_memory + with_given
         table = np.frombuffer(b"".join(rows), dtype="<i8").reshape(-1, first + num_fields)

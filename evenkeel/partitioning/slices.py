@@ -19,7 +19,7 @@ class Slice:
     """One rank's part of the plan of one batch.
 
     Attributes:
-        rank: the rank.
+        rank: The rank.
         destinations: (n_home,) int32, rank that trains each of its own samples of the batch, in home order.
         sources: (S,) int32, ranks that send something to this one, ascending, itself included.
         source_counts: (S,) int32, samples from each source.
@@ -262,7 +262,7 @@ def slice_plan(
         counts_at_home: (num_ranks,) number of samples of each home.
         lengths: (n, fields) int64, int32 or uint32, values of each jagged field of each sample.
         steps: (n,) batch of the window that trains each sample; None: all are of one batch.
-        num_steps: batches of the window.
+        num_steps: Batches of the window.
 
     Returns:
         The slices of all ranks; a rank has at most as many sources as it receives samples.
@@ -297,7 +297,7 @@ def plan_digest(
         counts_at_home: (num_ranks,) number of samples of each home.
         lengths: (n, fields) values of each jagged field of each sample.
         steps: (n,) batch of the window that trains each sample; None: all are of one batch.
-        num_steps: batches of the window.
+        num_steps: Batches of the window.
 
     Raises:
         ValueError: If the shapes disagree.

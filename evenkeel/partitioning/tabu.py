@@ -126,12 +126,12 @@ def search(
     when enough entries have been looked at.
 
     Args:
-        terms: what to respect.
+        terms: What to respect.
         order: (n,) sorts the costs ascending.
-        ranks: ranks by group.
-        begin: where each group begins.
-        effort: entries to look at, in units of 200,000 with 20 more a sample.
-        patience: steps that bring no smaller maximum before a group's search ends.
+        ranks: Ranks by group.
+        begin: Where each group begins.
+        effort: Entries to look at, in units of 200,000 with 20 more a sample.
+        patience: Steps that bring no smaller maximum before a group's search ends.
         best: (n,) destinations to start from; takes those with the smallest maximum.
 
     Returns:

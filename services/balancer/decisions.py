@@ -42,9 +42,9 @@ class PlanFailure:
     """Why there is no plan.
 
     Attributes:
-        reason: why.
-        detail: the reason in words.
-        trace: of the error that nobody expected, for the log.
+        reason: Why.
+        detail: The reason in words.
+        trace: Of the error that nobody expected, for the log.
     """
 
     reason: Reason
@@ -58,10 +58,10 @@ class Decision:
 
     Attributes:
         outcome: BALANCED with a plan, or IDENTITY with a reason.
-        reason: why it is IDENTITY.
-        detail: the reason in words; of a plan, what another search was made than the one asked for.
-        missing_ranks: ranks that did not come before the deadline, ascending.
-        plan: where the samples go; None for IDENTITY.
+        reason: Why it is IDENTITY.
+        detail: The reason in words; of a plan, what another search was made than the one asked for.
+        missing_ranks: Ranks that did not come before the deadline, ascending.
+        plan: Where the samples go; None for IDENTITY.
     """
 
     outcome: Outcome

@@ -45,10 +45,10 @@ class PlanInput:
     """All that the partition of a round depends on.
 
     Attributes:
-        submissions: one per rank, in order.
-        options: how to partition.
-        nodes: host of each rank.
-        window: batches of the round.
+        submissions: One per rank, in order.
+        options: How to partition.
+        nodes: Host of each rank.
+        window: Batches of the round.
     """
 
     submissions: tuple[Submission, ...]
@@ -72,10 +72,10 @@ class Timeline:
     """When what happened in a round of which ranks have a trace; times of the session's clock.
 
     Attributes:
-        opened_at: its first submission.
-        gathered_at: its plan was asked for, all ranks being there; None if it never was.
-        decided_at: its decision.
-        arrivals: by rank with a trace: when it came, and the context of its trace.
+        opened_at: Its first submission.
+        gathered_at: Its plan was asked for, all ranks being there; None if it never was.
+        decided_at: Its decision.
+        arrivals: By rank with a trace: when it came, and the context of its trace.
     """
 
     opened_at: float
@@ -89,12 +89,12 @@ class Decided:
     """A round was decided; for logs and metrics.
 
     Attributes:
-        session: whose round it is.
-        round: its number.
-        decision: its outcome.
-        waited: seconds from its first submission to its decision.
-        timeline: for its trace; None if no rank has one.
-        caller: whose session it is.
+        session: Whose round it is.
+        round: Its number.
+        decision: Its outcome.
+        waited: Seconds from its first submission to its decision.
+        timeline: For its trace; None if no rank has one.
+        caller: Whose session it is.
     """
 
     session: SessionId
@@ -110,10 +110,10 @@ class SessionId:
     """One incarnation of a session: it starts at round 0.
 
     Attributes:
-        key: the name that it holds.
-        run_id: the launcher's name of the run.
-        restart_count: the launcher's count of restarts.
-        opening: tells apart what a launcher starts again under the same run and count.
+        key: The name that it holds.
+        run_id: The launcher's name of the run.
+        restart_count: The launcher's count of restarts.
+        opening: Tells apart what a launcher starts again under the same run and count.
     """
 
     key: SessionKey

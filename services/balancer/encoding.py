@@ -94,8 +94,8 @@ def balance_message(figures: Figures, seconds: float) -> pb.Balance:
     """How even a round, or a batch of a window, is.
 
     Args:
-        figures: how even the plan is.
-        seconds: that its plan took.
+        figures: How even the plan is.
+        seconds: That its plan took.
     """
     return pb.Balance(partition_seconds=seconds, **{name: getattr(figures, name) for name in FIGURES})
 

@@ -20,15 +20,15 @@ class Health:
     """The state of the services by name.
 
     Attributes:
-        watches: how many may watch at a time.
+        watches: How many may watch at a time.
     """
 
     def __init__(self, services: tuple[str, ...], *, max_watches: int) -> None:
         """Starts serving.
 
         Args:
-            services: names that may be asked for.
-            max_watches: watches at a time.
+            services: Names that may be asked for.
+            max_watches: Watches at a time.
         """
         self.watches = Shares(max_watches)
         self._services = services

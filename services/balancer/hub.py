@@ -78,10 +78,10 @@ class Hub:
         """Starts with no session.
 
         Args:
-            limits: of the round protocol.
-            pool: computes the plans.
-            observer: is told about rounds.
-            traced: is told about decided rounds that ranks trace, with the time at which all answers were handed out.
+            limits: Of the round protocol.
+            pool: Computes the plans.
+            observer: Is told about rounds.
+            traced: Is told about decided rounds that ranks trace, with the time at which all answers were handed out.
         """
         self.registry = Registry(limits)
         self._pool = pool

@@ -8,22 +8,22 @@ class Limits:
     """Bounds and durations of the round protocol. Durations are in seconds.
 
     Attributes:
-        max_sessions: sessions at a time.
-        max_ranks: ranks of one session.
-        max_samples_per_rank: samples of one submission.
-        max_window: batches of one round.
-        max_fields: fields of a batch's schema.
-        max_rounds_ahead: undecided rounds that one rank may have submitted to.
-        max_round_jump: distance of a round from the highest decided one beyond which its number is taken for an error.
-        max_text: characters of a name.
-        max_memory: what sessions and streams may take together. No caller may hold more than is left free, no job more
+        max_sessions: Sessions at a time.
+        max_ranks: Ranks of one session.
+        max_samples_per_rank: Samples of one submission.
+        max_window: Batches of one round.
+        max_fields: Fields of a batch's schema.
+        max_rounds_ahead: Undecided rounds that one rank may have submitted to.
+        max_round_jump: Distance of a round from the highest decided one beyond which its number is taken for an error.
+        max_text: Characters of a name.
+        max_memory: What sessions and streams may take together. No caller may hold more than is left free, no job more
             than is left to its caller.
-        remembered_rounds: decisions that a session can give again; fewer when memory is short.
-        round_timeout: deadline of a round whose ranks name none.
-        max_round_timeout: longest deadline that a rank may ask for.
-        partition_timeout: longest time a partition may take before it is given up.
-        session_expiry: silence after which a session may be replaced by another run, and is forgotten.
-        abandoned_expiry: time without any stream after which a session may be replaced by another run. Longer than
+        remembered_rounds: Decisions that a session can give again; fewer when memory is short.
+        round_timeout: Deadline of a round whose ranks name none.
+        max_round_timeout: Longest deadline that a rank may ask for.
+        partition_timeout: Longest time a partition may take before it is given up.
+        session_expiry: Silence after which a session may be replaced by another run, and is forgotten.
+        abandoned_expiry: Time without any stream after which a session may be replaced by another run. Longer than
             ranks take to connect again, so that a break of the network costs no job its name.
     """
 

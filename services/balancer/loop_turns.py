@@ -24,8 +24,8 @@ class LoopTurns:
     """Hands the event loop out in slices.
 
     Attributes:
-        waiting: how many wait for a turn.
-        longest: seconds of the longest piece that anybody took.
+        waiting: How many wait for a turn.
+        longest: Seconds of the longest piece that anybody took.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class LoopTurns:
         """Must be called with the event loop running.
 
         Args:
-            slice_seconds: time that pieces may take together before the loop looks at everything else.
-            memory_seconds: how long what a caller used counts: after it, a third of it.
-            clock: seconds.
+            slice_seconds: Time that pieces may take together before the loop looks at everything else.
+            memory_seconds: How long what a caller used counts: after it, a third of it.
+            clock: Seconds.
         """
         self.waiting = 0
         self.longest = 0.0

@@ -17,8 +17,8 @@ class StreamMailbox:
     """The outgoing side of one stream; answers are encoded when they are written: the first leave before the last.
 
     Attributes:
-        holder: whose it is.
-        heard_at: when the stream began or last brought a whole message, by the loop's clock.
+        holder: Whose it is.
+        heard_at: When the stream began or last brought a whole message, by the loop's clock.
     """
 
     def __init__(self, instance: int) -> None:

@@ -21,15 +21,15 @@ class Metrics:
     """What a balancer counts and measures.
 
     Attributes:
-        registry: where the metrics live; one of its own for each balancer.
+        registry: Where the metrics live; one of its own for each balancer.
     """
 
     def __init__(self, *, version: str = "", max_jobs: int = 200) -> None:
         """Registers the metrics.
 
         Args:
-            version: the software's version.
-            max_jobs: jobs that get a label of their own. A caller gets as many as are left for others; its later jobs
+            version: The software's version.
+            max_jobs: Jobs that get a label of their own. A caller gets as many as are left for others; its later jobs
                 share the label `other`.
         """
         self.registry = CollectorRegistry()
@@ -176,7 +176,7 @@ class Metrics:
 
         Args:
             what: `memory`, `sessions`, …
-            unit: of it, for the names: `_bytes` or none.
+            unit: Of it, for the names: `_bytes` or none.
             shares: The good.
         """
         prefix = f"evenkeel_balancer_{what}"

@@ -26,11 +26,11 @@ class Refusal:
     """One refused message.
 
     Attributes:
-        code: the kind of error.
-        field: the field of the message that was wrong.
-        value: what it held, shortened.
-        remedy: what to do.
-        fatal: the stream ends with this error; otherwise it concerns one round only.
+        code: The kind of error.
+        field: The field of the message that was wrong.
+        value: What it held, shortened.
+        remedy: What to do.
+        fatal: The stream ends with this error; otherwise it concerns one round only.
     """
 
     code: Code

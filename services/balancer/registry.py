@@ -18,11 +18,11 @@ class Registry:
     """The sessions by name.
 
     Attributes:
-        limits: what the balancer allows.
-        sessions: the one incarnation that holds each name.
-        draining: whether the balancer is shutting down.
-        slots: how many sessions there may be.
-        memory: what sessions and streams may take together.
+        limits: What the balancer allows.
+        sessions: The one incarnation that holds each name.
+        draining: Whether the balancer is shutting down.
+        slots: How many sessions there may be.
+        memory: What sessions and streams may take together.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -73,11 +73,11 @@ class Registry:
         """Forgets a stream or call that has ended.
 
         Args:
-            now: the time.
-            session_id: the incarnation that it had joined.
-            asker: the stream or call.
-            finished: its ranks, if it has ended its requests in order. When all ranks have, the name is free.
-            call: it was a call, of which a rank makes one a round: nothing follows from its end.
+            now: The time.
+            session_id: The incarnation that it had joined.
+            asker: The stream or call.
+            finished: Its ranks, if it has ended its requests in order. When all ranks have, the name is free.
+            call: It was a call, of which a rank makes one a round: nothing follows from its end.
         """
         members = self._members.get(session_id)
         if members is not None:

@@ -38,8 +38,8 @@ def read_request(data: bytes, *, max_fields: int) -> pb.Join | Iterator[pb.Submi
     """A Join, the submissions of a message one after another, or None for an empty request.
 
     Args:
-        data: a `pb.BalanceRequest`, serialised.
-        max_fields: fields that a schema may have.
+        data: A `pb.BalanceRequest`, serialised.
+        max_fields: Fields that a schema may have.
 
     Raises:
         DecodeError: If it is none; also while the submissions are taken.

@@ -20,15 +20,15 @@ class OpenRound:
     """A round between its first submission and its decision.
 
     Attributes:
-        opened_at: time of the first submission.
-        deadline: when it is decided without the ranks that are missing.
-        submissions: by rank.
-        waiters: who is to be told, with the ranks it asked for; a rank that reconnected can have several.
-        num_waiting: answers that are owed to them.
-        partition_started_at: when its plan was asked for; None while ranks are missing.
-        running_since: when a worker began with its plan; None while it waits for one.
-        nbytes: memory of the submissions.
-        traces: by rank that traces the round: when it came, and the context of its trace.
+        opened_at: Time of the first submission.
+        deadline: When it is decided without the ranks that are missing.
+        submissions: By rank.
+        waiters: Who is to be told, with the ranks it asked for; a rank that reconnected can have several.
+        num_waiting: Answers that are owed to them.
+        partition_started_at: When its plan was asked for; None while ranks are missing.
+        running_since: When a worker began with its plan; None while it waits for one.
+        nbytes: Memory of the submissions.
+        traces: By rank that traces the round: when it came, and the context of its trace.
     """
 
     opened_at: float
@@ -106,8 +106,8 @@ class DecidedRound:
     """A round after its decision.
 
     Attributes:
-        decision: its outcome.
-        fingerprints: of what each rank submitted, by rank; a late rank's is added when it comes.
+        decision: Its outcome.
+        fingerprints: Of what each rank submitted, by rank; a late rank's is added when it comes.
     """
 
     decision: Decision
@@ -141,11 +141,11 @@ class SessionStatistics:
     """What has become of a session's rounds, for people and dashboards; no decision depends on it.
 
     Attributes:
-        last_round: the last decided round.
-        balanced: rounds with a plan.
-        identity: rounds without, by reason.
-        waited: seconds from first submission to decision, summed over all rounds.
-        last_balance: how even the last balanced round is, with the seconds that its plan took, and the loads of its
+        last_round: The last decided round.
+        balanced: Rounds with a plan.
+        identity: Rounds without, by reason.
+        waited: Seconds from first submission to decision, summed over all rounds.
+        last_balance: How even the last balanced round is, with the seconds that its plan took, and the loads of its
             ranks before and after in its least even batch.
     """
 

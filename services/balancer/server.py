@@ -52,13 +52,13 @@ class BalancerServer:
     """A balancer on its port: start, serve, drain.
 
     Attributes:
-        instance: this incarnation; a restarted balancer draws another.
-        port: the bound port, once started.
-        metrics_port: the bound port of the metrics; None without.
-        hub: the rounds.
-        servicer: the gRPC edge.
-        metrics: what it counts.
-        stopped: whether it has been taken down.
+        instance: This incarnation; a restarted balancer draws another.
+        port: The bound port, once started.
+        metrics_port: The bound port of the metrics; None without.
+        hub: The rounds.
+        servicer: The gRPC edge.
+        metrics: What it counts.
+        stopped: Whether it has been taken down.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class BalancerServer:
         """Prepares a balancer; must be called with an event loop running.
 
         Args:
-            settings: what the operator wants.
-            zygote: where the processes come from that compute plans; started if None, which is best done before this
+            settings: What the operator wants.
+            zygote: Where the processes come from that compute plans; started if None, which is best done before this
                 process has threads.
-            spans: gets the spans of traced rounds, instead of the collector that the settings name.
+            spans: Gets the spans of traced rounds, instead of the collector that the settings name.
 
         Raises:
             ValueError: If the strategy does not exist, a file of TLS or tokens cannot be used, the collector's URL is

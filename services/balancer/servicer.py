@@ -33,12 +33,12 @@ class EdgeOptions:
     """What the edge needs to know beside the hub.
 
     Attributes:
-        version: the software's version.
-        strategies: names of the strategies that it knows.
-        default_strategy: for sessions that name none.
-        max_message_bytes: of one message.
-        streams: what streams may do.
-        max_calls: unary calls at a time.
+        version: The software's version.
+        strategies: Names of the strategies that it knows.
+        default_strategy: For sessions that name none.
+        max_message_bytes: Of one message.
+        streams: What streams may do.
+        max_calls: Unary calls at a time.
     """
 
     version: str
@@ -80,10 +80,10 @@ class BalancerServicer(pb_grpc.BalancerServiceServicer):
     """Implements `evenkeel.balancer.v1.BalancerService`; `Balance`, its stream, is `Streams.serve`.
 
     Attributes:
-        slots: how many streams there may be.
-        calls: how many unary calls there may be.
-        turns: who may use the event loop.
-        streams: those that are open.
+        slots: How many streams there may be.
+        calls: How many unary calls there may be.
+        turns: Who may use the event loop.
+        streams: Those that are open.
     """
 
     def __init__(self, hub: Hub, options: EdgeOptions) -> None:

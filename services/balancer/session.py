@@ -40,20 +40,20 @@ class Session:
     """The rounds of one incarnation of (job, group, loader).
 
     Attributes:
-        id: which incarnation of which session.
-        terms: what all its ranks said alike.
-        nodes: host of each rank that has joined, by rank.
-        open_rounds: rounds that are not decided yet.
-        decided: rounds whose decision is remembered, by number.
-        floor: the highest round whose decision was forgotten; -1 at first.
-        highest: the highest round that was decided; -1 at first.
-        memory: what it holds of the balancer's memory.
-        caller: who opened it.
-        last_message_at: when a rank last said anything.
-        abandoned_at: when its last stream ended, not all of them in order; infinity while there are some.
-        draining: whether new rounds are decided IDENTITY at once.
-        finished: ranks that have ended their requests in order and will not come back.
-        statistics: counters for people.
+        id: Which incarnation of which session.
+        terms: What all its ranks said alike.
+        nodes: Host of each rank that has joined, by rank.
+        open_rounds: Rounds that are not decided yet.
+        decided: Rounds whose decision is remembered, by number.
+        floor: The highest round whose decision was forgotten; -1 at first.
+        highest: The highest round that was decided; -1 at first.
+        memory: What it holds of the balancer's memory.
+        caller: Who opened it.
+        last_message_at: When a rank last said anything.
+        abandoned_at: When its last stream ended, not all of them in order; infinity while there are some.
+        draining: Whether new rounds are decided IDENTITY at once.
+        finished: Ranks that have ended their requests in order and will not come back.
+        statistics: Counters for people.
     """
 
     __slots__ = (

@@ -17,9 +17,9 @@ class Shares:
     """A good of which there is only so much.
 
     Attributes:
-        total: how much there is.
-        used: how much is held.
-        refused: how often there was not enough.
+        total: How much there is.
+        used: How much is held.
+        refused: How often there was not enough.
     """
 
     def __init__(self, total: int) -> None:
@@ -78,7 +78,7 @@ class Account:
     """What one session, stream or call holds of a good, to be given back together.
 
     Attributes:
-        held: how much.
+        held: How much.
     """
 
     __slots__ = ("_holder", "_shares", "held")

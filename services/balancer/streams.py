@@ -39,10 +39,10 @@ class StreamOptions:
     """What streams may do.
 
     Attributes:
-        instance: this incarnation of the balancer.
-        max_streams: streams at a time.
-        max_backlog: answers that a stream may leave untaken before it is no longer read.
-        join_timeout: seconds from a stream's start to its Join.
+        instance: This incarnation of the balancer.
+        max_streams: Streams at a time.
+        max_backlog: Answers that a stream may leave untaken before it is no longer read.
+        join_timeout: Seconds from a stream's start to its Join.
     """
 
     instance: int
@@ -67,7 +67,7 @@ class Streams:
     """The open streams.
 
     Attributes:
-        slots: how many there may be.
+        slots: How many there may be.
     """
 
     def __init__(

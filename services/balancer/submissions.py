@@ -28,12 +28,12 @@ class Terms:
     """What all ranks of a session must say alike.
 
     Attributes:
-        world_size: number of ranks.
-        window: batches per round.
-        options: how to partition.
-        schema_hash: of the batch's fields.
-        schema: one line per field, for messages to people.
-        num_jagged: jagged fields of a batch.
+        world_size: Number of ranks.
+        window: Batches per round.
+        options: How to partition.
+        schema_hash: Of the batch's fields.
+        schema: One line per field, for messages to people.
+        num_jagged: Jagged fields of a batch.
     """
 
     world_size: int
@@ -76,16 +76,16 @@ class Joining:
     """The introduction of a rank, or of several on one stream.
 
     Attributes:
-        key: the session.
-        run_id: the launcher's name of the run.
-        restart_count: the launcher's count of restarts.
-        rank: who speaks.
-        node: its host.
-        terms: what all ranks must say alike.
-        opening: tells apart what a launcher starts again under the same run and count.
-        protocol_version: that both sides speak.
-        ranks: whom the stream speaks for, `rank` among them; empty: only it.
-        caller: who made the call: a token's name or an address.
+        key: The session.
+        run_id: The launcher's name of the run.
+        restart_count: The launcher's count of restarts.
+        rank: Who speaks.
+        node: Its host.
+        terms: What all ranks must say alike.
+        opening: Tells apart what a launcher starts again under the same run and count.
+        protocol_version: That both sides speak.
+        ranks: Whom the stream speaks for, `rank` among them; empty: only it.
+        caller: Who made the call: a token's name or an address.
     """
 
     key: SessionKey
@@ -110,11 +110,11 @@ class Submission:
     """One rank's part in one round. Two are equal when they say the same about the samples.
 
     Attributes:
-        samples: what it says of its samples.
-        exhausted: the rank's data has ended.
-        timeout: seconds from the round's first submission to its deadline.
-        traceparent: context of the rank's trace of this round; empty: none.
-        fingerprint: hash of what it says about the samples, within this process.
+        samples: What it says of its samples.
+        exhausted: The rank's data has ended.
+        timeout: Seconds from the round's first submission to its deadline.
+        traceparent: Context of the rank's trace of this round; empty: none.
+        fingerprint: Hash of what it says about the samples, within this process.
     """
 
     samples: RankSamples

@@ -28,8 +28,8 @@ class RoundTracer:
         answers are handed to the ranks' streams.
 
         Args:
-            event: the round.
-            answered_at: when all answers had been handed out, on the clock of the event's times.
+            event: The round.
+            answered_at: When all answers had been handed out, on the clock of the event's times.
         """
         from opentelemetry.trace import Link, NonRecordingSpan, set_span_in_context
 
@@ -93,8 +93,8 @@ def open_tracer(endpoint: str | None, *, instance: int, processor: SpanProcessor
 
     Args:
         endpoint: URL of a collector.
-        instance: the number of this balancer process.
-        processor: what gets the spans instead.
+        instance: The number of this balancer process.
+        processor: What gets the spans instead.
 
     Raises:
         ValueError: If the endpoint is no URL, or OpenTelemetry is not installed.

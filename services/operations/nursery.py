@@ -25,8 +25,8 @@ class Ready:
     """What a zygote says when workers can be forked from it.
 
     Attributes:
-        speed: of this machine beside the one that estimates were fitted on.
-        broken: strategies of installed packages that cannot be used, with the reason.
+        speed: Of this machine beside the one that estimates were fitted on.
+        broken: Strategies of installed packages that cannot be used, with the reason.
     """
 
     speed: float
@@ -72,10 +72,10 @@ class Zygote:
         """Listens to it on the running loop.
 
         Args:
-            ready: workers can be forked.
-            forked: number and process id of a worker.
-            ended: number and wait status of a worker.
-            lost: the zygote has ended, and with it all its workers.
+            ready: Workers can be forked.
+            forked: Number and process id of a worker.
+            ended: Number and wait status of a worker.
+            lost: The zygote has ended, and with it all its workers.
         """
         self._loop = asyncio.get_running_loop()
 

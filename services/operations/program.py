@@ -29,9 +29,9 @@ def run_service(
     """Runs a service from its command line to its end.
 
     Args:
-        load: from the command line to settings.
-        serve: runs the service until it is asked to stop; returns the exit code.
-        arguments: the command line without the program's name.
+        load: From the command line to settings.
+        serve: Runs the service until it is asked to stop; returns the exit code.
+        arguments: The command line without the program's name.
 
     Returns:
         The exit code: 0 after a clean stop, 2 for wrong settings, 1 when a port cannot be had.
@@ -92,9 +92,9 @@ def configure_logs(level: str, style: str, stream: TextIO | None = None) -> None
     """Sends structlog, the standard library's loggers and Python's warnings to stderr.
 
     Args:
-        level: debug, info, warning or error.
-        style: console, json, or auto (console on a terminal).
-        stream: where to instead; `BackgroundWriter` lets nobody wait for it.
+        level: `debug`, `info`, `warning` or `error`.
+        style: `console`, `json`, or `auto` (the first on a terminal).
+        stream: Where to instead; `BackgroundWriter` lets nobody wait for it.
     """
     stream = sys.stderr if stream is None else stream
     console = style == "console" or (style == "auto" and stream.isatty())

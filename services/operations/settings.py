@@ -98,10 +98,10 @@ def load(
     """Settings from flags, environment and the file that either names.
 
     Args:
-        kind: the service's settings.
-        program: how it is started, for `--help`.
-        arguments: the command line without the program's name.
-        environment: variables to look at; the process's own when None.
+        kind: The service's settings.
+        program: How it is started, for `--help`.
+        arguments: The command line without the program's name.
+        environment: Variables to look at; the process's own when None.
 
     Raises:
         ValueError: If a setting is unknown or wrong, or the file is missing; the message names it as it was given.

@@ -14,7 +14,7 @@ def network_of(peer: str) -> str:
     """The network that a caller's address counts as: an IPv4 address, or the /64 of an IPv6 address.
 
     Args:
-        peer: as gRPC writes it (`ipv4:192.0.2.1:5000`, `ipv6:%5B2001:db8::1%5D:5000`), or an address alone.
+        peer: As gRPC writes it (`ipv4:192.0.2.1:5000`, `ipv6:%5B2001:db8::1%5D:5000`), or an address alone.
     """
     text = unquote(peer)
     scheme, separator, rest = text.partition(":")

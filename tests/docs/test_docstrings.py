@@ -1,4 +1,4 @@
-"""Docstrings and comments speak one dialect: Google's sections, `If` in each `Raises`, single backticks."""
+"""Docstrings speak one dialect: Google's sections with sentences, `If` in each `Raises`, single backticks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("evenkeel", "services", "trainer_client", "benchmarks", "examples", "tests", "deploy", "scripts")
 MARKUP = re.compile(r"(?<!`)``(?!`)|:\w+:`")
+UNCAPITALISED = re.compile(r"\*{0,2}\w+: [a-z]")
 ERROR = re.compile(r"(?:[a-z_]+\.)*[A-Z]\w*: ")
 
 
@@ -31,9 +32,9 @@ def _texts(path: Path) -> list[tuple[int, str]]:
     return found + [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
 
-def _raises(text: str) -> Iterator[str]:
-    """The entries of the `Raises` section of a docstring."""
-    section = re.search(r"^( *)Raises:\n((?:\1 +.*\n)+)", text + "\n", re.M)
+def _entries(text: str, title: str) -> Iterator[str]:
+    """The entries of a section of a docstring."""
+    section = re.search(rf"^( *){title}:\n((?:\1 +.*\n)+)", text + "\n", re.M)
     entries = section[2].splitlines() if section else []
     indent = min((len(line) - len(line.lstrip()) for line in entries), default=0)
     return (line.strip() for line in entries if len(line) - len(line.lstrip()) == indent)
@@ -43,7 +44,10 @@ def _complaints(path: Path) -> Iterator[str]:
     for line, text in _texts(path):
         if MARKUP.search(text):
             yield f"{path}:{line}: double backticks or a role; single backticks mark code"
-        for entry in _raises(text):
+        for entry in (*_entries(text, "Args"), *_entries(text, "Attributes")):
+            if UNCAPITALISED.match(entry):
+                yield f"{path}:{line}: '{entry}' begins in lower case"
+        for entry in _entries(text, "Raises"):
             if not ERROR.match(entry) or not entry.split(": ", 1)[1].startswith("If "):
                 yield f"{path}:{line}: 'Raises' lists '{entry}'; write 'ValueError: If …'"
 
@@ -65,6 +69,7 @@ def test_one_dialect() -> None:
         '"""A ``word``."""',
         "x = 1  # see ``x``",
         '"""Of :func:`x`."""',
+        'def f(x):\n    """F.\n\n    Args:\n        x: of it.\n    """',
         'def f():\n    """F.\n\n    Raises:\n        ValueError: Always.\n    """',
     ],
 )

@@ -45,7 +45,7 @@ class RoundReport:
         home_loads: (world size,) float64, load of each rank's own samples.
         own_load: Load of the samples that this rank trains.
         max_load: Largest load over speed after the round; NaN if only single ranks know.
-        imbalance_before: max/mean of load over speed as loaded.
+        imbalance_before: Max/mean of load over speed as loaded.
         imbalance: The same as trained.
         lower_bound: No assignment of whole samples has a smaller maximum.
         samples: Samples of all ranks.

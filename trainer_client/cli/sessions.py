@@ -30,14 +30,14 @@ class Row:
 
     Attributes:
         balancer: Where it lives.
-        name: job/group/loader.
+        name: Job/group/loader.
         run: Run id and restart count.
         joined: Ranks that are there.
         world_size: Ranks of the session.
         round: The last decided round.
         rounds_per_second: Since the last look; None at the first.
         balanced: Share of rounds with a plan.
-        before: max/mean load as loaded, of the last balanced round.
+        before: Max/mean load as loaded, of the last balanced round.
         after: The same as trained.
         over_bound: How far that is above the lower bound, relative.
         moved: Share of the samples that changed rank.

@@ -20,11 +20,11 @@ class Size:
     """What the time of a partition depends on.
 
     Attributes:
-        ranks: how many ranks the session has.
-        samples: of all ranks.
-        values: samples times jagged fields.
-        window: batches of the round.
-        strategy: that the session asks for.
+        ranks: How many ranks the session has.
+        samples: Of all ranks.
+        values: Samples times jagged fields.
+        window: Batches of the round.
+        strategy: That the session asks for.
     """
 
     ranks: int
@@ -96,9 +96,9 @@ class Choice:
     """The search that a round gets.
 
     Attributes:
-        seconds: that it is expected to take.
-        is_cheap: the cheapest instead of the one that was asked for.
-        full: seconds that the one that was asked for is expected to take.
+        seconds: That it is expected to take.
+        is_cheap: The cheapest instead of the one that was asked for.
+        full: Seconds that the one that was asked for is expected to take.
     """
 
     seconds: float
@@ -110,7 +110,7 @@ class Estimator:
     """What partitions of each session took beside what the model says.
 
     Attributes:
-        speed: of this machine beside the one that the model was fitted on.
+        speed: Of this machine beside the one that the model was fitted on.
     """
 
     def __init__(self, speed: float = 1.0) -> None:

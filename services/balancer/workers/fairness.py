@@ -39,8 +39,8 @@ class FairQueue(Generic[Item]):
         """An empty queue.
 
         Args:
-            size: tasks that may wait; beyond it the job that has most of them loses its latest.
-            limit: how many tasks of a job may be handed out at a time.
+            size: Tasks that may wait; beyond it the job that has most of them loses its latest.
+            limit: How many tasks of a job may be handed out at a time.
         """
         self._size = size
         self._limit = limit

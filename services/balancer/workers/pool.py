@@ -43,9 +43,9 @@ class WorkerPool:
         """Prepares a pool.
 
         Args:
-            options: what the operator has set.
-            observer: is told about workers.
-            zygote: where workers come from; started if None.
+            options: What the operator has set.
+            observer: Is told about workers.
+            zygote: Where workers come from; started if None.
         """
         self._options = options
         self._observer = observer

@@ -30,11 +30,11 @@ class Worker:
     """This process's end of a worker.
 
     Attributes:
-        number: by which the zygote knows it.
-        end: where it is told of rounds, and tells of plans.
-        rounds: where its rounds are written.
-        plans: where it writes their plans.
-        born: when it was asked for, by the monotonic clock.
+        number: By which the zygote knows it.
+        end: Where it is told of rounds, and tells of plans.
+        rounds: Where its rounds are written.
+        plans: Where it writes their plans.
+        born: When it was asked for, by the monotonic clock.
     """
 
     __slots__ = ("born", "end", "number", "plans", "rounds")
@@ -101,10 +101,10 @@ class Staff:
         """Forks nobody yet.
 
         Args:
-            size: workers to keep.
-            memory_bytes: memory that a partition may take.
-            employer: is told about the workers.
-            zygote: where they come from; started if None.
+            size: Workers to keep.
+            memory_bytes: Memory that a partition may take.
+            employer: Is told about the workers.
+            zygote: Where they come from; started if None.
         """
         self._size = size
         self._memory_bytes = memory_bytes

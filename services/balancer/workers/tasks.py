@@ -20,10 +20,10 @@ class PoolOptions:
     """What an operator decides about workers.
 
     Attributes:
-        workers: long searches at a time; one more process takes short ones only.
-        queue_size: rounds that may wait.
-        budget: seconds that a partition may take.
-        memory_bytes: memory that a partition may take.
+        workers: Long searches at a time; one more process takes short ones only.
+        queue_size: Rounds that may wait.
+        budget: Seconds that a partition may take.
+        memory_bytes: Memory that a partition may take.
     """
 
     workers: int = 1
@@ -53,12 +53,12 @@ class Task:
     """A round that wants a plan.
 
     Attributes:
-        session: whose it is.
-        inputs: what the plan is computed from.
-        deadline: time of the loop after which nobody wants the plan.
-        started: is called when a worker begins with it.
-        done: is called with its outcome, unless it is cancelled; with None if nobody waited for it any more.
-        is_wanted: whether somebody waits for it; asked when a worker is free for it.
+        session: Whose it is.
+        inputs: What the plan is computed from.
+        deadline: Time of the loop after which nobody wants the plan.
+        started: Is called when a worker begins with it.
+        done: Is called with its outcome, unless it is cancelled; with None if nobody waited for it any more.
+        is_wanted: Whether somebody waits for it; asked when a worker is free for it.
     """
 
     session: SessionKey
@@ -81,16 +81,16 @@ class Busy:
     """A worker with a task.
 
     Attributes:
-        worker: the worker.
-        task: its task.
-        choice: the search.
-        available: seconds that there were for it.
-        since: when the search began.
-        timers: what is to happen if it goes on for long.
-        is_copying: another thread reads or writes the worker's memory.
-        is_overdue: others need no longer wait for it.
-        is_cancelled: nobody waits for its task any more.
-        is_gone: the worker is, while its memory was copied.
+        worker: The worker.
+        task: Its task.
+        choice: The search.
+        available: Seconds that there were for it.
+        since: When the search began.
+        timers: What is to happen if it goes on for long.
+        is_copying: Another thread reads or writes the worker's memory.
+        is_overdue: Others need no longer wait for it.
+        is_cancelled: Nobody waits for its task any more.
+        is_gone: The worker is, while its memory was copied.
     """
 
     worker: Worker

@@ -25,10 +25,10 @@ def run_worker(end: socket.socket, rounds: Arena, plans: Arena, *, memory_bytes:
     """Computes plans until the other end is closed.
 
     Args:
-        end: tells of a round, is told of its plan.
-        rounds: where rounds are written.
-        plans: where plans are to be written.
-        memory_bytes: what the process may take in addition to what it has now.
+        end: Tells of a round, is told of its plan.
+        rounds: Where rounds are written.
+        plans: Where plans are to be written.
+        memory_bytes: What the process may take in addition to what it has now.
     """
     limit_memory(memory_bytes)
     while message := end.recv(MESSAGE.size):

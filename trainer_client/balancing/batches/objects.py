@@ -95,7 +95,7 @@ class ObjectsNode:
     Attributes:
         path: Where it is, and its jagged column.
         values: The leaf of the bytes.
-        kind: list, tuple or a subclass of them, or `numpy.ndarray`.
+        kind: List, tuple or a subclass of them, or `numpy.ndarray`.
         dtype: Of an array; of strings without their width.
         shape: Of each sample in an array.
     """

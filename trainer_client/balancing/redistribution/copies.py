@@ -37,7 +37,7 @@ class FieldTable:
     Attributes:
         leaf_index: (F,) int64, the tensor in which a field lies.
         before_begin: (F + 1,) int64, where each field's columns begin in `before_columns`.
-        before_columns: int64, field after field, the columns whose values precede it in its tensor.
+        before_columns: Int64, field after field, the columns whose values precede it in its tensor.
         column: (F,) int64, its jagged column, -1 if rows are fixed.
         unit_bytes: (F,) int64, bytes of one row if jagged, of one sample if rows are fixed.
     """

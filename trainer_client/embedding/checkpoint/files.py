@@ -200,7 +200,7 @@ def find_repeated(pieces: Iterable[torch.Tensor], total: int, scratch: Path, *, 
     Up to `limit` keys are sorted in memory. More are first cut by a hash into files of about half as many each.
 
     Args:
-        pieces: int64 keys, some at a time.
+        pieces: Int64 keys, some at a time.
         total: Keys in all.
         scratch: A directory for the files, which are removed again.
         limit: Keys in memory at a time.
