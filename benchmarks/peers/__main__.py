@@ -10,6 +10,7 @@ Each part runs where its peer's checkout is given (`--parts` chooses among them)
 - `dumps` (recsys-examples): DynamicEmb's loading of its dumps, as it is and with our reader; which rows arrive.
 - `input_dist` (TorchRec): its two-phase All2All of nested batches beside our redistribution.
 - `planners` (TorchEasyRec, and the TorchRec that is installed): plans of the same tables and budgets.
+- `training` (TorchEasyRec): its own training on CPU ranks, as it is and with our balancing and plan; nothing is timed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ NEEDS = {
     "dumps": "recsys_examples",
     "input_dist": "torchrec",
     "planners": "torcheasyrec",
+    "training": "torcheasyrec",
 }
 MODULES = {  # each imported when it runs: they need different packages
     "shuffle": "benchmarks.peers.shuffling",
@@ -39,6 +41,7 @@ MODULES = {  # each imported when it runs: they need different packages
     "dumps": "benchmarks.peers.dumps",
     "input_dist": "benchmarks.peers.nested",
     "planners": "benchmarks.peers.planners",
+    "training": "benchmarks.peers.training",
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import subprocess
 import sys
@@ -109,7 +111,16 @@ class Hollow(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _HollowType(name, (), {})
+        return _HollowType(name, (), {"__init__": _accept, "__call__": _return_first})
+
+
+def _accept(*_: Any, **__: Any) -> None:
+    """Of a class in a hollow module."""
+
+
+def _return_first(_: Any, what: Any = None, *__: Any, **___: Any) -> Any:
+    """Of what may be a decorator."""
+    return what
 
 
 class _HollowType(type):
@@ -152,7 +163,7 @@ class TorchEasyRec:
 
     Attributes:
         checkout: Whose code it is.
-        planner: Module with `DynamicProgrammingProposer`.
+        planner: Module with `DynamicProgrammingProposer`; or `tzrec.main`, which has all.
     """
 
     checkout: Checkout
@@ -174,6 +185,73 @@ def load_torcheasyrec(path: Path) -> TorchEasyRec:
         name="TorchEasyRec", commit=commit_of(path), compiled="its generated protocol buffers", skipped=skipped
     )
     return TorchEasyRec(checkout=checkout, planner=importlib.import_module("tzrec.utils.plan_util"))
+
+
+def load_torcheasyrec_training(path: Path) -> TorchEasyRec:
+    """Imports all of a checkout of TorchEasyRec, with hollow modules in place of packages that are not installed.
+
+    Returns:
+        With `tzrec.main` as its module.
+
+    Raises:
+        CheckoutError: If it is none, or its protocol buffers are not generated.
+    """
+    if not (path / "tzrec" / "protos" / "feature_pb2.py").is_file():
+        raise CheckoutError(f"{path} has no tzrec/protos/feature_pb2.py; run its scripts/gen_proto.sh")
+    sys.path.append(str(path))
+    finder = _HollowFinder()
+    finder.packages |= {name for name in _NOT_ON_AN_INDEX if importlib.util.find_spec(name) is None}
+    sys.meta_path.append(finder)
+    while True:
+        try:
+            main = importlib.import_module("tzrec.main")
+            break
+        except (ImportError, ValueError) as error:  # its own imports raise ValueError
+            missing = _missing_package(error)
+            if missing is None or missing in finder.packages or missing == "tzrec":
+                raise CheckoutError(f"{path}: {error}; install what it names") from error
+            finder.packages.add(missing)
+            for name in [name for name in sys.modules if name.split(".")[0] == "tzrec"]:
+                if not name.startswith("tzrec.protos"):  # whose descriptors are registered once
+                    del sys.modules[name]
+    checkout = Checkout(
+        name="TorchEasyRec",
+        commit=commit_of(path),
+        compiled="its generated protocol buffers; nothing in place of " + ", ".join(sorted(finder.packages))
+        if finder.packages
+        else "its generated protocol buffers",
+    )
+    return TorchEasyRec(checkout=checkout, planner=main)
+
+
+_NOT_ON_AN_INDEX = ("graphlearn", "pyfg", "common_io", "confluent_kafka", "aiofiles", "Tea", "alibabacloud_credentials")
+"""What most machines lack of what TorchEasyRec imports; any other package is found missing in its turn."""
+
+
+class _HollowFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds hollow modules for packages, and for all modules in them."""
+
+    def __init__(self) -> None:
+        self.packages: set[str] = set()
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        del path, target
+        if fullname.partition(".")[0] not in self.packages:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: Any) -> Hollow:
+        return Hollow(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+def _missing_package(error: BaseException | None) -> str | None:
+    """The package that an import failed for, however deep in the causes."""
+    while error is not None and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__ or error.__context__
+    return None if error is None or error.name is None else error.name.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import nn
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.embedding.checkpoint.test_dynamicemb_load import stand_in
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ("README.md", "docs/pipelines.md", "docs/batches.md", "docs/windows.md", "docs/resume.md")
@@ -126,11 +128,16 @@ def _run_on_tables(_: int, folder: str) -> tuple[int, bool]:
         "DistributedDataParallel": lambda module, device_ids: nn.parallel.DistributedDataParallel(module),
         "Ranker": Ranker, "batch": keys("item"), "loader": SimpleNamespace(loss_scale=0.25),
     }  # fmt: skip
+    sys.modules.update(stand_in())  # for DynamicEmb, whose tables need a GPU
+    load = {"dumps": 0}
+    names["DynamicEmbLoad"] = lambda path, model, optim: load.update(dumps=load["dumps"] + 1)
+    names["model"] = nn.Identity()
     blocks = _blocks("docs/routing.md", "python")
     for number, block in enumerate(blocks):
         code = block.replace("/shared/", f"{folder}/").replace("10_000_000", "1_000")
         exec(compile(code, f"docs/routing.md, block {number}", "exec"), names)
         names["kjt"] = keys("item")
+    assert load == {"dumps": 1}
     return len(blocks), (Path(folder) / "step-9000").is_dir()
 
 
@@ -151,7 +158,7 @@ def _run_exporter(rank: int, folder: str) -> list[str]:
 
 
 def test_the_tables_are_trained_and_saved(tmp_path: Path) -> None:
-    assert run_ranks(1, _run_on_tables, str(tmp_path)) == [(4, True)]
+    assert run_ranks(1, _run_on_tables, str(tmp_path)) == [(5, True)]
 
 
 def test_the_exporter_tells_its_address(tmp_path: Path) -> None:
@@ -165,6 +172,7 @@ def test_every_page_with_python_is_run() -> None:
     run = {*TEXTS, "docs/meshes.md", "docs/routing.md", "docs/deployment.md", "docs/tutorial.md", "docs/planning.md"}
     run |= {"docs/frameworks.md"}  # test_frameworks.py
     run |= {"docs/recsys_examples.md"}  # tests/trainer_client/balancing/test_recsys_examples.py
+    run |= {"docs/torcheasyrec.md"}  # tests/trainer_client/planning/test_torcheasyrec.py
     assert {page for page in pages if _blocks(page, "python")} == run
 
 

@@ -198,6 +198,11 @@ class Balancer:
         return (0,) if membership is None else membership.ranks
 
     @property
+    def options(self) -> BalanceOptions:
+        """How its streams balance; rank 0's hold for all ranks."""
+        return self._options
+
+    @property
     def place(self) -> tuple[int, int]:
         """This rank among those that balance together, and how many they are."""
         membership = read_membership(self._process_group, self._peers)
