@@ -81,7 +81,7 @@ def test_a_service_that_is_never_there_costs_one_wait() -> None:
     assert {record["mode"] for record in results[0]} == {"embedded"}
     assert results[0][0]["reason"] == "no_decision"
     assert {record["reason"] for record in results[0][1:]} == {"breaker_open"}
-    assert sum(record["wait"] for record in results[0]) < 3.0  # eight waits would be 4 s
+    assert sorted(record["wait"] for record in results[0])[4] < 0.25  # most rounds do not wait
 
 
 def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCaptureFixture) -> None:
