@@ -48,8 +48,10 @@ FUNCTIONS = (
 
 # The longest first, so that the lanes end together.
 EITHER = (
-    "tests/trainer_client/balancing/test_resume",
     "tests/examples/",
+    "tests/docs/",
+    "tests/trainer_client/cli/test_plan.py",
+    "tests/trainer_client/balancing/test_resume",
     "tests/trainer_client/balancing/test_frameworks.py",
     "tests/trainer_client/balancing/test_gradients.py",
     "tests/benchmarks/test_programs.py",
@@ -64,11 +66,9 @@ EITHER = (
     "tests/trainer_client/balancing/test_rounds.py",
     "tests/trainer_client/observing/",
     "tests/trainer_client/planning/",
-    "tests/trainer_client/cli/test_plan.py",
     "tests/trainer_client/cli/test_app.py",
     "tests/trainer_client/cli/test_calibrate.py",
     "tests/trainer_client/cli/test_checkpoint.py",
-    "tests/docs/",
     "tests/test_imports.py",
     "tests/deploy/",
 )

@@ -97,9 +97,10 @@ def test_workers_leave_no_file_and_hold_no_port(balancer: ServiceProcess) -> Non
 
 @pytest.mark.usefixtures("hostile_strategies")
 async def test_an_honest_job_misses_no_round_beside_one_that_ends_its_workers(start_server: StartServer) -> None:
-    server = await start_server(partition_timeout_seconds=1.0)
+    server = await start_server(partition_timeout_seconds=2.5)
     stop = asyncio.Event()
     reasons: set[str] = set()
+    wanted = {"REASON_WORKER_DIED", "REASON_WORKER_STUCK", "REASON_QUARANTINED"}
 
     async def hostile(strategy: str) -> None:
         job = {"world_size": 2, "job": strategy, "options": pb.PartitionOptions(strategy=strategy)}
@@ -114,11 +115,11 @@ async def test_an_honest_job_misses_no_round_beside_one_that_ends_its_workers(st
     others = [asyncio.create_task(hostile(strategy)) for strategy in ("segfault", "spin", "gorge")]
     outcomes = []
     async with Rank(server.port, 0) as first, Rank(server.port, 1) as second:
-        end = time.monotonic() + 4.0
+        end = time.monotonic() + SECONDS
         number = 0
-        while time.monotonic() < end:
+        while time.monotonic() < end and not (number > 100 and wanted <= reasons):
             answers = await asyncio.gather(
-                first.round(number, [3, 1], timeout_ms=2000), second.round(number, [1], timeout_ms=2000)
+                first.round(number, [3, 1], timeout_ms=20_000), second.round(number, [1], timeout_ms=20_000)
             )
             outcomes += [answer.decision.outcome for answer in answers]
             if number == 20:
@@ -130,4 +131,4 @@ async def test_an_honest_job_misses_no_round_beside_one_that_ends_its_workers(st
     await asyncio.gather(*others)
     assert number > 20
     assert set(outcomes) == {pb.Decision.OUTCOME_BALANCED}
-    assert {"REASON_WORKER_DIED", "REASON_WORKER_STUCK", "REASON_QUARANTINED"} <= reasons
+    assert wanted <= reasons
