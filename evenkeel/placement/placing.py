@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,17 @@ def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Lim
         # Each shard fits on average, but no placement on whole ranks was found: nothing is proved.
         return None, Solution(None, np.inf, first.bound, False, first.prices)
     return best, first
+
+
+def fastest(request: PlanRequest, problem: PlacementProblem, limits: Limits) -> Solution:
+    """The best choice found, at the time of its slowest rank; ranks themselves are searched only where they differ."""
+    if not single_rank_tables(request):
+        return solve(problem, limits)
+    placed, solution = solve_and_place(request, problem, limits)
+    if placed is None:
+        return replace(solution, modules=None, cost=np.inf)
+    bound = min(max(solution.bound, heaviest_shard(request, problem)), placed.seconds)
+    return replace(solution, modules=placed.modules, cost=placed.seconds, bound=bound)
 
 
 def _rung(budget: float, steps: int) -> float:

@@ -12,6 +12,7 @@ from evenkeel.placement.invalid_input import require
 from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.options import budgets, build_problem, ratio_grid
 from evenkeel.placement.placement_problem import PlacementProblem
+from evenkeel.placement.placing import fastest
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest, with_time
@@ -114,7 +115,7 @@ def what_if(
     saves: list[float | None] = [None, None]
     if base.seconds is not None:
         for resource in (0, 1):
-            saves[resource] = _next(problem, resource, base.seconds, limits.within(_SHARE / 2 * watch.left()))
+            saves[resource] = _next(request, problem, resource, base.seconds, limits.within(_SHARE / 2 * watch.left()))
     moment = limits.within(_SHARE / 2 * watch.left())
     now = (request.topology.hbm_bytes, request.topology.host_bytes)
     asked = [(size, now[1]) for size in sorted(set(hbm_bytes or _hbm_sizes(request, coarse, moment, points)))]
@@ -165,10 +166,11 @@ def _point(
     request: PlanRequest, problem: PlacementProblem, hbm_bytes: int, host_bytes: int | None, limits: Limits
 ) -> CurvePoint:
     topology = replace(request.topology, hbm_bytes=hbm_bytes, host_bytes=host_bytes)
-    solution = solve(problem.with_budget(*map(float, budgets(replace(request, topology=topology)))), limits)
-    if solution.modules is None:
+    sized = replace(request, topology=topology)
+    found = fastest(sized, problem.with_budget(*map(float, budgets(sized))), limits)
+    if found.modules is None:
         return CurvePoint(hbm_bytes=hbm_bytes, host_bytes=host_bytes, seconds=None, bound_seconds=None)
-    return CurvePoint(hbm_bytes=hbm_bytes, host_bytes=host_bytes, seconds=solution.cost, bound_seconds=solution.bound)
+    return CurvePoint(hbm_bytes=hbm_bytes, host_bytes=host_bytes, seconds=found.cost, bound_seconds=found.bound)
 
 
 def _monotone(curve: list[CurvePoint]) -> tuple[CurvePoint, ...]:
@@ -181,12 +183,13 @@ def _monotone(curve: list[CurvePoint]) -> tuple[CurvePoint, ...]:
     return tuple(result)
 
 
-def _next(problem: PlacementProblem, resource: int, seconds: float, limits: Limits) -> float | None:
+def _next(
+    request: PlanRequest, problem: PlacementProblem, resource: int, seconds: float, limits: Limits
+) -> float | None:
     if not np.isfinite(problem.budget[resource]):
         return None
     budget = problem.budget.copy()
     budget[resource] += _GIB_UNITS
-    solution = solve(
-        problem.with_budget(float(budget[0]), float(budget[1])), replace(limits, gap=1e-4, exact_tables=50)
-    )
-    return max(0.0, seconds - solution.cost) if solution.modules is not None else 0.0
+    exact = replace(limits, gap=1e-4, exact_tables=50)
+    found = fastest(request, problem.with_budget(float(budget[0]), float(budget[1])), exact)
+    return max(0.0, seconds - found.cost) if found.modules is not None else 0.0

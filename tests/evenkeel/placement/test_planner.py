@@ -170,6 +170,21 @@ def test_the_time_does_not_depend_on_the_order_of_the_tables() -> None:
     assert forward.seconds == pytest.approx(backward.seconds)
 
 
+def test_a_curve_of_tables_on_single_ranks_is_one_of_plans() -> None:
+    tables = random_tables(3, 3, sharding=Sharding.TABLE_WISE)
+    asked = request(tables, hbm_gib=6, runtime="torchrec", ranks=4, solver=SolverOptions(ratio_steps=5))
+    answer = what_if(asked, hbm_bytes=(asked.topology.hbm_bytes, asked.topology.hbm_bytes + (4 << 30)))
+    for point in answer.curve:
+        own = plan(replace(asked, topology=replace(asked.topology, hbm_bytes=point.hbm_bytes)), split=False)
+        assert own.bound_seconds is not None
+        assert point.seconds is not None
+        assert point.seconds >= own.bound_seconds * (1 - 1e-9)
+        assert point.seconds == pytest.approx(own.seconds, rel=0.02)
+    assert answer.plan.seconds is not None
+    assert answer.next_hbm_gib_saves_seconds is not None
+    assert answer.next_hbm_gib_saves_seconds <= answer.plan.seconds - own.bound_seconds + 1e-9
+
+
 def test_what_if_is_a_falling_curve_through_the_plan() -> None:
     asked = request(random_tables(12, 8), hbm_gib=5)
     answer = what_if(asked, points=12)
