@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-# By default group and ranks, the same number on all of these ranks.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+# By default group, use and ranks, the same number on all of these ranks.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
 
-def make_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+def make_group(
+    ranks: Sequence[int], backend: str, timeout: timedelta | None = None, *, use: str = ""
+) -> dist.ProcessGroup:
     """A new process group of some ranks. Collective among them; no other rank takes part.
 
     Not by `dist.new_group`: where only the members call it, torch names the group by how many groups a rank is in, and
@@ -29,13 +31,14 @@ def make_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = N
         ranks: Its members, as ranks of the default process group, in the same order on all of them.
         backend: `gloo`, `nccl`, or one for each kind of device as in `cpu:gloo,cuda:nccl`.
         timeout: After which a collective of it fails; default: torch's.
+        use: What it is for, the same on all of them; groups of the same ranks for other uses may be made meanwhile.
     """
     world = dist.group.WORLD
     assert world is not None
     members = tuple(ranks)
     made = _made.setdefault(world, Counter())
-    made[members] += 1
-    name: Any = f"evenkeel/{backend}/{'_'.join(map(str, members))}/{made[members]}"
+    made[use, members] += 1
+    name: Any = f"evenkeel{use}/{backend}/{'_'.join(map(str, members))}/{made[use, members]}"
     with _apart(world) if len(members) < dist.get_world_size() else nullcontext():
         group: dist.ProcessGroup
         group, _ = distributed_c10d._new_process_group_helper(

@@ -217,7 +217,8 @@ class Groups:
             return cls(
                 rank=0, world_size=1, membership=membership
             )  # peers need not ask each other where nothing is decided
-        pair = take(membership, timeout)
+        with _explained():
+            pair = take(membership, timeout)
         return cls(
             rank=membership.ranks.index(membership.own),
             world_size=len(membership.ranks),

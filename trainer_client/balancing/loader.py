@@ -12,7 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from trainer_client.balancing.agreement import Reason, Verdict
+from trainer_client.balancing.agreement import ProgramOrderError, Reason, Verdict
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import BatchSpec
 from trainer_client.balancing.frameworks import check_copier, check_saver, check_trainer
@@ -32,6 +32,7 @@ from trainer_client.balancing.resume import (
 )
 from trainer_client.balancing.stream import BatchStream
 from trainer_client.balancing.tickets import Cost, Outcome, Ticket
+from trainer_client.checks import is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,20 @@ class BalancedLoader(Generic[B]):
             drop_last: Drop global batches with fewer samples than ranks (times `BalanceOptions.min_samples`), on all
                 ranks: where some rank's data has ended the loops of all end there, and what other ranks have left is
                 dropped too. `counters.dropped_samples` counts what was loaded. It holds if any rank's loader has it.
+
+        Raises:
+            ValueError: If the balancer is none, a function is none, or the name is no text.
         """
+        if not isinstance(balancer, Balancer):
+            raise ValueError(
+                f"balancer is {balancer!r}; make one with Balancer.connect(address), Balancer.embedded() or "
+                "Balancer.from_env()"
+            )
+        for field, function in (("cost", cost), ("memory", memory)):
+            if not callable(function) and (field == "cost" or function is not None):
+                raise ValueError(f"{field} is {function!r}; give a function from a batch to one number per sample")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name is {name!r}; name the loader by a text, such as 'train'")
         self.loader = loader
         self._balancer = balancer
         self._cost = cost
@@ -172,7 +186,12 @@ class BalancedLoader(Generic[B]):
 
         With the epoch of a state that has been loaded, the next loop goes on within it, and is empty where nothing of
         it is left; with another one, as far as the state tells its epoch, it begins that one.
+
+        Raises:
+            ValueError: If it is no whole number.
         """
+        if not is_whole(epoch):
+            raise ValueError(f"epoch is {epoch!r}; give a whole number")
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         parts: list[Any] = [self.loader]
         if not hasattr(self.loader, "set_epoch"):
@@ -246,9 +265,9 @@ class BalancedLoader(Generic[B]):
         Raises:
             ResumeError: If it is not the state of a loader of this name, or this rank cannot go on from it.
         """
-        given = [state] if isinstance(state, dict) else list(state)
+        given = [state] if isinstance(state, dict) else list(state) if isinstance(state, Sequence) else []
         if not given:
-            raise ResumeError("state is an empty list; give this rank's state, or those of all ranks")
+            raise ResumeError(f"state is {state!r}; give this rank's state, or a list of those of all ranks")
         states = [LoaderState.from_state(one, self._name) for one in given]
         rank, world_size = self._balancer.place
         self._resume = state_for(states, self.loader, rank=rank, world_size=world_size)
@@ -316,6 +335,8 @@ class BalancedLoader(Generic[B]):
             check_resumed(self._name, [current.resumed])
             self._finish_pass(source.place)
             return
+        except ProgramOrderError:  # of this rank's loop alone: nobody waits for its first batch
+            raise
         except Exception as error:
             stream.attend(error, self._device)
             raise

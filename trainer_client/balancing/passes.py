@@ -293,6 +293,14 @@ def used_after(name: str) -> ProgramOrderError:
     )
 
 
+def used_closed(name: str) -> ProgramOrderError:
+    """The error of a loop that goes on although its stream was closed."""
+    return ProgramOrderError(
+        f"the balancer was closed while a loop over {name!r} went on, which ended it on all ranks; close the balancer "
+        "behind the loop, and leave a loop by break"
+    )
+
+
 def _is_empty(ticket: Ticket) -> bool:
     """Whether all of a round was dropped."""
     done = ticket.future.done() and ticket.future.exception() is None

@@ -20,7 +20,7 @@ from trainer_client.balancing.embedded import decide_alone
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.opening import NoDataError, StreamConfig, meet
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.passes import Mover, Pass, used_after
+from trainer_client.balancing.passes import Mover, Pass, used_after, used_closed
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters
@@ -106,6 +106,8 @@ class BatchStream:
 
     def check(self, one: Pass) -> None:
         """Raises `ProgramOrderError` if a newer loop has begun on this stream, or it was closed."""
+        if self._pass is None:
+            raise used_closed(self._config.loader)
         if one is not self._pass:
             raise used_after(self._config.loader)
 
@@ -228,7 +230,9 @@ class BatchStream:
         if outcome.ended:
             raise RuntimeError(f"the loop over {self._config.loader!r} has ended on all ranks; nothing moves any more")
         current = self._pass
-        if current is None or current.left or ticket.pass_number != current.number:
+        if current is None:
+            raise used_closed(self._config.loader)
+        if current.left or ticket.pass_number != current.number:
             raise used_after(self._config.loader)
         if not current.in_turn(ticket, outcome, batch):
             current.leave(out_of_turn=True)

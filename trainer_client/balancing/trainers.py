@@ -11,6 +11,7 @@ import torch.distributed as dist
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.pipelines import BalancedBatch, balanced_batches
 from trainer_client.balancing.resume import ResumeError
+from trainer_client.process_groups import make_group
 
 B = TypeVar("B")
 _NO_MORE: Any = object()
@@ -23,6 +24,9 @@ class JobState:
     A loader's state is that of its rank. Lightning, Accelerate and many loops of one's own write what rank 0 has, and
     load it on every rank; `torch.distributed.checkpoint` writes the value of one of the ranks that save it under the
     same name. This has the methods that all of them look for, and what is saved serves any number of ranks.
+
+    The ranks that balance together share a value. Where a job has several such groups, which train different batches,
+    save each group's under a name of its own.
     """
 
     def __init__(self, loader: BalancedLoader[Any], *, ahead: Callable[[], int] = int) -> None:
@@ -35,11 +39,12 @@ class JobState:
         """
         self._loader = loader
         self._ahead = ahead
+        self._group: dist.ProcessGroup | None = None  # of the ranks that balance, where these are not the whole job
 
     def state_dict(self) -> dict[str, Any]:
         """What all ranks have handed over and trained, the same value on all of them; a few KB for each rank.
 
-        All ranks of the job call it together: it gathers their states.
+        The ranks that balance together call it together: it gathers their states.
 
         Raises:
             RuntimeError: If a rank cannot tell its state; on all ranks, with what that rank said.
@@ -50,7 +55,7 @@ class JobState:
             own = self._loader.state_dict(ahead=self._ahead())
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-            if not self._several:
+            if self._loader._balancer.place[1] == 1:
                 raise
         found = [(rank, state, problem) for rank, (state, problem) in self._gathered((own, problem))]
         problems = [f"rank {rank}: {problem}" for rank, _, problem in found if problem]
@@ -77,17 +82,16 @@ class JobState:
             )
         self._loader.load_state_dict(pickle.loads(state[_KEY]))
 
-    @property
-    def _several(self) -> bool:
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
     def _gathered(self, own: Any) -> list[tuple[int, Any]]:
         """What each rank has that balances with this one, with its number in the job."""
-        if not self._several:
-            return [(0, own)]
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        return [(rank, gathered[rank]) for rank in self._loader._balancer.ranks]
+        ranks = self._loader._balancer.ranks
+        if len(ranks) == 1:
+            return [(ranks[0], own)]
+        if self._group is None and len(ranks) < dist.get_world_size():
+            self._group = make_group(ranks, "gloo", use="/state")
+        gathered: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(gathered, own, group=self._group)
+        return [(rank, gathered[rank if self._group is None else place]) for place, rank in enumerate(ranks)]
 
 
 class LightningLoader(Generic[B]):

@@ -15,6 +15,7 @@ from benchmarks.harness.ranks import run_ranks
 from benchmarks.references.all_gather import by_gathering
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.balancing.resume import ResumeError
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,77 @@ def test_each_part_that_asks_for_the_epoch_learns_it_once() -> None:
     plain = BalancedLoader([torch.arange(3)], Balancer.off(), cost=len)
     plain.set_epoch(1)
     assert not any(hasattr(plain, name) for name in ("dataset", "sampler", "batch_sampler"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"balancer": "balancer:50051"}, r"balancer is 'balancer:50051'; make one with Balancer\.connect"),
+        ({"balancer": Balancer}, r"balancer is <class .*; make one with Balancer\.connect"),
+        ({"cost": 5}, "cost is 5; give a function"),
+        ({"cost": None}, "cost is None; give a function"),
+        ({"memory": 5}, "memory is 5; give a function"),
+        ({"name": ""}, "name is ''; name the loader by a text"),
+        ({"name": 3}, "name is 3; name the loader by a text"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BalancedLoader([], **{"balancer": Balancer.off(), "cost": len, **given})
+
+
+def test_what_is_no_epoch_and_no_state_is_refused() -> None:
+    loader = BalancedLoader([torch.arange(3)], Balancer.off(), cost=len)
+    with pytest.raises(ValueError, match="epoch is 'a'; give a whole number"):
+        loader.set_epoch("a")  # type: ignore[arg-type]
+    with pytest.raises(ResumeError, match="state is None; give this rank's state"):
+        loader.load_state_dict(None)  # type: ignore[arg-type]
+
+
+def _closed_within(rank: int) -> tuple[int, str, int]:
+    del rank
+    balancer = Balancer.embedded()
+    loader = BalancedLoader([torch.arange(4)] * 5, balancer, cost=lambda batch: batch)
+    taken, said = 0, ""
+    try:
+        for _ in loader:
+            taken += 1
+            if taken == 2:
+                balancer.close()
+    except RuntimeError as error:
+        said = str(error)
+    return taken, said, len(list(loader))
+
+
+def test_a_balancer_that_is_closed_within_a_loop_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for taken, said, again in run_ranks(2, _closed_within):
+        assert taken == 2
+        assert said.startswith("the balancer was closed while a loop over 'train' went on")
+        assert again == 5
+    assert _closed_within(0)[0] == 2
+    assert "cannot be read" not in caplog.text
+
+
+def _evaluates_alone(rank: int) -> str:
+    with Balancer.embedded(
+        options=BalanceOptions(timeout=timedelta(seconds=1), group_timeout=timedelta(seconds=3))
+    ) as one:
+        train, test = (
+            BalancedLoader([torch.arange(4)] * 5, one, cost=lambda batch: batch, name=name)
+            for name in ("train", "test")
+        )
+        try:
+            for step, _ in enumerate(train):
+                if step == 1 and rank == 0:
+                    list(test)
+        except RuntimeError as error:
+            return "".join(traceback.format_exception(error))
+    return ""
+
+
+def test_a_loop_that_one_rank_alone_begins_is_named() -> None:
+    for said in run_ranks(2, _evaluates_alone):
+        assert "did not begin this loop within BalanceOptions.group_timeout" in said
 
 
 def _loops_of_its_own(rank: int) -> str:

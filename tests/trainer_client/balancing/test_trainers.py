@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -42,6 +44,28 @@ def test_a_rank_that_cannot_tell_its_state_is_heard_by_all() -> None:
     assert first == second
     assert first.startswith("the loader's state cannot be saved; rank 1: ValueError: ahead is 1000")
     assert equal
+
+
+def with_a_helper(rank: int) -> tuple[list[Any], Any]:
+    """Ranks 0 and 1 balance; rank 2 only takes part in a collective of the job's own."""
+    group = dist.new_group([0, 1])
+    state: Any = None
+    if rank < 2:
+        batches = [{"id": torch.arange(4) + 10 * rank}] * 3
+        loader = BalancedLoader(batches, Balancer.embedded(process_group=group), cost=lambda batch: batch["id"] + 1)
+        for _ in loader:
+            state = JobState(loader).state_dict()
+    told: list[Any] = [None] * 3
+    dist.all_gather_object(told, f"rank {rank}")
+    return told, state
+
+
+def test_ranks_that_do_not_balance_need_not_save_its_state() -> None:
+    (first, state), (second, same), (third, nothing) = run_ranks(3, with_a_helper)
+    assert first == second == third == ["rank 0", "rank 1", "rank 2"]
+    assert state == same
+    assert [one["rank"] for one in pickle.loads(state["ranks"])] == [0, 1]
+    assert nothing is None
 
 
 def test_what_is_no_state_of_a_job_is_refused() -> None:
