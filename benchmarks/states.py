@@ -39,6 +39,7 @@ SAMPLES = 128  # of a rank and step
 TOUCHED = 40 << 20  # bytes that a step works through
 SPEC = BatchSpec(rows_per_sample={"values": "count"})
 LIMIT = 50.0  # microseconds
+SECONDS = 25.0  # of a loop at most: on a machine that is busy with other things there are fewer steps
 
 
 def lengths(samples: int) -> torch.Tensor:
@@ -116,8 +117,11 @@ def measure(rank: int, way: str, window: int, steps: int) -> dict[str, Any]:
         loader = BalancedLoader(
             make_loader(way, steps + 2 * window, rank, 2), balancer, cost=lambda batch: batch["count"], spec=SPEC
         )
+        until = time.perf_counter() + SECONDS
         for step, _ in enumerate(loader):
             began = time.perf_counter()
+            if began > until:
+                break  # which ends the loops of both ranks
             touched.add_(1.0)
             asked = time.perf_counter()
             found["step"].append(asked - began)
