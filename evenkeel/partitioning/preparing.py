@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import importlib
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 300.0  # seconds that another process may take to compile what this one waits for
 _LOOK = 0.1
+_EXIT_SECONDS = 5.0  # that a process which ends gives what it loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +57,35 @@ class KernelSet:
         self.folder.mark_complete()
 
 
-def ready(sets: Sequence[KernelSet]) -> None:
-    """Gets kernels ready in this process; those that no folder has are compiled side by side."""
-    _compile(sets)
+def ready(sets: Sequence[KernelSet], ending: threading.Event | None = None) -> None:
+    """Gets kernels ready in this process; those that no folder has are compiled side by side.
+
+    Args:
+        sets: What is needed.
+        ending: Once it is set nothing more is compiled or loaded; None: the caller waits for it.
+    """
+    _compile(sets, ending)
     for each in sets:
-        each.load_here()
+        if ending is None or not ending.is_set():
+            each.load_here()
 
 
 class Preparation:
-    """Kernels that get ready: loaded before this returns if they are compiled, else in the background."""
+    """Kernels that get ready: loaded before this returns if they are compiled, else in the background.
+
+    In the background other processes compile: a process that ended within the compiler's own code would abort.
+    """
 
     def __init__(self, sets: Sequence[KernelSet]) -> None:
         self._sets = tuple(sets)
-        self._done = threading.Event()
+        self._done, self._ending = threading.Event(), threading.Event()
         if all(each.complete for each in self._sets):
             ready(self._sets)
             self._done.set()
         else:
-            threading.Thread(target=self._run, name="evenkeel-kernels", daemon=True).start()
+            thread = threading.Thread(target=self._run, name="evenkeel-kernels", daemon=True)
+            thread.start()
+            atexit.register(self._end, thread)
 
     @property
     def ready(self) -> bool:
@@ -85,11 +98,15 @@ class Preparation:
 
     def _run(self) -> None:
         try:
-            ready(self._sets)
+            ready(self._sets, self._ending)
         except Exception:
             logger.warning("kernels could not be prepared; they are compiled when they are called", exc_info=True)
         finally:
             self._done.set()
+
+    def _end(self, thread: threading.Thread) -> None:
+        self._ending.set()
+        thread.join(_EXIT_SECONDS)
 
 
 def run_part(part: str) -> None:
@@ -104,18 +121,21 @@ def _function(name: str) -> Callable[[], None]:
     return found
 
 
-def _compile(sets: Sequence[KernelSet]) -> None:
-    """Compiles what is missing into the folders; one process of all that share them does it, the others wait."""
+def _compile(sets: Sequence[KernelSet], ending: threading.Event | None) -> None:
+    """Compiles what is missing into the folders; one process of all that share them does it, the others wait.
+
+    A single part is left to a caller who waits.
+    """
     missing = [each for each in sets if not each.complete and each.folder.path is not None]
     if not missing or not sys.executable:
         return
-    with _first_of_all(missing[0].folder) as lock:
+    with _first_of_all(missing[0].folder, ending) as lock:
         parts = [part for each in missing if not each.complete for part in each.parts]
-        if len(parts) > 1:
-            _run_side_by_side(parts, lock)
+        if len(parts) > (ending is None):
+            _run_side_by_side(parts, lock, ending)
 
 
-def _run_side_by_side(parts: Sequence[str], lock: IO[bytes] | None) -> None:
+def _run_side_by_side(parts: Sequence[str], lock: IO[bytes] | None, ending: threading.Event | None) -> None:
     """Runs a process for each part, some at a time.
 
     They hold the lock as well: should this process end before them, as in a job that fails at its start, the next one
@@ -135,9 +155,8 @@ def _run_side_by_side(parts: Sequence[str], lock: IO[bytes] | None) -> None:
                         pass_fds=[] if lock is None else [lock.fileno()],
                     )
                 )  # fmt: skip
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or _over(ending):
                 return
-            time.sleep(_LOOK)
             running = [process for process in running if process.poll() is None]
     except OSError:
         return  # no process can be started: what is missing is compiled here
@@ -147,8 +166,16 @@ def _run_side_by_side(parts: Sequence[str], lock: IO[bytes] | None) -> None:
             process.wait()
 
 
+def _over(ending: threading.Event | None) -> bool:
+    """Waits a moment; whether the process ends."""
+    if ending is not None:
+        return ending.wait(_LOOK)
+    time.sleep(_LOOK)
+    return False
+
+
 @contextmanager
-def _first_of_all(folder: KernelFolder) -> Iterator[IO[bytes] | None]:
+def _first_of_all(folder: KernelFolder, ending: threading.Event | None) -> Iterator[IO[bytes] | None]:
     """Holds the folder's lock; goes on without it where there are no locks, or its holder takes too long."""
     assert folder.path is not None
     deadline = time.monotonic() + PATIENCE
@@ -165,7 +192,8 @@ def _first_of_all(folder: KernelFolder) -> Iterator[IO[bytes] | None]:
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     break
-            time.sleep(_LOOK)
+            if _over(ending):
+                break
         yield file if held else None
     finally:
         if file is not None:

@@ -112,7 +112,7 @@ def test_with_memory_caps_the_first_batch_waits_since_as_loaded_it_might_not_fit
 def test_what_cannot_be_prepared_is_compiled_when_it_is_called(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError("no space")
 
     class Missing:
