@@ -1,10 +1,10 @@
 """Groups that shrink and grow, as torchft's: the ranks that are there make a new process group, and go on.
 
-`python -m examples.resume.resizing --ranks 4 --kill-at 7 --restarts 1`: nothing is written to disk but the ledger, and
-those that live stay in their processes. It starts the ranks itself: torchrun ends all of its ranks when one of them
-dies. Three things are needed beside a plain loop: after each step all ranks hold the loader's state of all ranks, since
-who dies takes his own with him; all ask together whether somebody waits to be taken in; and in a new group all go on
-from what the most advanced one holds, which those who come have not got at all.
+`python -m examples.resume.resizing --ranks 4 --kill-at 7 --restarts 1 --pause 0.5`: nothing is written to disk but the
+ledger, and those that live stay in their processes. It starts the ranks itself: torchrun ends all of its ranks when one
+of them dies. Three things are needed beside a plain loop: after each step all ranks hold the loader's state of all
+ranks, since who dies takes his own with him; all ask together whether somebody waits to be taken in; and in a new group
+all go on from what the most advanced one holds, which those who come have not got at all.
 """
 
 from __future__ import annotations
