@@ -21,7 +21,7 @@ from benchmarks.peers.shuffling import summarize
 from benchmarks.placement import knapsack
 from evenkeel.placement.knapsack import solve_knapsack
 from examples.datasets import SyntheticSequences, lengths_named
-from trainer_client.balancing.batches import flatten
+from trainer_client.balancing.batches import BatchError, flatten
 
 
 @dataclass
@@ -49,8 +49,11 @@ def test_a_padded_batch_holds_the_sequences(payload: Any, pad_to: int) -> None:
     assert torch.equal(got.history, sequences.history[:history])
     assert torch.equal(got.labels, sequences.labels[:candidates])
     assert batch.workload.tolist() == [1, 2, 3, 4, 5, 0, 0, 0][:pad_to]
-    flat = flatten(batch, SPEC)
-    assert flat.num_samples == pad_to
+    if pad_to != 5:  # not balanced by Evenkeel, which would lose the number of real samples
+        with pytest.raises(BatchError, match="batch_size names 'actual_batch_size', which is 5, but the batch holds 8"):
+            flatten(batch, SPEC)
+        batch.actual_batch_size = pad_to
+    assert flatten(batch, SPEC).num_samples == pad_to
     tokens = {"ids": 0, "features20": 20 * history, "embeddings": 512 * history}[payload]
     assert (0 if batch.extra is None else batch.extra.values().numel()) == tokens
 

@@ -285,7 +285,15 @@ class Balancer:
         if outcome.ended:
             stream.end(outcome.verdict, ticket)
             return None
-        flats = ticket.flats if batch is None else (flatten(batch, spec, lengths=np.asarray(ticket.samples.lengths)),)
+        flats = ticket.flats
+        if batch is not None:
+            # of a batch without samples the ticket has the fields that other ranks know
+            lengths = np.asarray(ticket.samples.lengths) if len(ticket.samples) else None
+            try:
+                flats = (flatten(batch, spec, lengths=lengths, allow_sync=lengths is None),)
+            except Exception:
+                stream.leave()  # the others have begun to move, which is done here with what was submitted
+                raise
         return stream.start(flats, ticket, outcome, device).wait().unflatten(spec)
 
     def leave(self, *, loader: str = "train") -> None:

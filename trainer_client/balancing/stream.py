@@ -175,7 +175,7 @@ class BatchStream:
             raise
         for flat in flats:
             flat.watch()
-        self._open(flats[0] if flats else None, device)
+        self._open(next((flat for flat in flats if flat.num_samples), flats[0]) if flats else None, device)
         trace = None if self._tracer is None else self._tracer.begin(self._next_round)
         if not 1 <= len(flats) <= (window := self._options.window):
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")

@@ -253,6 +253,7 @@ def read_round(
     costs, memories, problem = [], [], ""
     for batch, flat in zip(batches, flats, strict=True):
         values, its_problem = read_costs(cost(batch), flat.num_samples, world_size=shares)
+        flat.check_unchanged("cost")
         costs.append(values)
         problem = problem or its_problem
         if capped:
@@ -261,11 +262,14 @@ def read_round(
                 if memory is None
                 else read_costs(memory(batch), flat.num_samples, what="memory", world_size=shares)
             )
+            flat.check_unchanged("memory")
             memories.append(held.astype(np.float64))
             problem = problem or its_problem
+    # a batch without samples may be of other fields, as an empty list tells nothing of what it would hold
+    lengths = [flat.lengths for flat in flats if flat.num_samples] or [(began or flats[0]).empty().lengths]
     samples = RankSamples(
         costs=_joined(costs),
-        lengths=_joined([flat.lengths for flat in flats]),
+        lengths=_joined(lengths),
         sizes=_joined([flat.sizes for flat in flats]),
         memory=_joined(memories) if memories else None,
         batch_sizes=tuple(flat.num_samples for flat in flats),
@@ -281,7 +285,7 @@ def _check_fields(name: str, flats: Sequence[FlatBatch], began: FlatBatch | None
                 "batches of one window differ, so that their samples cannot change places: "
                 f"{first.schema.diff(flat.schema, own='one', others='another')}; use window=1, or pad them alike"
             )
-    if began is not None and first.num_jagged != began.num_jagged:
+    if began is not None and first.num_samples and first.num_jagged != began.num_jagged:
         raise ValueError(
             f"{name!r} began with batches of other fields: "
             f"{began.schema.diff(first.schema, own='the first', others='this one')}; {NAMES}"

@@ -8,9 +8,9 @@ from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from trainer_client.balancing.batches.nodes import Node, Parts, SharedNode, Taken, set_members
@@ -143,6 +143,7 @@ class SequenceNode:
         """Takes another of its kind apart."""
         if type(value) is not self.kind or len(value) != len(self.items):
             return False
+        taken.has_empty_lists |= not self.items
         return all(node.take(item, taken) for (_, node), item in zip(self.items, value, strict=True))
 
     def read(self, value: Any, key: Any) -> Any:
@@ -179,7 +180,7 @@ class ObjectNode:
 
     def build(self, parts: Parts) -> Any:
         """Makes it again, around the tensors of `parts`."""
-        result = object.__new__(self.kind)
+        result = _blank(self.kind)
         self.fill(result, parts)
         return result
 
@@ -245,27 +246,39 @@ def container(value: Any, walk: Walk) -> Node | None:
         names = getattr(value, "_fields", range(len(value)))
         nodes = [walk(item, name) for name, item in zip(names, value, strict=True)]
         return SequenceNode(type(value), tuple(enumerate(nodes)))
-    return _object(value, walk) if _is_record(value) else None
+    return _object(value, walk) if is_record(value) and _can_be_made(type(value)) else None
 
 
-def is_bare(value: Any) -> bool:
-    """Whether it is neither a tensor nor a container, so that a list of such values may hold one for each sample."""
-    if value is None or isinstance(value, (torch.Tensor, np.ndarray, dict, list, tuple, UserDict)):
+def _blank(kind: type[Any]) -> Any:
+    """An object without its attributes: `object.__new__` refuses types that are written in C, and their subclasses."""
+    own = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return own.__new__(kind)
+
+
+def _can_be_made(kind: type[Any]) -> bool:
+    try:
+        _blank(kind)
+    except TypeError:
         return False
-    return not is_tensordict(value) and not _is_record(value)
+    return True
 
 
-def _is_record(value: Any) -> bool:
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+
+
+def is_record(value: Any) -> bool:
     """Whether it is an object whose attributes make up a part of the batch."""
     kind = type(value)
     if isinstance(value, type) or callable(value):
         return False
     if dataclasses.is_dataclass(value) or hasattr(kind, "__attrs_attrs__") or _is_pydantic(value):
         return True
+    if isinstance(value, SimpleNamespace):
+        return True
     # one's own class, if there are tensors in it: what else has attributes is not a part of the batch
     return not isinstance(value, torch.Tensor) and any(
         isinstance(item, torch.Tensor) or type(item).__name__ in ("JaggedTensor", "KeyedJaggedTensor")
-        for _, item in _attributes(value)
+        for _, item in attributes_of(value)
     )
 
 
@@ -276,7 +289,7 @@ def _is_pydantic(value: Any) -> bool:
 
 def _object(value: Any, walk: Walk, leave: Sequence[str] = ()) -> ObjectNode:
     items: list[tuple[str, Node]] = []
-    for name, item in _attributes(value):
+    for name, item in attributes_of(value):
         if name not in leave:
             items.append((name, _TOKENIZER[name](item) if _is_encoding(value, name) else walk(item, name)))
     if _is_pydantic(value):
@@ -299,7 +312,7 @@ def _is_encoding(value: Any, name: str) -> bool:
     return name in _TOKENIZER and type(value).__name__ == "BatchEncoding"
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Fields, slots and everything in `__dict__`, but for what Python and cached properties keep there."""
     kind = type(value)
     names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []

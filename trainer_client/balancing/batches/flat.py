@@ -146,6 +146,8 @@ class FlatBatch:
             BatchError: If there is neither at that path.
         """
         if path in self.structure.columns:
+            if path in self.structure.pickles:
+                raise BatchError(f"{path!r} is a list of Python objects; make it an int32 or int64 tensor (n,)")
             return self.lengths[:, self.structure.columns.index(path)]
         if path in self._counts:
             return self._counts[path]
@@ -216,14 +218,17 @@ class FlatBatch:
         """Takes note of what the tensors are like, for `check_unchanged`."""
         self._watch = Watch(self.tensors)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, function: str = "") -> None:
         """Refuses a batch that was written to since `watch`, as far as a look at each tensor can tell.
+
+        Args:
+            function: The user's function that alone has had the batch since, such as "cost"; "": nobody knows.
 
         Raises:
             BatchError: If a tensor is another one than it was.
         """
         if self._watch is not None:
-            self._watch.check(self.tensors, [leaf.path for leaf in self.structure.leaves])
+            self._watch.check(self.tensors, [leaf.path for leaf in self.structure.leaves], function)
 
     def unflatten(self, spec: BatchSpec | None = None) -> Any:
         """The batch again: the same containers and types around these tensors.

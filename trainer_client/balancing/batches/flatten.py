@@ -96,6 +96,8 @@ def match(batch: Any, spec: BatchSpec) -> Match | None:
     num_samples = rows[0][1] // rows[0][0] if rows else lengths[0][0].shape[0] // len(lengths[0][1])
     if any(found != each * num_samples for each, found in rows):
         return None
+    if any(said != num_samples for said in taken.sizes) or (taken.has_empty_lists and not num_samples):
+        return None
     if any(tensors[index].shape[0] != num_samples for index in recipe.structure.padded):
         return None
     if any(tensor.shape != (len(columns) * num_samples,) for tensor, columns in lengths):
@@ -207,6 +209,9 @@ def take_apart(batch: Any, spec: BatchSpec) -> Match:
     declarations = Declarations(spec)
     walk = Walk(declarations)
     root = walk.node(batch, "")
+    if walk.has_empty_lists and walk.holds_no_samples:
+        walk = Walk(declarations, empty_lists_are_objects=True)
+        root = walk.node(batch, "")
     walk.resolve_rows()
     declarations.check_used()
     num_samples = walk.check_sizes()

@@ -38,10 +38,19 @@ class Parts(Protocol):
 
 @dataclass(slots=True)
 class Taken:
-    """What is taken out of a batch: its tensors in the order of the leaves, and the lengths of each jagged tensor."""
+    """What is taken out of a batch.
+
+    Attributes:
+        tensors: Its tensors in the order of the leaves.
+        lengths: The lengths of each jagged tensor.
+        sizes: What it says that its number of samples is.
+        has_empty_lists: It has lists that hold nothing, which may be those of no samples.
+    """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     lengths: list[torch.Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    has_empty_lists: bool = False
 
 
 class Node(Protocol):
@@ -97,9 +106,12 @@ class BatchSizeNode:
             return parts.num_samples
         return torch.full((), parts.num_samples, dtype=self.dtype, device=parts.device)
 
-    def take(self, value: Any, _taken: Taken) -> bool:
+    def take(self, value: Any, taken: Taken) -> bool:
         """Takes another of its kind apart."""
-        return type(value) is int and self.dtype is None
+        if type(value) is not int or self.dtype is not None:
+            return False
+        taken.sizes.append(value)
+        return True
 
 
 def set_members(value: Any, members: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:

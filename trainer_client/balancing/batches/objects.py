@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.nodes import Parts, Taken
+from trainer_client.balancing.batches.sequences import is_objects
 from trainer_client.balancing.batches.spec import BatchError
 
 _TIMES = "mM"  # datetime64 and timedelta64: int64 of a unit
@@ -46,7 +47,7 @@ class ArrayNode:
 
     Attributes:
         leaf: The leaf.
-        dtype: Of the array, in the machine's byte order.
+        dtype: Of the array.
     """
 
     leaf: int
@@ -55,11 +56,13 @@ class ArrayNode:
     def build(self, parts: Parts) -> NDArray[Any]:
         """Makes it again, around the tensors of `parts`."""
         array: NDArray[Any] = parts.tensor(self.leaf).numpy()
-        return array.view(self.dtype) if self.dtype.kind in _TIMES else array
+        native = self.dtype.newbyteorder("=")
+        array = array.view(native) if self.dtype.kind in _TIMES else array
+        return array if native == self.dtype else array.astype(self.dtype)
 
     def take(self, value: Any, taken: Taken) -> bool:
         """Takes another of its kind apart."""
-        if type(value) is not np.ndarray or value.dtype.newbyteorder("=") != self.dtype:
+        if type(value) is not np.ndarray or value.dtype != self.dtype:
             return False
         taken.tensors.append(as_tensor(value))
         return True
@@ -96,8 +99,9 @@ class ObjectsNode:
         path: Where it is, and its jagged column.
         values: The leaf of the bytes.
         kind: List, tuple or a subclass of them, or `numpy.ndarray`.
-        dtype: Of an array; of strings without their width.
+        dtype: Of an array.
         shape: Of each sample in an array.
+        declared: It is declared to be one; what else is read so is told by what it holds.
     """
 
     path: str
@@ -105,14 +109,14 @@ class ObjectsNode:
     kind: type[Any]
     dtype: np.dtype[Any] | None = None
     shape: tuple[int, ...] = ()
+    declared: bool = False
 
     @staticmethod
-    def of(value: Any, path: str, leaf: int) -> ObjectsNode:
+    def of(value: Any, path: str, leaf: int, *, declared: bool) -> ObjectsNode:
         """The node of such a list or array."""
         if not isinstance(value, np.ndarray):
-            return ObjectsNode(path, leaf, type(value))
-        dtype = np.dtype(value.dtype.kind) if value.dtype.kind in "US" else value.dtype
-        return ObjectsNode(path, leaf, np.ndarray, dtype, value.shape[1:])
+            return ObjectsNode(path, leaf, type(value), declared=declared)
+        return ObjectsNode(path, leaf, np.ndarray, value.dtype, value.shape[1:], declared)
 
     def build(self, parts: Parts) -> Any:
         """Makes it again, around the tensors of `parts`."""
@@ -126,13 +130,26 @@ class ObjectsNode:
             for index, one in enumerate(objects):
                 array[index] = one
             return array
-        return np.array(objects, dtype=self.dtype).reshape(len(objects), *self.shape)
+        assert self.dtype is not None
+        array = np.array(objects, dtype=self._dtype_for(objects))
+        return array.reshape(len(objects), *self.shape)
+
+    def _dtype_for(self, objects: list[Any]) -> np.dtype[Any]:
+        """That of the batch; strings of other ranks may need a wider one."""
+        assert self.dtype is not None
+        if self.dtype.kind not in "US" or not objects:
+            return self.dtype
+        found = np.array(objects, dtype=self.dtype.kind).dtype
+        return self.dtype if found.itemsize <= self.dtype.itemsize else found.newbyteorder(self.dtype.byteorder)
 
     def take(self, value: Any, taken: Taken) -> bool:
         """Takes another of its kind apart."""
         if type(value) is not self.kind:
             return False
-        if self.kind is np.ndarray and (self.of(value, self.path, self.values) != self or not value.ndim):
+        if self.kind is np.ndarray:
+            if not value.ndim or (value.dtype, value.shape[1:]) != (self.dtype, self.shape):
+                return False
+        elif not self.declared and not is_objects(value):
             return False
         data, sizes = pickled(value, self.path)
         taken.tensors.append(data)

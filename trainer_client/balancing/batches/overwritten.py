@@ -27,8 +27,13 @@ class Watch:
         self._versions = [_version(tensor) for tensor in tensors]
         self._seen = [_bytes(tensors[index]) for index in self._largest]
 
-    def check(self, tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> None:
+    def check(self, tensors: Sequence[torch.Tensor], paths: Sequence[str], function: str = "") -> None:
         """Compares the tensors with what they were.
+
+        Args:
+            tensors: As they are now.
+            paths: Of each.
+            function: Who alone may have written; see `FlatBatch.check_unchanged`.
 
         Raises:
             BatchError: If one is not as it was.
@@ -36,6 +41,11 @@ class Watch:
         written = [index for index, tensor in enumerate(tensors) if _version(tensor) != self._versions[index]]
         looked = zip(self._largest, self._seen, strict=True)
         written += [index for index, seen in looked if _bytes(tensors[index]) != seen]
+        if written and function:
+            raise BatchError(
+                f"the {function} function writes to {paths[written[0]]!r} of the batch, whose samples would be trained "
+                "changed; let it compute on a copy, for example without operations in place"
+            )
         if written:
             raise BatchError(
                 f"{paths[written[0]]!r} of a batch was written to before its samples moved: the loader uses the memory "

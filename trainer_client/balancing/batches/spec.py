@@ -74,11 +74,12 @@ class BatchSpec:
         padded: Tensors (samples, width, …) that are padded to the longest sample of their batch: the path of what says
             the lengths, or a `Padded`.
         shared: Values that are the same for all samples and never move; what lies below a declared path is shared too.
-        batch_size: Integers, or 0-d integer tensors, that hold the number of samples; updated when it changes.
+        batch_size: Integers, or 0-d integer tensors, that hold the number of samples; updated when it changes. Another
+            number is refused, but on a device, which would have to be waited for.
         derived: Values that follow from the samples, such as the longest length: a `MaxLength`, or a function of the
             batch that is trained, in which derived values are None.
         objects: Lists, tuples and NumPy arrays with one Python object for each sample that do not look like it: lists
-            of dicts, of lists or of tensors. They travel as pickles.
+            of lists, and lists with tensors in them. They travel as pickles.
         copy: Copy each batch when it is read; for loaders that write the next batch into the memory of the one before.
     """
 
@@ -144,10 +145,12 @@ class Declarations:
         return self._found(self._spec.derived, "derived", path)
 
     def declares_parts(self, path: str, count: int) -> bool:
-        """Whether something is declared about one of the `count` parts of the list at `path`, or below it."""
+        """Whether something is declared about parts of the list at `path`, or below them."""
         parts = [f"{path}.{index}" if path else str(index) for index in range(count)]
         for name in (*_MAPPINGS, *_COLLECTIONS):
             for pattern in getattr(self._spec, name):
+                if path and pattern.startswith(f"{path}."):
+                    return True
                 if any(pattern.startswith(f"{part}.") or _matches(part, pattern) for part in parts):
                     return True
         return False
@@ -168,12 +171,31 @@ class Declarations:
         for name in (*_MAPPINGS, *_COLLECTIONS):
             for pattern in getattr(self._spec, name):
                 if (name, pattern) not in self._used and not _WILDCARDS.intersection(pattern):
+                    self._refuse_twice(name, pattern)
                     if pattern in self._paths:
                         raise BatchError(f"{name} names {pattern!r}, {_WANTED[name]}")
                     known = ", ".join(path for path in self._paths if path)
                     raise BatchError(
                         f"{name} names {pattern!r}, which the batch does not have; its paths are: {known} (a pattern "
                         f"such as '{pattern}*' may match nothing)"
+                    )
+
+    def _refuse_twice(self, name: str, path: str) -> None:
+        """Refuses a path that is declared otherwise too, or lies in what is declared as a whole.
+
+        Raises:
+            BatchError: If it is one.
+        """
+        for other in (*_MAPPINGS, *_COLLECTIONS):
+            for pattern in getattr(self._spec, other):
+                if other != name and _matches(path, pattern):
+                    raise BatchError(f"{path!r} is declared in {name} and in {other}; declare it once")
+                if other in _WHOLE and any(
+                    path.startswith(f"{one}.") and _matches(one, pattern) for one in self._paths
+                ):
+                    raise BatchError(
+                        f"{name} names {path!r}, which is a part of what {other} declares ({pattern!r}); declare one "
+                        "of them"
                     )
 
     def _found(self, declared: Mapping[str, T], name: str, path: str) -> T | None:
@@ -192,6 +214,7 @@ def _matches(path: str, pattern: str) -> bool:
     return path == pattern or fnmatchcase(path, pattern)
 
 
+_WHOLE = ("shared", "objects", "derived")  # what is declared so is not looked into
 _WANTED = {
     "rows_per_sample": "which is no tensor; declare flattened tensors only",
     "padded": "which is no dense tensor (samples, width, …); declare padded tensors only",

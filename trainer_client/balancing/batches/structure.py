@@ -122,6 +122,7 @@ class Schema:
         return "\n".join(lines)
 
 
+PICKLES = "objects"  # label of the bytes of Python objects
 LENGTHS_DTYPE = torch.int32  # on the wire and on devices; flatten() refuses longer samples
 
 
@@ -169,6 +170,7 @@ class Structure:
         reads_lengths: Building a batch reads its lengths on the host.
         on_host: The leaves that are in the host's memory wherever the batch is.
         padded: The leaves that are padded outside of a `FlatBatch`.
+        pickles: Paths of the jagged columns that are lists of Python objects.
         is_derived: Whether values follow from the samples.
     """
 
@@ -179,10 +181,13 @@ class Structure:
     reads_lengths: bool = False
     on_host: tuple[int, ...] = field(init=False)
     padded: tuple[int, ...] = field(init=False)
+    pickles: frozenset[str] = field(init=False)
     is_derived: bool = field(init=False)
 
     def __post_init__(self) -> None:
         of_leaves = list(enumerate(self.leaves))
         object.__setattr__(self, "on_host", tuple(index for index, leaf in of_leaves if leaf.on_host))
         object.__setattr__(self, "padded", tuple(index for index, leaf in of_leaves if leaf.padding is not None))
+        pickles = frozenset(leaf.path for leaf in self.leaves if leaf.label == PICKLES)
+        object.__setattr__(self, "pickles", pickles)
         object.__setattr__(self, "is_derived", any(True for _ in derived_nodes(self.root)))

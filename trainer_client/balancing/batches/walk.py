@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches import jagged
-from trainer_client.balancing.batches.containers import container, is_bare
+from trainer_client.balancing.batches.containers import container
 from trainer_client.balancing.batches.jagged import PaddedNode, fits
 from trainer_client.balancing.batches.nodes import BatchSizeNode, DerivedNode, Node, SharedNode, TensorNode
 from trainer_client.balancing.batches.objects import ArrayNode, ObjectsNode, as_tensor, is_numeric, pickled, unit
+from trainer_client.balancing.batches.sequences import Reading, reading
 from trainer_client.balancing.batches.spec import BatchError, Declarations, Derive, MaxLength, Padded
-from trainer_client.balancing.batches.structure import Leaf
+from trainer_client.balancing.batches.structure import PICKLES, Leaf
 
 _DERIVED = "in derived, with the function that gives it, if it follows from the samples"
 
@@ -116,14 +117,24 @@ class Draft:
 class Walk:
     """One pass over a batch."""
 
-    def __init__(self, declarations: Declarations) -> None:
+    def __init__(self, declarations: Declarations, *, empty_lists_are_objects: bool = False) -> None:
+        """Has seen nothing yet.
+
+        Args:
+            declarations: What is declared.
+            empty_lists_are_objects: Lists that hold nothing are those of a batch without samples.
+        """
         self.drafts: list[Draft] = []
         self.columns: dict[str, torch.Tensor] = {}
         self.jagged: list[tuple[str, ...]] = []  # columns of each jagged tensor
         self.shared: list[str] = []
         self.holds_values = False  # the nodes do: shared ones, of this batch alone
         self.reads_lengths = False  # nodes do, on the host
+        self.has_empty_lists = False
+        self._empty_lists_are_objects = empty_lists_are_objects
         self._declarations = declarations
+        self._lists: list[str] = []  # around the value that is looked at, undeclared
+        self._said: list[tuple[str, int]] = []  # declared numbers of samples
         self._sizes: list[tuple[str, int]] = []
         self._rows_from: list[tuple[Draft, str]] = []
         self._needed: list[tuple[str, str]] = []  # columns that derived values need
@@ -142,7 +153,7 @@ class Walk:
             declared.none_at(path)
             return SharedNode(None)
         if declared.is_batch_size(path):
-            return _batch_size(value, path)
+            return self._batch_size(value, path)
         if jagged.is_keyed_jagged_tensor(value):
             return self._keyed(value, path)
         if jagged.is_jagged_tensor(value):
@@ -157,16 +168,43 @@ class Walk:
             return self._objects(value, path)
         if isinstance(value, torch.nn.utils.rnn.PackedSequence):
             raise BatchError(remedy(value, path))
+        is_list = isinstance(value, list | tuple) and bool(path)
+        if is_list:
+            self._lists.append(path)
         node = container(value, lambda item, name: self.node(item, join(path, name)))
         if node is None:
-            raise BatchError(remedy(value, path))
+            raise BatchError(remedy(value, path) + self._hint())
+        if is_list:
+            self._lists.pop()
         return node
 
+    def _hint(self) -> str:
+        """What else to do about a value in a list that is read as a container."""
+        if not self._lists:
+            return ""
+        return f"; if {self._lists[0]!r} holds one entry for each sample, declare it in objects"
+
     def _holds_objects(self, values: Any, path: str) -> bool:
-        """Whether a list holds one object for each sample: by declaration, or strings, numbers and the like."""
+        """Whether a list holds one object for each sample: by declaration, or by what it holds.
+
+        Raises:
+            BatchError: If neither tells.
+        """
         if self._declarations.holds_objects(path):
             return True
-        return _holds_bare_objects(values) and not self._declarations.declares_parts(path, len(values))
+        if hasattr(values, "_fields") or self._declarations.declares_parts(path, len(values)):
+            return False
+        if not values:
+            self.has_empty_lists = True
+            return self._empty_lists_are_objects
+        found = reading(values)
+        if found is Reading.UNCLEAR:
+            raise BatchError(
+                f"{name_of(path)} is a {type_name(values)} with lists in it, which may mean two things: declare "
+                f"objects={{{path!r}}} if it holds one entry for each sample, objects={{{join(path, '*')!r}}} if each "
+                "of the lists in it does, or shared if it is the same for all samples"
+            )
+        return found is Reading.OBJECTS
 
     def _derived(self, derive: Derive, path: str) -> Node:
         if not isinstance(derive, MaxLength):
@@ -221,9 +259,8 @@ class Walk:
         if self._declarations.holds_objects(path) or not is_numeric(array):
             return self._objects(array, path)
         node = self._dense(as_tensor(array), path, label=unit(array), on_host=True)
-        dtype = array.dtype.newbyteorder("=")
         if isinstance(node, TensorNode):
-            return ArrayNode(node.leaf, dtype)
+            return ArrayNode(node.leaf, array.dtype)
         raise BatchError(f"{path!r} is in padded, which is for tensors; convert it with torch.from_numpy")
 
     def _objects(self, values: Any, path: str) -> Node:
@@ -232,9 +269,9 @@ class Walk:
         self.reads_lengths = True
         self._add_column(path, sizes, len(values))
         leaf = self._add(
-            Draft(path=path, tensor=data, rows=0, columns=(path,), field_paths=(path,), label="objects", on_host=True)
+            Draft(path=path, tensor=data, rows=0, columns=(path,), field_paths=(path,), label=PICKLES, on_host=True)
         )
-        return ObjectsNode.of(values, path, leaf)
+        return ObjectsNode.of(values, path, leaf, declared=self._declarations.holds_objects(path))
 
     def _jagged(self, value: Any, path: str) -> Node:
         self._refuse_rows(path)
@@ -288,7 +325,7 @@ class Walk:
     def _check_tensor(self, tensor: torch.Tensor, path: str) -> None:
         problem = tensor_problem(tensor, path)
         if problem:
-            raise BatchError(problem)
+            raise BatchError(problem + (self._hint() if tensor.dim() == 0 else ""))
 
     def _add(self, draft: Draft) -> int:
         self._check_tensor(draft.tensor, draft.path)
@@ -309,23 +346,46 @@ class Walk:
             if draft.rows == 1 and draft.tensor.dim() == 1 and draft.tensor.dtype in (torch.int32, torch.int64)
         }
         for draft, source in self._rows_from:
-            if source not in self.columns:
-                if source not in counts:
-                    declared = "rows_per_sample" if draft.padding is None else "padded"
-                    raise BatchError(
-                        f"{declared} of {draft.path!r} names {source!r}, which is neither a jagged field nor an "
-                        "int32 or int64 tensor with one count per sample"
-                    )
-                self.columns[source] = counts[source]
+            declared = "rows_per_sample" if draft.padding is None else "padded"
+            self._need(source, counts, f"{declared} of {draft.path!r} names")
             draft.columns = (source,)
         for path, source in self._needed:
-            if source not in self.columns:
-                if source not in counts:
-                    raise BatchError(
-                        f"derived[{path!r}] is the longest {source!r}, which is neither a jagged field nor an "
-                        "int32 or int64 tensor with one count per sample"
-                    )
-                self.columns[source] = counts[source]
+            self._need(source, counts, f"derived[{path!r}] is the longest")
+
+    def _need(self, source: str, counts: dict[str, torch.Tensor], who: str) -> None:
+        """Makes sure that there is a column of lengths.
+
+        Raises:
+            BatchError: If what it names has none, which lists of Python objects have not: theirs are of pickles.
+        """
+        found = [draft for draft in self.drafts if draft.path == source]
+        if source in self.columns and not any(draft.label == PICKLES for draft in found):
+            return
+        if source not in counts:
+            raise BatchError(
+                f"{who} {source!r}, which is neither a jagged field nor an int32 or int64 tensor with one count per "
+                f"sample: {self._what_is(source, found)}"
+            )
+        self.columns[source] = counts[source]
+
+    def _what_is(self, path: str, found: list[Draft]) -> str:
+        """What there is at a path that has no lengths, and what to do."""
+        if not found:
+            below = sorted(column for column in self.columns if column.startswith(f"{path}."))
+            if below:
+                return f"name one of {', '.join(below[:8])}"
+            if path in self.shared:
+                return "it is declared in shared"
+            return "the batch has no field of this path with one entry for each sample"
+        (draft, *_) = found
+        if draft.label == PICKLES:
+            return "it is a list or array of Python objects; make it a tensor, as with torch.tensor"
+        shape, dtype = tuple(draft.tensor.shape), str(draft.tensor.dtype).removeprefix("torch.")
+        if draft.rows == 0:
+            return "it is flattened by the lengths of another field itself; name those"
+        if draft.rows > 1:
+            return f"it has {draft.rows} rows per sample"
+        return f"it is of {dtype} and shape {shape}; convert it, as with .flatten() or .to(torch.int64)"
 
     def sources(self, order: dict[str, int]) -> tuple[tuple[int, list[int]], ...]:
         """Where the lengths are; see `Recipe`."""
@@ -355,24 +415,30 @@ class Walk:
             if path in seen:
                 raise BatchError(f"two fields have the path {path!r}; rename one")
             seen.add(path)
+        for path, said in self._said:
+            if said != first:
+                raise BatchError(
+                    f"batch_size names {path!r}, which is {said}, but the batch holds {first} samples; give their "
+                    f"number, or declare it in shared if it is the same on all ranks, {_DERIVED}"
+                )
         return first
+
+    @property
+    def holds_no_samples(self) -> bool:
+        """Whether nothing in the batch holds a sample."""
+        return not any(samples for _, samples in self._sizes)
+
+    def _batch_size(self, value: Any, path: str) -> BatchSizeNode:
+        if isinstance(value, int) and not isinstance(value, bool):
+            self._said.append((path, value))
+            return BatchSizeNode(None)
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.dtype.is_floating_point:
+            if value.device.type == "cpu":  # a device would have to be waited for
+                self._said.append((path, int(value)))
+            return BatchSizeNode(value.dtype)
+        raise BatchError(f"batch_size names {path!r}, which is {type_name(value)}; give an int or a 0-d integer tensor")
 
 
 def join(path: str, part: object) -> str:
     """The path of a part of what is at `path`."""
     return f"{path}.{part}" if path else str(part)
-
-
-def _holds_bare_objects(values: Any) -> bool:
-    """Whether a list or tuple holds strings, numbers or other objects, one for each sample, but no named ones."""
-    if not values or hasattr(values, "_fields"):
-        return False
-    return all(value is None or is_bare(value) for value in values) and any(value is not None for value in values)
-
-
-def _batch_size(value: Any, path: str) -> BatchSizeNode:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return BatchSizeNode(None)
-    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.dtype.is_floating_point:
-        return BatchSizeNode(value.dtype)
-    raise BatchError(f"batch_size names {path!r}, which is {type_name(value)}; give an int or a 0-d integer tensor")

@@ -259,6 +259,27 @@ def test_wrong_declarations_are_refused() -> None:
         BatchSpec(rows_per_sample={"x": 0})
 
 
+@pytest.mark.parametrize("size", [1000, 0, torch.tensor(2)])
+def test_a_batch_size_that_is_another_number_is_refused(size: Any) -> None:
+    spec = BatchSpec(batch_size=["n"])
+    flatten({"x": torch.zeros(3), "n": 3}, spec)
+    refused(
+        {"x": torch.zeros(3), "n": size}, r"batch_size names 'n', which is \d+, but the batch holds 3 .*shared", spec
+    )
+
+
+def test_what_is_declared_twice_says_where() -> None:
+    x = {"x": torch.zeros(3), "f": torch.zeros(6), "m": {"a": torch.zeros(3)}}
+    refused(
+        x, "'f' is declared in rows_per_sample and in shared; declare it once",
+        BatchSpec(rows_per_sample={"f": 2}, shared=["f"]),
+    )  # fmt: skip
+    refused(
+        x, r"rows_per_sample names 'm.a', which is a part of what shared declares \('m'\)",
+        BatchSpec(rows_per_sample={"f": 2, "m.a": 1}, shared=["m"]),
+    )  # fmt: skip
+
+
 def test_a_batch_without_samples_is_refused() -> None:
     refused({"a": None}, "no tensor with samples")
 

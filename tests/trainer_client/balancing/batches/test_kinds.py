@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import attrs
@@ -279,3 +280,9 @@ def _whole() -> Any:
     from trainer_client.balancing.batches import Padded
 
     return Padded()
+
+
+def test_namespaces_are_classes_that_hold_tensors() -> None:
+    found = picked(SimpleNamespace(x=x(), inner=SimpleNamespace(y=x() * 2), nothing=None), 2, 0)
+    assert found.x.tolist() == [12, 10]
+    assert found.inner.y.tolist() == [24, 20]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.trainer_client.balancing.batches.picking import picked, x
-from trainer_client.balancing.batches import BatchError, BatchSpec, flatten, read_lengths
+from trainer_client.balancing.batches import BatchError, BatchSpec, MaxLength, Padded, flatten, read_lengths
 
 
 class Own:
@@ -50,8 +50,6 @@ def test_strings_numbers_and_other_objects_travel_one_for_each_sample() -> None:
 def test_lists_of_another_length_and_objects_that_cannot_travel_are_named() -> None:
     with pytest.raises(BatchError, match=r"'x' holds 3 samples, 'names' 2; declare .* or shared for a value common"):
         flatten({"x": x(), "names": ["a", "b"]})
-    with pytest.raises(BatchError, match=r"'meta.0.id' is a int \(1\).* one for each sample|'meta.0.id' is a int"):
-        flatten({"x": x(), "meta": [{"id": 1}] * 3})
     with pytest.raises(
         BatchError, match=r"sample 1 of 'f' is a function that cannot be sent to another rank .*drop it"
     ):
@@ -150,3 +148,65 @@ def test_torchrec_s_modules_take_a_batch_without_samples() -> None:
     assert bags(empty).values().shape == (0, 8)
     assert rows(empty)["b"].values().shape == (0, 4)
     sum(part.values().sum() for part in rows(empty).values()).backward()
+
+
+@pytest.mark.parametrize("dtype", ["<U10", "S8", ">i4", ">f8", ">M8[s]", ">U5"])
+def test_arrays_keep_their_dtype(dtype: str) -> None:
+    array = np.array([1, 2, 3]).astype(dtype)
+    for samples in ([2, 0], []):
+        found = picked({"x": x(), "a": array}, *samples)["a"]
+        assert found.dtype == array.dtype
+        assert found.tolist() == array[np.array(samples, dtype=int)].tolist()
+
+
+def test_arrays_of_strings_become_as_wide_as_what_arrives() -> None:
+    narrow = flatten({"a": np.array(["a", "b"])})
+    wide = flatten({"a": np.array(["long", "words"])})
+    mixed = narrow.rebuild(wide.tensors, num_samples=2, totals=wide.totals, lengths=wide.lengths)
+    assert mixed.unflatten()["a"].tolist() == ["long", "words"]
+
+
+COUNTS = [[2, 0, 1], (2, 0, 1), np.array([2, 0, 1], dtype=object), ["aa", "", "a"], np.array(["aa", "", "a"])]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_lengths_in_python_objects_are_refused(counts: Any) -> None:
+    batch = {"x": x(), "n": counts, "t": torch.zeros(3, 40), "m": 2}
+    for spec in (
+        BatchSpec(rows_per_sample={"t": "n"}, shared=["m"]),
+        BatchSpec(padded={"t": Padded(lengths="n")}, shared=["m"]),
+        BatchSpec(derived={"m": MaxLength("n")}),
+    ):
+        with pytest.raises(BatchError, match=r"'n', which is neither .*: it is a list or array of Python objects; mak"):
+            flatten(batch, spec)
+
+
+def test_costs_do_not_take_pickles_for_lengths() -> None:
+    batch = {"x": x(), "n": [4, 5, 6]}
+    with pytest.raises(BatchError, match="'n' is a list of Python objects; make it an int32 or int64 tensor"):
+        read_lengths(flatten(batch), "n")
+    with pytest.raises(BatchError, match="'n' is a list"):
+        read_lengths(batch, "n")
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (torch.tensor([2, 0, 1], dtype=torch.int8), r"it is of int8 and shape \(3,\); convert it"),
+        (torch.tensor([[2], [0], [1]]), r"it is of int64 and shape \(3, 1\); convert it"),
+        (torch.tensor([2.0, 0.0, 1.0]), r"it is of float32 and shape"),
+    ],
+)
+def test_what_cannot_count_says_what_it_is(counts: torch.Tensor, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        flatten({"x": x(), "n": counts, "v": torch.zeros(3)}, BatchSpec(rows_per_sample={"v": "n"}))
+
+
+def test_other_fields_that_cannot_count_are_told_apart() -> None:
+    batch = {"x": x(), "n": torch.tensor([2, 0, 1]), "v": torch.zeros(3), "w": torch.zeros(3)}
+    with pytest.raises(BatchError, match="it is flattened by the lengths of another field itself; name those"):
+        flatten(batch, BatchSpec(rows_per_sample={"v": "n", "w": "v"}))
+    with pytest.raises(BatchError, match="the batch has no field of this path"):
+        flatten(batch, BatchSpec(rows_per_sample={"v": "nn"}))
+    with pytest.raises(BatchError, match="it is declared in shared"):
+        flatten(batch, BatchSpec(rows_per_sample={"v": "n"}, shared=["n"]))
