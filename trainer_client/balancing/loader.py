@@ -13,7 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 
 from trainer_client.balancing.agreement import ProgramOrderError, Reason, Verdict
-from trainer_client.balancing.balancer import Balancer
+from trainer_client.balancing.balancer import Balancer, check_loader
 from trainer_client.balancing.batches import BatchSpec
 from trainer_client.balancing.frameworks import check_copier, check_saver, check_trainer
 from trainer_client.balancing.incoming import Incoming
@@ -26,9 +26,9 @@ from trainer_client.balancing.report import Counters, RoundReport
 from trainer_client.balancing.resume import (
     LoaderState,
     Resumed,
-    ResumeError,
     check_resumed,
     state_for,
+    states_of,
 )
 from trainer_client.balancing.stream import BatchStream
 from trainer_client.balancing.tickets import Cost, Outcome, Ticket
@@ -87,16 +87,7 @@ class BalancedLoader(Generic[B]):
         Raises:
             ValueError: If the balancer is none, a function is none, or the name is no text.
         """
-        if not isinstance(balancer, Balancer):
-            raise ValueError(
-                f"balancer is {balancer!r}; make one with Balancer.connect(address), Balancer.embedded() or "
-                "Balancer.from_env()"
-            )
-        for field, function in (("cost", cost), ("memory", memory)):
-            if not callable(function) and (field == "cost" or function is not None):
-                raise ValueError(f"{field} is {function!r}; give a function from a batch to one number per sample")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name is {name!r}; name the loader by a text, such as 'train'")
+        check_loader(balancer, cost, memory, name)
         self.loader = loader
         self._balancer = balancer
         self._cost = cost
@@ -265,10 +256,7 @@ class BalancedLoader(Generic[B]):
         Raises:
             ResumeError: If it is not the state of a loader of this name, or this rank cannot go on from it.
         """
-        given = [state] if isinstance(state, dict) else list(state) if isinstance(state, Sequence) else []
-        if not given:
-            raise ResumeError(f"state is {state!r}; give this rank's state, or a list of those of all ranks")
-        states = [LoaderState.from_state(one, self._name) for one in given]
+        states = states_of(state, self._name)
         rank, world_size = self._balancer.place
         self._resume = state_for(states, self.loader, rank=rank, world_size=world_size)
 

@@ -256,6 +256,18 @@ def _told(state: Any) -> str:
     return repr(shown)
 
 
+def states_of(given: object, name: str) -> list[LoaderState]:
+    """Reads one state, or those of all ranks.
+
+    Raises:
+        ResumeError: If it is neither, or not of the loader of this name.
+    """
+    states = [given] if isinstance(given, dict) else given
+    if not isinstance(states, list | tuple) or not states:
+        raise ResumeError(f"state is {given!r}; give this rank's state, or a list of those of all ranks")
+    return [LoaderState.from_state(one, name) for one in states]
+
+
 def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_size: int) -> LoaderState:
     """What a rank goes on from, given one rank's state or those of all ranks of the old job.
 
