@@ -116,6 +116,11 @@ def schemas_differ(votes: Sequence[Vote]) -> tuple[int, int] | None:
     return None
 
 
+def shared_values_differ(votes: Sequence[Vote]) -> bool:
+    """Whether two ranks' first batches hold other shared values; ranks without samples have no say."""
+    return len({vote.shared for vote in votes if vote.shared}) > 1
+
+
 def teacher(votes: Sequence[Vote]) -> int | None:
     """The rank that tells those without samples what the round's batches look like; None if all of them know."""
     holding = _ranks(votes, lambda vote: vote.samples > 0)

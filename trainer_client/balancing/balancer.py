@@ -288,7 +288,7 @@ class Balancer:
         flats = ticket.flats
         if batch is not None:
             # of a batch without samples the ticket has the fields that other ranks know
-            lengths = np.asarray(ticket.samples.lengths) if len(ticket.samples) else None
+            lengths = np.asarray(ticket.samples.lengths, dtype=np.int64) if len(ticket.samples) else None
             try:
                 flats = (flatten(batch, spec, lengths=lengths, allow_sync=lengths is None),)
             except Exception:

@@ -377,6 +377,7 @@ class BatchStream:
         ticket = Ticket(
             round=number, pass_number=current.number, samples=samples, flats=flats, schema=schema, exhausted=exhausted,
             drop_last=drop_last, problem=problem, asked=asked, twin=twin, resumed=resumed, trace=trace,
+            shared=flats[0].structure.shared if flats[0].num_samples else (),
             deadline=time.monotonic() + self._options.timeout.total_seconds(),
         )  # fmt: skip
         if asked:

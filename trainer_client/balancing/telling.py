@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer_client.balancing.agreement import SchemaMismatchError, Verdict
+from trainer_client.balancing.batches.shared import Said
 from trainer_client.balancing.batches.structure import remedy
 from trainer_client.balancing.breaker import Breaker
 from trainer_client.balancing.groups import Groups
@@ -219,3 +220,26 @@ def raise_mismatch(schemas: Sequence[tuple[str, ...] | None]) -> NoReturn:
     raise SchemaMismatchError(
         f"batches changed their fields or dtypes between rounds, and not on all ranks alike; {NAMES}"
     )
+
+
+def raise_shared_differ(said: Sequence[Said]) -> NoReturn:
+    """Raises the error that shows the first shared value in which two ranks differ.
+
+    Args:
+        said: What each rank's shared values are, by rank; () for one without samples.
+
+    Raises:
+        SchemaMismatchError: If it is called; it does nothing else.
+    """
+    known = [(rank, dict(one)) for rank, one in enumerate(said) if one]
+    first_rank, first = known[0]
+    for rank, one in known[1:]:
+        for path, value in first.items():
+            if one.get(path) != value:
+                raise SchemaMismatchError(
+                    f"shared values differ between ranks: {path!r} is {value} on rank {first_rank}, {one.get(path)} on "
+                    f"rank {rank}; samples of all ranks are trained with it: give all ranks the same value, or declare "
+                    "it in derived, with the function that gives it, if it follows from the samples or is each rank's "
+                    "own"
+                )
+    raise SchemaMismatchError(f"shared values differ between ranks; {NAMES}")

@@ -17,6 +17,7 @@ from evenkeel.partitioning.rounds import RankPlan
 from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.batches import FlatBatch, Schema
+from trainer_client.balancing.batches.shared import Said
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.positions import Plain
 from trainer_client.balancing.report import RoundReport
@@ -84,6 +85,7 @@ class Ticket:
         twin: What the ranks that train the same batches must have submitted too; None without such ranks.
         resumed: From where this rank goes on in the pass that the round begins; None: from its beginning.
         deadline: Until when to wait for the service, `time.monotonic` seconds.
+        shared: What the shared values of its first batch are; () without samples.
         started: Batches whose move has begun.
         future: Resolves to the outcome when all ranks have agreed.
         trace: The round's spans; None when it is not traced.
@@ -101,6 +103,7 @@ class Ticket:
     deadline: float
     twin: Twin | None = None
     resumed: Resumed | None = None
+    shared: Said = ()
     started: int = 0
     future: Future[Outcome] = field(default_factory=Future)
     trace: RoundTrace | None = None

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.samples import Lengths, RankSamples
 from evenkeel.partitioning.slices import Slice
+from trainer_client.balancing.batches.shared import digest
 
 if TYPE_CHECKING:  # they know of votes
     from trainer_client.balancing.batches import Schema
@@ -80,6 +81,7 @@ class Vote:
             partition nor move samples.
         has_cause: This rank knows a cause, not told yet, that keeps it from the service and does not pass.
         resumed: Names the point from which this rank goes on; 0: it began at its beginning.
+        shared: 64 bits of the shared values of its first batch; 0: it has no say.
         num_batches: With a window, how many batches of it this rank has.
         batches: With a window of several batches, each of them; whole windows, also where this rank has fewer.
     """
@@ -108,6 +110,7 @@ class Vote:
     compiling: bool = False
     has_cause: bool = False
     resumed: int = 0
+    shared: int = 0
     num_batches: int = 1
     batches: tuple[BatchVote, ...] = ()
 
@@ -126,7 +129,7 @@ class Vote:
         fixed = _LAYOUT.pack(
             self.round, self.pass_number, self.taken, self.held, flags, self.instance, self.digest, self.moved,
             self.checksum, self.samples, self.schema, self.load, self.heaviest, self.num_batches,
-            self.resumed,
+            self.resumed, self.shared,
         )  # fmt: skip
         return fixed + b"".join(_BATCH.pack(b.samples, b.received, b.load, b.heaviest) for b in self.batches)
 
@@ -135,7 +138,7 @@ class Vote:
         """Reads what `pack` wrote."""
         (
             number, pass_number, taken, held, flags, instance, digest, moved, checksum, samples, schema, load, heaviest,
-            num_batches, resumed,
+            num_batches, resumed, shared,
         ) = _LAYOUT.unpack(data[:VOTE_BYTES])  # fmt: skip
         return cls(
             round=number, pass_number=pass_number, taken=taken, left=bool(flags & 32), out_of_turn=bool(flags & 64),
@@ -143,7 +146,7 @@ class Vote:
             checksum=checksum, samples=samples,
             exhausted=bool(flags & 1), asked=bool(flags & 2), ready=bool(flags & 4), costs_valid=bool(flags & 8),
             costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
-            num_batches=num_batches, resumed=resumed,
+            num_batches=num_batches, resumed=resumed, shared=shared,
             peers_differ=bool(flags & 256),
             compiling=bool(flags & 1024),
             has_cause=bool(flags & 512),
@@ -154,7 +157,7 @@ class Vote:
         )  # fmt: skip
 
 
-_LAYOUT = struct.Struct("<Q4I6QddQQ")
+_LAYOUT = struct.Struct("<Q4I6QddQQQ")
 _BATCH = struct.Struct("<QQdd")
 VOTE_BYTES = _LAYOUT.size
 
@@ -201,6 +204,7 @@ def vote_on(ticket: Ticket, decision: ServiceDecision | None, *, window: int, re
         load=float(costs.sum()),
         heaviest=float(costs.max(initial=0)),
         resumed=0 if ticket.resumed is None else ticket.resumed.token,
+        shared=digest(ticket.shared),
         num_batches=len(ticket.samples.batch_sizes),
         batches=batch_votes(ticket.samples, received),
     )

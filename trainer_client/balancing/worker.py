@@ -24,6 +24,7 @@ from trainer_client.balancing.agreement import (
     check_order,
     decide,
     schemas_differ,
+    shared_values_differ,
     spread,
     teacher,
 )
@@ -37,7 +38,7 @@ from trainer_client.balancing.peers import PeersDifferError, Twin
 from trainer_client.balancing.positions import HalfWindow, plain_window
 from trainer_client.balancing.report import Counters, report_round
 from trainer_client.balancing.resume import raise_differing, tokens_differ
-from trainer_client.balancing.telling import Causes, raise_mismatch, tell_breaker, tell_dropped
+from trainer_client.balancing.telling import Causes, raise_mismatch, raise_shared_differ, tell_breaker, tell_dropped
 from trainer_client.balancing.tickets import Leaving, Outcome, Ticket, read_nothing
 from trainer_client.balancing.turns import Turns
 from trainer_client.balancing.votes import Vote, vote_on, vote_to_leave
@@ -267,6 +268,8 @@ class RoundWorker:
                 raise PeersDifferError(next(filter(None, self._groups.gather_objects(differ))))
             if schemas_differ(votes) is not None:
                 raise_mismatch(self._groups.gather_objects(ticket.schema.lines if len(ticket.samples) else None))
+            if shared_values_differ(votes):
+                raise_shared_differ(self._groups.gather_objects(ticket.shared))
             self._learn(ticket, votes)
         waited = waited and verdict.reason is not Reason.LEFT  # whose ranks did not submit it
         self._advance(votes, verdict, waited=waited, missed=waited and decision is None, problem=ticket.problem)

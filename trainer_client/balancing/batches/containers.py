@@ -251,7 +251,7 @@ def container(value: Any, walk: Walk) -> Node | None:
 
 def _blank(kind: type[Any]) -> Any:
     """An object without its attributes: `object.__new__` refuses types that are written in C, and their subclasses."""
-    own = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    own: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
     return own.__new__(kind)
 
 

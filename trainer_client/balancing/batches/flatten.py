@@ -18,6 +18,7 @@ from trainer_client.balancing.batches import jagged
 from trainer_client.balancing.batches.flat import FlatBatch
 from trainer_client.balancing.batches.jagged import without_padding
 from trainer_client.balancing.batches.nodes import Taken
+from trainer_client.balancing.batches.shared import describe
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec, Declarations
 from trainer_client.balancing.batches.structure import FieldSchema, Leaf, Schema, Structure
 from trainer_client.balancing.batches.walk import Walk
@@ -219,7 +220,10 @@ def take_apart(batch: Any, spec: BatchSpec) -> Match:
     order = {path: index for index, path in enumerate(columns)}
     leaves = tuple(draft.leaf(order) for draft in walk.drafts)
     schema = _schema(leaves, columns, tuple(walk.shared))
-    structure = Structure(root=root, leaves=leaves, columns=columns, schema=schema, reads_lengths=walk.reads_lengths)
+    structure = Structure(
+        root=root, leaves=leaves, columns=columns, schema=schema, reads_lengths=walk.reads_lengths,
+        shared=describe(walk.shared_values),
+    )  # fmt: skip
     if not walk.holds_values:
         remember(batch, Recipe(spec=spec, structure=structure, lengths=walk.sources(order)))
     lengths = [(walk.columns[path], [index]) for index, path in enumerate(columns)]

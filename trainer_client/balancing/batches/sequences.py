@@ -64,7 +64,8 @@ def _parts(value: Any) -> Iterable[Any] | None:
 
 
 def _holds_tensors(value: Any) -> bool:
-    if _holds_nothing(type(value)):
+    kind: Any = type(value)
+    if _holds_nothing(kind):
         return False
     if isinstance(value, torch.Tensor | np.ndarray) or is_tensordict(value):
         return True

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from trainer_client.balancing.batches.nodes import Node, derived_nodes
+from trainer_client.balancing.batches.shared import Said
 from trainer_client.balancing.batches.spec import Padded
 
 Kind = Literal["dense", "jagged", "shared"]
@@ -168,6 +169,7 @@ class Structure:
         columns: Path of each jagged column, ascending.
         schema: What other ranks' batches must agree with.
         reads_lengths: Building a batch reads its lengths on the host.
+        shared: What its shared values are.
         on_host: The leaves that are in the host's memory wherever the batch is.
         padded: The leaves that are padded outside of a `FlatBatch`.
         pickles: Paths of the jagged columns that are lists of Python objects.
@@ -179,6 +181,7 @@ class Structure:
     columns: tuple[str, ...]
     schema: Schema
     reads_lengths: bool = False
+    shared: Said = ()
     on_host: tuple[int, ...] = field(init=False)
     padded: tuple[int, ...] = field(init=False)
     pickles: frozenset[str] = field(init=False)

@@ -128,6 +128,7 @@ class Walk:
         self.columns: dict[str, torch.Tensor] = {}
         self.jagged: list[tuple[str, ...]] = []  # columns of each jagged tensor
         self.shared: list[str] = []
+        self.shared_values: list[tuple[str, Any]] = []
         self.holds_values = False  # the nodes do: shared ones, of this batch alone
         self.reads_lengths = False  # nodes do, on the host
         self.has_empty_lists = False
@@ -144,6 +145,7 @@ class Walk:
         declared = self._declarations
         if declared.is_shared(path):
             self.shared.append(path)
+            self.shared_values.append((path, value))
             self.holds_values |= value is not None
             return SharedNode(value)
         derive = declared.derive(path)
