@@ -79,9 +79,15 @@ class Arriving:
 
 
 class _Coming:
-    """Tensors on their way to the host, in one piece."""
+    """Tensors on their way to the host, in one piece; beside those on a GPU, lengths of objects are there already."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        places = {here: [i for i, one in enumerate(tensors) if one.is_cpu is here] for here in (True, False)}
+        self._there: _Coming | None = None
+        self._order = places[True] + places[False]
+        if all(places.values()):
+            self._there = _Coming([tensors[place] for place in places[True]], dtype)
+            tensors = [tensors[place] for place in places[False]]
         self._sizes = [tensor.numel() for tensor in tensors]
         self._event: torch.cuda.Event | None = None
         self._host: torch.Tensor | None = None
@@ -104,8 +110,10 @@ class _Coming:
             return []
         if self._event is not None:
             self._event.synchronize()
-        values = self._host.numpy()
-        return [part.copy() for part in np.split(values, np.cumsum(self._sizes)[:-1])]
+        found = [part.copy() for part in np.split(self._host.numpy(), np.cumsum(self._sizes)[:-1])]
+        if self._there is not None:
+            found = [*self._there.get(), *found]
+        return [found[place] for place in np.argsort(self._order)]
 
 
 @lru_cache
