@@ -133,6 +133,11 @@ def run(module: str, *arguments: str, timeout: float) -> subprocess.CompletedPro
         return subprocess.CompletedProcess([module, *arguments], code, *(path.read_text() for path in outputs))
 
 
+# What a program leaves is not taken apart: torch may wait for ever in the end of a Gloo group that DDP has kept, whose
+# thread waits for the interpreter's lock.
+_left: list[dict[str, Any]] = []
+
+
 def _run_module(
     module: str,
     arguments: tuple[str, ...],
@@ -148,4 +153,4 @@ def _run_module(
     sys.argv = [module, *arguments]
     sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun starts its ranks
     sys.modules.pop(f"{module}.__main__", None)  # which runpy would warn of, on the log of what runs
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    _left.append(runpy.run_module(module, run_name="__main__", alter_sys=True))

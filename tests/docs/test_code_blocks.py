@@ -172,6 +172,7 @@ def test_every_page_with_python_is_run() -> None:
     run = {*TEXTS, "docs/meshes.md", "docs/routing.md", "docs/deployment.md", "docs/tutorial.md", "docs/planning.md"}
     run |= {"docs/frameworks.md"}  # test_frameworks.py
     run |= {"docs/recsys_examples.md"}  # tests/trainer_client/balancing/test_recsys_examples.py
+    run |= {"docs/pieces.md"}  # tests/trainer_client/attention/test_over_pieces.py
     run |= {"docs/torcheasyrec.md"}  # tests/trainer_client/planning/test_torcheasyrec.py
     assert {page for page in pages if _blocks(page, "python")} == run
 
