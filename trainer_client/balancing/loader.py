@@ -207,10 +207,11 @@ class BalancedLoader(Generic[B]):
         States share what they have in common, so change none of them, but a deep copy.
 
         Args:
-            ahead: How many of the batches handed over have not been trained: what a pipeline holds.
+            ahead: How many of the batches handed over have not been trained: what a pipeline holds. Where fewer have
+                been handed over in the pass, it is the pass's beginning.
 
         Raises:
-            ValueError: If so many batches back is further than the loader remembers.
+            ValueError: If `ahead` is not 0 to 64.
             FrameworkError: If it is asked for by a framework that would keep one rank's state for all.
         """
         asker = sys._getframe(1).f_globals

@@ -307,7 +307,7 @@ class RoundWorker:
         window = None
         if self._options.window > 1 and verdict.mode is not Mode.END:
             window = plain_window(ticket.samples, plan, size=self._options.window, last=verdict.last)
-        ticket.schema.constant_lines  # noqa: B018  which states tell, and are kept: made while the training thread trains
+        _ = ticket.schema.constant_lines  # which states tell, and are kept: made while the training thread trains
         return Outcome(verdict=verdict, plan=plan, reports=reports, template=self._template, window=window)
 
     def _partition(self, ticket: Ticket, votes: list[Vote], verdict: Verdict) -> tuple[Verdict, RankPlan | None]:
