@@ -11,7 +11,11 @@ from evenkeel.partitioning.starts import differenced
 
 def karmarkar_karp(problem: Problem) -> NDArray[np.int32]:
     """The largest differencing method; it knows no speeds or caps, which exchanges then see to."""
-    start = differenced(problem)
+    return evened(problem, fit_memory(problem, differenced(problem)))
+
+
+def evened(problem: Problem, start: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The method's sets, where ranks differ exchanged until they suit them."""
     if problem.interchangeable and problem.terms.memory.size == 0:
         return start
-    return exchange_from(problem, fit_memory(problem, start), plain=True, effort=1)[0]
+    return exchange_from(problem, start, plain=True, effort=1)[0]

@@ -7,6 +7,7 @@ from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.exchanging import PATIENCE, exchange_from, shed
 from evenkeel.partitioning.fitting import fit_memory
+from evenkeel.partitioning.karmarkar_karp import evened
 from evenkeel.partitioning.nodes import balance_nodes
 from evenkeel.partitioning.problem import Problem, counts_and_loads, with_crowding
 from evenkeel.partitioning.rows import ACROSS
@@ -94,6 +95,10 @@ def _share(problem: Problem, destinations: NDArray[np.int32]) -> float:
     return moved_share(problem.terms.sizes, problem.terms.homes, problem.terms.nodes, destinations)
 
 
+def _largest(problem: Problem, destinations: NDArray[np.int32]) -> float:
+    return largest_load(counts_and_loads(problem.terms.costs, destinations, problem.num_ranks)[1], problem.terms.speeds)
+
+
 def _exchanged(problem: Problem) -> tuple[NDArray[np.int32], float]:
     """Where samples go, and how much the rank that takes longest has to do at most."""
     if problem.num_nodes in (1, problem.num_ranks) or problem.terms.memory.size:
@@ -124,7 +129,10 @@ def _exchanged(problem: Problem) -> tuple[NDArray[np.int32], float]:
             continue
         if least <= problem.bound * problem.move_price * (_share(problem, other) - _share(problem, best)):
             continue  # all that it could save is less than what it moves more
-        other, overload = exchange_from(problem, other, plain=False, effort=effort)
-        if overload < least and _time(problem, other, overload + limit) < _time(problem, best, least + limit):
-            best, least = other, overload
-    return best, max(least, 0.0) + limit
+        searched, overload = exchange_from(problem, other, plain=False, effort=effort)
+        if overload > 0:  # limits are rounded rank by rank: overloads alone do not tell what is worse than the method
+            other = evened(problem, other) if method is differenced else other
+        for found in (searched, other):
+            if _time(problem, found, _largest(problem, found)) < _time(problem, best, _largest(problem, best)):
+                best, least = found, min(overload, least)
+    return best, limit if least <= 0 else _largest(problem, best)

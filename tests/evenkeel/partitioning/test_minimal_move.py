@@ -29,8 +29,7 @@ def test_it_is_never_worse_than_the_others_by_more_than_the_tolerance(call: dict
     }
     rounding = 1.0 + (speeds != 1).any()  # limits of whole numbers are rounded up rank by rank
     best = min(largest["karmarkar_karp"], largest["lpt"])
-    tolerance = max(call.get("tolerance", 1e-3), 1e-3)  # below a promille, its patience may end before
-    assert largest["minimal_move"] <= best * (1 + tolerance) * (1 + 1e-9) + rounding
+    assert largest["minimal_move"] <= best * (1 + call.get("tolerance", 1e-3)) * (1 + 1e-9) + rounding
 
 
 @pytest.mark.parametrize("lengths", sorted(LENGTHS))
