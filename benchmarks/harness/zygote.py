@@ -81,6 +81,7 @@ def _call(_output: _Output, environment: Mapping[str, str], target: Callable[...
     for name in _environment_at_start.keys() - environment.keys():
         os.environ.pop(name, None)
     os.environ.update(environment)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what nohup started ignores it, and would pass that on
     target(*args)
 
 

@@ -14,6 +14,7 @@ from examples.datasets.histories import Histories, group_by_user
 from examples.datasets.tables import Watch, chunks, open_lines, split_lines
 
 HEADER = "user_id,parent_asin,rating,timestamp"
+HEADERS = (HEADER, "UserId,ProductId,Rating,Timestamp")  # the latter of ratings of 2014 as Kaggle hands them on
 LIKED_FROM = 4.0  # stars
 _ASIN = 10  # characters of an item's id; ids of users are longer
 _LOOKED_AT = 1000  # lines
@@ -27,7 +28,8 @@ def read_amazon(path: str | Path, *, watch: Watch | None = None) -> Histories:
     """Reads a file of one category, also packed (`.gz`).
 
     - Ratings only: 2023 with the header `user_id,parent_asin,rating,timestamp`, 2014 (user first) and 2018 (item
-      first) without one. Which column holds the items is seen by their ids of ten characters.
+      first) without one. Which column holds the items is seen by their ids of ten characters. Kaggle's copies of 2014
+      have the header `UserId,ProductId,Rating,Timestamp`.
     - Reviews, a JSON object a line: `….jsonl` (2023), `….json` (2014, 2018).
 
     Users and items are numbered in the order of their first appearance, since their ids are no numbers. An action is
@@ -65,7 +67,7 @@ def read_amazon(path: str | Path, *, watch: Watch | None = None) -> Histories:
 
 
 def _ratings(start: list[str], rest: Iterator[str], path: Path) -> Iterator[Event]:
-    headed = bool(start) and start[0].strip() == HEADER
+    headed = bool(start) and start[0].strip() in HEADERS
     wanted = f"{HEADER} of 2023, user,item,rating,timestamp of 2014, or item,user,rating,timestamp of 2018"
     looked_at = [line.strip().split(",") for line in start[headed:] if not line.isspace()]
     if any(len(row) != 4 for row in looked_at[:1]):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from examples.datasets.amazon import HEADER as AMAZON_HEADER
+from examples.datasets.amazon import HEADERS as AMAZON_HEADERS
 from examples.datasets.amazon import read_amazon
 from examples.datasets.criteo import NUM_COUNTS, NUM_FEATURES
 from examples.datasets.gowalla import read_gowalla
@@ -69,7 +69,7 @@ def _file(path: Path) -> str | None:
         return "Criteo"
     if tabs == 4:
         return "Gowalla"
-    if line == AMAZON_HEADER or line.startswith("{") or (line.count(",") == 3 and not line.startswith("userId")):
+    if line in AMAZON_HEADERS or line.startswith("{") or (line.count(",") == 3 and not line.startswith("userId")):
         return "Amazon"
     return None
 

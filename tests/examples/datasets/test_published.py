@@ -55,6 +55,10 @@ def test_ids_are_those_of_the_file(tmp_path: Path) -> None:
     games = tmp_path / "Video_Games.csv"
     games.write_text("0439381673,A21ROB4YDOZA5P,1.0,1402272000\n0439381673,A3TNZ2Q5E7HTHD,3.0,1399680000\n")
     assert read_histories(games).num_items == 1
+    beauty = tmp_path / "ratings_Beauty.csv"  # of 2014, handed on by Kaggle
+    beauty.write_text("UserId,ProductId,Rating,Timestamp\nA39HTATAQ9V7YF,205616461,5.0,1369699200\n")
+    assert identify(beauty) == "Amazon"
+    assert read_histories(beauty).actions.tolist() == [5]
     reviews = tmp_path / "Video_Games.json.gz"
     reviews.write_bytes(gzip.compress(
         b'{"overall": 5.0, "reviewerID": "A1HP7NVNPFMA4N", "asin": "0700026657", "unixReviewTime": 1445040000}\n'
