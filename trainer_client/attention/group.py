@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from evenkeel.partitioning.splits import SplitSample, check_splits
 from trainer_client.attention.pieces import Pieces
-from trainer_client.attention.splits import SplitSample, check_splits
 from trainer_client.process_groups import make_group, timeout_of
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from trainer_client.attention.splits import SplitSample
+from evenkeel.partitioning.splits import SplitSample
 
 
 class Route(NamedTuple):
