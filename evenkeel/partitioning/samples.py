@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.divisible import WIDTH
+
 Lengths: TypeAlias = NDArray[np.int64] | NDArray[np.uint32]  # as ranks have them, and as the wire does
 
 _FEW_FIELDS = 8  # up to which sums over a row are fastest column by column
@@ -49,6 +51,8 @@ class RankSamples:
         batch_sizes: Samples of each of the rank's batches, in order; empty: all are of one.
         given: (n,) int64, the batch of the window and the rank that train each sample, as batch << 32 | rank, where
             that has been decided before; None: it is to be found.
+        divisible: (m, WIDTH) float64, the samples that may be split; see `Divisible.table`. None: there are none.
+        roles: (jagged fields,) int64, what each field is to a sample in parts; see `part_ranges`. None: none is split.
     """
 
     costs: NDArray[np.int64] | NDArray[np.float64]
@@ -57,6 +61,8 @@ class RankSamples:
     memory: NDArray[np.float64] | None = None
     batch_sizes: tuple[int, ...] = ()
     given: NDArray[np.int64] | None = None
+    divisible: NDArray[np.float64] | None = None
+    roles: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.costs)
@@ -69,7 +75,7 @@ class RankSamples:
     @property
     def arrays(self) -> tuple[NDArray[Any] | None, ...]:
         """All that it says about each sample."""
-        return self.costs, self.lengths, self.memory, self.sizes
+        return self.costs, self.lengths, self.memory, self.sizes, self.divisible
 
     @property
     def moving_sizes(self) -> NDArray[np.int64]:
@@ -119,6 +125,8 @@ class RoundSamples:
         memory: (n,) float64 or None.
         nodes: (ranks,) int32, number of each rank's host; None when there is at most one.
         given: (n,) int64 or None; see `RankSamples`.
+        divisible: (m, WIDTH) float64 or None; its samples are numbered among those of all ranks, and ascend.
+        roles: (jagged fields,) int64 or None; see `RankSamples`.
     """
 
     batch_sizes: NDArray[np.int64]
@@ -128,6 +136,8 @@ class RoundSamples:
     memory: NDArray[np.float64] | None = None
     nodes: NDArray[np.int32] | None = None
     given: NDArray[np.int64] | None = None
+    divisible: NDArray[np.float64] | None = None
+    roles: NDArray[np.int64] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -159,7 +169,12 @@ class RoundSamples:
 
     @staticmethod
     def columns(
-        parts: Sequence[RankSamples], num_batches: int, nodes: NDArray[np.int32] | None, *, with_memory: bool
+        parts: Sequence[RankSamples],
+        num_batches: int,
+        nodes: NDArray[np.int32] | None,
+        *,
+        with_memory: bool,
+        roles: NDArray[np.int64] | None = None,
     ) -> dict[str, Column]:
         """The arrays of all ranks' samples by name, not joined yet.
 
@@ -168,6 +183,7 @@ class RoundSamples:
             num_batches: Of the round's window.
             nodes: See above.
             with_memory: There are memory caps.
+            roles: What each field is to a sample in parts; None: none is split.
         """
         none = (0,) * num_batches
         batch_sizes = np.array([(part.sizes_by_batch + none)[:num_batches] for part in parts], np.int64)
@@ -186,6 +202,10 @@ class RoundSamples:
             columns["memory"] = Column(np.dtype(np.float64), (n,), memory)
         if nodes is not None:
             columns["nodes"] = Column.of(nodes)
+        if roles is not None and any(part.divisible is not None for part in parts):
+            tables = [part.divisible for part in parts]
+            columns["divisible"] = Column.of(_numbered(tables, batch_sizes.sum(axis=1)))
+            columns["roles"] = Column.of(roles)
         return columns
 
     @classmethod
@@ -199,6 +219,8 @@ class RoundSamples:
         as_float: bool,
         with_memory: bool,
         with_given: bool = False,
+        divisible: Sequence[bytes] = (),
+        roles: NDArray[np.int64] | None = None,
     ) -> RoundSamples:
         """Reads what `RankSamples.rows` gave on each rank.
 
@@ -208,7 +230,11 @@ class RoundSamples:
             num_fields: Jagged fields.
             as_float, with_memory: as given to `rows`.
             with_given: The ranks' samples have `given`.
+            divisible: The bytes of their samples that may be split, by rank; empty: there are none.
+            roles: What each field is to a sample in parts, where there are some.
         """
+        counts = batch_sizes.sum(axis=1)
+        tables = [np.frombuffer(data, "<f8").reshape(-1, WIDTH) for data in divisible]
         first = 2 + with_memory + with_given
         table = np.frombuffer(b"".join(rows), dtype="<i8").reshape(-1, first + num_fields)
         costs, sizes, *others = (np.ascontiguousarray(table[:, column]) for column in range(first))
@@ -220,7 +246,18 @@ class RoundSamples:
             memory=others[0].view(np.float64) if with_memory else None,
             nodes=nodes,
             given=others[-1] if with_given else None,
+            divisible=_numbered(tables, counts) if any(map(len, tables)) else None,
+            roles=roles,
         )
+
+
+def _numbered(tables: Sequence[NDArray[np.float64] | None], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The ranks' samples that may be split, numbered among those of all ranks, so many of each."""
+    begins = np.cumsum(counts) - counts
+    found = [(table, begin) for table, begin in zip(tables, begins.tolist(), strict=True) if table is not None]
+    result = np.concatenate([table for table, _ in found])
+    result[:, 0] += np.repeat([begin for _, begin in found], [len(table) for table, _ in found])
+    return result
 
 
 def row_sums(lengths: Lengths) -> NDArray[np.int64]:

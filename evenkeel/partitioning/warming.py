@@ -19,10 +19,12 @@ from evenkeel.partitioning.groups import everyone
 from evenkeel.partitioning.matching import EXACT, match_sets
 from evenkeel.partitioning.minimal_move import largest_load, moved_share
 from evenkeel.partitioning.preparing import KernelSet, ready
+from evenkeel.partitioning.recutting import measure, recut, table_of
 from evenkeel.partitioning.registry import BUILT_IN
 from evenkeel.partitioning.rows import Terms
 from evenkeel.partitioning.slices import slice_plan
 from evenkeel.partitioning.sorting import ascending_order
+from evenkeel.partitioning.spans import SpanCosts
 from evenkeel.partitioning.tabu import search
 
 KERNELS = KernelSet(
@@ -49,6 +51,7 @@ def load_all() -> None:
         for counts in ("equal", "free"):
             partition(costs, homes, 3, strategy=strategy, counts=counts, speeds=[1, 2, 1], tolerance=0.0)
             partition(costs * 1.0, homes, 3, strategy=strategy, counts=counts, nodes=[0, 1, 1], tolerance=0.0)
+    _cut()
     largest_load(costs[:3], np.ones(3))
     moved_share(costs * 1.0, homes, np.zeros(3, np.int32), homes)
     crowding_bound(costs, ascending_order(costs), 1, 3)
@@ -89,6 +92,13 @@ def compile_starts() -> None:
     for num_ranks in (2, EXACT + 1):
         kinds = np.zeros(num_ranks, np.int32)
         match_sets(homes, kinds, kinds, homes, terms.sizes, np.arange(num_ranks, dtype=np.int32) // 2)
+
+
+def _cut() -> None:
+    table, firsts, ranks = table_of(SpanCosts.of([9], per_position=1)), np.array([0, 2]), np.arange(2)
+    begins, ends, nodes = np.array([0, 4]), np.array([4, 9]), np.zeros(2, np.int64)
+    recut(np.zeros(2), np.ones(2), table, firsts, ranks, begins, ends, nodes, 0.0, 0.0, 1)
+    measure(np.zeros(2), table, firsts, ranks, begins, ends, nodes, 0.0, 0.0)
 
 
 def _example() -> tuple[Terms, NDArray[np.int32], NDArray[np.int32]]:

@@ -80,7 +80,7 @@ class Join(_message.Message):
     def __init__(self, protocol_versions: _Optional[_Iterable[int]] = ..., job: _Optional[str] = ..., group: _Optional[str] = ..., loader: _Optional[str] = ..., run_id: _Optional[str] = ..., restart_count: _Optional[int] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., node: _Optional[str] = ..., window: _Optional[int] = ..., options: _Optional[_Union[PartitionOptions, _Mapping]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., client_version: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., opening: _Optional[int] = ...) -> None: ...
 
 class PartitionOptions(_message.Message):
-    __slots__ = ("strategy", "counts", "tolerance", "speeds", "memory_caps", "min_samples", "move_price")
+    __slots__ = ("strategy", "counts", "tolerance", "speeds", "memory_caps", "min_samples", "move_price", "split")
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOLERANCE_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class PartitionOptions(_message.Message):
     MEMORY_CAPS_FIELD_NUMBER: _ClassVar[int]
     MIN_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     MOVE_PRICE_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
     strategy: str
     counts: Counts
     tolerance: float
@@ -95,15 +96,28 @@ class PartitionOptions(_message.Message):
     memory_caps: bytes
     min_samples: int
     move_price: float
-    def __init__(self, strategy: _Optional[str] = ..., counts: _Optional[_Union[Counts, str]] = ..., tolerance: _Optional[float] = ..., speeds: _Optional[bytes] = ..., memory_caps: _Optional[bytes] = ..., min_samples: _Optional[int] = ..., move_price: _Optional[float] = ...) -> None: ...
+    split: Split
+    def __init__(self, strategy: _Optional[str] = ..., counts: _Optional[_Union[Counts, str]] = ..., tolerance: _Optional[float] = ..., speeds: _Optional[bytes] = ..., memory_caps: _Optional[bytes] = ..., min_samples: _Optional[int] = ..., move_price: _Optional[float] = ..., split: _Optional[_Union[Split, _Mapping]] = ...) -> None: ...
+
+class Split(_message.Message):
+    __slots__ = ("above", "within", "between")
+    ABOVE_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_FIELD_NUMBER: _ClassVar[int]
+    above: float
+    within: float
+    between: float
+    def __init__(self, above: _Optional[float] = ..., within: _Optional[float] = ..., between: _Optional[float] = ...) -> None: ...
 
 class Schema(_message.Message):
-    __slots__ = ("hash", "fields")
+    __slots__ = ("hash", "fields", "roles")
     HASH_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
     hash: bytes
     fields: _containers.RepeatedCompositeFieldContainer[Field]
-    def __init__(self, hash: _Optional[bytes] = ..., fields: _Optional[_Iterable[_Union[Field, _Mapping]]] = ...) -> None: ...
+    roles: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hash: _Optional[bytes] = ..., fields: _Optional[_Iterable[_Union[Field, _Mapping]]] = ..., roles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Field(_message.Message):
     __slots__ = ("path", "dtype", "kind", "shape")
@@ -154,7 +168,7 @@ class Limits(_message.Message):
     def __init__(self, max_ranks: _Optional[int] = ..., max_samples_per_rank: _Optional[int] = ..., max_rounds_ahead: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("round", "num_samples", "costs_i64", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "measurement", "rank", "traceparent")
+    __slots__ = ("round", "num_samples", "costs_i64", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "measurement", "rank", "traceparent", "divisible")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     COSTS_I64_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +182,7 @@ class Submit(_message.Message):
     MEASUREMENT_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    DIVISIBLE_FIELD_NUMBER: _ClassVar[int]
     round: int
     num_samples: int
     costs_i64: bytes
@@ -181,7 +196,8 @@ class Submit(_message.Message):
     measurement: Measurement
     rank: int
     traceparent: str
-    def __init__(self, round: _Optional[int] = ..., num_samples: _Optional[int] = ..., costs_i64: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., exhausted: bool = ..., timeout_ms: _Optional[int] = ..., measurement: _Optional[_Union[Measurement, _Mapping]] = ..., rank: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    divisible: bytes
+    def __init__(self, round: _Optional[int] = ..., num_samples: _Optional[int] = ..., costs_i64: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., exhausted: bool = ..., timeout_ms: _Optional[int] = ..., measurement: _Optional[_Union[Measurement, _Mapping]] = ..., rank: _Optional[int] = ..., traceparent: _Optional[str] = ..., divisible: _Optional[bytes] = ...) -> None: ...
 
 class Measurement(_message.Message):
     __slots__ = ("round", "compute_seconds")
@@ -204,7 +220,7 @@ class Answer(_message.Message):
     def __init__(self, round: _Optional[int] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("instance", "outcome", "reason", "detail", "missing_ranks", "digest", "destinations", "destination_steps", "sources", "source_counts", "source_totals", "source_groups", "balance", "batch_balances")
+    __slots__ = ("instance", "outcome", "reason", "detail", "missing_ranks", "digest", "destinations", "destination_steps", "sources", "source_counts", "source_totals", "source_groups", "balance", "batch_balances", "cuts", "pieces")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Decision.Outcome]
@@ -251,6 +267,8 @@ class Decision(_message.Message):
     SOURCE_GROUPS_FIELD_NUMBER: _ClassVar[int]
     BALANCE_FIELD_NUMBER: _ClassVar[int]
     BATCH_BALANCES_FIELD_NUMBER: _ClassVar[int]
+    CUTS_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
     instance: int
     outcome: Decision.Outcome
     reason: Decision.Reason
@@ -265,10 +283,12 @@ class Decision(_message.Message):
     source_groups: _containers.RepeatedScalarFieldContainer[int]
     balance: Balance
     batch_balances: _containers.RepeatedCompositeFieldContainer[Balance]
-    def __init__(self, instance: _Optional[int] = ..., outcome: _Optional[_Union[Decision.Outcome, str]] = ..., reason: _Optional[_Union[Decision.Reason, str]] = ..., detail: _Optional[str] = ..., missing_ranks: _Optional[_Iterable[int]] = ..., digest: _Optional[bytes] = ..., destinations: _Optional[bytes] = ..., destination_steps: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., source_counts: _Optional[bytes] = ..., source_totals: _Optional[bytes] = ..., source_groups: _Optional[_Iterable[int]] = ..., balance: _Optional[_Union[Balance, _Mapping]] = ..., batch_balances: _Optional[_Iterable[_Union[Balance, _Mapping]]] = ...) -> None: ...
+    cuts: bytes
+    pieces: bytes
+    def __init__(self, instance: _Optional[int] = ..., outcome: _Optional[_Union[Decision.Outcome, str]] = ..., reason: _Optional[_Union[Decision.Reason, str]] = ..., detail: _Optional[str] = ..., missing_ranks: _Optional[_Iterable[int]] = ..., digest: _Optional[bytes] = ..., destinations: _Optional[bytes] = ..., destination_steps: _Optional[bytes] = ..., sources: _Optional[bytes] = ..., source_counts: _Optional[bytes] = ..., source_totals: _Optional[bytes] = ..., source_groups: _Optional[_Iterable[int]] = ..., balance: _Optional[_Union[Balance, _Mapping]] = ..., batch_balances: _Optional[_Iterable[_Union[Balance, _Mapping]]] = ..., cuts: _Optional[bytes] = ..., pieces: _Optional[bytes] = ...) -> None: ...
 
 class Balance(_message.Message):
-    __slots__ = ("own_load_before", "own_load_after", "mean_load", "max_load_before", "max_load_after", "imbalance_before", "imbalance_after", "lower_bound", "samples", "moved_samples", "size", "moved_size", "moved_size_between_nodes", "partition_seconds")
+    __slots__ = ("own_load_before", "own_load_after", "mean_load", "max_load_before", "max_load_after", "imbalance_before", "imbalance_after", "lower_bound", "samples", "moved_samples", "size", "moved_size", "moved_size_between_nodes", "partition_seconds", "split_samples", "pieces", "exchanged", "exchanged_between_nodes", "max_load_whole")
     OWN_LOAD_BEFORE_FIELD_NUMBER: _ClassVar[int]
     OWN_LOAD_AFTER_FIELD_NUMBER: _ClassVar[int]
     MEAN_LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +303,11 @@ class Balance(_message.Message):
     MOVED_SIZE_FIELD_NUMBER: _ClassVar[int]
     MOVED_SIZE_BETWEEN_NODES_FIELD_NUMBER: _ClassVar[int]
     PARTITION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGED_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGED_BETWEEN_NODES_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOAD_WHOLE_FIELD_NUMBER: _ClassVar[int]
     own_load_before: float
     own_load_after: float
     mean_load: float
@@ -297,7 +322,12 @@ class Balance(_message.Message):
     moved_size: int
     moved_size_between_nodes: int
     partition_seconds: float
-    def __init__(self, own_load_before: _Optional[float] = ..., own_load_after: _Optional[float] = ..., mean_load: _Optional[float] = ..., max_load_before: _Optional[float] = ..., max_load_after: _Optional[float] = ..., imbalance_before: _Optional[float] = ..., imbalance_after: _Optional[float] = ..., lower_bound: _Optional[float] = ..., samples: _Optional[int] = ..., moved_samples: _Optional[int] = ..., size: _Optional[int] = ..., moved_size: _Optional[int] = ..., moved_size_between_nodes: _Optional[int] = ..., partition_seconds: _Optional[float] = ...) -> None: ...
+    split_samples: int
+    pieces: int
+    exchanged: int
+    exchanged_between_nodes: int
+    max_load_whole: float
+    def __init__(self, own_load_before: _Optional[float] = ..., own_load_after: _Optional[float] = ..., mean_load: _Optional[float] = ..., max_load_before: _Optional[float] = ..., max_load_after: _Optional[float] = ..., imbalance_before: _Optional[float] = ..., imbalance_after: _Optional[float] = ..., lower_bound: _Optional[float] = ..., samples: _Optional[int] = ..., moved_samples: _Optional[int] = ..., size: _Optional[int] = ..., moved_size: _Optional[int] = ..., moved_size_between_nodes: _Optional[int] = ..., partition_seconds: _Optional[float] = ..., split_samples: _Optional[int] = ..., pieces: _Optional[int] = ..., exchanged: _Optional[int] = ..., exchanged_between_nodes: _Optional[int] = ..., max_load_whole: _Optional[float] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "field", "value", "remedy", "message", "fatal")

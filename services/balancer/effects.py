@@ -49,12 +49,14 @@ class PlanInput:
         options: How to partition.
         nodes: Host of each rank.
         window: Batches of the round.
+        roles: What each jagged field is to a sample in parts; empty where none is split.
     """
 
     submissions: tuple[Submission, ...]
     options: RoundOptions
     nodes: tuple[str, ...]
     window: int = 1
+    roles: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

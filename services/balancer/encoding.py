@@ -122,6 +122,7 @@ def _balanced(instance: int, rank: int, plan: RoundPlan) -> bytes:
         shared.source_totals[shared.row * first : shared.row * last],
     )
     steps = b"" if shared.steps is None else _batches(shared, rank)
+    cuts = b"" if plan.parts is None else _as_bytes(plan.parts.further_of(rank, plan.slices), "<i8")
     return b"".join(
         (
             shared.head,
@@ -132,6 +133,7 @@ def _balanced(instance: int, rank: int, plan: RoundPlan) -> bytes:
             shared.balance,
             _OWN_LOADS.pack(_LOAD_BEFORE, shared.own_before[rank], _LOAD_AFTER, shared.own_after[rank]),
             steps,
+            *((_CUTS, _varint(len(cuts)), cuts) if cuts else ()),
         )
     )  # fmt: skip
 
@@ -181,6 +183,7 @@ def _shared(instance: int, plan: RoundPlan) -> _Shared:
         outcome=int(Outcome.BALANCED),  # type: ignore[arg-type]
         digest=plan.digest,
         detail=plan.detail,
+        pieces=b"" if plan.parts is None else bytes(_as_bytes(plan.parts.pieces, "<i8")),
     ).SerializeToString()
     slices = plan.slices
     windowed = slices.steps is not None
@@ -240,6 +243,7 @@ _DESTINATIONS, _DESTINATION_STEPS, _SOURCES, _SOURCE_COUNTS, _SOURCE_TOTALS, _BA
         "destinations", "destination_steps", "sources", "source_counts", "source_totals", "balance", "batch_balances"
     )
 )  # fmt: skip
+_CUTS = _tag(pb.Decision, "cuts")
 _SOURCE_GROUPS = _varint(pb.Decision.DESCRIPTOR.fields_by_name["source_groups"].number << 3 | 2)  # packed
 _ANSWER, _GROUP = (_tag(pb.BalanceResponse, field) for field in ("answer", "answers"))
 _MEMBER = _tag(pb.AnswerGroup, "answers")

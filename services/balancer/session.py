@@ -325,6 +325,7 @@ class Session:
             options=self.terms.options,
             nodes=tuple(self.nodes.get(rank, "") for rank in ranks),
             window=self.terms.window,
+            roles=self.terms.roles,
         )
 
     def _give_up(self, now: float, current: OpenRound) -> Decision:

@@ -34,6 +34,7 @@ class Terms:
         schema_hash: Of the batch's fields.
         schema: One line per field, for messages to people.
         num_jagged: Jagged fields of a batch.
+        roles: What each of them is to a sample in parts; empty where none is split.
     """
 
     world_size: int
@@ -42,12 +43,14 @@ class Terms:
     schema_hash: bytes = b""
     schema: tuple[str, ...] = ()
     num_jagged: int = 0
+    roles: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Memory that they take, about."""
         options = self.options
-        return 500 + sum(60 + len(line) for line in self.schema) + 40 * (len(options.speeds) + len(options.memory_caps))
+        schema = sum(60 + len(line) for line in self.schema) + 40 * len(self.roles)
+        return 500 + schema + 40 * (len(options.speeds) + len(options.memory_caps))
 
     def difference(self, theirs: Terms) -> tuple[str, str, str] | None:
         """The first thing that two ranks see differently: field, our value, their value."""
@@ -56,7 +59,7 @@ class Terms:
         for name in ("world_size", "window"):
             if getattr(self, name) != getattr(theirs, name):
                 return name, str(getattr(self, name)), str(getattr(theirs, name))
-        for name in ("strategy", "counts", "tolerance", "move_price", "speeds", "memory_caps", "min_samples"):
+        for name in ("strategy", "counts", "tolerance", "move_price", "speeds", "memory_caps", "min_samples", "split"):
             mine, other = getattr(self.options, name), getattr(theirs.options, name)
             if mine != other:
                 if isinstance(mine, tuple) and len(mine) == len(other):
@@ -68,6 +71,8 @@ class Terms:
             other_line = theirs.schema[at] if at < len(theirs.schema) else "absent"
             if mine_line != other_line:
                 return f"schema.fields[{at}]", mine_line, other_line
+        if self.roles != theirs.roles:
+            return "schema.roles", str(list(self.roles)), str(list(theirs.roles))
         return "schema.hash", self.schema_hash.hex(), theirs.schema_hash.hex()
 
 

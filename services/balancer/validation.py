@@ -7,9 +7,12 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.divisible import MOST, WIDTH, check_table
 from evenkeel.partitioning.ranges import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range, share_of_total
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.splits import ALL
+from evenkeel.partitioning.splitting import SplitOptions
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal, RefusedError, shorten
@@ -136,6 +139,7 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits) -> Submiss
             f"state up to {terms.window} sizes that add up to num_samples, {n}",
             fatal=False,
         )
+    divisible = _read_divisible(message.divisible, costs, terms) if message.divisible else None
     timeout_ms, exhausted, traceparent = message.timeout_ms, message.exhausted, message.traceparent
     timeout = timeout_ms / 1e3 if timeout_ms else limits.round_timeout
     return Submission(
@@ -145,14 +149,41 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits) -> Submiss
             memory=memory,
             sizes=sizes,
             batch_sizes=batch_sizes,
+            divisible=divisible,
         ),
         exhausted=exhausted,
         timeout=min(timeout, limits.max_round_timeout),
         traceparent=traceparent if len(traceparent) <= _MAX_TRACEPARENT else "",
         fingerprint=hash(
-            (n, exhausted, costs.dtype.char, costs_bytes, lengths_bytes, memory_bytes, sizes_bytes, *batch_sizes)
+            (
+                n,
+                exhausted,
+                costs.dtype.char,
+                costs_bytes,
+                lengths_bytes,
+                memory_bytes,
+                sizes_bytes,
+                message.divisible,
+                *batch_sizes,
+            )
         ),
     )
+
+
+def _read_divisible(data: bytes, costs: NDArray[np.int64] | NDArray[np.float64], terms: Terms) -> NDArray[np.float64]:
+    if terms.options.split is None or not any(role > 0 for role in terms.roles):
+        raise _refused(
+            "divisible", f"{len(data)} bytes", "leave it empty: the session has no options.split or no schema.roles",
+            fatal=False,
+        )  # fmt: skip
+    most = MOST * terms.window
+    if len(data) > most * WIDTH * _F8.itemsize:
+        raise _refused("divisible", f"{len(data)} bytes", f"offer at most {most} samples", fatal=False)
+    table = _array(data, _F8, len(data) // (WIDTH * _F8.itemsize) * WIDTH, "divisible").reshape(-1, WIDTH)
+    problem = check_table(table, costs)
+    if problem:
+        raise _refused("divisible", problem.strip(), "describe samples as the costs do", fatal=False)
+    return table
 
 
 def _read_terms(message: pb.Join, limits: Limits, strategies: tuple[str, ...], default_strategy: str) -> Terms:
@@ -178,13 +209,22 @@ def _read_terms(message: pb.Join, limits: Limits, strategies: tuple[str, ...], d
             )
         lines.append(f"{path} {dtype} {_KINDS.get(kind) or kind} {list(shape) if shape else '[]'}")
         num_jagged += kind == pb.Field.KIND_JAGGED
+    options = _read_options(message.options, message.world_size, strategies, default_strategy)
+    roles = tuple(schema.roles[: limits.max_fields])
+    if roles and (len(schema.roles) != num_jagged or min(roles) < ALL):
+        raise _refused(
+            "schema.roles",
+            shorten(list(roles[:16])),
+            f"give one of {ALL} or more for each of {num_jagged} jagged fields",
+        )
     return Terms(
         world_size=message.world_size,
         window=max(1, message.window),
-        options=_read_options(message.options, message.world_size, strategies, default_strategy),
+        options=options,
         schema_hash=schema.hash,
         schema=tuple(lines),
         num_jagged=num_jagged,
+        roles=roles,
     )
 
 
@@ -200,6 +240,12 @@ def _read_options(
         raise _refused("options.tolerance", options.tolerance, f"use a share of the lower bound, {TOLERANCE}")
     if not MOVE_PRICE.holds(options.move_price):
         raise _refused("options.move_price", options.move_price, f"use a share of a step's time, {MOVE_PRICE}")
+    split = None
+    if options.HasField("split"):
+        try:
+            split = SplitOptions(above=options.split.above, within=options.split.within, between=options.split.between)
+        except ValueError as error:
+            raise _refused("options.split", shorten(str(error)), "use numbers in range") from error
     speeds = _per_rank(options.speeds, world_size, "options.speeds", SPEEDS)
     caps = _per_rank(options.memory_caps, world_size, "options.memory_caps", MEMORY_CAPS)
     return RoundOptions(
@@ -210,6 +256,7 @@ def _read_options(
         speeds=speeds,
         memory_caps=caps,
         min_samples=options.min_samples,
+        split=split,
     )
 
 

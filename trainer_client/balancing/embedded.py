@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
+from evenkeel.partitioning.divisible import WIDTH
 from evenkeel.partitioning.rounds import RankPlan, plan_round
 from evenkeel.partitioning.samples import RankSamples, RoundSamples
 from trainer_client.balancing.agreement import Mode, Reason, decide
@@ -39,7 +40,7 @@ def balance_embedded(
     Args:
         samples: This rank's.
         votes: The votes of the round: they tell how many samples each rank holds and in which type its costs are.
-        groups: The stream's groups; one collective on `control`.
+        groups: The stream's groups; one collective on `control`, two where samples may be split.
         options: Rank 0's options.
         nodes: (world size,) host of each rank.
         stay: Nothing is balanced; only `min_samples` makes samples move, and without regard to memory.
@@ -52,6 +53,12 @@ def balance_embedded(
     gathered = groups.gather_bytes(
         own.view(np.uint8).reshape(-1), [vote.samples * own.shape[1] * own.itemsize for vote in votes]
     )
+    tables: list[bytes] = []
+    if options.split is not None and not stay and any(vote.divisible for vote in votes):
+        offered = np.zeros((0, WIDTH)) if samples.divisible is None else samples.divisible
+        tables = groups.gather_bytes(
+            offered.view(np.uint8).reshape(-1), [vote.divisible * WIDTH * offered.itemsize for vote in votes]
+        )
     started = time.perf_counter()
     everyone = RoundSamples.of_rows(
         gathered,
@@ -61,6 +68,8 @@ def balance_embedded(
         as_float=as_float,
         with_memory=with_memory,
         with_given=samples.given is not None,
+        divisible=tables,
+        roles=samples.roles,
     )
     how = options.of_rounds
     try:

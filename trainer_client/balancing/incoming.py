@@ -47,14 +47,14 @@ class Incoming:
     @property
     def cost(self) -> Cost:
         """The cost of what comes out here: the user's own, where batches are on the host."""
-        return self._cost.function if self._on_device is False else self._cost.of
+        return self._cost.function if self._on_device is False else self._cost
 
     @property
     def memory(self) -> Cost | None:
         """The memory of what comes out here."""
         if self._memory is None:
             return None
-        return self._memory.function if self._on_device is False else self._memory.of
+        return self._memory.function if self._on_device is False else self._memory
 
     @property
     def place(self) -> Place:
@@ -127,7 +127,12 @@ class _Reader:
             known.values = copied.pop(0).reshape(shape)
         self._known.append((flat, known))
 
-    def of(self, batch: Any) -> Any:
+    @property
+    def spans(self) -> Any:
+        """What says what positions cost; None if the function does not."""
+        return getattr(self.function, "spans", None)
+
+    def __call__(self, batch: Any) -> Any:
         """The values of a batch that has arrived, or of one on the host."""
         known = next((known for flat, known in self._known if flat is batch), None)
         if known is None:

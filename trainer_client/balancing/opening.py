@@ -249,6 +249,7 @@ def connect(
         options=options.of_rounds,
         schema_hash=template.schema.hash,
         schema_fields=wire_fields(template),
+        roles=template.structure.roles,
         window=options.window,
     )
     return Connection(

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from evenkeel.partitioning.ranges import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE
 from evenkeel.partitioning.rounds import RoundOptions
+from evenkeel.partitioning.splitting import SplitOptions
 from trainer_client.checks import is_number, is_whole
 
 Counts = Literal["equal", "free"]
@@ -45,6 +46,8 @@ class BalanceOptions:
         speeds: Relative speed of each rank, 1e-6 to 1e6, length world size; `None`: all equal.
         memory_caps: What each rank can hold, in the unit of the loader's `memory`, length world size, infinity for a
             rank without a cap; `None`: no caps.
+        split: When a sample that outweighs a rank's share is split over several, or fits none: the model's attention
+            must be able to work over pieces then (docs/pieces.md). `None`: samples stay whole.
         node_leader: Whether the ranks of a node speak to the service through one of them, the node's leader, over one
             stream, which saves the service most of its work when there are hundreds. `auto`: from 32 ranks on, on the
             nodes where the ranks can reach their leader; `True`: on every node with several ranks, or it is an error.
@@ -67,6 +70,7 @@ class BalanceOptions:
     window: int = 1
     speeds: Sequence[float] | None = None
     memory_caps: Sequence[float] | None = None
+    split: SplitOptions | None = None
     node_leader: NodeLeader = "auto"
     require_service: bool = False
     group_timeout: timedelta = timedelta(minutes=10)
@@ -93,6 +97,8 @@ class BalanceOptions:
             raise ValueError(f"depth is {self.depth!r}; use a whole number of at least 1 batch in flight")
         if not is_whole(self.window) or not 1 <= self.window <= MAX_WINDOW:
             raise ValueError(f"window is {self.window!r}; use 1 to {MAX_WINDOW} batches")
+        if self.split is not None and not isinstance(self.split, SplitOptions):
+            raise ValueError(f"split is {self.split!r}; use SplitOptions(), or None")
         for name in ("timeout", "group_timeout"):
             value = getattr(self, name)
             if not isinstance(value, timedelta) or value <= timedelta(0):
@@ -114,6 +120,7 @@ class BalanceOptions:
             speeds=() if self.speeds is None else tuple(self.speeds),
             memory_caps=() if self.memory_caps is None else tuple(self.memory_caps),
             min_samples=self.min_samples,
+            split=self.split,
         )
         object.__setattr__(self, "of_rounds", of_rounds)  # made once, read in every round
 

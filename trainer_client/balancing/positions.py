@@ -70,7 +70,7 @@ def plain_window(samples: RankSamples, plan: RankPlan, *, size: int, last: bool)
         last: The pass ends with this one.
     """
     steps = _as_loaded(samples.sizes_by_batch) if plan.steps is None else plan.steps.astype(np.uint8)
-    ranks = np.concatenate([piece.destinations for piece in plan.slices]).astype("<u2")
+    ranks = np.concatenate([plan.ranks_in(batch) for batch in range(len(plan.slices))]).astype("<u2")
     packed = zlib.compress(steps.tobytes() + ranks.tobytes(), 1)  # most stay at home, in their batch
     return {
         "size": size, "last": last, "batch_sizes": list(samples.sizes_by_batch) if len(samples) else [],

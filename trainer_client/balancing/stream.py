@@ -182,7 +182,7 @@ class BatchStream:
         assert self._groups is not None and self._template is not None  # noqa: PT018
         samples, problem = read_round(
             self._config.loader, batches, flats, began=None if self._connection is None else self._template,
-            cost=cost, memory=memory, capped=self._options.memory_caps is not None,
+            cost=cost, memory=memory, caps=self._options.memory_caps, split=self._options.split,
             shares=self._groups.world_size * window,  # sums over all ranks and batches stay exact
         )  # fmt: skip
         self._cost_dtype = samples.costs.dtype
@@ -202,7 +202,10 @@ class BatchStream:
         trace = None if self._tracer is None else self._tracer.begin(self._next_round)
         flat = self._template
         assert flat is not None
-        samples = read_nothing(flat, self._cost_dtype, capped=self._options.memory_caps is not None)
+        options = self._options
+        samples = read_nothing(
+            flat, self._cost_dtype, capped=options.memory_caps is not None, splits=options.split is not None
+        )
         ticket = self._enqueue((flat,), samples, "", exhausted=True, drop_last=drop_last, trace=trace, device=device)
         return flat, ticket
 

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.ranges import share_of_total
 from evenkeel.partitioning.rounds import RankPlan
 from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.splitting import SplitOptions
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.batches import FlatBatch, Schema
 from trainer_client.balancing.batches.shared import Said
+from trainer_client.balancing.dividing import check_divides, divisible_samples
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.positions import Plain
 from trainer_client.balancing.report import RoundReport
@@ -232,7 +234,8 @@ def read_round(
     began: FlatBatch | None,
     cost: Cost,
     memory: Cost | None,
-    capped: bool,
+    caps: Sequence[float] | None,
+    split: SplitOptions | None,
     shares: int,
 ) -> tuple[RankSamples, str]:
     """What a rank knows of its own samples of a round, and why its costs cannot be used (empty: they can).
@@ -246,20 +249,24 @@ def read_round(
         began: What the stream began with, where a service reads the lengths of as many fields; None: none does.
         cost: From a batch to the predicted work of each sample.
         memory: From a batch to what each sample adds to the memory caps; None: its bytes.
-        capped: Whether there are memory caps.
+        caps: The memory caps, if there are any.
+        split: When samples are split; None: never.
         shares: Ranks times batches among which the sum of all costs is shared.
 
     Raises:
-        ValueError: If there is not one number for each sample, or the batches' fields differ.
+        ValueError: If there is not one number for each sample, the batches' fields differ, or samples are to be split
+            and nothing says where.
     """
     _check_fields(name, flats, began)
-    costs, memories, problem = [], [], ""
+    if split is not None:
+        check_divides(cost, next((flat for flat in flats if flat.num_samples), flats[0]))
+    costs, memories, tables, problem, begin = [], [], [], "", 0
     for batch, flat in zip(batches, flats, strict=True):
         values, its_problem = read_costs(cost(batch), flat.num_samples, world_size=shares)
         flat.check_unchanged("cost")
         costs.append(values)
         problem = problem or its_problem
-        if capped:
+        if caps is not None:
             held, its_problem = (
                 (flat.sizes, "")
                 if memory is None
@@ -268,16 +275,33 @@ def read_round(
             flat.check_unchanged("memory")
             memories.append(held.astype(np.float64))
             problem = problem or its_problem
+        if split is not None and not problem and flat.num_samples:
+            table = divisible_samples(
+                cost, batch, flat, values, memory=memories[-1] if memories else None,
+                largest_cap=max(caps) if caps is not None else float("inf"),
+            )  # fmt: skip
+            if table is not None:
+                table[:, 0] += begin
+                tables.append(table)
+        begin += flat.num_samples
     # a batch without samples may be of other fields, as an empty list tells nothing of what it would hold
     lengths = [flat.lengths for flat in flats if flat.num_samples] or [(began or flats[0]).empty().lengths]
+    first = next((flat for flat in flats if flat.num_samples), began or flats[0])
     samples = RankSamples(
         costs=_joined(costs),
         lengths=_joined(lengths),
         sizes=_joined([flat.sizes for flat in flats]),
         memory=_joined(memories) if memories else None,
         batch_sizes=tuple(flat.num_samples for flat in flats),
+        divisible=_joined(tables) if tables and not problem else None,
+        roles=None if split is None else roles_of(first),
     )
     return samples, problem
+
+
+def roles_of(flat: FlatBatch) -> NDArray[np.int64] | None:
+    """(jagged columns,) what each is to a sample in parts; None where no sequence is declared."""
+    return np.array(flat.structure.roles, np.int64) if flat.structure.roles else None
 
 
 def _check_fields(name: str, flats: Sequence[FlatBatch], began: FlatBatch | None) -> None:
@@ -295,19 +319,21 @@ def _check_fields(name: str, flats: Sequence[FlatBatch], began: FlatBatch | None
         )
 
 
-def read_nothing(template: FlatBatch, cost_dtype: np.dtype[Any], *, capped: bool) -> RankSamples:
+def read_nothing(template: FlatBatch, cost_dtype: np.dtype[Any], *, capped: bool, splits: bool = False) -> RankSamples:
     """The round of a rank without samples.
 
     Args:
         template: An empty batch.
         cost_dtype: Of this rank's costs.
         capped: Whether there are memory caps.
+        splits: Whether samples may be split.
     """
     return RankSamples(
         costs=np.zeros(0, dtype=cost_dtype),
         lengths=template.lengths,
         sizes=template.sizes,
         memory=np.zeros(0, dtype=np.float64) if capped else None,
+        roles=roles_of(template) if splits else None,
     )
 
 

@@ -39,7 +39,8 @@ class BatchVote:
 
     Attributes:
         samples: Samples that this rank loaded for it.
-        received: Samples that this rank would train in it under the decision that it holds.
+        received: Samples that this rank would train in it under the decision that it holds. Parts of split samples
+            count, and those of own samples beyond the first are taken off, modulo 2^64: all ranks' add up to samples.
         load: Sum of the costs of the samples loaded.
         heaviest: The largest of them.
     """
@@ -82,6 +83,7 @@ class Vote:
         has_cause: This rank knows a cause, not told yet, that keeps it from the service and does not pass.
         resumed: Names the point from which this rank goes on; 0: it began at its beginning.
         shared: 64 bits of the shared values of its first batch; 0: it has no say.
+        divisible: Samples that this rank offers to split.
         num_batches: With a window, how many batches of it this rank has.
         batches: With a window of several batches, each of them; whole windows, also where this rank has fewer.
     """
@@ -111,6 +113,7 @@ class Vote:
     has_cause: bool = False
     resumed: int = 0
     shared: int = 0
+    divisible: int = 0
     num_batches: int = 1
     batches: tuple[BatchVote, ...] = ()
 
@@ -129,7 +132,7 @@ class Vote:
         fixed = _LAYOUT.pack(
             self.round, self.pass_number, self.taken, self.held, flags, self.instance, self.digest, self.moved,
             self.checksum, self.samples, self.schema, self.load, self.heaviest, self.num_batches,
-            self.resumed, self.shared,
+            self.resumed, self.shared, self.divisible,
         )  # fmt: skip
         return fixed + b"".join(_BATCH.pack(b.samples, b.received, b.load, b.heaviest) for b in self.batches)
 
@@ -138,7 +141,7 @@ class Vote:
         """Reads what `pack` wrote."""
         (
             number, pass_number, taken, held, flags, instance, digest, moved, checksum, samples, schema, load, heaviest,
-            num_batches, resumed, shared,
+            num_batches, resumed, shared, divisible,
         ) = _LAYOUT.unpack(data[:VOTE_BYTES])  # fmt: skip
         return cls(
             round=number, pass_number=pass_number, taken=taken, left=bool(flags & 32), out_of_turn=bool(flags & 64),
@@ -146,7 +149,7 @@ class Vote:
             checksum=checksum, samples=samples,
             exhausted=bool(flags & 1), asked=bool(flags & 2), ready=bool(flags & 4), costs_valid=bool(flags & 8),
             costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
-            num_batches=num_batches, resumed=resumed, shared=shared,
+            num_batches=num_batches, resumed=resumed, shared=shared, divisible=divisible,
             peers_differ=bool(flags & 256),
             compiling=bool(flags & 1024),
             has_cause=bool(flags & 512),
@@ -157,7 +160,7 @@ class Vote:
         )  # fmt: skip
 
 
-_LAYOUT = struct.Struct("<Q4I6QddQQQ")
+_LAYOUT = struct.Struct("<Q4I6QddQQQI")
 _BATCH = struct.Struct("<QQdd")
 VOTE_BYTES = _LAYOUT.size
 
@@ -180,7 +183,9 @@ def vote_on(ticket: Ticket, decision: ServiceDecision | None, *, window: int, re
             held = Held.BALANCED
             for batch, piece in enumerate(plan.slices):
                 checksum += transfer_checksum(piece, plan.sent_in(ticket.samples, batch), batch)
-                received[batch] = int(piece.source_counts.sum())
+                cuts = plan.cuts_in(batch)  # the parts beyond the first of own samples arrive too, somewhere
+                further = 0 if cuts is None else len(cuts) - cuts.num_samples
+                received[batch] = int(piece.source_counts.sum()) - further & _MASK
             checksum &= _MASK
         else:
             held = Held.IDENTITY if decision.final else Held.UNDECIDED
@@ -205,6 +210,7 @@ def vote_on(ticket: Ticket, decision: ServiceDecision | None, *, window: int, re
         heaviest=float(costs.max(initial=0)),
         resumed=0 if ticket.resumed is None else ticket.resumed.token,
         shared=digest(ticket.shared),
+        divisible=0 if ticket.samples.divisible is None else len(ticket.samples.divisible),
         num_batches=len(ticket.samples.batch_sizes),
         batches=batch_votes(ticket.samples, received),
     )
@@ -291,4 +297,4 @@ def batches_keep_their_sizes(votes: list[Vote]) -> bool:
     It also keeps samples out of batches that no rank has, which nobody would train.
     """
     columns = zip(*(vote.batches for vote in votes), strict=True)
-    return all(sum(one.samples for one in batch) == sum(one.received for one in batch) for batch in columns)
+    return all(sum(one.samples - one.received for one in batch) & _MASK == 0 for batch in columns)

@@ -39,7 +39,7 @@ from trainer_client.balancing.positions import HalfWindow, plain_window
 from trainer_client.balancing.report import Counters, report_round
 from trainer_client.balancing.resume import raise_differing, tokens_differ
 from trainer_client.balancing.telling import Causes, raise_mismatch, raise_shared_differ, tell_breaker, tell_dropped
-from trainer_client.balancing.tickets import Leaving, Outcome, Ticket, read_nothing
+from trainer_client.balancing.tickets import Leaving, Outcome, Ticket, read_nothing, roles_of
 from trainer_client.balancing.turns import Turns
 from trainer_client.balancing.votes import Vote, vote_on, vote_to_leave
 
@@ -223,7 +223,7 @@ class RoundWorker:
     def _count_dropped(self, number: int, verdict: Verdict, plan: RankPlan) -> None:
         if verdict.batches is None or verdict.reason is Reason.RESUMED:
             return
-        dropped = [len(one.destinations) for batch, one in enumerate(plan.slices) if batch not in verdict.batches]
+        dropped = [plan.own_in(batch) for batch in range(len(plan.slices)) if batch not in verdict.batches]
         self.counters.dropped_samples += sum(dropped)
         tell_dropped(self._name, number, verdict, rank=self._groups.rank, world_size=self._groups.world_size)
 
@@ -242,7 +242,12 @@ class RoundWorker:
                 assert told is not None
                 self._template = told
         if not len(ticket.samples) and any(vote.samples for vote in votes):
-            ticket.samples = replace(ticket.samples, lengths=self._template.lengths, sizes=self._template.sizes)
+            ticket.samples = replace(
+                ticket.samples,
+                lengths=self._template.lengths,
+                sizes=self._template.sizes,
+                roles=None if self._options.split is None else roles_of(self._template),
+            )
 
     def _agree(self, ticket: Ticket, differ: str = "", *, compiling: bool) -> Outcome:
         waited = ticket.asked and self.turns.breaker.closed

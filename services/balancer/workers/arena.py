@@ -7,16 +7,18 @@ import json
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.parts import PIECE_WIDTH, RoundParts
 from evenkeel.partitioning.rounds import FIGURES, Figures, RoundOptions, RoundPlan
 from evenkeel.partitioning.samples import Column, RoundSamples
 from evenkeel.partitioning.slices import Slices
+from evenkeel.partitioning.splitting import SplitOptions
 from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.effects import PlanInput
 
@@ -25,8 +27,9 @@ _LEAST = 1 << 20
 _ALIGNMENT = 64
 _DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<u4", "<f8")}
 _PER_RANK = ("speeds", "memory_caps")  # of the options
-_SCALARS = tuple(field.name for field in fields(RoundOptions) if field.name not in _PER_RANK)
+_SCALARS = tuple(field.name for field in fields(RoundOptions) if field.name not in (*_PER_RANK, "split"))
 _PLAN = (("<f8", 2), ("<f8", 2))  # loads before and after
+_PARTS = (("<i8", 1), ("<i8", 1), ("<i8", 2))  # of split samples
 _SLICES = (("<i4", 1), ("<i8", 1), ("<i8", 1), ("<i4", 1), ("<i4", 1), ("<i8", 2), ("<i4", 1))
 _values = attrgetter(*FIGURES)
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
@@ -130,7 +133,9 @@ class Arena:
 def write_round(arena: Arena, inputs: PlanInput) -> int:
     """Writes a round for a worker, its ranks' arrays joined; returns its length in bytes."""
     options, columns = inputs.options, columns_of(inputs)
-    header = {"arrays": list(columns), "options": {name: getattr(options, name) for name in _SCALARS}}
+    header: dict[str, Any] = {"arrays": list(columns), "options": {name: getattr(options, name) for name in _SCALARS}}
+    if options.split is not None:
+        header["split"] = asdict(options.split)
     limits = (np.array(getattr(options, name), np.float64) for name in _PER_RANK)
     return arena.write(header, [*columns.values(), *map(Column.of, limits)])
 
@@ -141,7 +146,8 @@ def read_round(arena: Arena, nbytes: int) -> tuple[RoundSamples, RoundOptions]:
     count = len(header["arrays"])
     limits: dict[str, Any] = dict(zip(_PER_RANK, (tuple(each.tolist()) for each in arrays[count:]), strict=True))
     samples = RoundSamples(**dict(zip(header["arrays"], arrays[:count], strict=True)))
-    return samples, RoundOptions(**header["options"], **limits)
+    split = SplitOptions(**header["split"]) if "split" in header else None
+    return samples, RoundOptions(**header["options"], **limits, split=split)
 
 
 def write_result(arena: Arena, result: RoundPlan | PlanFailure) -> int:
@@ -151,7 +157,10 @@ def write_result(arena: Arena, result: RoundPlan | PlanFailure) -> int:
     header = {
         "digest": result.digest.hex(), "seconds": result.seconds, "batches": [_values(each) for each in result.batches]
     }  # fmt: skip
-    arrays = (result.loads_before, result.loads_after, *result.slices.arrays)
+    parts = result.parts
+    of_parts = () if parts is None else (parts.samples, parts.begins, parts.pieces)
+    header["parts"] = len(of_parts)
+    arrays = (result.loads_before, result.loads_after, *of_parts, *result.slices.arrays)
     return arena.write(header, [Column.of(array) for array in arrays])
 
 
@@ -165,15 +174,24 @@ def read_result(arena: Arena, nbytes: int) -> RoundPlan | PlanFailure:
     try:
         if "reason" in header:
             return PlanFailure(reason=Reason(header["reason"]), detail=str(header["detail"]))
-        kinds = _PLAN + _SLICES
+        cut = _PARTS if header["parts"] else ()
+        kinds = _PLAN + cut + _SLICES
         if not len(kinds) - 1 <= len(arrays) <= len(kinds):  # the batches of the samples come last, if there are any
             raise MessageError(f"{len(arrays)} arrays of a plan")
         for array, (dtype, dimensions) in zip(arrays, kinds, strict=False):
             if array.dtype != dtype or array.ndim != dimensions:
                 raise MessageError(f"{array.dtype} of {array.ndim} dimensions where {dtype} of {dimensions} belongs")
-        before, after, *slices = (array.copy() for array in arrays)
+        before, after, *others = (array.copy() for array in arrays)
+        of_parts, slices = others[: len(cut)], others[len(cut) :]
+        parts = None
+        if cut:
+            samples, begins, pieces = of_parts
+            if samples.size != begins.size or samples.size != slices[0].size or pieces.shape[1] != PIECE_WIDTH:
+                raise MessageError("arrays of parts that do not fit each other")
+            parts = RoundParts(samples=samples, begins=begins, pieces=pieces)
         return RoundPlan(
             slices=Slices(*slices),
+            parts=parts,
             loads_before=before,
             loads_after=after,
             batches=tuple(map(_figures, header["batches"])),
@@ -193,6 +211,7 @@ def columns_of(inputs: PlanInput) -> dict[str, Column]:
         inputs.window,
         _numbered(inputs.nodes),
         with_memory=bool(inputs.options.memory_caps),
+        roles=np.array(inputs.roles, np.int64) if inputs.roles else None,
     )
 
 

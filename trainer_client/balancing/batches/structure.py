@@ -170,6 +170,8 @@ class Structure:
         schema: What other ranks' batches must agree with.
         reads_lengths: Building a batch reads its lengths on the host.
         shared: What its shared values are.
+        roles: What each jagged column is to a sample in parts, as in `evenkeel.partitioning.splits`; empty where no
+            sequence is declared: then no sample is split.
         on_host: The leaves that are in the host's memory wherever the batch is.
         padded: The leaves that are padded outside of a `FlatBatch`.
         pickles: Paths of the jagged columns that are lists of Python objects.
@@ -182,6 +184,7 @@ class Structure:
     schema: Schema
     reads_lengths: bool = False
     shared: Said = ()
+    roles: tuple[int, ...] = ()
     on_host: tuple[int, ...] = field(init=False)
     padded: tuple[int, ...] = field(init=False)
     pickles: frozenset[str] = field(init=False)

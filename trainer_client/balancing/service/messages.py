@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel import __version__
+from evenkeel.partitioning.parts import PIECE_WIDTH, check_further, read_parts, read_splits
 from evenkeel.partitioning.rounds import FIGURES, Figures, RankPlan, RoundOptions
 from evenkeel.partitioning.samples import Lengths, RankSamples
 from evenkeel.partitioning.slices import Slice
+from evenkeel.partitioning.splits import Cuts, SplitSample, check_splits
 from evenkeel.protocol import balancer_pb2 as pb
 
 if TYPE_CHECKING:  # it opens streams
@@ -53,7 +56,7 @@ class ServiceDecision:
         instance: The balancer's incarnation.
         final: For IDENTITY: no other way of balancing would find a plan either.
         reason: Readable reason of an IDENTITY.
-        digest: 64 bits of the digest of the whole plan.
+        digest: 64 bits of the digest of the whole plan, and of the pieces that all ranks must have got alike.
         plan: What the rank is told of the plan; None for IDENTITY.
     """
 
@@ -78,6 +81,7 @@ def join_request(
     options: RoundOptions,
     schema_hash: bytes,
     schema_fields: Iterable[tuple[str, str, str, tuple[int, ...]]],
+    roles: Sequence[int] = (),
     window: int = 1,
 ) -> pb.Join:
     """The first message of a stream.
@@ -90,8 +94,10 @@ def join_request(
         options: How to partition.
         schema_hash: Of the batch's fields.
         schema_fields: (path, dtype, kind, shape of one value) of each field of the batch.
+        roles: Of the jagged fields, what each is to a sample in parts; empty where none is split.
         window: Batches of a round.
     """
+    split = options.split
     return pb.Join(
         protocol_versions=PROTOCOL_VERSIONS,
         job=session.job,
@@ -112,6 +118,7 @@ def join_request(
             speeds=_f64(options.speeds),
             memory_caps=_f64(options.memory_caps),
             min_samples=options.min_samples,
+            split=None if split is None else pb.Split(above=split.above, within=split.within, between=split.between),
         ),
         schema=pb.Schema(
             hash=schema_hash,
@@ -119,6 +126,7 @@ def join_request(
                 pb.Field(path=path, dtype=dtype, kind=_KINDS[kind], shape=shape)
                 for path, dtype, kind, shape in schema_fields
             ],
+            roles=() if split is None else roles,
         ),
         client_version=__version__,
     )
@@ -154,6 +162,7 @@ def submit_request(
         timeout_ms=timeout_ms,
         rank=rank,
         traceparent=traceparent,
+        divisible=b"" if samples.divisible is None else samples.divisible.astype("<f8").tobytes(),
     )
     if costs.dtype == np.float64:
         message.costs_f64 = costs.astype("<f8").tobytes()
@@ -191,14 +200,22 @@ def read_decision(
         instance=decision.instance,
         final=decision.reason in _FINAL_REASONS,
         reason=f"{reason}: {decision.detail}" if decision.detail else reason,
-        digest=int.from_bytes(decision.digest[:8], "little"),
+        digest=_named(decision.digest, decision.pieces),
         plan=_read_plan(decision, rank, world_size, lengths.shape, window) if balanced else None,
     )
 
 
 def _read_plan(decision: pb.Decision, rank: int, world_size: int, shape: tuple[int, ...], window: int) -> RankPlan:
     num_samples, num_fields = shape
-    destinations = _array("destinations", decision.destinations, "<i4", num_samples)
+    further = _array("cuts", decision.cuts, "<i8", None)
+    pieces = _array("pieces", decision.pieces, "<i8", None)
+    if further.size % 2 or pieces.size % PIECE_WIDTH:
+        raise MalformedAnswerError(f"cuts or pieces have rows of other lengths than 2 and {PIECE_WIDTH}")
+    further, pieces = further.reshape(-1, 2), pieces.reshape(-1, PIECE_WIDTH)
+    if not check_further(further, num_samples):
+        raise MalformedAnswerError(f"cuts are not of parts of {num_samples} samples, ascending")
+    num_parts = num_samples + len(further)
+    destinations = _array("destinations", decision.destinations, "<i4", num_parts)
     sources = _array("sources", decision.sources, "<i4", None)
     counts = _array("source_counts", decision.source_counts, "<i4", len(sources))
     totals = _array("source_totals", decision.source_totals, "<i8", len(sources) * num_fields)
@@ -209,7 +226,7 @@ def _read_plan(decision: pb.Decision, rank: int, world_size: int, shape: tuple[i
     if np.any(counts <= 0) or np.any(totals < 0):
         raise MalformedAnswerError("source_counts or source_totals hold values out of range")
     # A round of one batch says nothing about batches.
-    steps = _array("destination_steps", decision.destination_steps, "<i4", num_samples) if window > 1 else None
+    steps = _array("destination_steps", decision.destination_steps, "<i4", num_parts) if window > 1 else None
     if steps is not None and len(steps) and not (int(steps.min()) >= 0 and int(steps.max()) < window):
         raise MalformedAnswerError(f"destination_steps names a batch outside 0..{window - 1}")
     groups = list(decision.source_groups) if window > 1 else [len(sources)]
@@ -234,9 +251,18 @@ def _read_plan(decision: pb.Decision, rank: int, world_size: int, shape: tuple[i
                 source_totals=totals[received],
             )
         )
+    cuts: tuple[Cuts | None, ...] = ()
+    splits: tuple[tuple[SplitSample, ...], ...] = ()
+    if len(pieces) or len(further):
+        steps, cuts = read_parts(further, num_samples, steps, window)
+        splits = read_splits(pieces, window)
+        for of_batch in splits:
+            check_splits(of_batch, world_size)
     return RankPlan(
         steps=steps,
         slices=tuple(slices),
+        cuts=cuts,
+        splits=splits,
         figures=tuple(Figures(**{name: getattr(balance, name) for name in FIGURES}) for balance in balances),
         loads=tuple(balance.own_load_after for balance in balances),
         seconds=decision.balance.partition_seconds,
@@ -249,6 +275,13 @@ def _array(field: str, data: bytes, dtype: str, length: int | None) -> NDArray[A
     if len(data) % width or (length is not None and len(data) != length * width):
         raise MalformedAnswerError(f"{field} has {len(data)} bytes, not {length} values of {width} bytes")
     return np.frombuffer(data, dtype=dtype).copy()
+
+
+def _named(digest: bytes, pieces: bytes) -> int:
+    """64 bits of a digest; with pieces, also of these, which no checksum of what moves would tell to be others."""
+    if pieces:
+        digest = hashlib.sha256(digest + pieces, usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "little")
 
 
 def _f64(values: Sequence[float]) -> bytes:

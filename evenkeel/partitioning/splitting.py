@@ -1,0 +1,369 @@
+"""Partition in which samples that outweigh a rank's share are split into consecutive spans on several ranks.
+
+Causal attention over such a sample needs the keys and values of earlier spans on the ranks of later ones. What sending
+them takes has a price, in units of cost, and a sample is split only where that gains more than it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.partitioning.api import DEFAULT_TOLERANCE, Partition, partition
+from evenkeel.partitioning.divisible import Divisible
+from evenkeel.partitioning.errors import PartitionError
+from evenkeel.partitioning.ranges import SPLIT_ABOVE, SPLIT_PRICE
+from evenkeel.partitioning.recutting import measure, recut, table_of
+
+# A rank's part of a split sample, as a share of an even division: the smaller, the more pieces, the more exchange.
+SHARES = (1.0, 0.7, 0.45, 1.5, 2.2)
+# Beside the samples that are too heavy, so many of the next heaviest are split as well where that helps.
+MORE = (0, 1, 2, 4, 8, 16, 32, 64)
+NEAR = 1.005  # times an even division, where the search ends
+BETTER = 0.998  # a plan with more samples in pieces must be shorter by that
+FUTILE = 2  # numbers of samples in pieces, one after the other, that were not: there the search ends too
+PASSES = 4  # over the split samples, while their cuts move to where the ranks have room
+LEAST = 0.01  # of an even division, the room for whole samples on a rank that pieces fill
+TOLERANCE = 5e-3  # of the whole samples' partition, since pieces even out the rest
+HELD = 1 + 1e-9  # times a memory cap, for rounding
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitOptions:
+    """When samples are split over ranks.
+
+    A sample is split only where no assignment of whole samples comes near an even division of the batch, or where it
+    fits no rank's memory cap; and only where that takes less time, the exchange of keys and values included.
+
+    Attributes:
+        above: By how much of an even division the lower bound of whole samples must exceed it, 0 to 1000.
+        within: What it takes to send the keys and values of one position to one rank of the same node, and to get their
+            gradients back, in units of cost: their bytes, over the rate of the exchange, times the cost that a rank
+            computes in a second.
+        between: The same to a rank of another node.
+    """
+
+    above: float = 0.05
+    within: float = 0.0
+    between: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, allowed, unit in (
+            ("above", SPLIT_ABOVE, "a share of an even division"),
+            ("within", SPLIT_PRICE, "units of cost"),
+            ("between", SPLIT_PRICE, "units of cost"),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not allowed.holds(value):
+                raise ValueError(f"split.{name} is {value!r}; use {unit}, {allowed}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitPartition:
+    """Which rank trains which positions of which samples of a batch. A sample that is whole is one part.
+
+    Attributes:
+        samples: (m,) int64, the sample of each part, ascending; parts of a sample in the order of positions.
+        begins: (m,) int64, first position; 0 of a sample that is whole.
+        ends: (m,) int64, the one after the last; 0 of a sample that is whole.
+        ranks: (m,) int32, the rank that trains it; a rank has one part of a sample at most.
+        loads: (num_ranks,) float64, summed cost of each rank.
+        exchange: (num_ranks,) float64, what its keys and values take: the more of what it sends and what it receives.
+        within: Positions whose keys and values go to another rank of the same node, counted for each rank.
+        between: Positions whose keys and values go to another node.
+        moved_parts: Parts that leave their home.
+        moved_size: Their summed size.
+        moved_size_between_nodes: The part of it that crosses nodes.
+        speeds: (num_ranks,) float64.
+        time: Largest sum of load over speed and exchange.
+        heaviest: A bound of whole samples: an even division, or the heaviest of them on the fastest rank.
+    """
+
+    samples: Integers
+    begins: Integers
+    ends: Integers
+    ranks: NDArray[np.int32]
+    loads: Floats
+    exchange: Floats
+    within: int
+    between: int
+    moved_parts: int
+    moved_size: float
+    moved_size_between_nodes: float
+    speeds: Floats
+    time: float
+    heaviest: float
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, whole or not."""
+        return int(np.count_nonzero(self.begins == 0))
+
+    @property
+    def num_pieces(self) -> int:
+        """Parts of samples that are split."""
+        return int(np.count_nonzero(self.ends))
+
+    @property
+    def num_split(self) -> int:
+        """Samples that are split."""
+        return int(np.count_nonzero((self.ends > 0) & (self.begins == 0)))
+
+
+def wants_splits(found: Partition | PartitionError, options: SplitOptions) -> bool:
+    """Whether whole samples are too far from an even division, or fit no rank."""
+    if isinstance(found, PartitionError):
+        return True
+    speed = float(found.loads.size) if found.speeds is None else float(sum(found.speeds.tolist()))
+    return found.lower_bound * speed > (1 + options.above) * float(sum(found.loads.tolist()))
+
+
+def split_partition(
+    found: Partition | PartitionError,
+    costs: NDArray[Any],
+    homes: NDArray[np.int32],
+    num_ranks: int,
+    divisible: Divisible,
+    split: SplitOptions,
+    options: Mapping[str, Any],
+) -> SplitPartition | None:
+    """Splits samples of a batch where that takes less time than the best assignment of whole ones.
+
+    Args:
+        found: That assignment, or why there is none.
+        costs: (n,) as for `partition`.
+        homes: (n,) rank that holds each sample.
+        num_ranks: Number of ranks.
+        divisible: The samples that may be split.
+        split: When they are.
+        options: As for `partition`; `counts` and `min_samples` are of the whole samples, and a part takes memory and
+            size in proportion to its positions.
+
+    Returns:
+        None where samples had better stay whole, or no better plan was found.
+    """
+    if num_ranks < 2 or not len(divisible) or not wants_splits(found, split):
+        return None
+    search = _Search(costs, homes, num_ranks, divisible, split, options)
+    whole = search.time_of(found.loads) if isinstance(found, Partition) else math.inf
+    best = search.best(whole)
+    return None if best is None else search.answer(best)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plan:
+    """Whole samples and the ranks they are on; samples in pieces, where each one's begin, and the pieces."""
+
+    whole: Integers
+    whole_ranks: Integers
+    split: Integers
+    firsts: Integers
+    ranks: Integers
+    begins: Integers
+    ends: Integers
+    time: float
+
+
+class _Search:
+    """Plans for more and more samples in pieces, each by one partition of whole samples and pieces."""
+
+    def __init__(
+        self,
+        costs: NDArray[Any],
+        homes: NDArray[np.int32],
+        num_ranks: int,
+        divisible: Divisible,
+        split: SplitOptions,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._costs, self._homes, self._num_ranks = costs.astype(np.float64), homes, num_ranks
+        self._divisible, self._spans, self._options = divisible, divisible.spans, options
+        self._prices = float(split.within), float(split.between)
+        speeds, nodes, sizes = options.get("speeds"), options.get("nodes"), options.get("sizes")
+        self._speeds = np.ones(num_ranks) if speeds is None else np.array(speeds, np.float64)
+        self._nodes = np.zeros(num_ranks, np.int64) if nodes is None else np.array(nodes, np.int64)
+        self._sizes = self._costs if sizes is None else np.asarray(sizes, np.float64)
+        # sums in a fixed order, since those of arrays may depend on the machine
+        total = sum(np.bincount(homes, self._costs, num_ranks).tolist())
+        self._even = float(total) / float(sum(self._speeds.tolist()))
+        self._memory = self._caps = None
+        if options.get("memory") is not None and options.get("memory_caps") is not None:
+            self._memory = np.asarray(options["memory"], np.float64)
+            self._caps = np.asarray(options["memory_caps"], np.float64)
+        self._own = self._costs[divisible.samples]  # costs of those that may be split
+
+    def time_of(self, loads: NDArray[Any]) -> float:
+        """The largest load over speed."""
+        return float((loads / self._speeds).max())
+
+    def best(self, time: float) -> _Plan | None:
+        """The plan with samples in pieces that takes the least time; None if none takes less than whole samples do."""
+        count = len(self._divisible)
+        too_large = np.zeros(count, np.bool_)
+        if self._memory is not None and self._caps is not None:
+            too_large = self._memory[self._divisible.samples] > float(self._caps.max())
+        heavy = too_large | (self._own > self._even * float(self._speeds.max()))
+        order = np.lexsort((np.arange(count), -self._own, ~too_large, ~heavy))
+        order = order[self._spans.num_cuts[order] > 0]
+        least, futile, best = max(int(np.count_nonzero(heavy[order])), 1), 0, None
+        for more in MORE:
+            if least + more > order.size or futile >= FUTILE or time <= NEAR * self._even:
+                break
+            futile += 1
+            for found in self._with_split(np.sort(order[: least + more])):
+                if found.time < BETTER * time:
+                    best, time, futile = found, found.time, 0
+        return best
+
+    def _with_split(self, split: Integers) -> Iterator[_Plan]:
+        """Plans in which these samples, numbers among those that may be split, are split."""
+        tried = set()
+        largest_node = int(np.unique(self._nodes, return_counts=True)[1].max())
+        for share in SHARES:
+            wanted = self._counts(split, share)
+            for counts in (wanted, tuple(min(count, largest_node) for count in wanted)):
+                if counts in tried or min(counts) < 2:
+                    continue
+                tried.add(counts)
+                found = self._attempt(split, np.array(counts))
+                if found is not None:
+                    yield found
+
+    def _counts(self, split: Integers, share: float) -> tuple[int, ...]:
+        """Pieces of each."""
+        mean_speed = float(sum(self._speeds.tolist())) / self._num_ranks
+        wanted = self._own[split] / max(share * self._even * mean_speed, np.finfo(np.float64).tiny)
+        if self._memory is not None and self._caps is not None:
+            largest = float(self._caps.max())
+            if 0 < largest < math.inf:
+                held = self._memory[self._divisible.samples[split]]
+                wanted = np.maximum(wanted, held / (min(share, 1.0) * largest))
+        most = np.minimum(self._spans.num_cuts[split] + 1, self._num_ranks)
+        return tuple(np.clip(np.ceil(np.minimum(wanted, most)), 2, most).astype(np.int64).tolist())
+
+    def _attempt(self, split: Integers, counts: Integers) -> _Plan | None:
+        """Places pieces first, and whole samples in the room that they leave."""
+        is_whole = np.ones(self._costs.size, np.bool_)
+        is_whole[self._divisible.samples[split]] = False
+        whole, numbers = np.flatnonzero(is_whole), np.repeat(np.arange(split.size), counts)
+        placed = np.concatenate(self._places(split, counts))
+        memory = None
+        if self._memory is not None:
+            memory = np.repeat(self._memory[self._divisible.samples[split]] / counts, counts)
+        try:
+            whole_ranks = self._around(whole, placed, np.repeat(self._own[split] / counts, counts), memory)
+        except PartitionError:
+            return None
+        placed = np.ascontiguousarray(placed[np.lexsort((placed, self._nodes[placed], numbers))])
+        firsts = np.concatenate([[0], np.cumsum(counts)])
+        return self._cut(whole, whole_ranks, split, firsts, placed)
+
+    def _around(self, whole: Integers, placed: Integers, costs: Floats, memory: Floats | None) -> Integers:
+        """Ranks of the whole samples, where pieces that cost so much are placed already: as if these were slower."""
+        room = np.maximum(self._even * self._speeds - np.bincount(placed, costs, self._num_ranks), LEAST * self._even)
+        how: dict[str, Any] = {**self._options, "sizes": self._sizes[whole]}
+        how["speeds"] = np.clip(room / max(float(room.max()), np.finfo(np.float64).tiny), 1e-6, 1.0)
+        how["tolerance"] = max(self._options.get("tolerance", DEFAULT_TOLERANCE), TOLERANCE)
+        if self._memory is not None and self._caps is not None:
+            how["memory"] = self._memory[whole]
+            how["memory_caps"] = np.maximum(self._caps - np.bincount(placed, memory, self._num_ranks), 0.0)
+        return partition(self._costs[whole], self._homes[whole], self._num_ranks, **how).destinations.astype(np.int64)
+
+    def _cut(
+        self, whole: Integers, whole_ranks: Integers, split: Integers, firsts: Integers, ranks: Integers
+    ) -> _Plan | None:
+        """Cuts the samples by work; where the memory caps do not hold that, by positions; None if they hold neither."""
+        table = table_of(self._spans.take(split))
+        base = np.bincount(whole_ranks, self._costs[whole], self._num_ranks).astype(np.float64)
+        begins, ends = np.zeros(ranks.size, np.int64), np.zeros(ranks.size, np.int64)
+        ends[firsts[1:] - 1] = table[:, 0]
+        time = recut(base, self._speeds, table, firsts, ranks, begins, ends, self._nodes, *self._prices, PASSES)
+        plan = _Plan(
+            whole=whole, whole_ranks=whole_ranks, split=split, firsts=firsts, ranks=ranks, begins=begins, ends=ends,
+            time=time,
+        )  # fmt: skip
+        if self._fits(plan):
+            return plan
+        begins, ends = begins.copy(), ends.copy()
+        for row, (first, last) in zip(table, np.stack([firsts[:-1], firsts[1:]], 1).tolist(), strict=True):
+            parts = np.arange(1, last - first)
+            wanted = (parts * row[0] / (last - first) - row[8]) / row[9]
+            places = np.clip(np.rint(wanted), parts - 1, row[10] - (last - first - parts))
+            begins[first + 1 : last] = ends[first : last - 1] = row[8] + places * row[9]
+        loads, exchange, _, _ = measure(base, table, firsts, ranks, begins, ends, self._nodes, *self._prices)
+        plan = _Plan(
+            whole=whole, whole_ranks=whole_ranks, split=split, firsts=firsts, ranks=ranks, begins=begins, ends=ends,
+            time=float((loads / self._speeds + exchange).max()),
+        )  # fmt: skip
+        return plan if self._fits(plan) else None
+
+    def _places(self, split: Integers, counts: Integers) -> list[Integers]:
+        """Where each sample's pieces had best go, the first ones first: to ranks with room, of one node if that has."""
+        room = self._even * self._speeds
+        numbers, members, sizes = np.unique(self._nodes, return_inverse=True, return_counts=True)
+        result = []
+        homes = self._homes[self._divisible.samples[split]].tolist()
+        for sample, home, count in zip(split.tolist(), homes, counts.tolist(), strict=True):
+            at_home = np.arange(numbers.size) == members[home]
+            nodes = np.lexsort((numbers, ~at_home, -np.bincount(members, room), sizes < count))
+            place = np.empty(numbers.size, np.int64)
+            place[nodes] = np.arange(numbers.size)
+            ranks = np.arange(self._num_ranks)
+            chosen = np.lexsort((ranks, ranks != home, -room, place[members]))[:count]
+            room[chosen] -= self._own[sample] / count
+            result.append(chosen)
+        return result
+
+    def _shares(self, plan: _Plan) -> tuple[Integers, Floats]:
+        """(pieces,) the sample of each piece, and the share of its positions that the piece has."""
+        numbers = np.repeat(plan.split, np.diff(plan.firsts))
+        return self._divisible.samples[numbers], (plan.ends - plan.begins) / self._spans.positions[numbers]
+
+    def _fits(self, plan: _Plan) -> bool:
+        if self._memory is None or self._caps is None:
+            return True
+        samples, shares = self._shares(plan)
+        held = np.bincount(plan.whole_ranks, self._memory[plan.whole], self._num_ranks)
+        held = held + np.bincount(plan.ranks, self._memory[samples] * shares, self._num_ranks)
+        return bool((held <= self._caps * HELD).all())
+
+    def answer(self, plan: _Plan) -> SplitPartition:
+        """The plan as it is told."""
+        base = np.bincount(plan.whole_ranks, self._costs[plan.whole], self._num_ranks).astype(np.float64)
+        loads, exchange, within, between = measure(
+            base, table_of(self._spans.take(plan.split)), plan.firsts, plan.ranks, plan.begins, plan.ends, self._nodes,
+            *self._prices,
+        )  # fmt: skip
+        of_pieces, shares = self._shares(plan)
+        samples = np.concatenate([plan.whole, of_pieces])
+        none = np.zeros(plan.whole.size, np.int64)
+        begins, ends = np.concatenate([none, plan.begins]), np.concatenate([none, plan.ends])
+        ranks = np.concatenate([plan.whole_ranks, plan.ranks]).astype(np.int32)
+        sizes = self._sizes[samples] * np.concatenate([np.ones(plan.whole.size), shares])
+        homes = self._homes[samples]
+        far = self._nodes[ranks] != self._nodes[homes]
+        order = np.lexsort((begins, samples))
+        return SplitPartition(
+            samples=samples[order],
+            begins=begins[order],
+            ends=ends[order],
+            ranks=ranks[order],
+            loads=loads,
+            exchange=exchange,
+            within=within,
+            between=between,
+            moved_parts=int(np.count_nonzero(ranks != homes)),
+            moved_size=float(sizes[ranks != homes].sum()),
+            moved_size_between_nodes=float(sizes[far].sum()),
+            speeds=self._speeds,
+            time=plan.time,
+            heaviest=max(self._even, float(self._costs.max() / self._speeds.max())),
+        )

@@ -1,0 +1,243 @@
+"""Samples in parts: every position exactly once, never longer than whole, near the best of all plans where few are."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenkeel.partitioning import Partition, PartitionError, partition
+from evenkeel.partitioning.divisible import Divisible
+from evenkeel.partitioning.spans import SpanCosts
+from evenkeel.partitioning.splitting import SplitOptions, SplitPartition, split_partition
+
+
+def divisible_of(spans: SpanCosts, which: list[int] | None = None) -> Divisible:
+    """All samples, or some, as those that may be split."""
+    samples = np.arange(len(spans)) if which is None else np.array(which, np.int64)
+    return Divisible(samples=samples, first_items=np.zeros(samples.size), spans=spans.take(samples))
+
+
+def planned(
+    spans: SpanCosts,
+    homes: Any,
+    num_ranks: int,
+    split: SplitOptions,
+    which: list[int] | None = None,
+    **options: Any,
+) -> tuple[Partition | PartitionError, SplitPartition | None]:
+    """The best assignment of whole samples, and what is made of it."""
+    options = {name: np.asarray(value) if name != "counts" else value for name, value in options.items()}
+    where, costs = np.asarray(homes, np.int32), spans.whole
+    found: Partition | PartitionError
+    try:
+        found = partition(costs, where, num_ranks, **options)
+    except PartitionError as error:
+        found = error
+    divisible = divisible_of(spans, which)
+    return found, split_partition(found, costs, where, num_ranks, divisible, split, options)
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> dict[str, Any]:
+    """Rounds with some giants, some samples that cannot be cut, nodes, speeds and prices."""
+    num_ranks = draw(st.integers(2, 9))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    n = draw(st.integers(1, 40))
+    positions = rng.integers(0, 60, n)
+    positions[rng.random(n) < draw(st.floats(0, 0.3))] = draw(st.integers(200, 5000))
+    context, candidates = rng.integers(0, 3, n), rng.integers(0, 9, n)
+    spans = SpanCosts.of(
+        context + positions + candidates,
+        context=context,
+        candidates=candidates,
+        per_position=50.0,
+        per_pair=draw(st.sampled_from([0.0, 0.3, 2.0])),
+        granule=draw(st.integers(1, 3)),
+    )
+    call: dict[str, Any] = {
+        "spans": spans,
+        "homes": rng.integers(0, num_ranks, n),
+        "num_ranks": num_ranks,
+        "which": np.flatnonzero(rng.random(n) < draw(st.sampled_from([1.0, 0.5]))).tolist(),
+        "split": SplitOptions(
+            above=draw(st.sampled_from([0.0, 0.05, 0.5])),
+            within=draw(st.sampled_from([0.0, 20.0])),
+            between=draw(st.sampled_from([0.0, 100.0])),
+        ),
+        "counts": draw(st.sampled_from(["equal", "free"])),
+        "sizes": spans.positions,
+    }
+    if draw(st.booleans()):
+        call["nodes"] = rng.integers(0, 3, num_ranks)
+    if draw(st.booleans()):
+        call["speeds"] = rng.uniform(0.5, 2.0, num_ranks)
+    return call
+
+
+def recounted(call: dict[str, Any], plan: SplitPartition) -> tuple[list[float], list[float], int, int]:
+    """Loads and exchange of each rank, and the positions that travel, one by one from the spans."""
+    spans, num_ranks, split = call["spans"], call["num_ranks"], call["split"]
+    nodes = call.get("nodes", np.zeros(num_ranks))
+    loads, sent, received, travelled = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks, [0, 0]
+    columns = plan.samples, plan.begins, plan.ends, plan.ranks
+    listed = list(zip(*(column.tolist() for column in columns), strict=True))
+    for sample, begin, end, rank in listed:
+        if not end:
+            loads[rank] += float(spans.whole[sample])
+            continue
+        loads[rank] += float(spans.take([sample]).of_spans(begin, end)[0])
+        keys = max(min(end, spans.positions[sample] - spans.candidates[sample]) - begin, 0)
+        for other, first, _, target in listed:
+            if other == sample and first > begin:
+                far = nodes[rank] != nodes[target]
+                price = split.between if far else split.within
+                sent[rank] += keys * price
+                received[target] += keys * price
+                travelled[int(far)] += int(keys)
+    return loads, [max(pair) for pair in zip(sent, received, strict=True)], travelled[0], travelled[1]
+
+
+@settings(max_examples=60)
+@given(call=rounds())
+def test_every_position_once_and_never_longer_than_whole(call: dict[str, Any]) -> None:
+    found, plan = planned(**call)
+    spans = call["spans"]
+    if plan is None:
+        return
+    covered = dict.fromkeys(range(len(spans)), 0)
+    assert (np.diff(plan.samples) >= 0).all()
+    for sample, begin, end in zip(plan.samples.tolist(), plan.begins.tolist(), plan.ends.tolist(), strict=True):
+        assert begin == covered[sample]
+        covered[sample] = end or int(spans.positions[sample])
+        if begin:  # between granules of the history
+            assert (begin - spans.first_cut[sample]) % spans.granule[sample] == 0
+            assert spans.context[sample] < begin <= spans.positions[sample] - max(spans.candidates[sample], 1)
+        if end:
+            assert sample in call["which"]
+    assert [covered[sample] for sample in range(len(spans))] == spans.positions.tolist()
+    assert len(set(zip(plan.samples.tolist(), plan.ranks.tolist(), strict=True))) == plan.samples.size
+    assert plan.num_samples == len(spans)
+    assert plan.num_pieces - plan.num_split == plan.samples.size - len(spans) > 0
+
+    loads, exchange, within, between = recounted(call, plan)
+    np.testing.assert_allclose(plan.loads, loads, rtol=1e-9)
+    np.testing.assert_allclose(plan.exchange, exchange, rtol=1e-9)
+    assert (plan.within, plan.between) == (within, between)
+    assert isinstance(found, Partition)
+    speeds = np.ones(call["num_ranks"]) if found.speeds is None else found.speeds
+    even = spans.whole.sum() / speeds.sum()
+    np.testing.assert_allclose(plan.time, (plan.loads / speeds + plan.exchange).max(), rtol=1e-9)
+    assert even * (1 - 1e-9) <= plan.time < float((found.loads / speeds).max())
+    assert found.lower_bound > (1 + call["split"].above) * even * (1 - 1e-9)
+    again = planned(**call)[1]
+    assert again is not None
+    names = ("samples", "begins", "ends", "ranks")
+    assert all(np.array_equal(getattr(plan, name), getattr(again, name)) for name in names)
+
+
+def exhaustive(spans: SpanCosts, num_ranks: int, price: float) -> float:
+    """The least time of all plans, by trying each division of each sample, and each set of ranks."""
+    choices = []
+    for sample in range(len(spans)):
+        one, end = spans.take([sample]), int(spans.positions[sample])
+        found = []
+        for count in range(1, num_ranks + 1):
+            for cuts in itertools.combinations(range(1, end), count - 1):
+                edges = [0, *cuts, end]
+                for ranks in itertools.permutations(range(num_ranks), count):
+                    load, sent, got = (np.zeros(num_ranks) for _ in range(3))
+                    for place, rank in enumerate(ranks):
+                        load[rank] = one.of_spans(edges[place], edges[place + 1])[0]
+                        sent[rank] = price * (edges[place + 1] - edges[place]) * (count - 1 - place)
+                        got[rank] = price * edges[place]
+                    found.append(np.stack([load, sent, got]))
+        choices.append(np.stack(found))
+    totals = choices[0]
+    for more in choices[1:]:
+        totals = (totals[:, None] + more[None]).reshape(-1, 3, num_ranks)
+    return float((totals[:, 0] + np.maximum(totals[:, 1], totals[:, 2])).max(axis=1).min())
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=3),
+    num_ranks=st.integers(2, 3),
+    price=st.sampled_from([0.0, 0.5, 3.0]),
+    per_pair=st.sampled_from([0.0, 1.0]),
+)
+def test_small_rounds_are_near_the_best_plan(lengths: list[int], num_ranks: int, price: float, per_pair: float) -> None:
+    spans = SpanCosts.of(lengths, per_position=4.0, per_pair=per_pair)
+    found, plan = planned(
+        spans, np.zeros(len(lengths)), num_ranks, SplitOptions(above=0.0, within=price), counts="free", move_price=0.0
+    )
+    assert isinstance(found, Partition)
+    best = exhaustive(spans, num_ranks, price)
+    time = float(found.loads.max()) if plan is None else plan.time
+    assert time >= best * (1 - 1e-12)
+    assert time <= 1.35 * best + 4 + 9 * per_pair  # a position is the least that can be moved
+
+
+def test_giants_are_shared_evenly_inside_a_node() -> None:
+    lengths = np.full(64, 500)
+    lengths[[5, 40]] = 60_000
+    spans = SpanCosts.of(lengths, per_position=5120, per_pair=2)
+    found, plan = planned(
+        spans, np.repeat(np.arange(16), 4), 16, SplitOptions(within=100, between=50_000), nodes=np.arange(16) // 8,
+        counts="free",
+    )  # fmt: skip
+    assert isinstance(found, Partition)
+    assert plan is not None
+    even = spans.whole.sum() / 16
+    assert plan.num_split == 2
+    assert plan.between == 0
+    assert found.lower_bound > 6 * even
+    assert plan.loads.max() < 1.05 * even
+
+
+def test_where_the_exchange_takes_longer_samples_stay_whole() -> None:
+    spans = SpanCosts.of([1000, 10, 10, 10], per_position=1.0)
+    homes = [0, 1, 2, 3]
+    assert planned(spans, homes, 4, SplitOptions())[1] is not None
+    assert planned(spans, homes, 4, SplitOptions(within=10.0))[1] is None
+    assert planned(spans, homes, 4, SplitOptions(above=3.0))[1] is None
+    assert planned(spans, homes, 4, SplitOptions(), which=[1, 2])[1] is None
+    assert planned(spans, [0] * 4, 1, SplitOptions())[1] is None
+
+
+def test_what_fits_no_rank_is_split_for_that_reason() -> None:
+    spans = SpanCosts.of([100, 10, 10, 10], per_position=1.0)
+    how: dict[str, Any] = {"memory": spans.positions, "counts": "free"}
+    found, plan = planned(spans, range(4), 4, SplitOptions(above=100.0), memory_caps=[40.0] * 4, **how)
+    assert isinstance(found, PartitionError)
+    assert plan is not None
+    held = np.where(plan.ends > 0, plan.ends - plan.begins, spans.positions[plan.samples])
+    assert np.bincount(plan.ranks, held).max() <= 40
+    assert planned(spans, range(4), 4, SplitOptions(), memory_caps=[20.0] * 4, **how)[1] is None
+
+
+def test_memory_caps_hold_where_equal_work_would_break_them() -> None:
+    spans = SpanCosts.of([1000, 10], per_pair=1.0)
+    plan = planned(spans, [0, 1], 2, SplitOptions(), memory=spans.positions, memory_caps=[560.0, 560.0], counts="free")[
+        1
+    ]
+    assert plan is not None
+    held = np.where(plan.ends > 0, plan.ends - plan.begins, spans.positions[plan.samples])
+    assert np.bincount(plan.ranks, held).max() <= 560
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"above": -1}, r"split.above is -1; use a share of an even division, 0 to 1000"),
+        ({"within": float("nan")}, r"split.within is nan; use units of cost, 0 to 1e\+100"),
+        ({"between": "fast"}, r"split.between is 'fast'; use units of cost"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SplitOptions(**changes)

@@ -1,0 +1,133 @@
+"""Which of a batch's samples may be split, and what their positions cost."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.partitioning.divisible import MOST, SHARE, Divisible, check_table
+from evenkeel.partitioning.spans import SpanCosts
+
+if TYPE_CHECKING:  # which know of costs
+    from trainer_client.balancing.batches import FlatBatch
+    from trainer_client.balancing.tickets import Cost
+
+logger = logging.getLogger(__name__)
+
+
+def check_divides(cost: Cost, flat: FlatBatch) -> None:
+    """Checks that samples can be split at all.
+
+    Args:
+        cost: The loader's.
+        flat: A batch.
+
+    Raises:
+        ValueError: If the cost says nothing of positions, or no field is declared as the sequence.
+    """
+    if getattr(cost, "spans", None) is None:
+        raise ValueError(
+            f"BalanceOptions.split is set, but the cost {cost!r} does not say what positions cost; use a cost of "
+            "trainer_client.balancing.costs, give yours a method spans(batch), or leave split out"
+        )
+    if flat.num_samples and not flat.structure.roles:
+        raise ValueError(
+            "BalanceOptions.split is set, but no field is declared as the sequence; name those that are cut in "
+            "BatchSpec(sequence=…), or leave split out"
+        )
+
+
+def divisible_samples(
+    cost: Cost,
+    batch: Any,
+    flat: FlatBatch,
+    costs: NDArray[np.int64] | NDArray[np.float64],
+    *,
+    memory: NDArray[np.float64] | None,
+    largest_cap: float,
+) -> NDArray[np.float64] | None:
+    """The heaviest samples of a batch, with what their positions cost; those alone are ever split.
+
+    Args:
+        cost: With a method `spans`.
+        batch: On the host, or flattened.
+        flat: The same, flattened.
+        costs: (n,) what `cost` said.
+        memory: (n,) what the memory caps count; None: nothing.
+        largest_cap: The largest memory cap.
+
+    Returns:
+        (m, WIDTH) as `Divisible.table`, numbered in the batch; None where there are none.
+    """
+    chosen = _heaviest(costs, memory, largest_cap)
+    if not chosen.size:
+        return None
+    spans: SpanCosts | None = cost.spans(batch)  # type: ignore[attr-defined]
+    flat.check_unchanged("cost")
+    if spans is None:
+        _warn("it cannot say what positions of a sample cost")
+        return None
+    if len(spans) != len(costs):
+        raise ValueError(f"spans of the cost are of {len(spans)} samples; return those of all {len(costs)}")
+    spans = spans.take(chosen)
+    first_items, fits = _first_items(spans, _items(flat, chosen))
+    # the others stay whole: as those of a cost that is scaled, or of a sequence that has more than the cost counts
+    fits &= np.isclose(spans.whole, costs[chosen].astype(np.float64), rtol=1e-7) & (spans.num_cuts > 0)
+    if not fits.any():
+        if (spans.num_cuts > 0).any():
+            _warn("its spans are not those of its costs, or of the fields in BatchSpec.sequence")
+        return None
+    divisible = Divisible(samples=chosen[fits], first_items=first_items[fits], spans=spans.take(fits))
+    problem = check_table(divisible.table, costs)
+    if problem:
+        _warn(f"spans{problem}")
+        return None
+    return divisible.table
+
+
+def _heaviest(
+    costs: NDArray[np.int64] | NDArray[np.float64], memory: NDArray[np.float64] | None, largest_cap: float
+) -> NDArray[np.int64]:
+    heavy = costs >= max(SHARE * float(costs.sum()), np.finfo(np.float64).tiny)
+    if memory is not None:
+        heavy |= memory > largest_cap
+    chosen = np.flatnonzero(heavy)
+    if chosen.size > MOST:
+        order = np.lexsort((chosen, -costs[chosen].astype(np.float64)))
+        if memory is not None:
+            order = np.lexsort((chosen, -costs[chosen].astype(np.float64), memory[chosen] <= largest_cap))
+        chosen = np.sort(chosen[order[:MOST]])
+    return chosen
+
+
+def _items(flat: FlatBatch, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Items of samples: those of the field of the sequence that has the most."""
+    roles = np.array(flat.structure.roles, np.int64)
+    sequence = np.flatnonzero(roles > 0)
+    items: NDArray[np.int64] = (flat.lengths[np.ix_(chosen, sequence)] // roles[sequence]).max(axis=1)
+    return items
+
+
+def _first_items(spans: SpanCosts, items: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """The position of each sample's first item, and whether its items fill its positions at all.
+
+    Items may be all positions, or all but candidates or targets at the end, or contextual ones at the beginning.
+    """
+    filled = spans.granule * items
+    firsts, fits = np.zeros(len(spans)), np.zeros(len(spans), np.bool_)
+    for first in (0.0, spans.head):
+        for tail in (0.0, spans.candidates, spans.targets):
+            matches = ~fits & (first + filled + tail == spans.positions)
+            firsts, fits = np.where(matches, first, firsts), fits | matches
+    aligned = (spans.head - firsts) % spans.granule == 0
+    return firsts, fits & aligned
+
+
+@cache
+def _warn(why: str) -> None:
+    """Once a process for each reason: a loop asks at every step."""
+    logger.warning("samples of this loader's batches are not split, although split is set: of the cost, %s", why)
