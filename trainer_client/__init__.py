@@ -17,7 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer_client.balancing import BalancedLoader, BalanceOptions, Balancer, RoundReport
+    from trainer_client.balancing import BalancedLoader, BalanceOptions, Balancer, RoundReport, SplitOptions
     from trainer_client.balancing.batches import BatchSpec, MaxLength, Padded
     from trainer_client.balancing.costs import HSTUCost, TokenCost, TransformerCost
     from trainer_client.balancing.sampling import GlobalBatchSampler, TokenBudgetSampler
@@ -32,6 +32,7 @@ __all__ = [
     "MaxLength",
     "Padded",
     "RoundReport",
+    "SplitOptions",
     "TokenBudgetSampler",
     "TokenCost",
     "TransformerCost",

@@ -13,6 +13,7 @@ from evenkeel.partitioning.fitting import check_held, check_possible
 from evenkeel.partitioning.problem import Problem, counts_and_loads, make_problem
 from evenkeel.partitioning.registry import strategy_named
 
+DEFAULT_STRATEGY = "minimal_move"
 DEFAULT_TOLERANCE = 1e-3
 DEFAULT_MOVE_PRICE = 0.01
 Sums: TypeAlias = NDArray[Any]  # int64 or float64, as the costs are
@@ -116,7 +117,7 @@ def partition(
     homes: ArrayLike,
     num_ranks: int,
     *,
-    strategy: str = "minimal_move",
+    strategy: str = DEFAULT_STRATEGY,
     sizes: ArrayLike | None = None,
     counts: str = "equal",
     tolerance: float = DEFAULT_TOLERANCE,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.api import DEFAULT_TOLERANCE, Partition, partition
+from evenkeel.partitioning.api import DEFAULT_STRATEGY, DEFAULT_TOLERANCE, Partition, partition
 from evenkeel.partitioning.divisible import Divisible
 from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.ranges import SPLIT_ABOVE, SPLIT_PRICE
@@ -29,6 +29,8 @@ BETTER = 0.998  # a plan with more samples in pieces must be shorter by that
 FUTILE = 2  # numbers of samples in pieces, one after the other, that were not: there the search ends too
 PASSES = 4  # over the split samples, while their cuts move to where the ranks have room
 LEAST = 0.01  # of an even division, the room for whole samples on a rank that pieces fill
+QUICK = "lpt"  # how whole samples are placed around pieces while plans are compared
+SLACK = 1.01  # times the best plan's, what one may take that is like it and moves fewer samples
 TOLERANCE = 5e-3  # of the whole samples' partition, since pieces even out the rest
 HELD = 1 + 1e-9  # times a memory cap, for rounding
 
@@ -64,6 +66,35 @@ class SplitOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not allowed.holds(value):
                 raise ValueError(f"split.{name} is {value!r}; use {unit}, {allowed}")
+
+    @classmethod
+    def at_rates(
+        cls,
+        *,
+        position_bytes: float,
+        within: float,
+        between: float,
+        cost_per_second: float,
+        above: float = 0.05,
+    ) -> SplitOptions:
+        """Prices of the exchange from what it sends and how fast.
+
+        Args:
+            position_bytes: Bytes of a position's keys and values in all layers, and of their gradients: with L layers
+                and H heads of width D, 4 * L * H * D numbers.
+            within: Bytes per second of a rank, to ranks of the same node.
+            between: The same to other nodes.
+            cost_per_second: Units of cost that a rank computes in a second; with costs in FLOPs, FLOP per second.
+            above: See the attributes.
+
+        Raises:
+            ValueError: If a number is out of range.
+        """
+        for name, value in (("within", within), ("between", between)):
+            if not value > 0:
+                raise ValueError(f"{name} is {value!r}; use bytes per second, above 0")
+        worth = float(position_bytes) * float(cost_per_second)
+        return cls(above=above, within=worth / within, between=worth / between)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -221,7 +252,11 @@ class _Search:
             for found in self._with_split(np.sort(order[: least + more])):
                 if found.time < BETTER * time:
                     best, time, futile = found, found.time, 0
-        return best
+        if best is None:
+            return None
+        # what was asked for leaves most samples where they are, and often has less to do for the slowest rank too
+        careful = self._attempt(best.split, np.diff(best.firsts), str(self._options.get("strategy", DEFAULT_STRATEGY)))
+        return careful if careful is not None and careful.time <= SLACK * best.time else best
 
     def _with_split(self, split: Integers) -> Iterator[_Plan]:
         """Plans in which these samples, numbers among those that may be split, are split."""
@@ -233,7 +268,7 @@ class _Search:
                 if counts in tried or min(counts) < 2:
                     continue
                 tried.add(counts)
-                found = self._attempt(split, np.array(counts))
+                found = self._attempt(split, np.array(counts), QUICK)
                 if found is not None:
                     yield found
 
@@ -249,7 +284,7 @@ class _Search:
         most = np.minimum(self._spans.num_cuts[split] + 1, self._num_ranks)
         return tuple(np.clip(np.ceil(np.minimum(wanted, most)), 2, most).astype(np.int64).tolist())
 
-    def _attempt(self, split: Integers, counts: Integers) -> _Plan | None:
+    def _attempt(self, split: Integers, counts: Integers, strategy: str) -> _Plan | None:
         """Places pieces first, and whole samples in the room that they leave."""
         is_whole = np.ones(self._costs.size, np.bool_)
         is_whole[self._divisible.samples[split]] = False
@@ -259,17 +294,20 @@ class _Search:
         if self._memory is not None:
             memory = np.repeat(self._memory[self._divisible.samples[split]] / counts, counts)
         try:
-            whole_ranks = self._around(whole, placed, np.repeat(self._own[split] / counts, counts), memory)
+            costs = np.repeat(self._own[split] / counts, counts)
+            whole_ranks = self._around(whole, placed, costs, memory, strategy)
         except PartitionError:
             return None
         placed = np.ascontiguousarray(placed[np.lexsort((placed, self._nodes[placed], numbers))])
         firsts = np.concatenate([[0], np.cumsum(counts)])
         return self._cut(whole, whole_ranks, split, firsts, placed)
 
-    def _around(self, whole: Integers, placed: Integers, costs: Floats, memory: Floats | None) -> Integers:
+    def _around(
+        self, whole: Integers, placed: Integers, costs: Floats, memory: Floats | None, strategy: str
+    ) -> Integers:
         """Ranks of the whole samples, where pieces that cost so much are placed already: as if these were slower."""
         room = np.maximum(self._even * self._speeds - np.bincount(placed, costs, self._num_ranks), LEAST * self._even)
-        how: dict[str, Any] = {**self._options, "sizes": self._sizes[whole]}
+        how: dict[str, Any] = {**self._options, "sizes": self._sizes[whole], "strategy": strategy}
         how["speeds"] = np.clip(room / max(float(room.max()), np.finfo(np.float64).tiny), 1e-6, 1.0)
         how["tolerance"] = max(self._options.get("tolerance", DEFAULT_TOLERANCE), TOLERANCE)
         if self._memory is not None and self._caps is not None:

@@ -72,6 +72,12 @@ class Metrics:
             ("job",),
             registry=self.registry,
         )
+        self._split = Counter(
+            "evenkeel_balancer_split_samples_total",
+            "Samples of balanced rounds that were split over ranks.",
+            ("job",),
+            registry=self.registry,
+        )
         self._late = Counter(
             "evenkeel_balancer_late_ranks_total",
             "Ranks that missed the deadline of a round.",
@@ -149,6 +155,7 @@ class Metrics:
             self._excess.labels(job, "bound").observe(max(0.0, figures.lower_bound / figures.mean_load - 1))
         self._samples.labels(job).inc(figures.samples)
         self._moved.labels(job).inc(figures.moved_samples)
+        self._split.labels(job).inc(figures.split_samples)
 
     def worker_lost(self, cause: str) -> None:
         """A worker has `died`, or was killed: `stuck`, `unwanted`."""

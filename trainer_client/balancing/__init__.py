@@ -1,5 +1,6 @@
 """Balancing the batches of a group of ranks: options, agreement, fallbacks and the loader on top."""
 
+from evenkeel.partitioning.splitting import SplitOptions
 from trainer_client.balancing.agreement import Mode, ProgramOrderError, Reason, SchemaMismatchError
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.loader import BalancedLoader
@@ -23,5 +24,6 @@ __all__ = [
     "RoundReport",
     "SchemaMismatchError",
     "ServiceRequiredError",
+    "SplitOptions",
     "Ticket",
 ]

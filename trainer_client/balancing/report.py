@@ -44,17 +44,23 @@ class RoundReport:
         ranks: The ranks that the reason is about.
         home_loads: (world size,) float64, load of each rank's own samples.
         own_load: Load of the samples that this rank trains.
-        max_load: Largest load over speed after the round; NaN if only single ranks know.
+        max_load: Largest load over speed after the round, with what the exchange of split samples takes; NaN if only
+            single ranks know.
         imbalance_before: Max/mean of load over speed as loaded.
         imbalance: The same as trained.
         lower_bound: No assignment of whole samples has a smaller maximum.
         samples: Samples of all ranks.
-        own_samples: Samples that this rank trains.
+        own_samples: Samples that this rank trains, each piece of a split sample as one.
         moved_samples: Samples that changed rank, over all ranks.
         size: Bytes of all samples.
         moved_size: Bytes of the samples that changed rank.
         wait_seconds: How long this rank's worker waited for the service (hidden behind training unless too long).
         partition_seconds: Time of the partition search.
+        split_samples: Samples that are split over ranks, of all ranks.
+        pieces: Pieces that they are split into.
+        exchanged: Positions whose keys and values go to another rank, counted for each rank that they go to.
+        max_load_whole: Where samples are split, the `max_load` of the best plan found without; 0 otherwise, and where
+            no such plan keeps within the memory caps.
     """
 
     round: int
@@ -75,6 +81,10 @@ class RoundReport:
     moved_size: int = 0
     wait_seconds: float = 0.0
     partition_seconds: float = 0.0
+    split_samples: int = 0
+    pieces: int = 0
+    exchanged: int = 0
+    max_load_whole: float = 0.0
 
     @property
     def loss_scale(self) -> float:
@@ -156,6 +166,10 @@ def report_round(
                 moved_size=figures.moved_size,
                 wait_seconds=wait_seconds,
                 partition_seconds=plan.seconds,
+                split_samples=figures.split_samples,
+                pieces=figures.pieces,
+                exchanged=figures.exchanged,
+                max_load_whole=figures.max_load_whole,
             )
         )
     return tuple(reports)

@@ -65,6 +65,9 @@ class RankMeasures:
         self._moved = self._counter(
             "moved_bytes_total", "Bytes of the samples that changed rank, this rank's share.", "loader"
         )
+        self._split = self._counter(
+            "split_samples_total", "Samples that were split over ranks, this rank's share of all.", "loader"
+        )
         self._step = self._histogram(
             "step_seconds",
             "Time from getting a batch to asking for the next; on a GPU, of its stream.",
@@ -120,6 +123,7 @@ class RankMeasures:
                 self._excess.labels(self._job, self._rank, loader, when).observe(max(0.0, value - 1))
         self._bytes.labels(self._job, self._rank, loader).inc(report.size / ranks)
         self._moved.labels(self._job, self._rank, loader).inc(report.moved_size / ranks)
+        self._split.labels(self._job, self._rank, loader).inc(report.split_samples / ranks)
         self._service.labels(self._job, self._rank, loader).inc(report.wait_seconds)
         self._partition.labels(self._job, self._rank, loader).inc(report.partition_seconds)
 
