@@ -1,0 +1,142 @@
+"""What is learned of ranks' speeds, on made times."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from evenkeel.partitioning.speeds import SpeedEstimator, SpeedLimits
+
+LAG = 4  # rounds from a measured batch to the plan that knows of it
+
+
+def _run(
+    num_ranks: int,
+    rounds: int,
+    *,
+    slow: float = 1.0,
+    between: tuple[int, int] = (0, 0),
+    noise: float = 0.02,
+    fixed: float = 0.0,
+    seed: int = 0,
+) -> tuple[NDArray[np.float64], SpeedEstimator]:
+    """(rounds, 3): the time of a step, the least possible, and that with equal loads, while rank 0 is slow."""
+    rng, estimator = np.random.default_rng(seed), SpeedEstimator(num_ranks)
+    plans: list[tuple[SpeedEstimator, dict[str, Any]]] = []
+    times = []
+    for number in range(rounds):
+        mean = float(1000 * np.exp(rng.normal(0, 0.2)))
+        planned = np.ones(num_ranks)
+        if len(plans) >= LAG:
+            planned = SpeedEstimator.from_state(plans[-LAG][1]).to_plan(mean)
+        loads = planned / planned.sum() * mean * num_ranks
+        speeds = np.ones(num_ranks)
+        if between[0] <= number < between[1]:
+            speeds[0] = slow
+        exact = (fixed * 1000 + loads) / speeds
+        seconds = exact * np.exp(rng.normal(0, noise, num_ranks))
+        seconds = np.where(rng.random(num_ranks) < 0.02, seconds * rng.uniform(1.5, 5, num_ranks), seconds)
+        least = num_ranks * (mean + fixed * 1000) / speeds.sum()
+        times.append((exact.max(), least, ((fixed * 1000 + mean) / speeds).max()))
+        estimator.note(loads, seconds)
+        plans.append((estimator, estimator.to_state()))
+    return np.array(times), estimator
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+@pytest.mark.parametrize("slow", [0.83, 0.5])
+@pytest.mark.parametrize("fixed", [0.0, 0.3])
+def test_a_slow_rank_gets_less_within_twenty_steps_and_all_of_it_back(
+    num_ranks: int, slow: float, fixed: float
+) -> None:
+    times, estimator = _run(num_ranks, 500, slow=slow, between=(200, 400), fixed=fixed, seed=num_ranks)
+    taken, least, equal = times.T
+    gained = (equal - taken)[220:400] / (equal - least)[220:400]
+    assert np.median(gained) >= 0.9
+    assert np.median(gained[:10]) >= 0.85  # from twenty steps after the change on
+    assert (taken / least)[420:].max() < 1 + 1e-9
+    assert estimator.stragglers == ()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize("noise", [0.005, 0.04])
+def test_even_ranks_stay_even(num_ranks: int, noise: float) -> None:
+    times, _ = _run(num_ranks, 3000, noise=noise, seed=5)
+    assert (times[:, 0] / times[:, 1]).mean() < 1.0005
+
+
+def test_a_straggler_has_a_name() -> None:
+    estimator = SpeedEstimator(3)
+    for _ in range(30):
+        estimator.note([10, 10, 10], [1.0, 1.25, 1.0])
+    (slow,) = estimator.stragglers
+    assert slow.rank == 1
+    assert slow.speed == pytest.approx(0.8, abs=0.01)
+    assert 9 <= slow.since <= 12
+    assert estimator.speeds[[0, 2]].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("lie", [0.0, -1.0, np.nan, np.inf, 1e-300, 1e300])
+def test_a_rank_that_lies_is_bounded(lie: float) -> None:
+    estimator = SpeedEstimator(4, SpeedLimits(lowest=0.3))
+    for _ in range(100):
+        estimator.note([5, 5, 5, 5], [1.0, lie, 1.0, 1.0])
+    assert estimator.speeds[[0, 2, 3]].tolist() == [1.0, 1.0, 1.0]
+    assert 0.3 <= estimator.speeds[1] <= 1.0
+
+
+def test_slow_steps_of_all_and_single_ones_of_a_rank_change_nothing() -> None:
+    estimator, rng = SpeedEstimator(4), np.random.default_rng(3)
+    for number in range(300):
+        seconds = np.full(4, 7.0 if number % 50 < 9 else 1.0)  # compilation, evaluation
+        seconds[rng.integers(4)] *= 3.0 if number % 5 == 0 else 1.0
+        assert not estimator.note(np.full(4, 10.0), seconds)
+    assert estimator.speeds.tolist() == [1.0] * 4
+
+
+def test_who_is_not_heard_of_is_forgotten_after_a_while() -> None:
+    estimator = SpeedEstimator(3)
+    for _ in range(20):
+        estimator.note([1, 1, 1], [1, 2, 1])
+    assert estimator.speeds[1] == 0.5
+    for _ in range(20):
+        estimator.note([1, 1, 1], [1, np.nan, 1])
+    assert estimator.speeds[1] == 0.5
+    for _ in range(60):
+        estimator.note([1, 1, 1], [1, np.nan, 1])
+    assert estimator.speeds[1] == 1.0
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 6).flatmap(
+        lambda n: st.lists(
+            st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=2 * n, max_size=2 * n),
+            max_size=60,
+        )
+    )
+)
+def test_whatever_comes_speeds_stay_within_bounds(rounds: list[list[float]]) -> None:
+    num_ranks = len(rounds[0]) // 2 if rounds else 1
+    estimator = SpeedEstimator(num_ranks)
+    again = SpeedEstimator(num_ranks)
+    for values in rounds:
+        estimator.note(values[:num_ranks], values[num_ranks:])
+        again = SpeedEstimator.from_state(again.to_state())
+        again.note(values[:num_ranks], values[num_ranks:])
+        assert ((estimator.speeds >= 0.3) & (estimator.speeds <= 1.0)).all()
+        for mean in (0.0, 1.0, 1e9):
+            planned = estimator.to_plan(mean)
+            assert ((planned >= 0.3) & (planned <= 1.0)).all()
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="num_ranks is 0"):
+        SpeedEstimator(0)
+    with pytest.raises(ValueError, match="lowest is 0"):
+        SpeedLimits(lowest=0)
+    with pytest.raises(ValueError, match=r"seconds has the shape \(1,\); pass one number for each of 2 ranks"):
+        SpeedEstimator(2).note([1, 2], [1])
