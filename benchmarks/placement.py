@@ -24,10 +24,10 @@ from rich.progress import Progress
 from rich.table import Table as RichTable
 
 from evenkeel.placement import PlanRequest, Runtime, Step, Table, Topology, Zipf, plan
+from evenkeel.placement.building import build_problem
 from evenkeel.placement.knapsack import Knapsack, solve_knapsack
 from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.milp import solve_milp
-from evenkeel.placement.options import build_problem
 from evenkeel.placement.solver import solve
 
 

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenkeel.placement import Optimizer, Plan, PlanRequest, Sharding, Table
 from evenkeel.placement.access import power_law
-from evenkeel.placement.options import shards_of
+from evenkeel.placement.layouts import Layout
 from evenkeel.placement.storage_torchrec import torchrec_footprint
 from trainer_client.planning import describe_model
 
@@ -118,8 +118,9 @@ def table_bytes_by_kernel(parallel: torch.nn.Module, request: PlanRequest, found
         hbm = host = 0
         for name in names:
             table, placement = tables[name], placements[name]
-            rows, dim, _ = shards_of(table, request.topology.ranks)
-            takes = torchrec_footprint(table, placement.mode, np.array([placement.ratio]), rows, dim, training=True)
+            shard = Layout(placement.sharding, placement.column_shards).shard(table, request.topology)
+            ratio = np.array([placement.ratio])
+            takes = torchrec_footprint(table, placement.mode, ratio, shard.rows, shard.dim, training=True)
             hbm, host = hbm + int(takes.hbm[0]), host + int(takes.host[0])
         held = {"hbm": 0, "host": 0, "cache": 0, "state": 0}
         for name, tensor in _tensors(kernel):

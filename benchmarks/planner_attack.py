@@ -49,7 +49,7 @@ def draw(source: np.random.Generator) -> dict[str, Any]:
         "hbm": float(np.exp(source.normal(-1.5, 1))),
         "host": float(source.choice([0.5, 0.9, 0.99, 1.0, 1.01, 1.1, 2, 100])),
         "runtime": str(source.choice(["dynamicemb", "torchrec"])),
-        "sharding": str(source.choice(["row_wise", "row_wise", "table_wise", "column_wise", "mixed"])),
+        "sharding": str(source.choice(["row_wise", "table_wise", "column_wise", "mixed", "chosen"])),
         "ranks": int(source.choice([1, 2, 8, 64, 1024])),
         "bins": int(source.choice([0, 0, 0, 50, 2000, 100_000])),
         "pins": float(source.choice([0, 0, 0.1, 1])),
@@ -72,11 +72,15 @@ def request_of(parts: dict[str, Any]) -> tuple[str, bytes, float]:
     rows = np.exp(source.uniform(np.log(1e3), np.log(1e9), count)).astype(int)
     num_groups = max(1, round(parts["groups"] * count))
     kinds = ["row_wise", "table_wise", "column_wise", "data_parallel"]
+    every = [*kinds, "table_row_wise", "grid_shard"]
     tables, size = [], 0.0
     for index in range(count):
         kind = str(source.choice(kinds)) if parts["sharding"] == "mixed" else parts["sharding"]
         table: dict[str, Any] = {"name": f"t{index}", "rows": int(rows[index]), "dim": int(2 ** source.integers(3, 9))}
         table |= {"group": f"g{index % num_groups}", "sharding": kind, "ids_per_sample": float(source.integers(1, 50))}
+        if kind == "chosen":
+            few = source.permutation(every)[: int(source.integers(2, 7))].tolist()
+            table |= {"sharding": [*few, *(["row_wise"] if "row_wise" not in few else [])], "pooled": True}
         if kind == "column_wise":
             table["column_shards"] = int(2 ** source.integers(0, 3))
         if bins:

@@ -122,7 +122,7 @@ def torchrec_options(request: PlanRequest, plan: Plan) -> dict[str, TorchRecOpti
         InvalidInputError: If the plan is for another runtime, has no placements, or cuts the sequence tables of a
             collection into blocks of different widths, which TorchRec cannot exchange.
     """
-    options, split = {}, (Sharding.COLUMN_WISE.value, "grid_shard")
+    options, split = {}, (Sharding.COLUMN_WISE, Sharding.GRID)
     widths: dict[str, tuple[str, int]] = {}
     for index, (table, placement) in enumerate(_pairs(request, plan, Runtime.TORCHREC)):
         cached = placement.mode is Mode.CACHING
@@ -140,7 +140,7 @@ def torchrec_options(request: PlanRequest, plan: Plan) -> dict[str, TorchRecOpti
             load_factor=placement.ratio if cached else None,
             cache_algorithm=table.eviction.value.upper(),
             prefetch=cached and request.step.prefetch_depth > 1,
-            min_partition=table.dim // len(blocks) if placement.sharding.value in split else None,
+            min_partition=table.dim // len(blocks) if placement.sharding in split else None,
             pooling_factors=(table.ids_per_sample / table.features,) * table.features,
             ranks=placement.ranks,
         )

@@ -134,6 +134,8 @@ def _union(members: tuple[Any, ...], value: object, path: str) -> Any:
         require(known, _join(path, "kind"), kind, "is unknown", f"use one of: {', '.join(sorted(map(str, classes)))}")
         return decode(classes[kind], value, path)
     for member in rest:
+        if isinstance(value, list | tuple) and typing.get_origin(member) is tuple:
+            return _convert(member, value, path)
         if isinstance(value, str) and member is str:
             return value
         if isinstance(value, Mapping) and dataclasses.is_dataclass(member):

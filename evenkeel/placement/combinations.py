@@ -19,39 +19,43 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Combinations:
-    """The open modules of a bound group: one of the first columns and one of the second.
+    """The open modules of a bound group: one opening of the first column and one set of openings of the second.
 
-    A column is a set of modules that may be open together; the first column of each is the empty one.
+    An opening is a set of modules that run as one. A column is a set of openings that may be there together; the first
+    column of each is the empty one.
 
     Attributes:
         group: The group.
-        first: Module sets of side 0.
-        second: Module sets of side 1, with every subset of the modules that exclude none.
+        openings: (modules,) modules of each opening.
+        first: Sets of openings of side 0.
+        second: Sets of openings of side 1, with every subset of the openings that exclude none.
         fixed: (first, second) fixed cost of a combination.
     """
 
     group: Group
+    openings: tuple[IntArray, ...]
     first: tuple[tuple[int, ...], ...]
     second: tuple[tuple[int, ...], ...]
     fixed: FloatArray
 
-    def open(self, combination: int) -> tuple[int, ...]:
+    def open(self, combination: int) -> IntArray:
         """The open modules of a combination, by its flat index."""
+        opened = self._opened(combination)
+        return np.concatenate([self.openings[number] for number in opened]) if opened else np.zeros(0, dtype=np.int64)
+
+    def _opened(self, combination: int) -> tuple[int, ...]:
         row, column = divmod(combination, len(self.second))
         return self.first[row] + self.second[column]
 
     def priced(self, prices: FloatArray) -> FloatArray:
         """(combinations,) least priced cost of the group under every combination; infinite where it cannot be."""
-        value = self.group.time + prices[0] * self.group.hbm + prices[1] * self.group.host
+        value = self._by_opening(self.group.priced(prices))
         rows = len(self.group.tables)
-        second = np.full((rows, len(self.second)), np.inf)
-        for column, modules in enumerate(self.second):
-            if modules:
-                second[:, column] = value[:, list(modules)].min(axis=1)
-        first = np.full((rows, len(self.first)), np.inf)
-        for column, modules in enumerate(self.first):
-            if modules:
-                first[:, column] = value[:, modules[0]]
+        first, second = (np.full((rows, len(sets)), np.inf) for sets in (self.first, self.second))
+        for table, sets in ((first, self.first), (second, self.second)):
+            for column, numbers in enumerate(sets):
+                if numbers:
+                    table[:, column] = value[:, list(numbers)].min(axis=1)
         total = self.fixed.copy()
         step = max(1, _BLOCK // total.size)
         for row in range(0, rows, step):
@@ -59,6 +63,12 @@ class Combinations:
             total += np.minimum(first[part, :, None], second[part, None, :]).sum(axis=0)
         flat: FloatArray = total.ravel()
         return flat
+
+    def _by_opening(self, value: FloatArray) -> FloatArray:
+        """(tables, openings) least of (tables, modules) `value` over the modules of each opening."""
+        if len(self.openings) == value.shape[1]:
+            return value[:, np.concatenate(self.openings)]
+        return np.stack([value[:, modules].min(axis=1) for modules in self.openings], axis=1)
 
     def conflict(self) -> list[int]:
         """Rows of tables that no combination holds together, few of them; empty where one holds all."""
@@ -80,24 +90,27 @@ class Combinations:
 
     def _available(self, sets: tuple[tuple[int, ...], ...]) -> npt.NDArray[np.bool_]:
         """(tables, sets) whether a table can be in one of the modules of a set."""
-        return np.stack([np.isfinite(self.group.time[:, list(modules)]).any(axis=1) for modules in sets], axis=1)
+        can = np.isfinite(self._by_opening(self.group.time))
+        return np.stack([can[:, list(numbers)].any(axis=1) for numbers in sets], axis=1)
 
     def by_module(self, priced: FloatArray) -> FloatArray:
         """(modules,) least of (combinations,) `priced` over the combinations in which a module is open."""
         total = priced.reshape(self.fixed.shape)
         least = np.full(len(self.group.modules), np.inf)
         for sets, values in ((self.first, total.min(axis=1)), (self.second, total.min(axis=0))):
-            for modules, value in zip(sets, values.tolist(), strict=True):
-                for module in modules:
-                    least[module] = min(least[module], value)
+            for numbers, value in zip(sets, values.tolist(), strict=True):
+                for number in numbers:
+                    modules = self.openings[number]
+                    least[modules] = np.minimum(least[modules], value)
         return least
 
     def containing(self, chosen: IntArray) -> int:
         """The smallest combination in which all of `chosen` are open."""
-        wanted = set(chosen.tolist())
-        row = next((r for r, modules in enumerate(self.first) if modules and wanted & set(modules)), 0)
+        opening_of = self.group.openings()[0]
+        wanted = set(opening_of[chosen].tolist())
+        row = next((r for r, numbers in enumerate(self.first) if numbers and wanted & set(numbers)), 0)
         rest = wanted - set(self.first[row])
-        fitting = [(len(modules), c) for c, modules in enumerate(self.second) if rest <= set(modules)]
+        fitting = [(len(numbers), c) for c, numbers in enumerate(self.second) if rest <= set(numbers)]
         return row * len(self.second) + min(fitting)[1]
 
     def choice(self, combination: int, prices: FloatArray) -> IntArray:
@@ -106,18 +119,26 @@ class Combinations:
 
     def choices(self, combinations: Sequence[int], prices: FloatArray) -> list[IntArray]:
         """For each of some combinations, (tables,) the module of least priced cost of each table."""
-        value = self.group.time + prices[0] * self.group.hbm + prices[1] * self.group.host
-        opens = [np.array(self.open(combination)) for combination in combinations]
-        return [modules[value[:, modules].argmin(axis=1)] for modules in opens]
+        value = self.group.priced(prices)
+        best = np.stack([modules[value[:, modules].argmin(axis=1)] for modules in self.openings], axis=1)
+        rows = np.arange(len(value))
+        least = value[rows[:, None], best]
+        found = []
+        for combination in combinations:
+            numbers = np.array(self._opened(combination))
+            found.append(best[rows, numbers[least[:, numbers].argmin(axis=1)]])
+        return found
 
 
 def enumerate_combinations(group: Group) -> Combinations:
-    """All sets of modules of `group` that may be open together."""
-    sides = {side: [m for m, module in enumerate(group.modules) if module.side == side] for side in (-1, 0, 1)}
+    """All sets of openings of `group` that may be there together."""
+    opening_of, cost = group.openings()
+    openings = tuple(np.flatnonzero(opening_of == number) for number in range(len(cost)))
+    side_of = [group.modules[int(modules[0])].side for modules in openings]
+    sides = {side: [number for number, own in enumerate(side_of) if own == side] for side in (-1, 0, 1)}
     subsets = [s for size in range(len(sides[-1]) + 1) for s in combinations(sides[-1], size)]
     first: tuple[tuple[int, ...], ...] = ((), *((m,) for m in sides[0]))
     second = tuple(subset + one for one in ((), *((m,) for m in sides[1])) for subset in subsets)
-    cost = np.array([module.fixed for module in group.modules])
     fixed_first, fixed_second = (np.array([float(cost[list(s)].sum()) for s in sets]) for sets in (first, second))
     fixed = fixed_first[:, None] + fixed_second[None, :]
-    return Combinations(group, first, second, fixed)
+    return Combinations(group, openings, first, second, fixed)

@@ -145,7 +145,7 @@ def _pooled(request: PlanRequest, wanted: dict[str, OwnPlacement]) -> tuple[dict
     for table in request.tables:
         mode = wanted[table.name].mode
         cached = mode is Mode.CACHING
-        if table.sharding is Sharding.ROW_WISE and (cached or request.runtime is Runtime.DYNAMICEMB):
+        if table.shardings == (Sharding.ROW_WISE,) and (cached or request.runtime is Runtime.DYNAMICEMB):
             pools.setdefault((table.fuse_key, cached), []).append(table)
     problems = []
     for (_, cached), tables in ((key, value) for key, value in pools.items() if isinstance(key, tuple)):

@@ -108,25 +108,29 @@ class _Program:
         fixed = np.array([group.modules[m].fixed for m in modules])
         cost = group.time[table, module] + (0.0 if group.bound else fixed[place])
         use = np.stack([group.hbm[table, module], group.host[table, module]])
-        first = self._columns + (len(modules) if group.bound else 0)
+        opening_of, opening_cost = group.openings()
+        kept, place_of = np.unique(opening_of[modules], return_inverse=True)
+        first = self._columns + (len(kept) if group.bound else 0)
         own = first + np.arange(len(table))
         if group.bound:
-            opens = self._columns + np.arange(len(modules))
-            self._costs.append(fixed)
-            self._uses.append(np.zeros((2, len(modules))))
+            opens = self._columns + np.arange(len(kept))
+            self._costs.append(opening_cost[kept])
+            self._uses.append(np.zeros((2, len(kept))))
+            sides = np.full(len(kept), -1)
+            sides[place_of] = [group.modules[m].side for m in modules]
             for side in (0, 1):
-                members = opens[[group.modules[m].side == side for m in modules]]
+                members = opens[sides == side]
                 if len(members) > 1:
                     self._add_rows(np.zeros(len(members), dtype=np.int64), members, np.ones(len(members)), -np.inf, 1.0)
             linked = np.arange(len(table))
             ones = np.ones(len(table))
-            rows, columns = np.concatenate([linked, linked]), np.concatenate([own, opens[place]])
+            rows, columns = np.concatenate([linked, linked]), np.concatenate([own, opens[place_of[place]]])
             self._add_rows(rows, columns, np.concatenate([ones, -ones]), -np.inf, 0.0)
         self._costs.append(cost)
         self._uses.append(use)
         self._add_rows(table, own, np.ones(len(own)), 1.0, 1.0)
         self._columns = first + len(own)
-        self._places.append((group, modules, first, np.stack([table, module])))
+        self._places.append((group, kept if group.bound else kept[:0], first, np.stack([table, module])))
         return True
 
     def _add_rows(self, row: IntArray, column: IntArray, value: FloatArray, low: float, high: float) -> None:
@@ -157,13 +161,12 @@ class _Program:
     def values(self, chosen: tuple[IntArray, ...]) -> FloatArray | None:
         """(columns,) the values that stand for a choice; `None` where a column for it is missing."""
         values = np.zeros(self._columns)
-        for (group, modules, first, pairs), mine in zip(self._places, chosen, strict=True):
+        for (group, openings, first, pairs), mine in zip(self._places, chosen, strict=True):
             taken = mine[pairs[0]] == pairs[1]
             if taken.sum() < len(group.tables):
                 return None
             values[first : first + pairs.shape[1]] = taken
-            if group.bound:
-                values[first - len(modules) : first] = np.isin(modules, mine)
+            values[first - len(openings) : first] = np.isin(openings, group.openings()[0][mine])
         return values
 
     def choice(self, values: FloatArray) -> tuple[IntArray, ...]:

@@ -45,6 +45,7 @@ def solve_milp(
     *,
     gap: float = 0.0,
     start: FloatArray | None = None,
+    nodes: int | None = None,
     watch: Watch | None = None,
 ) -> MilpResult:
     """Minimise `cost @ x` with `row_lower <= matrix @ x <= row_upper` and `0 <= x <= upper`.
@@ -58,6 +59,7 @@ def solve_milp(
         upper: Upper bound of each column.
         gap: Relative gap at which to stop.
         start: A feasible point to start from.
+        nodes: Nodes of the search at most; as many as it takes where `None`.
         watch: Once its time is up, the best found is returned with its bound; a minute by default.
 
     Raises:
@@ -74,6 +76,7 @@ def solve_milp(
         ("mip_rel_gap", gap),
         ("mip_abs_gap", 1e-12),
         ("time_limit", max(0.01, watch.left())),
+        ("mip_max_nodes", highspy.kHighsIInf if nodes is None else nodes),
     ):
         solver.setOptionValue(option, value)
     solver.passModel(_model(cost, matrix, row_lower, row_upper, integer, upper))

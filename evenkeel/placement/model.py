@@ -48,11 +48,18 @@ class Optimizer(StrEnum):
 
 
 class Sharding(StrEnum):
-    """How a table is spread over the ranks."""
+    """How a table is spread over the ranks, in TorchRec's words.
+
+    Row-wise, every rank has a part of the rows; table-wise, one rank has them all; column-wise, each of some ranks has
+    a part of the width. Table-row-wise and grid are the same two with a host in the place of a rank, whose ranks have
+    a part of the rows each. Data-parallel, every rank has all of the table.
+    """
 
     ROW_WISE = "row_wise"
     TABLE_WISE = "table_wise"
     COLUMN_WISE = "column_wise"
+    TABLE_ROW_WISE = "table_row_wise"
+    GRID = "grid_shard"
     DATA_PARALLEL = "data_parallel"
 
 
@@ -76,8 +83,9 @@ class Table:
         admission_threshold: Lookups after which a key is admitted, where there is admission.
         dist_type: How keys are routed to ranks. Tables that differ here never fuse.
         group: Name of the module that owns the table. Tables of different modules never fuse.
-        sharding: How the table is spread over the ranks.
-        column_shards: Number of column shards of a column-wise table; a divisor of dim.
+        sharding: How the table is spread over the ranks; of several, the planner chooses one.
+        column_shards: Number of column shards of a column_wise or grid_shard table, a divisor of dim; 0 lets the
+            planner choose.
         modes: The modes to choose from; all where empty.
         ratio: Pins the fraction of the rows that HBM holds; 0 is HOST_ONLY, 1 is HBM_ONLY.
     """
@@ -97,19 +105,33 @@ class Table:
     admission_threshold: Annotated[int, Range(1, 2**31)] = 2
     dist_type: Annotated[str, Length(0, 100)] = "hash_roundrobin"
     group: Annotated[str, Length(0, 512)] = ""
-    sharding: Sharding = Sharding.ROW_WISE
-    column_shards: Annotated[int, Range(1, MAX_DIM)] = 1
+    sharding: Sharding | tuple[Sharding, ...] = Sharding.ROW_WISE
+    column_shards: Annotated[int, Range(0, MAX_DIM)] = 0
     modes: Annotated[tuple[Mode, ...], Length(0, 4)] = ()
     ratio: Share | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        split = self.sharding is Sharding.COLUMN_WISE or self.column_shards == 1
-        require(split, "column_shards", self.column_shards, "is only for column_wise tables", "leave it at 1")
-        divides = self.dim % self.column_shards == 0
+        doubles = len(set(self.shardings)) < len(self.shardings)
+        given = [sharding.value for sharding in self.shardings]
+        require(not doubles, "sharding", given, "has doubles", "name each way once")
+        require(len(given) > 0, "sharding", given, "names no way", "leave it out for row_wise")
+        split = self.column_shards < 2 or not {Sharding.COLUMN_WISE, Sharding.GRID}.isdisjoint(self.shardings)
+        hosts = {Sharding.TABLE_ROW_WISE, Sharding.GRID}
+        remedy = "set pooled to true, or allow row_wise"
+        runs = self.pooled or not hosts.issuperset(self.shardings)
+        require(runs, "sharding", given, "is only for pooled tables", remedy)
+        only = "is only for column_wise and grid_shard tables"
+        require(split, "column_shards", self.column_shards, only, "leave it out")
+        divides = self.dim % max(1, self.column_shards) == 0
         remedy = f"give a divisor of dim={self.dim}"
         require(divides, "column_shards", self.column_shards, "does not divide the width", remedy)
         require(len(set(self.modes)) == len(self.modes), "modes", self.modes, "has doubles", "name each mode once")
+
+    @property
+    def shardings(self) -> tuple[Sharding, ...]:
+        """The ways of spreading the table to choose from."""
+        return (self.sharding,) if isinstance(self.sharding, Sharding) else self.sharding
 
     @property
     def fuse_key(self) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from evenkeel.placement.knapsack import Knapsack, solve_knapsack
 from evenkeel.placement.limits import Watch
+from evenkeel.placement.ranks import Loads
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -38,6 +39,7 @@ class Shelves:
         local_ranks: Ranks of a host.
         hbm_room: HBM of each rank.
         host_room: Memory of each host; may be infinite.
+        taken: What ranks and hosts hold already.
     """
 
     seconds: FloatArray
@@ -47,6 +49,12 @@ class Shelves:
     local_ranks: int
     hbm_room: float
     host_room: float
+    taken: Loads | None = None
+
+    def already(self) -> Loads:
+        """What ranks and hosts hold already."""
+        nothing = Loads(np.zeros(self.ranks), np.zeros(self.ranks), np.zeros(self.ranks // self.local_ranks))
+        return self.taken or nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +106,13 @@ class _Relaxation:
     def __init__(self, shelves: Shelves, watch: Watch) -> None:
         self.watch = watch
         self.hulls = [_hull(seconds, hbm) for seconds, hbm in zip(shelves.seconds, shelves.hbm, strict=True)]
-        self.room = shelves.hbm_room
+        already = shelves.already()
+        self.seconds, self.room = already.seconds, shelves.hbm_room - already.hbm
         self.asked = 0
 
-    def __call__(self, items: IntArray) -> float:
+    def __call__(self, rank: int, items: IntArray) -> float:
         self.asked += 1
-        return _least_seconds(self.hulls, items, self.room)
+        return float(self.seconds[rank]) + _least_seconds(self.hulls, items, float(self.room[rank]))
 
     def spent(self) -> bool:
         """Whether the search has been long enough."""
@@ -113,7 +122,7 @@ class _Relaxation:
 def _descend(shelves: Shelves, least: _Relaxation, rank: IntArray) -> IntArray:
     """The best move or swap of an item of the slowest rank, again and again, until none helps."""
     rank = rank.copy()
-    load = np.array([least(np.flatnonzero(rank == number)) for number in range(shelves.ranks)])
+    load = np.array([least(number, np.flatnonzero(rank == number)) for number in range(shelves.ranks)])
     while not least.spent():
         slow = int(load.argmax())
         change = _best_change(rank, load, slow, least)
@@ -141,10 +150,10 @@ def _best_change(
                 break
             kept = mine[mine != item]
             for back in (-1, *theirs):
-                first = least(kept if back < 0 else np.append(kept, back))
+                first = least(slow, kept if back < 0 else np.append(kept, back))
                 if first >= best:
                     continue
-                second = least(np.append(theirs[theirs != back], item))
+                second = least(other, np.append(theirs[theirs != back], item))
                 if max(first, second) < best:
                     best, change = max(first, second), (int(item), int(back), other, first, second)
     return change
@@ -153,19 +162,19 @@ def _best_change(
 def _choose_options(shelves: Shelves, rank: IntArray, watch: Watch) -> Packed | None:
     """The fastest options of every rank's items that keep its HBM and, ranks of a host alike, its share of memory."""
     option = np.zeros(len(rank), dtype=np.int64)
-    slowest = 0.0
+    slowest, already = 0.0, shelves.already()
     for host in range(shelves.ranks // shelves.local_ranks):
-        left = shelves.host_room
+        left = shelves.host_room - float(already.host[host])
         for number in range(host * shelves.local_ranks, (host + 1) * shelves.local_ranks):
             items = np.flatnonzero(rank == number)
             use = np.stack([shelves.hbm[items], shelves.host[items]])
-            knapsack = Knapsack(shelves.seconds[items], use, np.array([shelves.hbm_room, left]))
+            knapsack = Knapsack(shelves.seconds[items], use, np.array([shelves.hbm_room - already.hbm[number], left]))
             # Also when time is up a choice is made, if only the first that comes.
             found = solve_knapsack(knapsack, gap=_ROUGH_GAP, watch=watch)
             if found.choice is None:
                 return None
             option[items] = found.choice
-            slowest = max(slowest, found.cost)
+            slowest = max(slowest, float(already.seconds[number]) + found.cost)
             left -= float(shelves.host[items, found.choice].sum())
     return Packed(rank, option, slowest)
 

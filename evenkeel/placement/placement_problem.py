@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.layouts import ROW_WISE, Layout, Scope
 from evenkeel.placement.model import Mode
 
 FloatArray = npt.NDArray[np.float64]
@@ -18,19 +20,28 @@ UNIT = float(1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A mode and a ratio that tables of a group may share.
+    """A mode, a ratio and a layout that tables of a group may share.
 
     Attributes:
         mode: The mode.
         ratio: Fraction of the rows that HBM holds.
-        fixed: Seconds a step that the module costs once, however many tables are in it.
+        fixed: Seconds a step that all modules of its opening cost once, however many tables are in them.
         side: Modules of one side exclude each other within a group; -1 excludes none.
+        layout: How its tables are spread.
     """
 
     mode: Mode
     ratio: float
     fixed: float
     side: int
+    layout: Layout = ROW_WISE
+
+    @property
+    def opening(self) -> tuple[object, ...]:
+        """Equal for modules that run as one: row-wise tables share a ratio, those of a rank or host only their mode."""
+        if self.layout.scope is Scope.EVERYWHERE:
+            return (self.layout, self.mode, self.ratio)
+        return (self.layout.scope, self.mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,23 @@ class Group:
     hbm: FloatArray
     host: FloatArray
     bound: bool
+    _openings: list[tuple[IntArray, FloatArray]] = field(default_factory=list, repr=False, compare=False)
+
+    def openings(self) -> tuple[IntArray, FloatArray]:
+        """(modules,) number of the opening that each module belongs to, and (openings,) their fixed costs."""
+        if self._openings:
+            return self._openings[0]
+        numbers: dict[tuple[object, ...], int] = {}
+        found = np.array([numbers.setdefault(module.opening, len(numbers)) for module in self.modules], dtype=np.int64)
+        fixed = np.zeros(len(numbers))
+        fixed[found] = [module.fixed for module in self.modules]
+        self._openings.append((found, fixed))
+        return found, fixed
+
+    def priced(self, prices: FloatArray) -> FloatArray:
+        """(tables, modules) time and what the use of the budgets costs at `prices`."""
+        priced: FloatArray = self.time + prices[0] * self.hbm + prices[1] * self.host
+        return priced
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +94,6 @@ class PlacementProblem:
     groups: tuple[Group, ...]
     budget: FloatArray
 
-    def unbound(self) -> PlacementProblem:
-        """The same problem with every table in a module of its own."""
-        groups = []
-        for group in self.groups:
-            for row, table in enumerate(group.tables):
-                pick = slice(row, row + 1)
-                free = Group((table,), group.modules, group.time[pick], group.hbm[pick], group.host[pick], False)
-                groups.append(free)
-        return PlacementProblem(tuple(groups), self.budget)
-
     def with_budget(self, hbm: float, host: float) -> PlacementProblem:
         """The same problem under other budgets, in units."""
         return PlacementProblem(self.groups, np.array([hbm, host]))
@@ -85,11 +103,19 @@ class PlacementProblem:
         groups = []
         for group in self.groups:
             use = np.where(np.isfinite(group.time), group.host if resource else group.hbm, np.inf)
-            modules = tuple(Module(m.mode, m.ratio, 0.0, m.side) for m in group.modules)
+            modules = tuple(replace(module, fixed=0.0) for module in group.modules)
             groups.append(Group(group.tables, modules, use, group.hbm, group.host, group.bound))
         budget = self.budget.copy()
         budget[resource] = np.inf
         return PlacementProblem(tuple(groups), budget)
+
+    def without(self, dropped: Sequence[npt.NDArray[np.bool_]]) -> PlacementProblem:
+        """The same problem without some options: (tables, modules) of each group."""
+        groups = []
+        for group, mask in zip(self.groups, dropped, strict=True):
+            time = np.where(mask, np.inf, group.time)
+            groups.append(replace(group, time=time))
+        return PlacementProblem(tuple(groups), self.budget)
 
     @property
     def num_tables(self) -> int:

@@ -30,7 +30,9 @@ class Placement:
         mode: Its mode.
         ratio: Fraction of its rows that HBM holds.
         sharding: How it is spread over the ranks.
-        ranks: Ranks that hold it, one a shard, where it is not on all of them.
+        column_shards: Parts that its width is cut into; 1 where it is not.
+        ranks: Ranks that hold it, where it is not on all of them: of each part of the width in turn, the rank, or all
+            ranks of the host, that hold it.
         module: Name of the fused module that it is in.
         hbm_bytes: HBM that it takes on the fullest rank, buffers included.
         host_bytes: Memory that it takes on a host.
@@ -46,6 +48,7 @@ class Placement:
     mode: Mode
     ratio: float
     sharding: Sharding
+    column_shards: int = 1
     ranks: tuple[int, ...]
     module: str
     hbm_bytes: int
@@ -60,19 +63,19 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedModule:
-    """Tables that share a mode and a ratio, and the fixed time of a step.
+    """Tables that are looked up together, and the fixed time of a step.
 
     Attributes:
         name: Name of the module, unique in the plan.
         mode: Mode of all its tables.
-        ratio: Their ratio.
+        ratio: Their ratio; `None` where each has its own, as tables that are not row-wise may.
         tables: Names of its tables.
         fixed_seconds: Time of a step that the module costs apart from its rows.
     """
 
     name: str
     mode: Mode
-    ratio: float
+    ratio: float | None
     tables: tuple[str, ...]
     fixed_seconds: float
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.building import budgets, build_problem, whole_shards, without_rank
+from evenkeel.placement.incumbent import Placed
+from evenkeel.placement.joint import solve_joint
+from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.limits import Limits, Watch
-from evenkeel.placement.model import Mode, Runtime, Sharding, Table
-from evenkeel.placement.options import budgets, build_problem, rank_load, shards_of, without_rank
-from evenkeel.placement.placement_problem import UNIT, PlacementProblem, Solution
-from evenkeel.placement.placing import Placed, heaviest_shard, single_rank_tables, solve_and_place
+from evenkeel.placement.model import Mode, Runtime, Table
+from evenkeel.placement.options import rank_load
+from evenkeel.placement.placement_problem import UNIT, Group, PlacementProblem, Solution
+from evenkeel.placement.placing import solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Split, Status
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.shortage import explain_shortage
-from evenkeel.placement.solver import solve
+from evenkeel.placement.solver import seconds as plan_seconds
+from evenkeel.placement.solver import usage
 from evenkeel.placement.storage import BUCKET_ROWS, round_up, row_bytes
 
 IntArray = npt.NDArray[np.int64]
@@ -25,6 +31,8 @@ GIB = float(1 << 30)
 _SEARCH_SHARE = 0.8
 """Of the time limit, for the search itself: what it left is for why nothing fits, or for what splitting saves."""
 _MOMENT_S = 0.2
+_SPLIT_S, _SPLIT_GAP, _SPLIT_RATIOS, _MOST_SPLIT = 5.0, 1e-3, 24, 12_000
+"""For what splitting saves: time, gap, ratios of a table, and columns of the program at most."""
 
 
 def plan(
@@ -73,7 +81,7 @@ def plan(
             hardware=request.profile.name,
             shortage=shortage,
         )
-    bound = min(max(solution.bound, heaviest_shard(request, problem)), placed.seconds)
+    bound = min(solution.bound, placed.seconds)
     gap = 0.0 if placed.seconds <= bound or placed.seconds == 0 else 1 - bound / placed.seconds
     good = solution.proved and gap <= max(request.solver.gap, 1e-9) * 1.001
     hbm, host = _budgets(request, placed.use, solution.prices)
@@ -90,7 +98,7 @@ def plan(
         host=host,
         workspace_bytes=_workspace(request),
         hardware=request.profile.name,
-        split=_split(request, problem, placed.seconds, limits) if split else None,
+        split=_split(request, problem, placed, limits) if split else None,
     )
 
 
@@ -111,39 +119,45 @@ def _budgets(
     return hbm, host
 
 
-def _module_names(
-    request: PlanRequest, problem: PlacementProblem, modules: tuple[IntArray, ...]
-) -> dict[tuple[int, int], str]:
-    names: dict[tuple[int, int], str] = {}
+Openings = dict[tuple[int, tuple[object, ...]], str]
+
+
+def _module_names(request: PlanRequest, problem: PlacementProblem, modules: tuple[IntArray, ...]) -> Openings:
+    """Names of the openings of each group."""
+    names: Openings = {}
     used: set[str] = set()
     for index, (group, chosen) in enumerate(zip(problem.groups, modules, strict=True)):
         for module in dict.fromkeys(int(m) for m in chosen):
+            if (index, group.modules[module].opening) in names:
+                continue
             owner = request.tables[group.tables[0]].group
             stem = f"{owner}/{group.modules[module].mode.value.lower()}".lstrip("/")
             name, number = stem, 2
             while name in used:
                 name, number = f"{stem}-{number}", number + 1
             used.add(name)
-            names[index, module] = name
+            names[index, group.modules[module].opening] = name
     return names
 
 
 def _modules(
-    request: PlanRequest, problem: PlacementProblem, modules: tuple[IntArray, ...], names: dict[tuple[int, int], str]
+    request: PlanRequest, problem: PlacementProblem, modules: tuple[IntArray, ...], names: Openings
 ) -> tuple[FusedModule, ...]:
     result = []
-    for (index, module), name in names.items():
+    for (index, opening), name in names.items():
         group = problem.groups[index]
-        members = np.array(group.tables)[modules[index] == module]
-        info = group.modules[module]
-        tables = tuple(request.tables[int(table)].name for table in members)
-        fused = FusedModule(name=name, mode=info.mode, ratio=info.ratio, tables=tables, fixed_seconds=info.fixed)
+        members = [row for row, m in enumerate(modules[index]) if group.modules[int(m)].opening == opening]
+        info = [group.modules[int(modules[index][row])] for row in members]
+        ratios = {module.ratio for module in info}
+        ratio = ratios.pop() if len(ratios) == 1 else None
+        tables = tuple(request.tables[group.tables[row]].name for row in members)
+        fused = FusedModule(name=name, mode=info[0].mode, ratio=ratio, tables=tables, fixed_seconds=info[0].fixed)
         result.append(fused)
     return tuple(result)
 
 
 def _placements(
-    request: PlanRequest, problem: PlacementProblem, placed: Placed, names: dict[tuple[int, int], str]
+    request: PlanRequest, problem: PlacementProblem, placed: Placed, names: Openings
 ) -> tuple[Placement, ...]:
     found: dict[int, Placement] = {}
     for index, (group, chosen) in enumerate(zip(problem.groups, placed.modules, strict=True)):
@@ -153,80 +167,118 @@ def _placements(
             more = (group.hbm[row] - group.hbm[row, module]) / 1024
             saved = group.time[row, module] - group.time[row]
             helps = (more > 0) & (saved > 0) & np.isfinite(group.time[row])
-            copies = table.column_shards
-            single = table.sharding in (Sharding.TABLE_WISE, Sharding.COLUMN_WISE)
-            whole = request.topology.ranks / copies if single else 1.0
-            hosts = request.topology.ranks / request.topology.local_ranks / copies if single else 1.0
-            load = rank_load(request, table)
-            rows = _cache_rows(request, table, info.mode, info.ratio)
+            seconds, hbm, host = whole_shards(request, info.layout).tolist()
+            load = rank_load(request, table, info.layout)
+            rows = _cache_rows(request, table, info.layout, info.mode, info.ratio)
             found[position] = Placement(
                 table=table.name,
                 mode=info.mode,
                 ratio=info.ratio,
-                sharding=table.sharding,
-                ranks=placed.ranks.get(position, ()),
-                module=names[index, module],
-                hbm_bytes=round(float(group.hbm[row, module]) * UNIT * whole),
-                host_bytes=round(float(group.host[row, module]) * UNIT * hosts),
-                hbm_value_bytes=_value_bytes(request, table, info.mode, info.ratio),
+                sharding=info.layout.sharding,
+                column_shards=info.layout.pieces,
+                ranks=_ranks(request, info.layout, placed.places.get(position, ())),
+                module=names[index, info.opening],
+                hbm_bytes=round(float(group.hbm[row, module]) * UNIT * hbm),
+                host_bytes=round(float(group.host[row, module]) * UNIT * host),
+                hbm_value_bytes=_value_bytes(request, table, info.layout, info.mode, info.ratio),
                 cache_rows=rows,
-                seconds=float(group.time[row, module]) * whole,
+                seconds=float(group.time[row, module]) * seconds,
                 unique_keys=load.unique,
-                miss_rate=_miss_rate(request, table, info.mode, info.ratio, rows),
+                miss_rate=_miss_rate(request, table, info.layout, info.mode, info.ratio, rows),
                 seconds_per_gib=float((saved[helps] / more[helps]).max()) if helps.any() else 0.0,
             )
     return tuple(found[position] for position in range(len(request.tables)))
 
 
-def _cache_rows(request: PlanRequest, table: Table, mode: Mode, ratio: float) -> int:
+def _ranks(request: PlanRequest, layout: Layout, places: tuple[int, ...]) -> tuple[int, ...]:
+    """Ranks of each piece of a table in turn."""
+    local = request.topology.local_ranks
+    if layout.scope is Scope.HOST:
+        return tuple(host * local + rank for host in places for rank in range(local))
+    return places
+
+
+def _cache_rows(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float) -> int:
     if mode is Mode.HOST_ONLY:
         return 0
-    rows, _, shards = shards_of(table, request.topology.ranks)
+    shard = layout.shard(table, request.topology)
+    rows = shard.rows
     if request.runtime is Runtime.DYNAMICEMB:
-        rows = int(round_up(-(-table.rows // shards), BUCKET_ROWS))
+        rows = int(round_up(-(-table.rows // shard.parts), BUCKET_ROWS))
     return rows if mode is Mode.HBM_ONLY else max(1, int(rows * ratio))
 
 
-def _value_bytes(request: PlanRequest, table: Table, mode: Mode, ratio: float) -> int:
-    rows = _cache_rows(request, table, mode, ratio)
+def _value_bytes(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float) -> int:
+    rows = _cache_rows(request, table, layout, mode, ratio)
     if request.runtime is Runtime.DYNAMICEMB:
         return rows * row_bytes(table, training=request.step.training)
-    _, dim, _ = shards_of(table, request.topology.ranks)
-    return rows * dim * table.value_bytes
+    return rows * layout.shard(table, request.topology).dim * table.value_bytes
 
 
-def _miss_rate(request: PlanRequest, table: Table, mode: Mode, ratio: float, rows: int) -> float:
+def _miss_rate(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float, rows: int) -> float:
     if mode is Mode.CACHING:
-        load = rank_load(request, table)
+        load = rank_load(request, table, layout)
         return float(load.keys.misses(np.array([float(rows * load.shards)]))[0])
     hit = request.profile.costs(request.runtime).hybrid_hit
     return {Mode.HBM_ONLY: 0.0, Mode.HOST_ONLY: 1.0}.get(mode, 1 - hit * ratio)
 
 
-def _split(request: PlanRequest, problem: PlacementProblem, seconds: float, limits: Limits) -> Split | None:
-    """Every table free, then those that chose alike put together again."""
-    if not any(group.bound for group in problem.groups) or single_rank_tables(request):
+def _split(request: PlanRequest, problem: PlacementProblem, placed: Placed, limits: Limits) -> Split | None:
+    """The same plan with as many modules, each of its own ratio, as pay for their fixed time.
+
+    Shards on single ranks or hosts stay where they are: their ratios are their own already.
+    """
+    if not any(group.bound for group in problem.groups):
         return None
-    apart = problem.unbound()
-    # An estimate is enough here: the plan itself does not hang on it.
-    solution = solve(apart, limits.at_most(1e-3))
-    if solution.modules is None:
-        return None
-    together: dict[tuple[object, ...], list[int]] = {}
-    total = 0.0
-    for group, chosen in zip(apart.groups, solution.modules, strict=True):
-        table, module = group.tables[0], group.modules[int(chosen[0])]
-        total += float(group.time[0, int(chosen[0])])
-        together.setdefault((request.tables[table].fuse_key, module.mode, module.ratio, module.fixed), []).append(table)
-    total += sum(float(key[3]) for key in together if isinstance(key[3], float))
-    if total >= seconds:
-        return Split(seconds=seconds, saves_seconds=0.0, modules=())
-    modules = []
-    for number, ((_, mode, ratio, fixed), tables) in enumerate(together.items(), start=1):
-        assert isinstance(mode, Mode)
-        assert isinstance(ratio, float)
-        assert isinstance(fixed, float)
-        names = tuple(request.tables[table].name for table in tables)
-        name = f"{mode.value.lower()}-{number}"
-        modules.append(FusedModule(name=name, mode=mode, ratio=ratio, tables=names, fixed_seconds=fixed))
-    return Split(seconds=total, saves_seconds=seconds - total, modules=tuple(modules))
+    kept = [_thinned(group, mine) for group, mine in zip(problem.groups, placed.modules, strict=True)]
+    columns = sum(int(np.isfinite(g.time[:, mask]).sum()) for g, mask in zip(problem.groups, kept, strict=True))
+    nothing = Split(seconds=placed.seconds, saves_seconds=0.0, modules=())
+    if columns > _MOST_SPLIT or not any(any(m.side >= 0 for m in group.modules) for group in problem.groups):
+        return nothing
+    groups, stay = [], []
+    for group, mine in zip(problem.groups, placed.modules, strict=True):
+        groups.append(replace(group, modules=tuple(replace(module, side=-1) for module in group.modules)))
+        here = np.array([module.layout.scope is not Scope.EVERYWHERE for module in group.modules])
+        closed = np.where(here[mine][:, None], True, here[None, :])
+        closed[np.arange(len(mine)), mine] = False
+        stay.append(closed)
+    # The average rank and host stand for all of them: they have no more room than the fullest.
+    fullest = placed.use - usage(problem, placed.modules)
+    free = PlacementProblem(tuple(groups), problem.budget - fullest).without(stay)
+    watch = Watch(limits.within(min(limits.time_limit_s, _SPLIT_S)))
+    found = solve_joint(free, kept, gap=_SPLIT_GAP, start=placed.modules, watch=watch)
+    if found.modules is None:
+        return nothing
+    saved = plan_seconds(problem, placed.modules) - plan_seconds(free, found.modules)
+    if saved <= _SPLIT_GAP * placed.seconds:
+        return nothing
+    modules: list[FusedModule] = []
+    for group, mine in zip(free.groups, found.modules, strict=True):
+        members: dict[tuple[object, ...], list[int]] = {}
+        for row, module in enumerate(mine.tolist()):
+            own = group.modules[module].opening
+            members.setdefault(own if group.bound else (row,), []).append(row)
+        for rows in members.values():
+            info = [group.modules[int(mine[row])] for row in rows]
+            fused = FusedModule(
+                name=f"{info[0].mode.value.lower()}-{len(modules) + 1}",
+                mode=info[0].mode,
+                ratio=info[0].ratio if len({module.ratio for module in info}) == 1 else None,
+                tables=tuple(request.tables[group.tables[row]].name for row in rows),
+                fixed_seconds=info[0].fixed,
+            )
+            modules.append(fused)
+    return Split(seconds=placed.seconds - saved, saves_seconds=saved, modules=tuple(modules))
+
+
+def _thinned(group: Group, mine: IntArray) -> npt.NDArray[np.bool_]:
+    """(modules,) some ratios of each layout and mode, the ends and those in use among them."""
+    kept = np.zeros(len(group.modules), dtype=bool)
+    kept[mine] = True
+    by_kind: dict[tuple[object, ...], list[int]] = {}
+    for index, module in enumerate(group.modules):
+        by_kind.setdefault((module.layout, module.mode), []).append(index)
+    for members in by_kind.values():
+        few = np.linspace(0, len(members) - 1, min(len(members), _SPLIT_RATIOS)).round().astype(np.int64)
+        kept[np.array(members)[few]] = True
+    return kept

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.model import Mode, Sharding, Table
-from evenkeel.placement.options import rank_load
+from evenkeel.placement.options import communication_seconds, rank_load
 from evenkeel.placement.plan import Placement, Plan
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.timing import collective_seconds, mode_seconds
+from evenkeel.placement.timing import mode_seconds
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -165,16 +166,11 @@ def make_report(request: PlanRequest, plan: Plan) -> Report | None:
             figures[:, rank] += share
             held[rank].append(entry)
         for host in _hosts(entry, local):
-            host_bytes[host] += entry.host_bytes * sum(rank // local == host for rank in entry.ranks)
+            shards = sum(rank // local == host for rank in entry.ranks)
+            whole_host = Layout(entry.sharding).scope is Scope.HOST
+            host_bytes[host] += entry.host_bytes * (shards // local if whole_host else shards)
             on_host[host] += entry.host_bytes > 0
-    by_name = {entry.table: entry for entry in parts}
-    for module in plan.modules:
-        members = [by_name[name] for name in module.tables]
-        if any(not entry.ranks for entry in members):
-            figures[5] += module.fixed_seconds
-        for entry in members:
-            for rank in entry.ranks:
-                figures[5, rank] += module.fixed_seconds * ranks / len(entry.ranks)
+    figures[5] += sum(module.fixed_seconds for module in plan.modules)
     return Report(
         ranks=_ranks(figures, held, common, len(everywhere)),
         hosts=_host_entries(host_bytes, on_host, local),
@@ -262,9 +258,10 @@ def _table_parts(request: PlanRequest, table: Table, placed: Placement) -> Table
 
 def _parts(request: PlanRequest, table: Table, placed: Placement) -> _Parts:
     """Parts that sum up to the placement's time, whatever the model leaves out or rounds."""
-    profile, topology = request.profile, request.topology
+    profile = request.profile
     costs = profile.costs(request.runtime)
-    load = rank_load(request, table)
+    layout = Layout(placed.sharding, placed.column_shards)
+    load = rank_load(request, table, layout)
 
     def seconds(mode: Mode, *, training: bool) -> float:
         ratios, rows = np.array([placed.ratio]), np.array([float(placed.cache_rows)])
@@ -279,9 +276,7 @@ def _parts(request: PlanRequest, table: Table, placed: Placement) -> _Parts:
         rows = np.array([float(placed.cache_rows)])
         whole = mode_seconds(profile, costs, values, Mode.CACHING, np.array([placed.ratio]), rows)
         prefetch = float(whole[0]) - seconds(Mode.HBM_ONLY, training=load.training)
-    communication = collective_seconds(profile, load, topology.ranks, topology.local_ranks)
-    if placed.sharding is Sharding.DATA_PARALLEL:  # its gradients are all-reduced
-        communication = placed.seconds - seconds(mode, training=load.training) - prefetch
+    communication = communication_seconds(request, table, layout)
     parts = [max(0.0, part) for part in (forward, communication, prefetch)]
     if not load.training or sum(parts) > placed.seconds:
         scale = placed.seconds / sum(parts) if sum(parts) else 0.0

@@ -69,9 +69,9 @@ class PlanRequest:
         """Refuses what the runtime cannot do, or would do otherwise than asked."""
         where = f"tables[{index}]"
         if self.runtime is Runtime.DYNAMICEMB:
-            rows = table.sharding is Sharding.ROW_WISE
-            remedy = "leave sharding out, or plan with runtime torchrec"
-            require(rows, f"{where}.sharding", table.sharding.value, "is not what DynamicEmb does: by rows", remedy)
+            rows, given = Sharding.ROW_WISE in table.shardings, [sharding.value for sharding in table.shardings]
+            remedy = "leave sharding out, add row_wise, or plan with runtime torchrec"
+            require(rows, f"{where}.sharding", given, "is not what DynamicEmb does: by rows", remedy)
             by_frequency = table.score_words == 1 or table.eviction is Eviction.LFU
             what = "holds a time and a frequency, by which DynamicEmb evicts"
             require(by_frequency, f"{where}.score_words", table.score_words, what, "set eviction to lfu")

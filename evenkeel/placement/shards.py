@@ -37,10 +37,10 @@ def column_blocks(placed: Placement, topology: Topology) -> tuple[tuple[int, ...
         return tuple((rank,) for rank in every)
     ranks = placed.ranks or every
     width = {
-        Sharding.ROW_WISE.value: len(ranks),
-        "table_row_wise": topology.local_ranks,
-        "grid_shard": topology.local_ranks,
-    }.get(placed.sharding.value, 1)
+        Sharding.ROW_WISE: len(ranks),
+        Sharding.TABLE_ROW_WISE: topology.local_ranks,
+        Sharding.GRID: topology.local_ranks,
+    }.get(placed.sharding, 1)
     return tuple(ranks[first : first + width] for first in range(0, len(ranks), width))
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from evenkeel.placement.building import budgets, build_problem, without_rank
+from evenkeel.placement.incumbent import can_be_placed, heaviest_use
 from evenkeel.placement.limits import Limits, Watch
-from evenkeel.placement.options import budgets, build_problem, without_rank
 from evenkeel.placement.placement_problem import UNIT, PlacementProblem, Solution
-from evenkeel.placement.placing import heaviest_use, single_rank_tables, solve_and_place
+from evenkeel.placement.placing import solve_and_place
 from evenkeel.placement.plan import Shortage
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.solver import solve
@@ -51,7 +52,7 @@ def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Li
     tables = _largest(request, problem, alone[resource], resource)
     homeless = without_rank(request, problem)
     if homeless:
-        names = [request.tables[problem.groups[number].tables[0]].name for number in homeless]
+        names = [request.tables[index].name for index in homeless]
         tables = (*names, *(name for name in tables if name not in names))
     return Shortage(
         binding=binding,
@@ -69,7 +70,7 @@ def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Li
 def _need(request: PlanRequest, problem: PlacementProblem, resource: int, limits: Limits, watch: Watch) -> _Need:
     if not np.isfinite(problem.budget[resource]):
         return _Need(0.0, 0.0)
-    single = single_rank_tables(request)
+    single = can_be_placed(problem)
     lifted = problem
     if single:
         # Shards that no rank holds today may be held by larger ones.
@@ -86,7 +87,12 @@ def _need(request: PlanRequest, problem: PlacementProblem, resource: int, limits
     if not np.isfinite(least):
         return _Need(np.inf, np.inf)
     least = max(least, heaviest_use(request, lifted, resource))
-    return _Need(least, _known_to_place(request, lifted, resource, least, limits, watch))
+    if resource:
+        return _Need(least, _known_to_place(request, lifted, resource, least, limits, watch))
+    # With HBM in the place of time, the fullest rank is the slowest one.
+    placed, found = solve_and_place(request, lifted.minimising(0), limits.within(watch.left()))
+    least = max(least, found.bound) if placed is not None else least
+    return _Need(least, np.inf if placed is None else max(least, float(placed.use[0])))
 
 
 def _known_to_place(

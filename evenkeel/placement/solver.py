@@ -102,7 +102,7 @@ class _Search:
         for group in self.problem.groups:
             if not np.isfinite(group.time).any(axis=1).all():
                 return -np.inf
-            fixed = sum(module.fixed for module in group.modules) if group.bound else 0.0
+            fixed = float(group.openings()[1].sum()) if group.bound else 0.0
             folded = group.time if group.bound else _folded(group).time
             total += fixed + float(np.where(np.isfinite(folded), folded, 0.0).max(axis=1).sum())
         return total * (1 + 1e-9) + 1e-12
@@ -166,7 +166,7 @@ class _Search:
         columns: list[IntArray] = []
         fixed = 0.0
         for combinations, combination in zip(self.combinations, open_modules, strict=True):
-            modules = np.array(combinations.open(combination))
+            modules = combinations.open(combination)
             group = combinations.group
             fixed += float(combinations.fixed.ravel()[combination])
             use = np.stack([group.hbm[:, modules], group.host[:, modules]])
@@ -336,7 +336,8 @@ class _Outcome:
 def _sampled(group: Group, choices: list[IntArray]) -> Knapsack:
     """One item, whose options are choices of a module for each table of a group."""
     rows, stacked = np.arange(len(group.tables)), np.stack(choices)
-    fixed = np.array([sum(group.modules[module].fixed for module in np.unique(chosen)) for chosen in choices])
+    opening_of, cost = group.openings()
+    fixed = np.array([float(cost[np.unique(opening_of[chosen])].sum()) for chosen in choices])
     use = np.stack([group.hbm[rows, stacked].sum(axis=1), group.host[rows, stacked].sum(axis=1)])
     return Knapsack((group.time[rows, stacked].sum(axis=1) + fixed)[None, :], use[:, None, :], np.zeros(2))
 
@@ -383,6 +384,7 @@ def seconds(problem: PlacementProblem, modules: tuple[IntArray, ...]) -> float:
     """Cost of a choice."""
     total = 0.0
     for group, chosen in zip(problem.groups, modules, strict=True):
+        opening_of, cost = group.openings()
         total += float(group.time[np.arange(len(group.tables)), chosen].sum())
-        total += sum(group.modules[int(module)].fixed for module in np.unique(chosen))
+        total += float(cost[np.unique(opening_of[chosen])].sum())
     return total

@@ -115,17 +115,6 @@ def mode_seconds(
     return cached
 
 
-def collective_seconds(profile: HardwareProfile, load: RankLoad, ranks: int, local_ranks: int) -> float:
-    """All2All of keys and of output rows, and of gradients in training, for one table."""
-    if ranks == 1:
-        return 0.0
-    elsewhere = (ranks - local_ranks) / ranks
-    nearby = (local_ranks - 1) / ranks
-    rows = max(load.received, load.sent)
-    size = rows * 8 + rows * load.embedding_bytes * (2 if load.training else 1)
-    return size * (nearby / profile.intra_host_bytes_per_s + elsewhere / profile.inter_host_bytes_per_s)
-
-
 def buffer_bytes(costs: RuntimeCosts, load: RankLoad, mode: Mode, ranks: int) -> float:
     """HBM for the inputs, outputs, gradients and staged rows of a step of one table."""
     passes = 2 if load.training else 1

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from evenkeel.placement.building import budgets, build_problem
+from evenkeel.placement.incumbent import heaviest_use
 from evenkeel.placement.invalid_input import require
 from evenkeel.placement.limits import Limits, Watch
-from evenkeel.placement.options import budgets, build_problem, ratio_grid
+from evenkeel.placement.options import ratio_grid
 from evenkeel.placement.placement_problem import PlacementProblem
 from evenkeel.placement.placing import fastest
 from evenkeel.placement.plan import Plan
@@ -25,6 +27,7 @@ _SHARE = 0.4
 _CURVE_GAP = 1e-3
 _CURVE_STEPS = 30
 _GIB_UNITS = 1024.0
+_LARGEST = 2**53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,12 @@ def what_if(
     # A curve needs no fine grid, but the ratios of the plan itself, so that it passes through it.
     own = [p.ratio for p in base.placements if 0 < p.ratio < 1]
     steps = min(_CURVE_STEPS, request.solver.ratio_steps or _CURVE_STEPS)
-    coarse = build_problem(request, np.unique(np.concatenate([ratio_grid(len(request.tables), steps), own])))
+    roomy = replace(request, topology=replace(request.topology, hbm_bytes=_LARGEST, host_bytes=None))
+    grid = np.unique(np.concatenate([ratio_grid(len(request.tables), steps), own]))
+    # Shards that no rank holds today may be held by larger ones.
+    coarse = build_problem(roomy if request.topology.hbm_bytes else request, grid).with_budget(
+        *map(float, problem.budget)
+    )
     limits = Limits(gap=max(_CURVE_GAP, request.solver.gap), exact_tables=0, should_stop=should_stop)
     saves: list[float | None] = [None, None]
     if base.seconds is not None:
@@ -141,11 +149,12 @@ def _hbm_sizes(request: PlanRequest, problem: PlacementProblem, limits: Limits, 
     """HBM sizes between the least that works and the most that tables can take, more of them where they are small."""
     if not request.tables or not points or request.topology.hbm_bytes == 0:
         return (request.topology.hbm_bytes,) if points else ()
-    least = solve(problem.minimising(0), limits)
-    if least.modules is None:
+    found = fastest(request, problem.minimising(0), limits)
+    if found.modules is None:
         return ()
+    least = found.cost
     most = sum(float(np.where(np.isfinite(g.time), g.hbm, 0.0).max(axis=1).sum()) for g in problem.groups)
-    units = np.geomspace(max(least.cost, 1.0), max(most, least.cost, 1.0), points)
+    units = np.geomspace(max(least, 1.0), max(most, heaviest_use(request, problem, 0), least, 1.0), points)
     return tuple(smallest_hbm_bytes(request, math.ceil(unit)) for unit in units)
 
 

@@ -41,8 +41,8 @@ def launch_seconds(request: PlanRequest, plan: Plan, launches: Launches = MEASUR
     cached: dict[tuple[str, bool, Sharding], bool] = {}
     for placement in plan.placements:
         table = tables[placement.table]
-        if table.sharding is not Sharding.DATA_PARALLEL:
-            key = (table.group, table.pooled, table.sharding)
+        if placement.sharding is not Sharding.DATA_PARALLEL:
+            key = (table.group, table.pooled, placement.sharding)
             cached[key] = cached.get(key, False) or placement.mode is Mode.CACHING
     return len(cached) * launches.exchange_s + sum(cached.values()) * launches.cache_s
 

@@ -260,7 +260,7 @@ async function start() {
     }
     const document = await ask("openapi.json", undefined, away.signal);
     const sharding = document.components?.schemas?.Table?.properties?.sharding;
-    setShardings(sharding?.enum ?? sharding?.items?.enum ?? []);
+    setShardings(sharding?.enum ?? sharding?.anyOf?.find((kind) => kind.enum)?.enum ?? []);
   } catch (error) {
     view.failed(error, "plan");
     view.end();

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.evenkeel.placement.instances import random_tables, request
 _KINDS = list(Sharding)
 
 
+@cache
 def _mixed(seed: int, ranks: int = 4) -> tuple[PlanRequest, Plan]:
     """Tables of every sharding, some of them with a cache or in host memory."""
     draw = np.random.default_rng(seed)

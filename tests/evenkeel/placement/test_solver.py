@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.placement import PlanRequest, SolveCancelledError, SolverOptions
+from evenkeel.placement.building import build_problem
 from evenkeel.placement.limits import Limits
-from evenkeel.placement.options import build_problem
 from evenkeel.placement.placement_problem import PlacementProblem
 from evenkeel.placement.solver import seconds, solve, usage, within_budget
 from tests.evenkeel.placement.instances import brute_force_groups, random_tables, request

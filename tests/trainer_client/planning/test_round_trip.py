@@ -22,7 +22,18 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness.ranks import run_ranks
-from evenkeel.placement import InvalidInputError, Mode, Plan, PlanRequest, Runtime, Sharding, Step, Topology, plan
+from evenkeel.placement import (
+    InvalidInputError,
+    Mode,
+    Plan,
+    PlanRequest,
+    Runtime,
+    Sharding,
+    SolverOptions,
+    Step,
+    Topology,
+    plan,
+)
 from evenkeel.placement.pasted_lines import lines_to_paste, sharding_plan_module
 from evenkeel.placement.plan_file import PlanFile, dumps
 from tests.evenkeel.placement.instances import random_tables
@@ -74,7 +85,7 @@ def _request(seed: int, *, ranks: int = 4, scale: int = 1, depth: int = 1) -> Pl
         tables.append(
             replace(
                 table,
-                rows=int(draw.integers(100, 5_000)) * scale,
+                rows=int(draw.integers(100, 5_000)) * scale // (20 if sharding is Sharding.DATA_PARALLEL else 1),
                 dim=table.dim if pooled else 32,
                 group="bags" if pooled else "rows",
                 pooled=pooled,
@@ -87,7 +98,22 @@ def _request(seed: int, *, ranks: int = 4, scale: int = 1, depth: int = 1) -> Pl
         )
     machines = Topology(ranks=ranks, ranks_per_host=2, hbm_bytes=(3 << 30) + (10 << 20) * scale)
     step = Step(samples_per_rank=4, prefetch_depth=depth)
-    return PlanRequest(tables=tuple(tables), topology=machines, runtime=Runtime.TORCHREC, step=step)
+    patient = SolverOptions(time_limit_s=100)
+    return PlanRequest(tables=tuple(tables), topology=machines, runtime=Runtime.TORCHREC, step=step, solver=patient)
+
+
+def _choosing(seed: int, *, ranks: int = 4, scale: int = 1) -> PlanRequest:
+    """The same tables, each with all ways of spreading it, and the sequences of one width, as TorchRec wants them."""
+    drawn = _request(seed, ranks=ranks, scale=scale)
+    draw = np.random.default_rng(seed)
+    ways = []
+    for table in drawn.tables:
+        kinds = list(Sharding) if table.pooled else [Sharding(kind) for kind in _OF_SEQUENCES]
+        few = draw.permutation(len(kinds))[: int(draw.integers(1, 4))]
+        sharding = tuple(kinds[number] for number in few)
+        dim = table.dim if table.pooled else 128
+        ways.append(replace(table, sharding=sharding, column_shards=0, ratio=None, dim=dim))
+    return replace(drawn, tables=tuple(ways))
 
 
 _OF_SEQUENCES = ("row_wise", "table_wise", "column_wise", "data_parallel")
@@ -115,7 +141,7 @@ def _check(found: ShardingPlan, request: PlanRequest, planned: Plan, *, ranks: b
             request.topology.ranks,
             local,
             placed.sharding.value,
-            table.dim // max(1, table.column_shards),
+            table.dim // placed.column_shards,
         )
         shards = got.sharding_spec.shards
         assert [list(shard.shard_sizes) for shard in shards] == sizes
@@ -150,6 +176,22 @@ def test_every_exit_says_what_the_plan_says(seed: int, depth: int, tmp_path: Pat
     _check(theirs, request, planned, ranks=False)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_the_planner_chooses_leaves_by_every_exit(seed: int) -> None:
+    request = _choosing(seed, scale=1000)
+    planned = plan(request)
+    model = _Model(request)
+    whole = sharding_plan(model, request, planned)
+    _check(whole, request, planned, ranks=True)
+    module: dict[str, Any] = {}
+    exec(sharding_plan_module(request, planned, "sharding"), module)
+    assert module["plan"] == whole
+    machines = TorchRecTopology(world_size=4, local_world_size=2, compute_device="cuda", hbm_cap=2**45, ddr_cap=2**48)
+    constraints = parameter_constraints(request, planned)
+    theirs = EmbeddingShardingPlanner(topology=machines, constraints=constraints).plan(model, _SHARDERS)
+    _check(theirs, request, planned, ranks=False)
+
+
 def test_the_instances_cover_what_plans_can_say() -> None:
     placed = [p for seed in range(6) for p in plan(_request(seed, scale=1000)).placements]
     assert {p.sharding for p in placed} == set(Sharding)
@@ -157,8 +199,9 @@ def test_the_instances_cover_what_plans_can_say() -> None:
     assert len({p.ratio for p in placed}) > 4
 
 
-def _train(rank: int, seed: int) -> None:
-    request = _request(seed, ranks=dist.get_world_size())
+def _train(rank: int, seed: int, choosing: bool) -> None:
+    draw = _choosing if choosing else _request
+    request = draw(seed, ranks=dist.get_world_size())
     planned = plan(request)
     model = _Model(request)
     whole = sharding_plan(model, request, planned, device="cpu")
@@ -191,7 +234,12 @@ def _train(rank: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_distributed_model_parallel_holds_the_shards_of_the_plan(seed: int) -> None:
-    run_ranks(2, _train, seed)
+    run_ranks(2, _train, seed, False)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_distributed_model_parallel_holds_what_the_planner_chose(seed: int) -> None:
+    run_ranks(2, _train, seed, True)
 
 
 def test_constraints_say_that_ranks_are_left_open() -> None:

@@ -1,0 +1,304 @@
+"""How tables are spread over ranks: chosen exactly where that can be checked, and near a bound where it cannot."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenkeel.placement import (
+    InvalidInputError,
+    Mode,
+    Optimizer,
+    Plan,
+    PlanRequest,
+    Runtime,
+    Sharding,
+    SolverOptions,
+    Status,
+    Step,
+    Table,
+    Topology,
+    plan,
+    what_if,
+)
+from evenkeel.placement.building import build_problem, whole_shards
+from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.collectives import Exchange, exchange_seconds
+from evenkeel.placement.hardware import builtin_profile
+from evenkeel.placement.layouts import Layout, Scope, layouts, sequence_widths
+from evenkeel.placement.placement_problem import UNIT
+from tests.evenkeel.placement.instances import random_tables
+
+FloatArray = npt.NDArray[np.float64]
+ALL = tuple(Sharding)
+
+
+def ask(
+    tables: tuple[Table, ...],
+    hbm_gib: float,
+    ranks: int = 4,
+    local: int = 2,
+    host_gib: float | None = None,
+    **solver: float,
+) -> PlanRequest:
+    topology = Topology(
+        ranks=ranks,
+        ranks_per_host=local,
+        hbm_bytes=int(hbm_gib * 2**30),
+        host_bytes=None if host_gib is None else int(host_gib * 2**30),
+    )
+    step = Step(samples_per_rank=2048)
+    options = SolverOptions(**{"ratio_steps": 2, "time_limit_s": 60, **solver})  # type: ignore[arg-type]
+    return PlanRequest(tables=tables, topology=topology, runtime=Runtime.TORCHREC, step=step, solver=options)
+
+
+def brute_force(request: PlanRequest) -> float:
+    """Time of the slowest rank of the best of all choices of options and of places for every piece."""
+    problem, topology = build_problem(request), request.topology
+    ranks, local, hosts = topology.ranks, topology.local_ranks, topology.ranks // topology.local_ranks
+    options: list[list[tuple[FloatArray, frozenset[tuple[int, int]]]]] = []
+    fixed: dict[tuple[int, int], float] = {}
+    for number, group in enumerate(problem.groups):
+        opening_of, costs = group.openings()
+        fixed |= {(number, opening): float(cost) for opening, cost in enumerate(costs)}
+        for row in range(len(group.tables)):
+            mine = []
+            for index in np.flatnonzero(np.isfinite(group.time[row])):
+                layout = group.modules[index].layout
+                one = whole_shards(request, layout) * [g[row, index] for g in (group.time, group.hbm, group.host)]
+                places = {Scope.EVERYWHERE: 1, Scope.RANK: ranks, Scope.HOST: hosts}[layout.scope]
+                for chosen in itertools.combinations_with_replacement(range(places), layout.pieces):
+                    if max(map(chosen.count, chosen)) > -(-layout.pieces // places):
+                        continue
+                    load = np.zeros(2 * ranks + hosts)
+                    for place in chosen:
+                        on = {Scope.EVERYWHERE: slice(0, ranks), Scope.RANK: slice(place, place + 1)}.get(
+                            layout.scope, slice(place * local, (place + 1) * local)
+                        )
+                        load[:ranks][on] += one[0]
+                        load[ranks : 2 * ranks][on] += one[1]
+                        host = {Scope.EVERYWHERE: slice(None), Scope.RANK: slice(place // local, place // local + 1)}
+                        load[2 * ranks :][host.get(layout.scope, slice(place, place + 1))] += one[2]
+                    mine.append((load, frozenset({(number, int(opening_of[index]))})))
+            options.append(mine)
+    best = np.inf
+    *others, last = options
+    stacked = np.stack([load for load, _ in last])
+    for choice in itertools.product(*others):
+        load = np.sum([part for part, _ in choice], axis=0) + stacked
+        opened = frozenset().union(*(names for _, names in choice))
+        cost = np.array([sum(fixed[name] for name in opened | names) for _, names in last])
+        fits = np.all(load[:, ranks : 2 * ranks] <= problem.budget[0] + 1e-6, axis=1)
+        fits &= np.all(load[:, 2 * ranks :] <= problem.budget[1] + 1e-6, axis=1)
+        best = min(best, float(np.where(fits, load[:, :ranks].max(axis=1) + cost, np.inf).min()))
+    return best
+
+
+def slowest_rank(request: PlanRequest, found: Plan) -> tuple[float, float]:
+    """Time and HBM of the slowest and the fullest rank, from the placements and modules alone."""
+    seconds, hbm = np.zeros((2, request.topology.ranks))
+    seconds += sum(module.fixed_seconds for module in found.modules)
+    for placement in found.placements:
+        for rank in placement.ranks or range(request.topology.ranks):
+            seconds[rank] += placement.seconds
+            hbm[rank] += placement.hbm_bytes
+    return float(seconds.max()), float(hbm.max())
+
+
+@given(st.integers(0, 10_000), st.floats(0.2, 1.0), st.sampled_from([None, 1.0, 40.0]))
+@settings(max_examples=5, deadline=None)
+def test_small_models_get_the_best_of_all_plans(seed: int, part: float, host_gib: float | None) -> None:
+    draw = np.random.default_rng(seed)
+    drawn = random_tables(3, seed, pooled=True, modes=(Mode.HBM_ONLY, Mode.HOST_ONLY))
+    tables = tuple(
+        replace(
+            table, sharding=tuple(Sharding(kind) for kind in draw.choice(ALL, size=draw.integers(1, 6), replace=False))
+        )
+        for table in drawn
+    )
+    size = sum(table.rows * table.dim * 12 for table in tables) / 2**30
+    request = ask(tables, 2.01 + part * size / 4, host_gib=host_gib)
+    best = brute_force(request)
+    found = plan(request, split=False, clock=time.process_time)
+    if not np.isfinite(best):
+        assert found.status is Status.INFEASIBLE
+        return
+    assert found.status is Status.OPTIMAL
+    assert found.seconds == pytest.approx(best, rel=2e-4)
+    assert found.bound_seconds is not None
+    assert found.bound_seconds <= best * (1 + 1e-9)
+
+
+def test_a_model_of_26_tables_is_within_one_percent_of_a_bound() -> None:
+    tables = random_tables(26, 26, pooled=True, sharding=ALL)
+    size = sum(table.rows * table.dim * 12 for table in tables) / 2**30
+    request = ask(tables, 2 + 1.2 * size / 8, 8, 8, ratio_steps=0, time_limit_s=3)
+    found = plan(request, split=False, clock=time.process_time)
+    assert found.gap is not None
+    assert found.gap < 0.01
+    seconds, hbm = slowest_rank(request, found)
+    assert seconds == pytest.approx(found.seconds)
+    assert hbm <= request.topology.hbm_bytes - found.workspace_bytes + UNIT
+
+
+def test_a_choice_is_no_slower_than_any_of_its_parts_and_the_same_each_time() -> None:
+    tables = random_tables(5, 5, pooled=True, modes=(Mode.HBM_ONLY, Mode.HOST_ONLY))
+    chosen = [
+        plan(ask(tuple(replace(t, sharding=ALL) for t in tables), 3.5), split=False, clock=time.process_time)
+        for _ in range(2)
+    ]
+    assert chosen[0] == chosen[1]
+    for sharding in ALL:
+        alone = plan(
+            ask(tuple(replace(t, sharding=sharding) for t in tables), 3.5), split=False, clock=time.process_time
+        )
+        if alone.seconds is not None:
+            assert chosen[0].seconds is not None
+            assert chosen[0].seconds <= alone.seconds * (1 + 2e-4)
+
+
+def test_small_tables_are_copied_and_large_ones_cut() -> None:
+    small = Table(name="small", rows=200, dim=64, ids_per_sample=50, pooled=True, sharding=ALL, group="a")
+    large = Table(name="large", rows=40_000_000, dim=128, pooled=True, sharding=ALL, group="b", optimizer=Optimizer.SGD)
+    by_name = {
+        p.table: p for p in plan(ask((small, large), 12.0, 8, 8), split=False, clock=time.process_time).placements
+    }
+    assert by_name["small"].sharding is Sharding.DATA_PARALLEL
+    assert by_name["large"].sharding in (Sharding.ROW_WISE, Sharding.COLUMN_WISE)
+
+
+def test_layouts_follow_width_hosts_and_pooling() -> None:
+    topology = Topology(ranks=16, ranks_per_host=8, hbm_bytes=0)
+    table = Table(name="t", rows=10, dim=128, pooled=True, sharding=(Sharding.COLUMN_WISE, Sharding.GRID))
+    assert [layout.pieces for layout in layouts(table, topology)] == [2, 4, 1, 2, 1]
+    assert layouts(replace(table, column_shards=4), topology) == (
+        Layout(Sharding.COLUMN_WISE, 4),
+        Layout(Sharding.GRID, 4),
+    )
+    sequence = replace(table, pooled=False, sharding=(Sharding.TABLE_ROW_WISE, Sharding.TABLE_WISE))
+    assert layouts(sequence, topology) == (Layout(Sharding.TABLE_WISE),)
+    assert layouts(replace(table, sharding=ALL), replace(topology, ranks_per_host=16))[0] == Layout(Sharding.ROW_WISE)
+
+
+def test_sequences_of_a_collection_are_cut_at_one_width() -> None:
+    wide = (Sharding.COLUMN_WISE, Sharding.DATA_PARALLEL)
+    drawn = random_tables(6, 3, sharding=wide, modes=(Mode.HBM_ONLY, Mode.HOST_ONLY))
+    tables = tuple(replace(t, dim=(128, 256)[i % 2], group="ab"[i // 3]) for i, t in enumerate(drawn))
+    placed = plan(ask(tables, 24.0, 8, 8, time_limit_s=5), split=False, clock=time.process_time).placements
+    for group in "ab":
+        own = [(t, p) for t, p in zip(tables, placed, strict=True) if t.group == group]
+        widths = {t.dim // p.column_shards for t, p in own if p.sharding is Sharding.COLUMN_WISE}
+        assert len(widths) <= 1
+    topology = Topology(ranks=8, hbm_bytes=0)
+    given = (tables[0], replace(tables[1], column_shards=8))
+    assert sequence_widths(given, topology) == {"a": 32}
+    assert layouts(tables[0], topology, 32)[0] == Layout(Sharding.COLUMN_WISE, 4)
+    assert sequence_widths((replace(tables[0], pooled=True),), topology) == {}
+    assert sequence_widths((tables[0],), topology) == {"a": 32}, "the one table there is belongs on all ranks"
+
+
+@given(st.integers(1, 5), st.integers(0, 5_000), st.lists(st.floats(0.2, 1.2), min_size=2, max_size=2))
+@settings(max_examples=4, deadline=None)
+def test_more_memory_gives_no_slower_choice(count: int, seed: int, parts: list[float]) -> None:
+    tables = random_tables(count, seed, pooled=True, sharding=ALL)
+    size = sum(table.rows * table.dim * 12 for table in tables) / 2**30
+    small, large = (
+        plan(ask(tables, 2.01 + part * size / 4, 4, 2, time_limit_s=2), split=False, clock=time.process_time)
+        for part in sorted(parts)
+    )
+    if small.seconds is not None:
+        assert large.seconds is not None
+        assert large.bound_seconds is not None
+        assert large.bound_seconds <= small.seconds * (1 + 1e-9)
+        assert large.seconds <= small.seconds * (1.0003 if large.status is Status.OPTIMAL else 1.01)
+
+
+def test_a_curve_over_memory_is_one_of_placed_shards() -> None:
+    tables = random_tables(5, 5, pooled=True, sharding=(Sharding.TABLE_WISE, Sharding.ROW_WISE))
+    asked = ask(tables, 4.0, time_limit_s=30)
+    answer = what_if(asked, hbm_bytes=tuple(int(gib * 2**30) for gib in (3.0, 4.0, 6.0)))
+    assert answer.plan.seconds is not None
+    times = [point.seconds for point in answer.curve]
+    for point, seconds in zip(answer.curve, times, strict=True):
+        there = replace(asked, topology=replace(asked.topology, hbm_bytes=point.hbm_bytes))
+        own = plan(there, split=False, clock=time.process_time)
+        assert own.bound_seconds is not None
+        assert seconds is not None
+        assert seconds >= own.bound_seconds * (1 - 1e-9)
+        assert own.seconds == pytest.approx(seconds, rel=0.01)
+    assert answer.next_hbm_gib_saves_seconds is not None
+
+
+def test_smallest_memory_for_whole_tables_is_near_what_is_proved() -> None:
+    tables = random_tables(9, 1, pooled=True, sharding=Sharding.TABLE_WISE, modes=(Mode.HBM_ONLY,))
+    asked = ask(tables, 2.5, time_limit_s=10)
+    short = plan(asked, clock=time.process_time).shortage
+    assert short is not None
+    assert short.smallest_hbm_bytes is not None
+    assert short.least_hbm_bytes is not None
+    assert short.least_hbm_bytes <= short.smallest_hbm_bytes <= 1.02 * short.least_hbm_bytes
+    enough = replace(asked, topology=replace(asked.topology, hbm_bytes=short.smallest_hbm_bytes))
+    assert plan(enough, split=False, clock=time.process_time).seconds is not None
+
+
+def test_splitting_fused_tables_of_single_ranks_is_weighed() -> None:
+    tables = random_tables(6, 2, pooled=True, sharding=(Sharding.TABLE_WISE, Sharding.ROW_WISE))
+    found = plan(ask(tables, 4.0, time_limit_s=10), clock=time.process_time)
+    assert found.split is not None
+    assert found.seconds is not None
+    assert 0 <= found.split.saves_seconds < found.seconds
+    if found.split.modules:
+        assert sorted(t for m in found.split.modules for t in m.tables) == sorted(t.name for t in tables)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"sharding": ()}, "sharding"),
+        ({"sharding": (Sharding.ROW_WISE, Sharding.ROW_WISE)}, "sharding"),
+        ({"sharding": Sharding.GRID}, "sharding"),
+        ({"sharding": (Sharding.ROW_WISE, Sharding.TABLE_WISE), "column_shards": 2}, "column_shards"),
+    ],
+)
+def test_choices_that_make_no_sense_are_refused(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        Table(name="t", rows=10, dim=8, **fields)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("sharding", [Sharding.GRID, ALL, (Sharding.TABLE_WISE,)])
+def test_a_choice_is_read_as_it_was_written(sharding: Sharding | tuple[Sharding, ...]) -> None:
+    table = Table(name="t", rows=10, dim=8, pooled=True, sharding=sharding)
+    assert decode(Table, encode(table)) == table
+    for wrong in ("nothing", ["nothing"], 5):
+        with pytest.raises(InvalidInputError, match="sharding"):
+            decode(Table, {**encode(table), "sharding": wrong})
+
+
+def test_collectives_cost_what_their_bytes_take() -> None:
+    profile = replace(builtin_profile("h200"), intra_host_bytes_per_s=1e9, inter_host_bytes_per_s=1e8)
+    topology = Topology(ranks=8, ranks_per_host=4, hbm_bytes=0)
+    exchange = Exchange(lookups=1000, outputs=100, row_bytes=64, table_bytes=8000, pooled=True, training=False)
+    keys, sums = 8000.0, 6400.0
+
+    def seconds(sharding: Sharding, **changes: object) -> float:
+        return exchange_seconds(profile, topology, Layout(sharding), replace(exchange, **changes))  # type: ignore[arg-type]
+
+    assert seconds(Sharding.TABLE_WISE) == pytest.approx((keys + sums) * (3 / 1e9 + 4 / 1e8))
+    ring = max(sums * 8 * 7 / 8 * 3 / 4 / 1e9, sums * 8 * 7 / 8 / 4 / 1e8)
+    assert seconds(Sharding.ROW_WISE) == pytest.approx(keys / 8 * (3 / 1e9 + 4 / 1e8) + ring)
+    inside = sums * 8 * 3 / 4 / 1e9 + sums / 1e8
+    assert seconds(Sharding.TABLE_ROW_WISE) == pytest.approx(keys / 4 * (3 / 1e9 + 4 / 1e8) + inside)
+    assert seconds(Sharding.DATA_PARALLEL) == 0.0
+    assert seconds(Sharding.DATA_PARALLEL, training=True) == pytest.approx(2 * 8000 * 7 / 8 / 4 / 1e8)
+    sequence = (keys + sums) / 8 * (3 / 1e9 + 4 / 1e8)
+    assert seconds(Sharding.ROW_WISE, pooled=False) == pytest.approx(sequence)
+    assert seconds(Sharding.TABLE_WISE, training=True) == pytest.approx((keys + 2 * sums) * (3 / 1e9 + 4 / 1e8))
+    assert exchange_seconds(profile, Topology(ranks=1, hbm_bytes=0), Layout(Sharding.TABLE_WISE), exchange) == 0.0
