@@ -59,7 +59,7 @@ $(DOCS)/.ready: requirements/docs.txt
 	touch $@
 
 clean:  ## Remove everything that make made
-	rm -rf $(VENV) $(DOCS) .venv-protos .venv-audit build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) .venv-protos .venv-audit .venv-ray build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .PHONY: up down test-compose
 SECRETS := $(or $(EVENKEEL_SECRETS),deploy/secrets)

@@ -1,8 +1,8 @@
 """Writes what follows from the rules and the runbook: `python deploy/prometheus/build.py`; `--check` only compares.
 
 - consoles/runbook.html: the runbook, which Prometheus serves and every alert links to.
-- ../kubernetes/rules.yaml: the rules for the Prometheus operator; `--runbook URL` makes their links point to a copy of
-  docs/runbook.md that you serve, since a Prometheus that the operator runs has no consoles.
+- ../kubernetes/monitoring/rules.yaml: the rules for the Prometheus operator; `--runbook URL` makes their links point to
+  a copy of docs/runbook.md that you serve, since a Prometheus that the operator runs has no consoles.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> int:
     options = parser.parse_args()
     files = {
         FOLDER / "consoles/runbook.html": runbook_page(),
-        FOLDER.parent / "kubernetes/rules.yaml": operator_rules(options.runbook),
+        FOLDER.parent / "kubernetes/monitoring/rules.yaml": operator_rules(options.runbook),
     }
     return write(files, builder="deploy/prometheus/build.py", check=options.check)
 

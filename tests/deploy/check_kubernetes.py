@@ -32,8 +32,17 @@ def rendered() -> list[dict[str, Any]]:
 
 def trainer() -> dict[str, Any]:
     """The job to copy from, which is applied by whoever trains."""
-    document: dict[str, Any] = yaml.safe_load((ROOT / "deploy/kubernetes/trainer.yaml").read_text())
+    document: dict[str, Any] = yaml.safe_load((ROOT / "deploy/kubernetes/trainers/job.yaml").read_text())
     return document
+
+
+def test_without_the_operator_the_same_services_remain(rendered: list[dict[str, Any]]) -> None:
+    command = ["kubectl", "kustomize", str(ROOT / "deploy/kubernetes/plain")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    plain = list(yaml.safe_load_all(done.stdout))
+    assert plain == [one for one in rendered if one["kind"] not in ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+                     and one["metadata"].get("labels", {}).get("grafana_dashboard") is None]  # fmt: skip
 
 
 def workloads(rendered: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,6 +143,6 @@ def test_rules_and_dashboards_are_loaded(rendered: list[dict[str, Any]]) -> None
 
 
 def test_the_certificate_is_for_the_names_that_clients_use(rendered: list[dict[str, Any]]) -> None:
-    names = yaml.safe_load((ROOT / "deploy/kubernetes/certificate.yaml").read_text())["spec"]["dnsNames"]
+    names = yaml.safe_load((ROOT / "deploy/kubernetes/certificate/certificate.yaml").read_text())["spec"]["dnsNames"]
     for service in (document for document in rendered if document["kind"] == "Service"):
         assert f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc" in names

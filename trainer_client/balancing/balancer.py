@@ -13,6 +13,7 @@ import torch
 
 from evenkeel.addresses import check_address
 from trainer_client.balancing.batches import BatchSpec, flatten
+from trainer_client.balancing.launchers import read_launch
 from trainer_client.balancing.membership import Ranks, read_membership
 from trainer_client.balancing.opening import NoDataError, StreamConfig
 from trainer_client.balancing.options import BalanceOptions
@@ -54,6 +55,7 @@ class Balancer:
         for field, value in (("job", job), ("group", group)):
             if not value or len(value) > 200:
                 raise ValueError(f"{field} is {value!r}; give a name of 1 to 200 characters")
+        read_launch()  # what it says in vain is refused here, where all ranks are, not where rank 0 names a session
         self._address = address
         self._job = job
         self._group = group
@@ -168,15 +170,16 @@ class Balancer:
     ) -> Balancer:
         """What the environment of rank 0 says.
 
-        `EVENKEEL_BALANCER` is `host:port`, `embedded` (also when unset) or `off`; `EVENKEEL_JOB` names the job where no
-        argument does. The credentials are those of each rank's own environment: `EVENKEEL_TLS`, `EVENKEEL_TLS_CA`,
+        `EVENKEEL_BALANCER` is `host:port`, `embedded` (also when unset) or `off`. Where no argument names the job,
+        `EVENKEEL_JOB` does, else its launcher: the name of the run under Ray Train, name and number of the job under
+        Slurm (`NAME-ID`). The credentials are those of each rank's own environment: `EVENKEEL_TLS`, `EVENKEEL_TLS_CA`,
         `EVENKEEL_TLS_CERTIFICATE`, `EVENKEEL_TLS_KEY` and `EVENKEEL_TOKEN_FILE`.
 
         Raises:
             ValueError: If a variable holds what cannot be used; the message names it.
         """
         where = os.environ.get("EVENKEEL_BALANCER", "").strip() or "embedded"
-        name = job or os.environ.get("EVENKEEL_JOB") or "job"
+        name = job or read_launch().job or "job"
         try:
             address = None if where in ("embedded", "off") else check_address(where)
         except ValueError as error:

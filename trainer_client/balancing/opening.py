@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
-import uuid
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +16,7 @@ from trainer_client.balancing.agreement import ProgramOrderError
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.kernels import Kernels
+from trainer_client.balancing.launchers import read_launch
 from trainer_client.balancing.membership import Ranks, node_name, take_seat
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.telling import raise_mismatch, require_service
@@ -56,35 +53,21 @@ class SessionName:
 def name_session(job: str, group: str, loader: str) -> SessionName:
     """Names a new incarnation of a stream; called on rank 0, which broadcasts it.
 
-    The launcher's run id is used where there is one. torchrun without `--rdzv-id` gives none, but its agent outlives
-    restarts, so the agent's process names the run. Otherwise an id is drawn. A stream opened again by the same
+    The launcher names the run, so that a restart takes over from what it replaces. A stream opened again by the same
     processes is another incarnation, so a count of openings is part of the id.
     """
     key = (job, group, loader)
     _openings[key] += 1
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if run_id in ("", "none"):
-        run_id = _agent_id() if "TORCHELASTIC_RESTART_COUNT" in os.environ else uuid.uuid4().hex
-    if _openings[key] > 1:
-        run_id = f"{run_id}/{_openings[key]}"
+    launch = read_launch()
+    again = f"/{_openings[key]}" if _openings[key] > 1 else ""
     return SessionName(
         job=job,
         group=group,
         loader=loader,
-        run_id=run_id,
-        restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        run_id=launch.run_id + again,
+        restart_count=launch.restart_count,
         opening=secrets.randbits(63) | 1,
     )
-
-
-def _agent_id() -> str:
-    parent = os.getppid()
-    try:
-        # Field 22 of /proc/PID/stat, counted after the parenthesised name: the start time, unlike a PID never reused.
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return uuid.uuid4().hex
-    return f"{socket.gethostname()}-{parent}-{started}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ import torch
 from prometheus_client import start_http_server
 
 from trainer_client.balancing import BalancedLoader, RoundReport
+from trainer_client.balancing.launchers import local_rank
 from trainer_client.embedding.routing.ownership import RoutingLike
 from trainer_client.embedding.routing.skew import feature_skew
 from trainer_client.observing.measurement.steps import Mark, mark
@@ -129,7 +130,7 @@ class RankExporter:
             job=job,
             rank=rank,
             host=os.environ.get("EVENKEEL_METRICS_HOST") or "127.0.0.1",
-            port=first + int(os.environ.get("LOCAL_RANK", "0")) if first else 0,
+            port=first + local_rank() if first else 0,
             targets=os.environ.get("EVENKEEL_METRICS_TARGETS") or None,
             advertise=os.environ.get("EVENKEEL_METRICS_ADVERTISE") or None,
         )

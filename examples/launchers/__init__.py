@@ -1,0 +1,1 @@
+"""Jobs as launchers start them."""

@@ -1,0 +1,167 @@
+"""Each launcher's own variables, and what they make of a job's name, run and restarts."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
+from evenkeel.addresses import endpoints
+from evenkeel.credentials import Credentials
+from evenkeel.protocol import balancer_pb2 as pb
+from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
+from trainer_client import BalancedLoader, Balancer
+from trainer_client.balancing.launchers import Launch, local_rank, read_launch
+from trainer_client.cli.calls import connected
+
+# What `srun` gives a task of a job of two nodes, as `env | grep SLURM` tells.
+SLURM = {
+    "SLURM_CLUSTER_NAME": "c1", "SLURM_CPUS_ON_NODE": "16", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOBID": "4711",
+    "SLURM_JOB_ACCOUNT": "team-a", "SLURM_JOB_GID": "1000", "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "a-train",
+    "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_LOCALID": "3", "SLURM_NNODES": "2", "SLURM_NODEID": "0",
+    "SLURM_NPROCS": "16", "SLURM_NTASKS": "16", "SLURM_PROCID": "3", "SLURM_STEPID": "0", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[01-02]", "SLURM_STEP_NUM_TASKS": "16", "SLURM_SUBMIT_HOST": "login",
+    "SLURM_TASK_PID": "9999", "SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_TOPOLOGY_ADDR": "gpu01",
+}  # fmt: skip
+# What torchrun gives a rank.
+TORCHRUN = {
+    "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu01",
+    "MASTER_PORT": "29500", "RANK": "5", "ROLE_NAME": "default", "ROLE_RANK": "5", "ROLE_WORLD_SIZE": "16",
+    "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "False", "WORLD_SIZE": "16",
+}  # fmt: skip
+# What a pod of a JobSet, also one of Kubeflow's Trainer, takes from its labels in deploy/kubernetes/trainers.
+JOBSET = {
+    "EVENKEEL_JOB": "a-train", "EVENKEEL_RUN_ID": "5a8f2c1e-0d6b-4a53-9d0c-0d8f6c6f1f11", "EVENKEEL_RESTART_COUNT": "1",
+    "JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443",
+    "PET_MASTER_ADDR": "a-train-node-0-0.a-train", "PET_MASTER_PORT": "29400", "PET_NNODES": "2", "PET_NODE_RANK": "0",
+    "PET_NPROC_PER_NODE": "8",
+}  # fmt: skip
+VARIABLES = {*SLURM, *TORCHRUN, *JOBSET, "SLURM_RESTART_COUNT"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        (SLURM, Launch(job="a-train-4711", run_id="slurm-4711.0", restart_count=0)),
+        ({**SLURM, "SLURM_RESTART_COUNT": "2"}, Launch(job="a-train-4711", run_id="slurm-4711.0", restart_count=20000)),
+        # Another step of the allocation may run beside the first.
+        ({**SLURM, "SLURM_STEP_ID": "1"}, Launch(job="a-train-4711.1", run_id="slurm-4711.1", restart_count=0)),
+        # The batch script itself, and `srun --pty`.
+        ({**SLURM, "SLURM_STEP_ID": "4294967291"}, Launch(job="a-train-4711", run_id="slurm-4711.0", restart_count=0)),
+        ({**SLURM, **TORCHRUN}, Launch(job="a-train-4711", run_id="slurm-4711.0", restart_count=2)),
+        (
+            {**SLURM, **TORCHRUN, "SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "0"},
+            Launch(job="a-train-4711", run_id="slurm-4711.0", restart_count=10000),
+        ),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "r7"}, Launch(job="", run_id="r7", restart_count=2)),
+        (JOBSET, Launch(job="a-train", run_id=JOBSET["EVENKEEL_RUN_ID"], restart_count=10000)),
+        (
+            {**TORCHRUN, **JOBSET},
+            Launch(job="a-train", run_id=JOBSET["EVENKEEL_RUN_ID"], restart_count=10002),
+        ),
+        ({**SLURM, "EVENKEEL_JOB": "mine"}, Launch(job="mine", run_id="slurm-4711.0", restart_count=0)),
+    ],
+)
+def test_a_launcher_names_the_job_its_run_and_its_restarts(environment: dict[str, str], launch: Launch) -> None:
+    assert read_launch(environment) == launch
+
+
+def test_a_later_start_counts_more_whoever_counts() -> None:
+    """A requeued job's torchrun begins at 0 again; the balancer would take it for a straggler of the first."""
+    before = read_launch({**SLURM, **TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"})
+    after = read_launch({**SLURM, **TORCHRUN, "SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "0"})
+    assert after.run_id == before.run_id
+    assert after.restart_count > before.restart_count
+
+
+def test_the_number_on_the_machine_is_the_launchers() -> None:
+    assert (local_rank(SLURM), local_rank({**SLURM, **TORCHRUN}), local_rank({})) == (3, 5, 0)
+
+
+def test_what_is_wrong_is_refused_by_name_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("-1", "two", "1e3", "400001"):
+        monkeypatch.setenv("EVENKEEL_RESTART_COUNT", value)
+        for make in (Balancer.from_env, Balancer.embedded):
+            with pytest.raises(ValueError, match=f"EVENKEEL_RESTART_COUNT is '{value}'; give the number of restarts"):
+                make()
+
+
+@pytest.fixture(scope="module")
+def balancer() -> Any:
+    with running_balancer("--abandoned-expiry-seconds", "300") as running:
+        yield running
+
+
+def train(rank: int, environment: dict[str, str], address: str, rounds: int, hangs: Path | None) -> list[str]:
+    """Some rounds of a rank that its launcher has started; returns how each was decided.
+
+    Args:
+        rank: Its number.
+        environment: What its launcher has set.
+        address: Of the balancer.
+        rounds: How many.
+        hangs: The rank hangs then, its streams open, until this file is gone.
+    """
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment, EVENKEEL_BALANCER=address)
+    balancer = Balancer.from_env()
+    batches = [make_batch(rank, step, 4) for step in range(rounds if hangs is None else 1000)]
+    modes = []
+    for _ in (loader := BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)):
+        modes.append(loader.report.mode.value)
+        if hangs is not None and len(modes) == rounds:
+            hangs.with_name(f"rank-{rank}").touch()
+            while hangs.exists():
+                time.sleep(0.02)
+            os._exit(1)
+    balancer.close()
+    return modes
+
+
+def sessions(balancer: ServiceProcess) -> list[tuple[str, str, int]]:
+    (place,) = endpoints(balancer.address)
+    with connected(place, Credentials(), timeout=30) as calls:
+        found = calls.call("GetSessionStats", pb.GetSessionStatsRequest()).sessions
+    return [(one.job, one.run_id, one.restart_count) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "job"),
+    [
+        (SLURM, {**SLURM, "SLURM_RESTART_COUNT": "1"}, ("a-train-4711", "slurm-4711.0", 10000)),
+        (JOBSET, {**JOBSET, "EVENKEEL_RESTART_COUNT": "2"}, ("a-train", JOBSET["EVENKEEL_RUN_ID"], 20000)),
+    ],
+    ids=["slurm", "jobset"],
+)
+def test_a_job_started_again_takes_over_its_name_at_once(
+    balancer: ServiceProcess, first: dict[str, str], again: dict[str, str], job: tuple[str, str, int], tmp_path: Path
+) -> None:
+    """Also while the ranks that it replaces hang, their streams open."""
+    hangs = tmp_path / "hangs"
+    hangs.touch()
+    hung = threading.Thread(
+        target=run_ranks, args=(2, train, first, balancer.address, 3, hangs), kwargs={"check": False}
+    )
+    hung.start()
+    try:
+        deadline = time.monotonic() + 120
+        while not all((tmp_path / f"rank-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        (before,) = sessions(balancer)
+        assert before[:2] == job[:2]
+        assert before[2] < job[2]
+        assert run_ranks(2, train, again, balancer.address, 3, None) == [["service"] * 3] * 2
+    finally:
+        hangs.unlink()
+        hung.join()
+    assert sessions(balancer) == []  # ended in order

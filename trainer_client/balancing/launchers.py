@@ -1,0 +1,134 @@
+"""What a job's launcher says of it: its name, which run it is, and how often that was started again."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+STARTS_OF_AGENT = 10_000
+"""Restarts by torchrun that are told apart within one start of its job by an outer launcher, such as Slurm."""
+
+_MAX_RESTARTS = 400_000  # 32 bits hold as many, times `STARTS_OF_AGENT`
+_NAME_CHARACTERS = 120
+_UNNUMBERED_STEPS = 0xFFFFFFF0  # Slurm's numbers for the batch script and for interactive steps begin here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One start of a job.
+
+    Attributes:
+        job: The job's name as the launcher knows it; empty: it has none.
+        run_id: The run, equal whenever it is started again; drawn where no launcher names it.
+        restart_count: Grows with each start of the run.
+    """
+
+    job: str
+    run_id: str
+    restart_count: int
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """What the launcher of this process says.
+
+    `EVENKEEL_JOB`, `EVENKEEL_RUN_ID` and `EVENKEEL_RESTART_COUNT` go first: where the launcher is a controller of
+    Kubernetes, a pod takes them from its labels. Then come Ray Train's context, Slurm's variables (`SLURM_JOB_NAME`,
+    `SLURM_JOB_ID`, `SLURM_STEP_ID`, `SLURM_RESTART_COUNT`) and torchrun's (`TORCHELASTIC_RUN_ID`,
+    `TORCHELASTIC_RESTART_COUNT`). torchrun counts from 0 again whenever it is started: below another launcher, both
+    counts make one.
+
+    Args:
+        environment: Variables to look at; None: the process's own.
+
+    Raises:
+        ValueError: If a variable holds what cannot be used; the message names it.
+    """
+    variables = os.environ if environment is None else environment
+    job, run_id = _text(variables, "EVENKEEL_JOB"), _text(variables, "EVENKEEL_RUN_ID")
+    starts = _count(variables, "EVENKEEL_RESTART_COUNT")
+    ray = _ray_run()
+    if ray:
+        # Ray starts workers again without telling them how often: the clock tells which start is the later one.
+        counted = int(time.time()) if starts is None else starts
+        return Launch(job=job or ray[0], run_id=run_id or ray[1], restart_count=counted)
+    slurm = _slurm_run(variables)
+    if slurm and starts is None:
+        starts = _count(variables, "SLURM_RESTART_COUNT")
+    elastic = _count(variables, "TORCHELASTIC_RESTART_COUNT")
+    if not run_id:
+        run_id = slurm[1] if slurm else _torchrun_run(variables, is_agent=elastic is not None)
+    return Launch(
+        job=job or (slurm[0] if slurm else ""),
+        run_id=run_id,
+        restart_count=(starts or 0) * STARTS_OF_AGENT + min(elastic or 0, STARTS_OF_AGENT - 1),
+    )
+
+
+def local_rank(environment: Mapping[str, str] | None = None) -> int:
+    """This rank's number on its machine, as torchrun, Ray Train or Slurm gives it; 0 where none does."""
+    variables = os.environ if environment is None else environment
+    return next((int(variables[name]) for name in ("LOCAL_RANK", "SLURM_LOCALID") if variables.get(name)), 0)
+
+
+def _ray_run() -> tuple[str, str] | None:
+    """Name and id of the run of Ray Train that this process is a worker of; None if it is none."""
+    ray, train = sys.modules.get("ray"), sys.modules.get("ray.train")
+    if ray is None or train is None or not ray.is_initialized():
+        return None
+    try:
+        name = train.get_context().get_experiment_name()
+    except Exception:  # Ray has an error of its own for whoever is no worker, and another in each of its versions
+        return None
+    if not name:
+        return None
+    return name[:_NAME_CHARACTERS], f"ray-{ray.get_runtime_context().get_job_id()}-{name}"[:_NAME_CHARACTERS]
+
+
+def _slurm_run(variables: Mapping[str, str]) -> tuple[str, str] | None:
+    """Name and id of the step of a Slurm job; the steps of one allocation are different jobs."""
+    job_id = _text(variables, "SLURM_JOB_ID")
+    if not job_id:
+        return None
+    step = _text(variables, "SLURM_STEP_ID")
+    if not step.isdecimal() or int(step) >= _UNNUMBERED_STEPS:
+        step = ""
+    name = _text(variables, "SLURM_JOB_NAME")[:_NAME_CHARACTERS] or "slurm"
+    later = f".{step}" if step not in ("", "0") else ""
+    return f"{name}-{job_id}{later}", f"slurm-{job_id}.{step or 0}"
+
+
+def _torchrun_run(variables: Mapping[str, str], *, is_agent: bool) -> str:
+    """Torchrun's id of the run; without `--rdzv-id` its agent, which outlives restarts; else one that is drawn."""
+    run_id = _text(variables, "TORCHELASTIC_RUN_ID")
+    if run_id not in ("", "none"):
+        return run_id
+    return _agent() if is_agent else uuid.uuid4().hex
+
+
+def _agent() -> str:
+    parent = os.getppid()
+    try:
+        # Field 22 of /proc/PID/stat, counted after the parenthesised name: the start time, unlike a PID never reused.
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return uuid.uuid4().hex
+    return f"{socket.gethostname()}-{parent}-{started}"
+
+
+def _text(variables: Mapping[str, str], name: str) -> str:
+    return variables.get(name, "").strip()
+
+
+def _count(variables: Mapping[str, str], name: str) -> int | None:
+    value = _text(variables, name)
+    if not value:
+        return None
+    if not (value.isascii() and value.isdecimal() and int(value) <= _MAX_RESTARTS):
+        raise ValueError(f"{name} is {value!r}; give the number of restarts so far, 0 to {_MAX_RESTARTS}")
+    return int(value)
