@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import structlog
 from evenkeel.partitioning.rounds import RoundPlan
 from services.balancer.decisions import PlanFailure
 from services.balancer.effects import Answer, Close, Decided, Effect, SessionId, StartPartition, Wake
+from services.balancer.history import History
 from services.balancer.limits import Limits
 from services.balancer.refusals import Refusal
 from services.balancer.registry import Registry
@@ -62,10 +64,16 @@ class Member:
     joining: Joining
     session: SessionId
     mailbox: Mailbox
+    history: History
 
 
 class Hub:
-    """All of a balancer's state, on one event loop; only the partitions run elsewhere."""
+    """All of a balancer's state, on one event loop; only the partitions run elsewhere.
+
+    Attributes:
+        registry: The sessions.
+        histories: The last rounds of each.
+    """
 
     def __init__(
         self,
@@ -84,6 +92,7 @@ class Hub:
             traced: Is told about decided rounds that ranks trace, with the time at which all answers were handed out.
         """
         self.registry = Registry(limits)
+        self.histories: dict[SessionId, History] = {}
         self._pool = pool
         self._observer = observer
         self._tasks: dict[tuple[SessionId, int], Task] = {}
@@ -108,8 +117,11 @@ class Hub:
         if outcome is not known:
             terms = joining.terms
             log.info("session opened", **_about(joining), restart=joining.restart_count, world_size=terms.world_size)
+        history = self.histories.get(outcome.id)
+        if history is None:
+            history = self.histories[outcome.id] = History(outcome.terms.world_size)
         # What all ranks say alike is kept once.
-        return Member(replace(joining, terms=outcome.terms), outcome.id, mailbox)
+        return Member(replace(joining, terms=outcome.terms), outcome.id, mailbox, history)
 
     def submit(self, member: Member, round_number: int, submission: Submission, rank: int | None = None) -> None:
         """Takes a rank's part in a round, by default the member's first; the answer goes to the member's mailbox."""
@@ -121,8 +133,11 @@ class Hub:
                 member.mailbox.close(outcome)
                 return
             session = outcome
+            self.histories.setdefault(session.id, member.history)
         rank = member.joining.rank if rank is None else rank
-        self._perform(session.submit(self.now, rank, round_number, submission, member.mailbox), session)
+        now = self.now
+        member.history.arrived(now, round_number, rank)
+        self._perform(session.submit(now, rank, round_number, submission, member.mailbox), session)
 
     def leave(self, member: Member, *, finished: tuple[int, ...] = (), call: bool = False) -> None:
         """Forgets a stream or, with `call`, a call; `finished`: its ranks, if they will not come back."""
@@ -188,10 +203,16 @@ class Hub:
     def _finish(self, start: StartPartition, result: RoundPlan | PlanFailure | None) -> None:
         session = self.registry.find(start.session)
         if session is not None:
+            history = self.histories.get(start.session)
+            if history is not None and history.sample_wanted and isinstance(result, RoundPlan):
+                history.planned(self.now, start.round, start.inputs, result)
             self._perform(session.partitioned(self.now, start.round, result), session)
 
     def _note(self, event: Decided) -> None:
         self._observer.decided(event)
+        history = self.histories.get(event.session)
+        if history is not None:
+            history.decided(self.now, time.time(), event)
         if self._traced is not None and event.timeline is not None:
             self._traced(event, self.now)
         task = self._tasks.pop((event.session, event.round), None)
@@ -229,6 +250,11 @@ class Hub:
 
     def _keep_house(self) -> None:
         self.registry.expire(self.now)
+        if len(self.histories) > len(self.registry.sessions):
+            for gone in [one for one in self.histories if self.registry.find(one) is None]:
+                del self.histories[gone]
+        for history in self.histories.values():
+            history.forget_sample(self.now)
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_SECONDS, self._keep_house)
 
 

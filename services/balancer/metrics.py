@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from services.balancer.decisions import Reason
 from services.balancer.effects import Decided
 from services.balancer.shares import Shares
-from services.operations.http import OperationsServer
+from services.operations.http import OperationsServer, Site
 from services.operations.process import EventLoopLag, add_process_metrics
 
 _SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -173,9 +173,11 @@ class Metrics:
         """A round got the cheapest search."""
         self._cheaper.inc()
 
-    def serve(self, host: str, port: int, *, ready: Callable[[], bool]) -> tuple[int, Callable[[], None]]:
-        """Serves `/metrics`, `/healthz` and `/readyz` over HTTP; returns the bound port and how to stop."""
-        server = OperationsServer(self.registry, host, port, ready=ready)
+    def serve(
+        self, host: str, port: int, *, ready: Callable[[], bool], site: Site | None = None
+    ) -> tuple[int, Callable[[], None]]:
+        """Serves `/metrics`, `/healthz`, `/readyz` and a site over HTTP; returns the bound port and how to stop."""
+        server = OperationsServer(self.registry, host, port, ready=ready, site=site)
         return server.port, server.close
 
     def observe_shares(self, what: str, unit: str, shares: Shares) -> None:

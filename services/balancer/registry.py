@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from services.balancer.effects import Asker, Close, Effect, SessionId
+from services.balancer.history import HISTORY_BYTES
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal, out_of_memory
 from services.balancer.session import Session
@@ -207,7 +208,7 @@ def _superseded(old: SessionId, new: SessionId) -> Refusal:
 
 
 _EXPIRE_SECONDS = 0.5
-SESSION_BYTES = 20_000
+SESSION_BYTES = 20_000 + HISTORY_BYTES
 
 
 def _too_many_sessions(limit: int, held: int) -> Refusal:

@@ -24,8 +24,10 @@ from services.balancer.pressure import Pressure
 from services.balancer.registry import DRAINING
 from services.balancer.servicer import BalancerServicer, EdgeOptions, add_to_server
 from services.balancer.settings import PREFIX, Settings
+from services.balancer.site import BalancerSite
 from services.balancer.streams import StreamOptions
 from services.balancer.tracing import open_tracer
+from services.balancer.views import Place, Views
 from services.balancer.workers.pool import WorkerPool
 from services.balancer.workers.staff import Zygote
 from services.balancer.workers.tasks import PoolOptions
@@ -57,6 +59,7 @@ class BalancerServer:
         metrics_port: The bound port of the metrics; None without.
         hub: The rounds.
         servicer: The gRPC edge.
+        views: What people are shown of the sessions.
         metrics: What it counts.
         stopped: Whether it has been taken down.
     """
@@ -115,7 +118,9 @@ class BalancerServer:
             ),
             max_calls=settings.max_calls,
         )
+        self.views = Views(self.hub, Place(version=_version(), instance=self.instance))
         self.servicer = BalancerServicer(self.hub, edge)
+        self._tokens = tokens
         self._health = Health(("", SERVICE), max_watches=_MAX_WATCHES)
         self._server: grpc.aio.Server | None = None
         self._pressure: Pressure | None = None
@@ -155,7 +160,12 @@ class BalancerServer:
         if settings.metrics_port is not None:
             try:
                 self.metrics_port, self._stop_metrics = self.metrics.serve(
-                    settings.metrics_host, settings.metrics_port, ready=lambda: not self.hub.registry.draining
+                    settings.metrics_host,
+                    settings.metrics_port,
+                    ready=lambda: not self.hub.registry.draining,
+                    site=BalancerSite(
+                        self.views, transport=self._transport, tokens=self._tokens, refused=self.metrics.refused
+                    ),
                 )
             except OSError:
                 await self._server.stop(None)  # else it complains of the loop's end

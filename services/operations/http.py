@@ -1,16 +1,22 @@
-"""`/metrics`, `/healthz` and `/readyz` on a port of their own, answered also while the service is busy."""
+"""`/metrics`, `/healthz` and `/readyz` on a port of their own, answered also while the service is busy.
+
+A service may have a site there too: what it answers to the other paths. Where it has TLS, the port takes both: whoever
+begins a handshake gets one, and scrapers and probes go on in plaintext; the site decides what it tells to whom.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -18,6 +24,56 @@ from prometheus_client.exposition import choose_encoder
 _TIMEOUT_SECONDS = 10.0
 _MAX_CONNECTIONS = 64
 _RENDERED_A_SECOND = 10
+_HANDSHAKE = b"\x16"  # the first byte of TLS, and of no request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a site is asked.
+
+    Attributes:
+        target: Path and query.
+        headers: By name in lower case; the last of several.
+        peer: The address of who asks.
+        is_secure: Whether it came over TLS.
+    """
+
+    target: str
+    headers: Mapping[str, str]
+    peer: str
+    is_secure: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What a site answers.
+
+    Attributes:
+        status: Of HTTP.
+        kind: Media type of the body.
+        body: The content; of a stream, its beginning.
+        headers: Others, by name.
+        takes_over: Is handed the connection after the answer, to go on writing to it; None: it ends.
+    """
+
+    status: int = 200
+    kind: str = "text/plain; charset=utf-8"
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    takes_over: Callable[[socket.socket], None] | None = None
+
+
+class Site(Protocol):
+    """What a service has beside its metrics."""
+
+    def answer(self, request: Request) -> Response | None:
+        """The answer to a GET, from any thread; None where there is nothing."""
+
+    def tls(self) -> ssl.SSLContext | None:
+        """With what connections are encrypted that ask for it."""
+
+    def close(self) -> None:
+        """Ends what it has taken over."""
 
 
 class OperationsServer:
@@ -27,7 +83,15 @@ class OperationsServer:
         port: The bound port.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, *, ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        *,
+        ready: Callable[[], bool],
+        site: Site | None = None,
+    ) -> None:
         """Starts serving.
 
         Args:
@@ -35,6 +99,7 @@ class OperationsServer:
             host: Address to listen on.
             port: Port to listen on; 0 picks a free one.
             ready: Whether the service takes work; false while it starts or drains. `/readyz` answers 503 then.
+            site: Answers the other paths.
 
         Raises:
             OSError: If the port cannot be had.
@@ -44,6 +109,8 @@ class OperationsServer:
             metrics = _Rendered(registry)
             is_ready = staticmethod(ready)
 
+        Handler.site = site
+        self._site = site
         try:
             self._server = _Server((host, port), Handler)
         except OSError as error:
@@ -56,6 +123,8 @@ class OperationsServer:
 
     def close(self) -> None:
         """Stops serving."""
+        if self._site is not None:
+            self._site.close()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -87,6 +156,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self._connected: dict[socket.socket, None] = {}
+        self._taken_over: set[socket.socket] = set()
         self._lock = threading.Lock()
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
@@ -103,10 +173,39 @@ class _Server(ThreadingHTTPServer):
                     oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
-    def shutdown_request(self, request: Any) -> None:
-        """Ends a connection."""
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answers a connection, encrypted if it begins so."""
+        request.settimeout(_TIMEOUT_SECONDS)
+        if request.recv(1, socket.MSG_PEEK) != _HANDSHAKE:
+            super().finish_request(request, client_address)
+            return
+        site = self.RequestHandlerClass.site  # type: ignore[attr-defined]
+        context = None if site is None else site.tls()
+        if context is None:
+            return
+        # A socket of its own: the plain one has no descriptor any more.
+        encrypted = context.wrap_socket(request, server_side=True)
         with self._lock:
             self._connected.pop(request, None)
+            self._connected[encrypted] = None
+        try:
+            super().finish_request(encrypted, client_address)
+        finally:
+            self.shutdown_request(encrypted)
+
+    def hand_over(self, connection: socket.socket) -> None:
+        """Leaves a connection to somebody else, who ends it."""
+        with self._lock:
+            self._connected.pop(connection, None)
+            self._taken_over.add(connection)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection, unless somebody has taken it over."""
+        with self._lock:
+            self._connected.pop(request, None)
+            if request in self._taken_over:
+                self._taken_over.discard(request)
+                return
             super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -118,6 +217,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     metrics: ClassVar[_Rendered]
     is_ready: ClassVar[staticmethod[[], bool]]
+    site: ClassVar[Site | None] = None
     timeout = _TIMEOUT_SECONDS  # of a read or write: who trickles is let go
     server_version, sys_version = "evenkeel", ""
 
@@ -130,13 +230,41 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/readyz":
             ready = type(self).is_ready()
             self._answer(200 if ready else 503, "text/plain; charset=utf-8", b"ready\n" if ready else b"not ready\n")
-        else:
+        elif not self._answer_of_site():
             self._answer(404, "text/plain; charset=utf-8", b"there are /metrics, /healthz and /readyz\n")
 
     do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, *_: object) -> None:
         """Scrapes are not worth a line."""
+
+    def _answer_of_site(self) -> bool:
+        if self.site is None:
+            return False
+        request = Request(
+            target=self.path,
+            headers={name.lower(): value for name, value in self.headers.items()},
+            peer=str(self.client_address[0]),
+            is_secure=isinstance(self.connection, ssl.SSLSocket),
+        )
+        response = self.site.answer(request)
+        if response is None:
+            return False
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.kind)
+        for name, value in response.headers.items():
+            self.send_header(name, value)
+        streams = response.takes_over is not None and self.command != "HEAD"
+        if not streams:
+            self.send_header("Content-Length", str(len(response.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(response.body)
+        if streams and response.takes_over is not None:
+            assert isinstance(self.server, _Server)
+            self.server.hand_over(self.connection)
+            response.takes_over(self.connection)
+        return True
 
     def _answer(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)

@@ -1,0 +1,247 @@
+"""What a balancer remembers of a session's last rounds, for people to look at: no decision depends on it.
+
+It follows from what rounds have anyway, and takes a few microseconds a round. The event loop writes it, the thread of
+the page reads it; each piece that is read is copied in one step of the interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.partitioning.rounds import RoundPlan
+from services.balancer.decisions import Reason
+from services.balancer.effects import Decided, PlanInput
+
+ROUNDS = 240
+"""Rounds whose figures are kept."""
+COLUMNS = (
+    "number", "round", "time", "wait_seconds", "search_seconds", "reason", "mean_load", "before", "after", "bound",
+    "imbalance_before", "imbalance_after", "samples", "moved_samples", "size", "moved_size",
+)  # fmt: skip
+"""What is kept of each; loads are the largest of a rank over its speed, `time` is that of the balancer's clock."""
+HISTORY_BYTES = ROUNDS * 8 * len(COLUMNS) + 4000
+"""What it takes of a session's memory."""
+
+_ROW = struct.Struct(f"<{len(COLUMNS)}d")
+_NAN = math.nan
+_SMOOTHING = 0.1  # of a new value, in means that forget
+_LONGEST_INTERVAL = 60.0
+_PAUSE_FACTOR = 4.0  # a longer interval is a pause of the job, in which nothing is saved
+_FOLLOW_SECONDS = 0.05  # between two rounds of which each rank's arrival is noted
+_FOLLOW_RANK_SECONDS = 1e-4
+_GIVE_UP_SECONDS = 60.0
+_SAMPLE_SECONDS = 10.0
+_MOST_SAMPLES = 1 << 20  # of a round whose heaviest samples are looked for
+
+
+Sample: TypeAlias = tuple[int, PlanInput, RoundPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A round without a plan: which, when, why in a word and in words, and the ranks that did not come."""
+
+    round: int
+    time: float
+    reason: str
+    detail: str
+    missing_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Rounds that did not come here, because the ranks' breaker was open: the first, the last, when the next came."""
+
+    first: int
+    last: int
+    time: float
+
+
+class History:
+    """The last rounds of one session.
+
+    Attributes:
+        rounds: How many have been decided.
+        fallbacks: The last rounds without a plan.
+        gaps: The last gaps between rounds.
+        num_gaps: How many there were.
+        skipped: Rounds that did not come here.
+        interval: Seconds between two decisions, on average of late; 0 before the second.
+        decided_at: When the last round was decided; NaN before.
+        saved_seconds: GPU-seconds that balancing has saved so far, an estimate.
+        lost_seconds: GPU-seconds that the remaining imbalance has cost so far, an estimate.
+        late: By rank: seconds from the first rank's submission to this one's, on average of late.
+        missed: By rank: rounds whose deadline it missed.
+        sample_wanted: Whether somebody wants to see the samples of a round.
+        sample: When one was kept because of that, and which.
+        heaviest: The heaviest samples of the last one that was looked at.
+    """
+
+    __slots__ = (
+        "_arrivals", "_follow_from", "_followed", "_highest", "_newest", "_ring", "decided_at", "fallbacks", "gaps",
+        "heaviest", "interval", "late", "lost_seconds", "missed", "num_gaps", "rounds", "sample", "sample_wanted",
+        "saved_seconds", "skipped", "world_size",
+    )  # fmt: skip
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.rounds = 0
+        self.fallbacks: deque[Fallback] = deque(maxlen=16)
+        self.gaps: deque[Gap] = deque(maxlen=16)
+        self.num_gaps = 0
+        self.skipped = 0
+        self.interval = 0.0
+        self.decided_at = _NAN
+        self.saved_seconds = 0.0
+        self.lost_seconds = 0.0
+        self.late: dict[int, float] = {}
+        self.missed: dict[int, int] = {}
+        self.sample_wanted = False
+        self.sample: tuple[float, Sample] | None = None
+        self.heaviest: dict[str, Any] | None = None
+        self._ring: bytearray | None = None
+        self._highest = self._newest = self._followed = -1
+        self._follow_from = -math.inf
+        self._arrivals: dict[int, float] = {}
+
+    def arrived(self, now: float, round_number: int, rank: int) -> None:
+        """Notes when a rank came to a round, of some rounds."""
+        if round_number > self._newest:
+            self._newest = round_number
+            if now >= self._follow_from:
+                self._followed, self._arrivals = round_number, {rank: now}
+                self._follow_from = now + _GIVE_UP_SECONDS
+        elif round_number == self._followed:
+            self._arrivals.setdefault(rank, now)
+
+    def decided(self, now: float, clock: float, event: Decided) -> None:
+        """Notes a decided round.
+
+        Args:
+            now: Seconds of the loop's clock.
+            clock: Seconds since 1970.
+            event: The round.
+        """
+        decision, number = event.decision, event.round
+        if self._ring is None:
+            self._ring = bytearray(ROUNDS * _ROW.size)
+        self._note_interval(now)
+        self._note_gap(number, clock)
+        place = self.rounds % ROUNDS * _ROW.size
+        head = (self.rounds, number, clock, event.waited)
+        plan = decision.plan
+        if plan is None:
+            _ROW.pack_into(self._ring, place, *head, _NAN, decision.reason, *(_NAN,) * 10)
+            self.fallbacks.append(
+                Fallback(number, clock, decision.reason.label, decision.detail, decision.missing_ranks[:32])
+            )
+            for rank in decision.missing_ranks:
+                self.missed[rank] = self.missed.get(rank, 0) + 1
+        else:
+            figures = plan.figures
+            before, after, bound = figures.max_load_before, figures.max_load_after, figures.lower_bound
+            _ROW.pack_into(
+                self._ring, place, *head, plan.seconds, 0, figures.mean_load, before, after, bound,
+                figures.imbalance_before, figures.imbalance_after, figures.samples, figures.moved_samples,
+                figures.size, figures.moved_size,
+            )  # fmt: skip
+            if after > 0:
+                step = self.interval * self.world_size
+                self.saved_seconds += step * (before / after - 1)
+                self.lost_seconds += step * max(0.0, 1 - bound / after)
+        self.rounds += 1
+        if number == self._followed:
+            self._learn_lateness(now)
+
+    def planned(self, now: float, number: int, inputs: PlanInput, plan: RoundPlan) -> None:
+        """Keeps the samples of a round, which somebody wants to see soon."""
+        self.sample_wanted = False
+        if plan.slices.destinations.size <= _MOST_SAMPLES:
+            self.sample = now, (number, inputs, plan)
+
+    def look_at_sample(self, *, again: bool = True) -> None:
+        """Finds the heaviest samples of the round that was kept, and forgets it; `again`: wants another."""
+        sample, self.sample, self.sample_wanted = self.sample, None, again
+        if sample is not None:
+            number = sample[1][0]
+            self.heaviest = {"round": number, "samples": heaviest(sample[1])}
+
+    def forget_sample(self, now: float) -> None:
+        """Gives back the memory of a round that nobody has come to look at."""
+        if self.sample is not None and now - self.sample[0] > _SAMPLE_SECONDS:
+            self.sample = None
+
+    def rows(self, since: int = 0) -> NDArray[np.float64]:
+        """(n, columns) float64, the kept rounds from the `since`-th decided one on, in the order of decisions."""
+        ring = self._ring
+        if ring is None:
+            return np.zeros((0, len(COLUMNS)))
+        rows = np.frombuffer(bytes(ring), np.float64).reshape(ROUNDS, len(COLUMNS))
+        rows = rows[rows[:, 2] > 0]  # the others are not written yet
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        return rows[np.searchsorted(rows[:, 0], since) :]
+
+    # ------------------------------------------------------------------ inside
+
+    def _note_interval(self, now: float) -> None:
+        passed = now - self.decided_at
+        self.decided_at = now
+        if not passed >= 0:  # the first
+            return
+        usual = _PAUSE_FACTOR * self.interval or _LONGEST_INTERVAL
+        passed = min(passed, usual)
+        self.interval += (_SMOOTHING if self.interval else 1.0) * (passed - self.interval)
+
+    def _note_gap(self, number: int, clock: float) -> None:
+        if number > self._highest + 1 and self._highest >= 0:
+            self.gaps.append(Gap(self._highest + 1, number - 1, clock))
+            self.num_gaps += 1
+            self.skipped += number - self._highest - 1
+        elif number < self._highest:  # it was decided after a later one
+            self.skipped = max(0, self.skipped - 1)
+        self._highest = max(self._highest, number)
+
+    def _learn_lateness(self, now: float) -> None:
+        arrivals, late = self._arrivals, self.late
+        first = min(arrivals.values())
+        for rank, at in arrivals.items():
+            before = late.get(rank)
+            seconds = at - first
+            late[rank] = seconds if before is None else before + _SMOOTHING * (seconds - before)
+        self._followed, self._arrivals = -1, {}
+        self._follow_from = now + _FOLLOW_SECONDS + _FOLLOW_RANK_SECONDS * self.world_size
+
+
+def reason_label(code: float) -> str:
+    """The name of a reason as a row holds it; empty for a plan."""
+    return "" if code == 0 else Reason(int(code)).label
+
+
+def heaviest(sample: Sample, count: int = 10) -> list[dict[str, Any]]:
+    """The samples of a round that cost most.
+
+    Args:
+        sample: The round's number, what it was planned from, and its plan.
+        count: How many.
+    """
+    _, inputs, plan = sample
+    costs = np.concatenate([np.asarray(one.samples.costs, np.float64) for one in inputs.submissions])
+    homes = np.repeat(np.arange(len(inputs.submissions)), [one.num_samples for one in inputs.submissions])
+    mean = plan.figures.mean_load
+    most = np.argsort(costs, kind="stable")[::-1][:count]
+    return [
+        {
+            "cost": float(costs[at]),
+            "share": float(costs[at] / mean) if mean else 0.0,
+            "home": int(homes[at]),
+            "rank": int(plan.slices.destinations[at]),
+        }
+        for at in most.tolist()
+    ]

@@ -1,0 +1,40 @@
+// A bar for each rank: its load as trained and as loaded, and how late it comes.
+import { html, percent, say, seconds, whole } from "./drawing.js";
+
+const known = (value) => value !== null && value !== undefined;
+const STRAGGLES = 4;
+const STRAGGLES_SECONDS = 0.02;
+
+const median = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)] ?? 0;
+
+function bar(index) {
+  return html("div", { class: "rank", role: "listitem" }, html("span", { class: "name" }, index),
+    html("span", { class: "bars" }, html("i", { class: "after" }), html("i", { class: "before" }), html("i", { class: "mean" })), html("span", { class: "late" }));
+}
+
+/** Draws the ranks of a round into bars that stay the same elements. */
+export function drawRanks(node, text, ranks, leftOut) {
+  const rows = ranks.rank.map((rank, at) => ({ rank, node: ranks.node[at], before: ranks.load_before[at], after: ranks.load_after[at], late: ranks.late_seconds[at], missed: ranks.missed[at] }));
+  const loads = rows.map((row) => row.after).filter(known);
+  const mean = loads.reduce((sum, load) => sum + load, 0) / Math.max(1, loads.length);
+  const most = Math.max(1e-12, ...rows.flatMap((row) => [row.before ?? 0, row.after ?? 0]));
+  const usual = median(rows.map((row) => row.late ?? 0));
+  const latest = rows.reduce((found, row) => ((row.late ?? 0) > (found?.late ?? 0) ? row : found), null);
+  while (node.children.length > rows.length) node.lastChild.remove();
+  while (node.children.length < rows.length) node.append(bar(""));
+  rows.forEach((row, at) => {
+    const element = node.children[at];
+    const straggles = (row.late ?? 0) > STRAGGLES_SECONDS && row.late > STRAGGLES * usual;
+    element.classList.toggle("straggler", straggles);
+    say(element.querySelector(".name"), String(row.rank));
+    element.querySelector(".bars .after").style.width = `${(100 * (row.after ?? 0)) / most}%`;
+    element.querySelector(".bars .before").style.width = `${(100 * (row.before ?? 0)) / most}%`;
+    element.querySelector(".bars .mean").style.left = `${(100 * mean) / most}%`;
+    say(element.querySelector(".late"), `+${seconds(row.late)}`);
+    const said = `rank ${row.rank}${row.node ? ` on ${row.node}` : ""}: load ${percent(mean ? (row.after ?? 0) / mean : null)} of the mean, as loaded ${percent(mean ? (row.before ?? 0) / mean : null)}; comes ${seconds(row.late)} after the first${row.missed ? `, missed ${whole(row.missed)} rounds` : ""}`;
+    element.title = said;
+    element.setAttribute("aria-label", said);
+  });
+  const who = latest?.late ? ` Rank ${latest.rank}${latest.node ? ` on ${latest.node}` : ""} comes last, ${seconds(latest.late)} after the first.` : "";
+  say(text, `The wide bar is the load as trained, the thin one as loaded, the line their mean; on the right, how long after the first rank a rank submits.${who}${leftOut ? ` ${whole(leftOut)} ranks of which there is less to say are left out.` : ""}`);
+}

@@ -1,0 +1,217 @@
+"""What people are shown of a balancer's sessions, as plain values for JSON: docs/watching.md tells what each is.
+
+Read by the thread of the page while the event loop goes on: what is looked at may be a round older than what comes
+next.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from services.balancer.history import COLUMNS, History, reason_label
+from services.balancer.hub import Hub
+from services.balancer.session import Session
+
+FORMAT, VERSION = "evenkeel-watch", 1
+MOST_SESSIONS = 500
+"""Of an overview; the least even ones of more."""
+MOST_RANKS = 128
+"""Whose bars are told, of more: those that most is to be said of."""
+
+_QUIET_SECONDS = 10.0
+_QUIET_INTERVALS = 20.0
+_WHOLE = frozenset({"number", "round", "samples", "moved_samples", "size", "moved_size"})
+_DIGITS = 7  # of a figure: nobody sees more, and they are a third of a document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a document says of the balancer itself.
+
+    Attributes:
+        version: Of the software.
+        instance: This incarnation.
+    """
+
+    version: str
+    instance: int
+
+
+class Views:
+    """Documents about the sessions of a hub."""
+
+    def __init__(self, hub: Hub, place: Place) -> None:
+        self._hub = hub
+        self._place = place
+
+    def sessions(self, allows: Callable[[str], bool]) -> list[Session]:
+        """The sessions of jobs that somebody may see."""
+        return [one for one in list(self._hub.registry.sessions.values()) if allows(one.id.key.job)]
+
+    def find(self, job: str, group: str, loader: str, allows: Callable[[str], bool]) -> Session | None:
+        """A session by its name, if somebody may see it."""
+        for session in self.sessions(allows):
+            key = session.id.key
+            if (key.job, key.group, key.loader) == (job, group, loader):
+                return session
+        return None
+
+    def overview(self, allows: Callable[[str], bool]) -> dict[str, Any]:
+        """A row for each session, the least even first."""
+        rows = [self.row(session) for session in self.sessions(allows)]
+        rows.sort(key=lambda row: (-(row["imbalance_after"] or 0.0), row["job"], row["group"], row["loader"]))
+        return {
+            **self._head(),
+            "sessions": rows[:MOST_SESSIONS],
+            "sessions_left_out": max(0, len(rows) - MOST_SESSIONS),
+        }
+
+    def row(self, session: Session) -> dict[str, Any]:
+        """What an overview tells of a session."""
+        hub, key, statistics = self._hub, session.id.key, session.statistics
+        history = self.history(session)
+        now = hub.now
+        joined = hub.registry.num_members(session.id)
+        balance = statistics.last_balance
+        figures = None if balance is None else balance[0]
+        reasons = {reason.label: count for reason, count in list(statistics.identity.items())}
+        return {
+            "job": key.job,
+            "group": key.group,
+            "loader": key.loader,
+            "run_id": session.id.run_id,
+            "restart_count": session.id.restart_count,
+            "state": _state(session, history, now, joined),
+            "joined_ranks": joined,
+            "ranks": session.terms.world_size,
+            "window": session.terms.window,
+            "strategy": session.terms.options.strategy,
+            "round": statistics.last_round,
+            "rounds_balanced": statistics.balanced,
+            "rounds_identity": reasons,
+            "rounds_elsewhere": history.skipped,
+            "breaker_openings": history.num_gaps,
+            "rounds_per_second": _number(1 / history.interval if history.interval else None),
+            "imbalance_before": None if figures is None else _number(figures.imbalance_before),
+            "imbalance_after": None if figures is None else _number(figures.imbalance_after),
+            "bound": None if not figures or not figures.mean_load else _number(figures.lower_bound / figures.mean_load),
+            "moved_share": None if not figures or not figures.size else _number(figures.moved_size / figures.size),
+            "wait_seconds": _number(statistics.mean_wait),
+            "silent_seconds": _number(max(0.0, now - session.last_message_at)),
+            "saved_gpu_hours": _number(history.saved_seconds / 3600),
+            "lost_gpu_hours": _number(history.lost_seconds / 3600),
+        }
+
+    def document(self, session: Session, since: int = 0, *, all_ranks: bool = False) -> dict[str, Any]:
+        """All that is kept of a session.
+
+        Args:
+            session: The session.
+            since: Only rounds from the so-many-th decided one on.
+            all_ranks: Also those beyond `MOST_RANKS`.
+        """
+        history = self.history(session)
+        history.look_at_sample()
+        ranks, left_out = _ranks(session, history, None if all_ranks else MOST_RANKS)
+        return {
+            **self._head(),
+            "session": self.row(session),
+            "rounds": _rounds(history, since),
+            "ranks": ranks,
+            "ranks_left_out": left_out,
+            "heaviest": history.heaviest,
+            "fallbacks": [_shown(asdict(one)) for one in list(history.fallbacks)],
+            "gaps": [asdict(one) for one in list(history.gaps)],
+        }
+
+    def history(self, session: Session) -> History:
+        """What is remembered of a session; nothing for one that nobody has joined by a stream."""
+        return self._hub.histories.get(session.id) or History(session.terms.world_size)
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "time": round(time.time(), 3),
+            "balancer": {
+                "version": self._place.version,
+                "instance": str(self._place.instance),  # more digits than a number of JavaScript has
+                "draining": self._hub.registry.draining,
+            },
+        }
+
+
+def _state(session: Session, history: History, now: float, joined: int) -> str:
+    if session.draining:
+        return "draining"
+    if not joined:
+        return "left"
+    if joined < session.terms.world_size:
+        return "joining"
+    if not history.rounds:
+        return "starting"
+    if now - history.decided_at > max(_QUIET_SECONDS, _QUIET_INTERVALS * history.interval):
+        return "quiet"
+    last = history.fallbacks[-1].round if history.fallbacks else -1
+    return "falling back" if last >= session.statistics.last_round else "balanced"
+
+
+def _rounds(history: History, since: int) -> dict[str, list[Any]]:
+    """The figures of rounds, a list for each column; null where a round has none."""
+    rows = history.rows(since)
+    columns: dict[str, list[Any]] = {}
+    for name, column in zip(COLUMNS, rows.T, strict=True):
+        if name == "reason":
+            columns[name] = [reason_label(code) for code in column.tolist()]
+        elif name in _WHOLE:
+            columns[name] = [None if math.isnan(value) else int(value) for value in column.tolist()]
+        else:
+            digits = 3 if name == "time" else None
+            columns[name] = [_number(value, digits) for value in column.tolist()]
+    return columns
+
+
+def _ranks(session: Session, history: History, most: int | None) -> tuple[dict[str, list[Any]], int]:
+    """Ranks with their node, load in the last balanced round and lateness, and how many are left out."""
+    size = session.terms.world_size
+    nodes, late, missed = dict(session.nodes), dict(history.late), dict(history.missed)
+    balance = session.statistics.last_balance
+    before, after = (None, None) if balance is None else (balance[2], balance[3])
+    shown: Iterable[int] = range(size)
+    if most is not None and size > most:
+        third = most // 3
+        picked = dict.fromkeys(sorted(late, key=lambda rank: -late[rank])[:third])
+        if after is not None:
+            order = np.argsort(after, kind="stable").tolist()
+            picked |= dict.fromkeys(order[::-1][:third] + order[:third])
+        for rank in range(size):
+            if len(picked) >= most:
+                break
+            picked.setdefault(rank)
+        shown = sorted(picked)
+    ranks = list(shown)
+    columns: dict[str, list[Any]] = {
+        "rank": ranks,
+        "node": [nodes.get(rank) for rank in ranks],
+        "load_before": [None if before is None else _number(before[rank]) for rank in ranks],
+        "load_after": [None if after is None else _number(after[rank]) for rank in ranks],
+        "late_seconds": [_number(late.get(rank)) for rank in ranks],
+        "missed": [missed.get(rank, 0) for rank in ranks],
+    }
+    return columns, size - len(ranks)
+
+
+def _shown(fallback: dict[str, Any]) -> dict[str, Any]:
+    return {**fallback, "detail": fallback["detail"][:300], "missing_ranks": list(fallback["missing_ranks"])}
+
+
+def _number(value: Any, digits: int | None = None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return round(float(value), digits) if digits is not None else float(f"{float(value):.{_DIGITS}g}")

@@ -1,0 +1,134 @@
+"""What is remembered of a session's rounds."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenkeel.partitioning.rounds import RoundOptions, plan_round
+from evenkeel.partitioning.samples import RankSamples, RoundSamples
+from services.balancer.decisions import Reason, balanced, identity
+from services.balancer.effects import Decided, PlanInput, SessionId
+from services.balancer.history import COLUMNS, ROUNDS, History, heaviest
+from services.balancer.submissions import SessionKey, Submission
+
+SESSION = SessionId(SessionKey("job", "default", "train"), "run", 0)
+COSTS = ((9, 1, 5, 5), (1, 1, 1, 1))
+
+
+def planned(costs: tuple[tuple[int, ...], ...] = COSTS) -> Any:
+    ranks = [RankSamples(costs=np.array(own), lengths=np.ones((len(own), 1), np.int64)) for own in costs]
+    columns = RoundSamples.columns(ranks, 1, None, with_memory=False)
+    return plan_round(RoundSamples(**{name: column.joined() for name, column in columns.items()}), RoundOptions())
+
+
+def round_of(number: int, decision: Any, waited: float = 0.25) -> Decided:
+    return Decided(SESSION, number, decision, waited)
+
+
+def column(history: History, name: str, since: int = 0) -> list[float]:
+    return history.rows(since)[:, COLUMNS.index(name)].tolist()
+
+
+def test_the_figures_of_the_last_rounds_are_those_of_their_plans() -> None:
+    history, plan = History(2), planned()
+    assert history.rows().shape == (0, len(COLUMNS))
+    for number in range(ROUNDS + 10):
+        history.decided(number * 1.0, 1e9 + number, round_of(number, balanced(plan)))
+    assert column(history, "round") == list(range(10, ROUNDS + 10))
+    assert column(history, "number") == column(history, "round")
+    assert set(column(history, "before")) == {20.0}
+    assert set(column(history, "after")) == {plan.figures.max_load_after}
+    assert set(column(history, "bound")) == {12.0}
+    assert column(history, "round", since=ROUNDS + 8) == [ROUNDS + 8, ROUNDS + 9]
+    assert column(history, "round", since=ROUNDS + 10) == []
+
+
+def test_saved_time_is_that_of_the_step_without_balancing() -> None:
+    """Steps of 2 s on two GPUs; unbalanced they would take 20/12 as long."""
+    history, plan = History(2), planned()
+    assert plan.figures.max_load_after == 12.0
+    for number in range(11):
+        history.decided(2.0 * number, 1e9, round_of(number, balanced(plan)))
+    assert history.interval == pytest.approx(2.0)
+    assert history.saved_seconds == pytest.approx(10 * 2 * 2.0 * (20 / 12 - 1))
+    assert history.lost_seconds == 0.0
+    history.decided(20.0 + 3600, 1e9, round_of(11, balanced(plan)))  # a pause of an hour saves nothing
+    assert history.saved_seconds < 12 * 2 * 2.0 * (20 / 12 - 1) * 1.4
+
+
+def test_rounds_without_a_plan_are_told_with_reason_and_ranks() -> None:
+    history = History(4)
+    late = identity(Reason.DEADLINE, "rank(s) 3 did not come within 1 s", (3,))
+    history.decided(0.0, 1e9, round_of(0, late))
+    history.decided(1.0, 1e9 + 1, round_of(1, balanced(planned())))
+    (told,) = history.fallbacks
+    assert (told.round, told.reason, told.missing_ranks) == (0, "deadline", (3,))
+    assert history.missed == {3: 1}
+    assert math.isnan(column(history, "after")[0])
+    assert column(history, "reason") == [Reason.DEADLINE, 0]
+
+
+def test_rounds_that_did_not_come_are_counted_and_late_decisions_are_no_gap() -> None:
+    history, plan = History(2), planned()
+    for number in (0, 1, 5, 7, 6, 8):
+        history.decided(0.1 * number, 1e9, round_of(number, balanced(plan)))
+    assert [(gap.first, gap.last) for gap in history.gaps] == [(2, 4), (6, 6)]
+    assert history.skipped == 3
+
+
+def test_a_rank_that_comes_last_is_known_by_its_lateness() -> None:
+    history, plan = History(3), planned()
+    now = 0.0
+    for number in range(50):
+        now += 1.0
+        for rank, late in ((1, 0.0), (0, 0.001), (2, 0.3)):
+            history.arrived(now + late, number, rank)
+        history.arrived(now + 0.9, number, 1)  # asks again after a reconnect: it came when it came first
+        history.decided(now + 0.3, 1e9, round_of(number, balanced(plan)))
+    assert history.late == {0: pytest.approx(0.001), 1: 0.0, 2: pytest.approx(0.3)}
+
+
+def test_a_round_that_is_never_decided_is_given_up() -> None:
+    history, plan = History(2), planned()
+    history.arrived(0.0, 0, 0)
+    for number in range(1, 100):
+        history.arrived(number * 1.0, number, 0)
+        history.arrived(number + 0.5, number, 1)
+        history.decided(number + 0.5, 1e9, round_of(number, balanced(plan)))
+    assert history.late == {0: 0.0, 1: pytest.approx(0.5)}
+
+
+def test_the_heaviest_samples_are_found_when_somebody_looks() -> None:
+    history, plan = History(2), planned()
+    submissions = tuple(
+        Submission(samples=RankSamples(costs=np.array(own), lengths=np.ones((len(own), 1), np.int64))) for own in COSTS
+    )
+    inputs = PlanInput(submissions=submissions, options=RoundOptions(), nodes=("a", "b"))
+    first, second, *_ = heaviest((0, inputs, plan), 3)
+    assert (first["cost"], first["home"], first["share"]) == (9.0, 0, pytest.approx(0.75))
+    assert (second["cost"], second["home"]) == (5.0, 0)
+    assert first["rank"] == plan.slices.destinations[0]
+    history.look_at_sample()
+    assert (history.sample_wanted, history.heaviest) == (True, None)
+    history.planned(100.0, 7, inputs, plan)
+    assert history.sample_wanted is False
+    history.look_at_sample(again=False)
+    assert history.heaviest is not None
+    assert (history.heaviest["round"], len(history.heaviest["samples"])) == (7, 8)
+    history.planned(100.0, 8, inputs, plan)
+    history.forget_sample(105.0)
+    assert history.sample is not None
+    history.forget_sample(111.0)  # nobody has come
+    assert history.sample is None
+
+
+def test_a_giant_round_is_not_kept() -> None:
+    history = History(2)
+    plan = SimpleNamespace(slices=SimpleNamespace(destinations=np.zeros((1 << 20) + 1, np.int32)))
+    history.planned(0.0, 1, SimpleNamespace(), plan)  # type: ignore[arg-type]
+    assert history.sample is None
