@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from examples.launchers import ray_train
+from services.operations.launch import ServiceProcess, running_service
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, Balancer
 
@@ -25,7 +25,7 @@ STEPS, DIES = 8, 3
 
 @pytest.fixture(scope="module")
 def balancer() -> Iterator[ServiceProcess]:
-    with running_balancer("--abandoned-expiry-seconds", "300", interpreter=True) as running:
+    with running_service("services.balancer", "--abandoned-expiry-seconds", "300") as running:
         yield running
 
 
