@@ -396,14 +396,24 @@ class BalanceRoundResponse(_message.Message):
     def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
 
 class GetSessionStatsRequest(_message.Message):
-    __slots__ = ("job", "group", "loader")
+    __slots__ = ("job", "group", "loader", "watch")
+    class Watch(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        WATCH_UNSPECIFIED: _ClassVar[GetSessionStatsRequest.Watch]
+        WATCH_ROW: _ClassVar[GetSessionStatsRequest.Watch]
+        WATCH_ALL: _ClassVar[GetSessionStatsRequest.Watch]
+    WATCH_UNSPECIFIED: GetSessionStatsRequest.Watch
+    WATCH_ROW: GetSessionStatsRequest.Watch
+    WATCH_ALL: GetSessionStatsRequest.Watch
     JOB_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LOADER_FIELD_NUMBER: _ClassVar[int]
+    WATCH_FIELD_NUMBER: _ClassVar[int]
     job: str
     group: str
     loader: str
-    def __init__(self, job: _Optional[str] = ..., group: _Optional[str] = ..., loader: _Optional[str] = ...) -> None: ...
+    watch: GetSessionStatsRequest.Watch
+    def __init__(self, job: _Optional[str] = ..., group: _Optional[str] = ..., loader: _Optional[str] = ..., watch: _Optional[_Union[GetSessionStatsRequest.Watch, str]] = ...) -> None: ...
 
 class GetSessionStatsResponse(_message.Message):
     __slots__ = ("sessions",)
@@ -412,7 +422,7 @@ class GetSessionStatsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ...) -> None: ...
 
 class SessionStats(_message.Message):
-    __slots__ = ("job", "group", "loader", "run_id", "restart_count", "world_size", "joined_ranks", "last_round", "rounds_balanced", "rounds_identity", "seconds_since_last_message", "last_balance", "last_loads_before", "last_loads_after", "mean_round_wait_seconds")
+    __slots__ = ("job", "group", "loader", "run_id", "restart_count", "world_size", "joined_ranks", "last_round", "rounds_balanced", "rounds_identity", "seconds_since_last_message", "last_balance", "last_loads_before", "last_loads_after", "mean_round_wait_seconds", "watch")
     class RoundsIdentityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -435,6 +445,7 @@ class SessionStats(_message.Message):
     LAST_LOADS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     LAST_LOADS_AFTER_FIELD_NUMBER: _ClassVar[int]
     MEAN_ROUND_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WATCH_FIELD_NUMBER: _ClassVar[int]
     job: str
     group: str
     loader: str
@@ -450,7 +461,8 @@ class SessionStats(_message.Message):
     last_loads_before: bytes
     last_loads_after: bytes
     mean_round_wait_seconds: float
-    def __init__(self, job: _Optional[str] = ..., group: _Optional[str] = ..., loader: _Optional[str] = ..., run_id: _Optional[str] = ..., restart_count: _Optional[int] = ..., world_size: _Optional[int] = ..., joined_ranks: _Optional[int] = ..., last_round: _Optional[int] = ..., rounds_balanced: _Optional[int] = ..., rounds_identity: _Optional[_Mapping[str, int]] = ..., seconds_since_last_message: _Optional[float] = ..., last_balance: _Optional[_Union[Balance, _Mapping]] = ..., last_loads_before: _Optional[bytes] = ..., last_loads_after: _Optional[bytes] = ..., mean_round_wait_seconds: _Optional[float] = ...) -> None: ...
+    watch: str
+    def __init__(self, job: _Optional[str] = ..., group: _Optional[str] = ..., loader: _Optional[str] = ..., run_id: _Optional[str] = ..., restart_count: _Optional[int] = ..., world_size: _Optional[int] = ..., joined_ranks: _Optional[int] = ..., last_round: _Optional[int] = ..., rounds_balanced: _Optional[int] = ..., rounds_identity: _Optional[_Mapping[str, int]] = ..., seconds_since_last_message: _Optional[float] = ..., last_balance: _Optional[_Union[Balance, _Mapping]] = ..., last_loads_before: _Optional[bytes] = ..., last_loads_after: _Optional[bytes] = ..., mean_round_wait_seconds: _Optional[float] = ..., watch: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

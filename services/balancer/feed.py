@@ -7,7 +7,6 @@ skips what it has no room for; and ticks are so far apart that rendering takes a
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import ssl
 import threading
@@ -17,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+
+from services.balancer.views import as_json
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +58,7 @@ class _Page:
 
 def event(name: str, document: dict[str, Any]) -> bytes:
     """An event of a stream of server-sent events."""
-    return f"event: {name}\ndata: {json.dumps(document, separators=(',', ':'), allow_nan=False)}\n\n".encode()
+    return f"event: {name}\ndata: {as_json(document)}\n\n".encode()
 
 
 class Feed:

@@ -119,7 +119,7 @@ class BalancerServer:
             max_calls=settings.max_calls,
         )
         self.views = Views(self.hub, Place(version=_version(), instance=self.instance))
-        self.servicer = BalancerServicer(self.hub, edge)
+        self.servicer = BalancerServicer(self.hub, edge, self.views)
         self._tokens = tokens
         self._health = Health(("", SERVICE), max_watches=_MAX_WATCHES)
         self._server: grpc.aio.Server | None = None

@@ -21,6 +21,7 @@ from services.balancer.shares import Account, Holder, Shares
 from services.balancer.streams import StreamOptions, Streams
 from services.balancer.submissions import Joining
 from services.balancer.validation import PROTOCOL_VERSIONS, read_join, read_submission
+from services.balancer.views import Views, as_json
 
 _CALL_BYTES = 1 << 14
 _DEADLINE_SECONDS = 0.05
@@ -86,8 +87,9 @@ class BalancerServicer(pb_grpc.BalancerServiceServicer):
         streams: Those that are open.
     """
 
-    def __init__(self, hub: Hub, options: EdgeOptions) -> None:
+    def __init__(self, hub: Hub, options: EdgeOptions, views: Views) -> None:
         self._hub = hub
+        self._views = views
         self._options = options
         self.calls = Shares(options.max_calls)
         self.turns = LoopTurns()
@@ -119,7 +121,9 @@ class BalancerServicer(pb_grpc.BalancerServiceServicer):
     ) -> pb.GetSessionStatsResponse:
         """Statistics of the sessions that match and that the caller may see."""
         await _require_deadline(context)
-        registry = self._hub.registry
+        registry, watch = self._hub.registry, pb.GetSessionStatsRequest.Watch
+        if request.watch == watch.WATCH_ALL and not request.job:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "watch is WATCH_ALL, and no job is named: name one")
         response, nbytes = pb.GetSessionStatsResponse(), 0
         for number, session in enumerate(list(registry)):
             if number % _SESSIONS_AT_ONCE == _SESSIONS_AT_ONCE - 1:
@@ -130,6 +134,10 @@ class BalancerServicer(pb_grpc.BalancerServiceServicer):
                 for wanted, name in ((request.job, key.job), (request.group, key.group), (request.loader, key.loader))
             ):
                 message = statistics_message(session, self._hub.now, registry.num_members(session.id))
+                if request.watch == watch.WATCH_ROW:
+                    message.watch = as_json(self._views.row(session))
+                elif request.watch == watch.WATCH_ALL:  # off the loop: other jobs' rounds go on
+                    message.watch = await asyncio.to_thread(lambda one: as_json(self._views.document(one)), session)
                 nbytes += message.ByteSize() + 8
                 if nbytes > self._options.max_message_bytes:
                     await context.abort(

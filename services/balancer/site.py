@@ -19,8 +19,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from evenkeel.credentials import is_loopback
 from services.balancer.feed import MOST_PAGES, Feed, View
+from services.balancer.history import ROUNDS
 from services.balancer.session import Session
-from services.balancer.views import Views
+from services.balancer.views import EVENT_ROUNDS, Views, as_json
 from services.operations.http import Request, Response
 from services.security.addresses import network_of
 from services.security.identity import Identity
@@ -38,6 +39,7 @@ _PAGE_HEADERS = {
 }
 _DATA_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 _REQUESTS_PER_SECOND, _BURST = 10.0, 200.0
+_MOST_FIELDS = 8  # of a query
 _ANYBODY = Identity(name="", jobs=("*",))
 
 
@@ -97,7 +99,11 @@ class BalancerSite:
 
     def answer(self, request: Request) -> Response | None:
         """The answer to a GET; None where there is nothing."""
-        url = urlsplit(request.target)
+        try:
+            url = urlsplit(request.target)
+            query = parse_qs(url.query, keep_blank_values=True, max_num_fields=_MOST_FIELDS)
+        except ValueError as error:
+            return _problem(_ProblemError(400, f"the address cannot be read: {error}"))
         try:
             if url.path == "/" or url.path.startswith("/page/"):
                 return self._file(request, url.path.removeprefix("/page/") if url.path != "/" else "index.html")
@@ -105,16 +111,9 @@ class BalancerSite:
             if url.path not in asked:
                 return None
             identity = self._identify(request)
-            query = {name: values[-1] for name, values in parse_qs(url.query, max_num_fields=8).items()}
-            return asked[url.path](request, identity, query)
+            return asked[url.path](request, identity, {name: values[-1] for name, values in query.items()})
         except _ProblemError as problem:
-            document = {"status": problem.status, "title": HTTPStatus(problem.status).phrase, "detail": problem.detail}
-            return Response(
-                status=problem.status,
-                kind="application/problem+json",
-                body=json.dumps(document).encode(),
-                headers=_DATA_HEADERS | {name.replace("_", "-"): value for name, value in problem.headers.items()},
-            )
+            return _problem(problem)
 
     # ------------------------------------------------------------------ inside
 
@@ -187,7 +186,7 @@ class BalancerSite:
             found = self._views.find(key.job, key.group, key.loader, identity.allows)
             if found is None:
                 return None
-            document = self._views.document(found, since)
+            document = self._views.document(found, since, most_rounds=EVENT_ROUNDS if since else ROUNDS)
             return document, max(document["rounds"]["number"], default=since - 1) + 1
 
         return View(("one", key), render)
@@ -206,6 +205,15 @@ class BalancerSite:
 _NAMES = {"job": "", "group": "default", "loader": "train"}
 
 
+def _problem(problem: _ProblemError) -> Response:
+    document = {"status": problem.status, "title": HTTPStatus(problem.status).phrase, "detail": problem.detail}
+    return Response(
+        status=problem.status,
+        kind="application/problem+json",
+        body=json.dumps(document).encode(),
+        headers=_DATA_HEADERS | {name.replace("_", "-"): value for name, value in problem.headers.items()},
+    )
+
+
 def _as_json(document: dict[str, Any]) -> Response:
-    body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    return Response(kind="application/json", body=body, headers=_DATA_HEADERS)
+    return Response(kind="application/json", body=as_json(document).encode(), headers=_DATA_HEADERS)

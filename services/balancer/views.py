@@ -6,6 +6,7 @@ next.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -13,14 +14,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from services.balancer.history import COLUMNS, History, reason_label
+from services.balancer.history import COLUMNS, ROUNDS, History, reason_label
 from services.balancer.hub import Hub
 from services.balancer.session import Session
 
 FORMAT, VERSION = "evenkeel-watch", 1
 MOST_SESSIONS = 500
 """Of an overview; the least even ones of more."""
+EVENT_ROUNDS = 60
+"""That one event tells of; of a job that has more of them a second, not all are drawn."""
 MOST_RANKS = 128
 """Whose bars are told, of more: those that most is to be said of."""
 
@@ -108,21 +112,27 @@ class Views:
             "lost_gpu_hours": _number(history.lost_seconds / 3600),
         }
 
-    def document(self, session: Session, since: int = 0, *, all_ranks: bool = False) -> dict[str, Any]:
+    def document(
+        self, session: Session, since: int = 0, *, most_rounds: int = ROUNDS, all_ranks: bool = False
+    ) -> dict[str, Any]:
         """All that is kept of a session.
 
         Args:
             session: The session.
             since: Only rounds from the so-many-th decided one on.
+            most_rounds: Of more, as many at even distances, the last among them.
             all_ranks: Also those beyond `MOST_RANKS`.
         """
         history = self.history(session)
         history.look_at_sample()
+        rows = history.rows(since)
+        shown = rows if len(rows) <= most_rounds else rows[_spread(len(rows), most_rounds)]
         ranks, left_out = _ranks(session, history, None if all_ranks else MOST_RANKS)
         return {
             **self._head(),
             "session": self.row(session),
-            "rounds": _rounds(history, since),
+            "rounds": _rounds(shown),
+            "rounds_left_out": len(rows) - len(shown),
             "ranks": ranks,
             "ranks_left_out": left_out,
             "heaviest": history.heaviest,
@@ -147,6 +157,11 @@ class Views:
         }
 
 
+def as_json(document: dict[str, Any]) -> str:
+    """A document as it goes out."""
+    return json.dumps(document, separators=(",", ":"), allow_nan=False)
+
+
 def _state(session: Session, history: History, now: float, joined: int) -> str:
     if session.draining:
         return "draining"
@@ -162,19 +177,33 @@ def _state(session: Session, history: History, now: float, joined: int) -> str:
     return "falling back" if last >= session.statistics.last_round else "balanced"
 
 
-def _rounds(history: History, since: int) -> dict[str, list[Any]]:
+def _rounds(rows: NDArray[np.float64]) -> dict[str, list[Any]]:
     """The figures of rounds, a list for each column; null where a round has none."""
-    rows = history.rows(since)
     columns: dict[str, list[Any]] = {}
     for name, column in zip(COLUMNS, rows.T, strict=True):
         if name == "reason":
             columns[name] = [reason_label(code) for code in column.tolist()]
-        elif name in _WHOLE:
-            columns[name] = [None if math.isnan(value) else int(value) for value in column.tolist()]
+            continue
+        if name in _WHOLE:
+            found = [None if value != value else int(value) for value in column.tolist()]  # noqa: PLR0124
         else:
-            digits = 3 if name == "time" else None
-            columns[name] = [_number(value, digits) for value in column.tolist()]
+            short = np.round(column, 3) if name == "time" else _shortened(column)
+            found = [None if value != value else value for value in short.tolist()]  # noqa: PLR0124
+        columns[name] = found
     return columns
+
+
+def _spread(count: int, most: int) -> NDArray[np.int64]:
+    """Places at even distances, the last among them."""
+    return np.asarray(count - 1 - np.arange(most)[::-1] * count // most, np.int64)
+
+
+def _shortened(column: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The same to so many digits; what is no number stays none."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        scale = 10.0 ** (_DIGITS - 1 - np.floor(np.log10(np.abs(column))))
+        short = np.round(column * scale) / scale
+    return np.where(np.isfinite(short), short, np.where(column == 0, 0.0, np.nan))
 
 
 def _ranks(session: Session, history: History, most: int | None) -> tuple[dict[str, list[Any]], int]:

@@ -9,19 +9,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
 from evenkeel.protocol import balancer_pb2 as pb
 from trainer_client.cli.calls import Calls
+from trainer_client.cli.watching import Seen, render_job
 
 _SILENT_SECONDS = 10.0
+_MOST_JOBS = 3  # sessions of a job that are shown whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class Row:
         wait_seconds: From a round's first submission to its decision, on average.
         silent_seconds: Since a rank said anything.
         reasons: Rounds without a plan, by reason.
+        state: In a word, as the balancer's page has it; empty: the balancer is older.
+        saved_gpu_hours: That balancing has saved, an estimate; None: the balancer is older.
     """
 
     balancer: str
@@ -61,6 +66,8 @@ class Row:
     wait_seconds: float
     silent_seconds: float
     reasons: dict[str, int]
+    state: str = ""
+    saved_gpu_hours: float | None = None
 
 
 _READ: dict[str, Callable[[Row], str]] = {
@@ -72,9 +79,13 @@ _READ: dict[str, Callable[[Row], str]] = {
     "over bound": lambda row: f"{row.over_bound:.2%}",
     "moved": lambda row: f"{row.moved:.1%}",
     "wait": lambda row: f"{row.wait_seconds * 1e3:.1f} ms",
+    "saved": lambda row: "" if row.saved_gpu_hours is None else f"{row.saved_gpu_hours:.3g} GPU-h",
+    "state": lambda row: row.state.replace(" ", "_"),
     "planned": lambda row: f"{row.balanced:.1%}",
 }
-_LAST_TO_GO = ("ranks", "after", "rounds/s", "planned", "before", "wait", "moved", "round", "over bound")
+_LAST_TO_GO = (
+    "ranks", "after", "rounds/s", "planned", "before", "state", "wait", "moved", "round", "over bound", "saved",
+)  # fmt: skip
 _NAME_WIDTH, _GAP = 16, 3  # least characters of a session's name, and between two columns
 
 
@@ -142,13 +153,22 @@ def _notes(row: Row) -> list[str]:
 
 
 _FIRST_SECONDS = 0.5
-Seen: TypeAlias = dict[str, tuple[float, int]]
+Rates: TypeAlias = dict[str, tuple[float, int]]
 
 
-def watch(balancers: list[Calls], address: str, job: str, interval: float, count: int, as_json: bool) -> None:
+def watch(
+    balancers: list[Calls],
+    address: str,
+    job: str,
+    interval: float,
+    count: int,
+    as_json: bool,
+    save: Path | None = None,
+) -> None:
     """Looks at the sessions again and again; `count` times, or until interrupted (0).
 
-    A terminal shows a table that renews itself; what is piped gets a line a session and look.
+    A terminal shows a table that renews itself, and of one job its rounds and ranks too; what is piped gets a line a
+    session and look.
 
     Args:
         balancers: All behind the address; one that does not answer is left out, as long as another does.
@@ -157,25 +177,31 @@ def watch(balancers: list[Calls], address: str, job: str, interval: float, count
         interval: Seconds between two looks.
         count: Looks to take.
         as_json: One line of JSON per look.
+        save: File that holds all that was seen, written anew at each look.
 
     Raises:
         grpc.RpcError: If no balancer answers.
+        OSError: If the file cannot be written.
     """
     console = Console()
     several = len(balancers) > 1
-    looks, seen = 0, Seen()
-    look(balancers, job, seen)  # rates need two looks
+    looks, rates, seen = 0, Rates(), Seen()
+    look(balancers, job, rates, seen)  # rates need two looks
     time.sleep(min(interval, _FIRST_SECONDS))
     with contextlib.ExitStack() as stack:
         live = None
         if console.is_terminal and not as_json:
             live = stack.enter_context(Live(console=console, auto_refresh=False, transient=False))
         while True:
-            rows, silent = look(balancers, job, seen)
+            rows, silent = look(balancers, job, rates, seen)
+            if save is not None:
+                seen.save(save, time.time())
             if as_json:
                 typer.echo(json.dumps([asdict(row) for row in rows]))
             elif live is not None:
-                live.update(render(rows, address, several, silent, console.width), refresh=True)
+                shown = [render_job(document, console.width) for document in seen.documents.values()]
+                table = render(rows, address, several, silent, console.width)
+                live.update(Group(table, *shown[:_MOST_JOBS]), refresh=True)
             else:
                 for text in lines(rows, several, silent, datetime.now()):
                     typer.echo(text)
@@ -186,20 +212,23 @@ def watch(balancers: list[Calls], address: str, job: str, interval: float, count
             time.sleep(interval)
 
 
-def look(balancers: list[Calls], job: str, seen: Seen) -> tuple[list[Row], list[str]]:
+def look(balancers: list[Calls], job: str, rates: Rates, seen: Seen) -> tuple[list[Row], list[str]]:
     """The sessions now, and which balancers do not answer.
 
     Args:
         balancers: Whom to ask.
         job: Only this job; empty: all.
-        seen: Time and rounds of each session at the look before; brought up to date.
+        rates: Time and rounds of each session at the look before; brought up to date.
+        seen: Gets what the balancers' pages show.
 
     Raises:
         grpc.RpcError: If no balancer answers.
     """
-    rows, silent, request = list[Row](), list[str](), pb.GetSessionStatsRequest(job=job)
-    earlier = dict(seen)
-    seen.clear()
+    wanted = pb.GetSessionStatsRequest.Watch.WATCH_ALL if job else pb.GetSessionStatsRequest.Watch.WATCH_ROW
+    rows, silent, request = list[Row](), list[str](), pb.GetSessionStatsRequest(job=job, watch=wanted)
+    earlier = dict(rates)
+    rates.clear()
+    seen.rows.clear()
     for balancer in balancers:
         try:
             sessions = balancer.call("GetSessionStats", request).sessions
@@ -211,8 +240,12 @@ def look(balancers: list[Calls], job: str, seen: Seen) -> tuple[list[Row], list[
         now = time.monotonic()
         for session in sessions:
             key = f"{balancer.address} {_key(session)}"
-            rows.append(read_row(session, earlier.get(key), now, balancer.address))
-            seen[key] = now, decided(session)
+            watched = json.loads(session.watch) if session.watch else None
+            document = watched if watched and job else None
+            row = document["session"] if document else watched
+            seen.take(row, document)
+            rows.append(read_row(session, earlier.get(key), now, balancer.address, row))
+            rates[key] = now, decided(session)
     return rows, silent
 
 
@@ -225,7 +258,9 @@ def decided(session: Any) -> int:
     return int(session.rounds_balanced + sum(session.rounds_identity.values()))
 
 
-def read_row(session: Any, earlier: tuple[float, int] | None, now: float, balancer: str) -> Row:
+def read_row(
+    session: Any, earlier: tuple[float, int] | None, now: float, balancer: str, watched: dict[str, Any] | None = None
+) -> Row:
     """A row of the table.
 
     Args:
@@ -233,6 +268,7 @@ def read_row(session: Any, earlier: tuple[float, int] | None, now: float, balanc
         earlier: (time, rounds) of the look before.
         now: Time of this one, in the same seconds.
         balancer: Where it lives.
+        watched: What the balancer's page shows of it.
     """
     rounds, balance = decided(session), session.last_balance
     mean = balance.mean_load
@@ -253,4 +289,6 @@ def read_row(session: Any, earlier: tuple[float, int] | None, now: float, balanc
         wait_seconds=session.mean_round_wait_seconds,
         silent_seconds=session.seconds_since_last_message,
         reasons=dict(session.rounds_identity),
+        state=str(watched["state"]) if watched else "",
+        saved_gpu_hours=watched["saved_gpu_hours"] if watched else None,
     )

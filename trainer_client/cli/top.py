@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,9 +14,12 @@ def top(
     balancer: BalancerOption = None,
     tls_ca: CaOption = None,
     token_file: TokenOption = None,
-    job: Annotated[str | None, typer.Option(help="Only this training job.")] = None,
+    job: Annotated[str | None, typer.Option(help="Only this training job, with its rounds and ranks.")] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
     count: Annotated[int, typer.Option(min=0, help="Looks to take; 0: until interrupted.")] = 0,
+    save: Annotated[
+        Path | None, typer.Option(help="File that gets all that was seen as JSON, as for a ticket.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per look instead.")] = False,
 ) -> None:
     """Show the live jobs of a balancer, or of all behind a name: how even they are, and how fast they go.
@@ -41,7 +45,7 @@ def top(
                 stack.enter_context(connected(place, credentials, timeout=max(5.0, interval)))
                 for place in endpoints(address)
             ]
-            watch(balancers, address, job or "", interval, count, as_json)
+            watch(balancers, address, job or "", interval, count, as_json, save)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -133,6 +133,10 @@ def test_what_is_not_there_is_said_by_name(url: str) -> None:
     status, problem = get(f"{url}/v1/session")
     assert status == 400
     assert "?job=NAME" in problem["detail"]
+    for wrong in ("&".join(f"a{number}=1" for number in range(99)), "job=" + "x" * 5000):
+        status, problem = get(f"{url}/v1/session?{wrong}")
+        assert status in (400, 404)
+        assert len(problem["detail"]) < 400
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{url}/page/../settings.py", timeout=SECONDS)
     for path, kind in (("/", "text/html"), ("/page/main.js", "text/javascript"), ("/metrics", "text/plain")):

@@ -9,7 +9,9 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,11 @@ from typer.testing import CliRunner
 
 from benchmarks.harness.authorities import channel
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from tests.services.balancer.watched import GAP, WatchedJob
 from tests.services.security.jobs import RunningJob
 from trainer_client.cli import app
 from trainer_client.cli.sessions import Row, render
+from trainer_client.cli.watching import render_job
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,46 @@ def test_a_running_job_is_shown(balancer: ServiceProcess, monkeypatch: pytest.Mo
     assert len(piped.stdout.splitlines()) == 3  # a line a session and look, without control characters
     for line in piped.stdout.splitlines():
         assert re.fullmatch(r"\S+T\S+ watched/default/train ranks=2/2 round=\d+ rounds/s=[\d.]+ .*planned=100.0%", line)
+
+
+def test_one_job_is_shown_with_rounds_and_ranks_and_saved(balancer: ServiceProcess, tmp_path: Path) -> None:
+    file = tmp_path / "seen.json"
+    flags = ["--balancer", balancer.address, "--interval", "0.5", "--save", str(file)]
+    with WatchedJob(balancer.address, "a-slow-one", ranks=4, late=2) as job:
+        while job.decided < GAP[1] + 5:
+            time.sleep(0.02)
+        every = CliRunner().invoke(app, ["top", "--count", "1", *flags])
+        assert every.exit_code == 0, every.output
+        everything = json.loads(file.read_text())
+        one = CliRunner().invoke(app, ["top", "--count", "4", "--job", "a-slow-one", *flags])
+        assert one.exit_code == 0, one.output
+    assert "state=balanced" in one.stdout
+    assert everything["jobs"] == []
+    assert "a-slow-one" in [session["job"] for session in everything["sessions"]]
+    saved = json.loads(file.read_text())
+    assert (saved["format"], saved["version"]) == ("evenkeel-watch", 1)
+    (document,) = saved["jobs"]
+    numbers = document["rounds"]["number"]
+    assert numbers == list(range(len(numbers)))  # of all looks, each once
+    assert document["gaps"][0]["first"] == GAP[0]
+    for width in (60, 140):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(render_job(document, width))
+        text = console.export_text()
+        assert all(len(line) <= width for line in text.splitlines())
+        assert "a-slow-one/default/train" in text
+        assert f"rounds {GAP[0]} to {GAP[1] - 1} did not come here" in " ".join(text.split())
+        ranks = text.partition("ranks, the latest first")[2].splitlines()
+        first = next(line for line in ranks if "gpu0" in line)
+        assert first.replace("│", " ").split()[:2] == ["2", "gpu01"]  # who comes last stands first
+        assert "█" in first
+
+
+def test_a_file_that_cannot_be_written_is_named(balancer: ServiceProcess, tmp_path: Path) -> None:
+    flags = ["--balancer", balancer.address, "--count", "1", "--save", str(tmp_path / "no" / "folder.json")]
+    done = CliRunner().invoke(app, ["top", *flags])
+    assert done.exit_code == 1
+    assert "folder.json" in done.output
 
 
 def row(**changes: Any) -> Row:

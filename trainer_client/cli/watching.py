@@ -1,0 +1,155 @@
+"""One job for `evenkeel top`, as the balancer's page shows it, and what was seen as a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+MOST_ROUNDS = 5000
+"""Rounds of a session that a file keeps."""
+
+_SHADES = " ▁▂▃▄▅▆▇█"
+_BAR = 24
+_SHOWN_RANKS, _SHOWN_SAMPLES, _SHOWN_REASONS = 16, 5, 5
+
+
+class Seen:
+    """What a command has seen of sessions, to be shown and saved.
+
+    Attributes:
+        rows: Of all sessions, at the last look.
+        documents: Of the sessions of one job, by name, with the rounds of all looks.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.documents: dict[str, dict[str, Any]] = {}
+
+    def take(self, row: dict[str, Any] | None, document: dict[str, Any] | None) -> None:
+        """Adds what a balancer says of a session: its row, or all of it with the rounds that it remembers."""
+        if document is None:
+            if row is not None:
+                self.rows.append(row)
+            return
+        session = document["session"]
+        self.rows.append(session)
+        name = f"{session['job']}/{session['group']}/{session['loader']}"
+        before = self.documents.get(name)
+        if before is not None and _incarnation(before) == _incarnation(document):
+            document = {**document, "rounds": _joined(before["rounds"], document["rounds"])}
+        self.documents[name] = document
+
+    def save(self, path: Path, now: float) -> None:
+        """Writes it all, so that a reader sees a whole file.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        content = {"format": "evenkeel-watch", "version": 1, "time": round(now, 3), "sessions": self.rows,
+                   "jobs": list(self.documents.values())}  # fmt: skip
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+
+
+def render_job(document: dict[str, Any], width: int) -> RenderableType:
+    """A session: its figures, its rounds, its ranks, heaviest samples and reasons.
+
+    Args:
+        document: What a balancer says of it.
+        width: Characters of a line.
+    """
+    session, rounds = document["session"], document["rounds"]
+    name = f"{session['job']}/{session['group']}/{session['loader']}"
+    opened = session["breaker_openings"]
+    breaker = f"opened {opened} ×, {session['rounds_elsewhere']} rounds elsewhere" if opened else "closed so far"
+    facts = (
+        f"{session['state']}, {session['joined_ranks']}/{session['ranks']} ranks, round {session['round']}, "
+        f"{_number(session['rounds_per_second'])} rounds/s, wait {_milliseconds(session['wait_seconds'])}, "
+        f"breaker {breaker}, saved {_number(session['saved_gpu_hours'])} GPU-hours, "
+        f"lost {_number(session['lost_gpu_hours'])}"
+    )
+    lines: list[RenderableType] = [Text(name, style="bold"), Text(facts)]
+    room = max(20, width - 24)
+    for label, column in (("before", "imbalance_before"), ("after", "imbalance_after")):
+        values = rounds[column][-room:]
+        largest = max((value for value in rounds["imbalance_before"][-room:] if value), default=1.0)
+        last = next((value for value in reversed(values) if value is not None), None)
+        lines.append(Text(f"{label:<7}{_number(last):>8} {_sparkline(values, largest)}"))
+    moved = [m / s if s else None for m, s in zip(rounds["moved_size"][-room:], rounds["size"][-room:], strict=True)]
+    lines.append(Text(f"moved  {_percent(moved[-1] if moved else None):>8} {_sparkline(moved, 1.0, base=0.0)}"))
+    lines.append(_ranks(document))
+    if document["heaviest"]:
+        told = [
+            f"{_number(one['cost'])} ({_percent(one['share'])} of a rank's mean, rank {one['home']} to {one['rank']})"
+            for one in document["heaviest"]["samples"][:_SHOWN_SAMPLES]
+        ]
+        lines.append(Text(f"heaviest samples of round {document['heaviest']['round']}: {'; '.join(told)}"))
+    for one in document["fallbacks"][-_SHOWN_REASONS:]:
+        lines.append(Text(f"round {one['round']}: {one['reason']}. {one['detail']}", style="yellow"))
+    for one in document["gaps"][-_SHOWN_REASONS:]:
+        lines.append(Text(f"rounds {one['first']} to {one['last']} did not come here: breaker open", style="yellow"))
+    return Group(*lines)
+
+
+def _ranks(document: dict[str, Any]) -> Table:
+    """Ranks, those that come last first."""
+    ranks = document["ranks"]
+    rows = list(zip(*(ranks[name] for name in ranks), strict=True))
+    names = list(ranks)
+    late, after = names.index("late_seconds"), names.index("load_after")
+    largest = max((value for value in ranks["load_after"] if value), default=0.0)
+    left_out = document["ranks_left_out"] + max(0, len(rows) - _SHOWN_RANKS)
+    title = f"ranks, the latest first{f'; {left_out} left out' if left_out else ''}"
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for name, side in (("rank", "right"), ("node", "left"), ("load", "left"), ("late", "right"), ("missed", "right")):
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    for row in sorted(rows, key=lambda one: -(one[late] or 0.0))[:_SHOWN_RANKS]:
+        told = dict(zip(names, row, strict=True))
+        filled = round(_BAR * (row[after] or 0.0) / largest) if largest else 0
+        table.add_row(
+            str(told["rank"]), escape(told["node"] or ""), "█" * filled, _milliseconds(told["late_seconds"]),
+            str(told["missed"] or ""),
+        )  # fmt: skip
+    return table
+
+
+def _sparkline(values: Sequence[float | None], largest: float, base: float = 1.0) -> str:
+    """A character a value, a cross where there is none."""
+    span = max(1e-12, largest - base)
+    return "".join(
+        "×" if value is None else _SHADES[min(8, max(1, math.ceil(8 * (value - base) / span)))] for value in values
+    )
+
+
+def _joined(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The rounds of two looks, each once."""
+    last = before["number"][-1] if before["number"] else -1
+    new = sum(number > last for number in after["number"])
+    return {name: (before[name] + after[name][len(after[name]) - new :])[-MOST_ROUNDS:] for name in after}
+
+
+def _incarnation(document: dict[str, Any]) -> tuple[Any, ...]:
+    session = document["session"]
+    return document["balancer"]["instance"], session["run_id"], session["restart_count"]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1e3 * seconds:.1f} ms"
