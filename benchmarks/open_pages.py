@@ -161,7 +161,7 @@ def main(
     figures: dict[str, Any] = {}
     for kind in ("none", "reading", "idle"):
         own = [turn for turn in measured if turn[0] == kind]
-        p50, p99 = (statistics.median(turn[at] for turn in own) for at in (1, 2))
+        p50, p99 = (statistics.median(float(turn[at]) for turn in own) for at in (1, 2))
         ratios = [against_none(measured, kind, at) for at in (1, 2)]
         over = [statistics.median(one) if one else 1.0 for one in ratios]
         spread = [min(ratios[0]), max(ratios[0])] if ratios[0] else [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Takes the pictures of the planner's page for the documentation: `python -m scripts.take_pictures`.
+"""Takes the pictures of the services' pages for the documentation: `python -m scripts.take_pictures`.
 
 Needs chromium and chromedriver. The pictures are reduced to a few colours, so that they stay small.
 """
@@ -6,6 +6,7 @@ Needs chromium and chromedriver. The pictures are reduced to a few colours, so t
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import sys
 import tempfile
@@ -14,11 +15,13 @@ from pathlib import Path
 from PIL import Image
 
 from services.operations.launch import running_service
+from tests.services.balancer.watched import WatchedJob
 from tests.services.planner.browsing import Page, browsing
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images"
 WIDTH = 1240
 COLOURS = 128
+ROUNDS = 120
 LARGEST_BYTES = 150_000
 
 
@@ -40,13 +43,9 @@ def take(page: Page, top: str, bottom: str, name: str) -> None:
     assert size < LARGEST_BYTES
 
 
-def main() -> int:
-    """Takes them."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running_service("services.planner") as planner,
-        browsing(f"http://{planner.address}", Path(folder)) as page,
-    ):
+def take_planner(folder: Path) -> None:
+    """The planner's page, with the example."""
+    with running_service("services.planner") as planner, browsing(f"http://{planner.address}", folder) as page:
         page.open()
         page.resize(WIDTH, 1900)
         page.wait(lambda: page.count("#curve path.line"))
@@ -54,6 +53,36 @@ def main() -> int:
         page.click("#keep")
         page.change("#hbm", "12.5")
         take(page, "#comparison", "#comparison .sides", "planner_compare.png")
+
+
+def take_balancer(folder: Path) -> None:
+    """The balancer's page, with three jobs, one of which has a rank that comes late."""
+    port = folder / "port"
+    flags = ("--metrics-port", "0", "--metrics-port-file", str(port))
+    with contextlib.ExitStack() as stack:
+        balancer = stack.enter_context(running_service("services.balancer", *flags))
+        for job, ranks in (("a-ranking-4711", 8), ("a-retrieval-4698", 4), ("b-hstu", 2)):
+            watched = WatchedJob(balancer.address, job, ranks=ranks, late=5 if ranks == 8 else -1, pause=0.05)
+            stack.enter_context(watched)
+        page = stack.enter_context(browsing(f"http://127.0.0.1:{port.read_text().strip()}", folder))
+        page.browser.get(page.url)
+        page.resize(WIDTH, 1900)
+        page.wait(lambda: page.count("#sessions tbody tr") == 3 and watched.decided > ROUNDS)
+        take(page, "header", "#sessions", "balancer_jobs.png")
+        page.run("document.querySelector('#sessions a[href*=ranking]').click()")
+        page.wait(lambda: page.count("#heaviest tbody tr"))
+        take(page, "header", "#ranks", "balancer_job.png")
+        dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
+        take(page, "header", "#ranks", "balancer_job_dark.png")
+
+
+def main() -> int:
+    """Takes them: all, or those of the services that are named."""
+    services = {"planner": take_planner, "balancer": take_balancer}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in sys.argv[1:] or services:
+            services[name](Path(folder))
     return 0
 
 

@@ -67,9 +67,9 @@ class Views:
         return None
 
     def overview(self, allows: Callable[[str], bool]) -> dict[str, Any]:
-        """A row for each session, the least even first."""
+        """A row for each session: those that are not balanced first, then the least even."""
         rows = [self.row(session) for session in self.sessions(allows)]
-        rows.sort(key=lambda row: (-(row["imbalance_after"] or 0.0), row["job"], row["group"], row["loader"]))
+        rows.sort(key=_order)
         return {
             **self._head(),
             "sessions": rows[:MOST_SESSIONS],
@@ -155,6 +155,11 @@ class Views:
                 "draining": self._hub.registry.draining,
             },
         }
+
+
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Rows that differ by less than a hundredth stay where they are: they would change places every second."""
+    return row["state"] == "balanced", -round(row["imbalance_after"] or 0.0, 2), row["job"], row["group"], row["loader"]
 
 
 def as_json(document: dict[str, Any]) -> str:

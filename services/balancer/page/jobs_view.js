@@ -1,4 +1,4 @@
-// All jobs: a row for each of their streams, the least even first.
+// All jobs: a row for each of their streams, in the balancer's order.
 import { $, html, number, percent, ratio, seconds, show, whole } from "./drawing.js";
 
 const BAD = ["falling back", "joining", "left", "draining"];
@@ -24,7 +24,7 @@ export class JobsView {
     const wanted = $("find").value.trim().toLowerCase();
     const rows = this.rows.filter((row) => `${row.job}/${row.group}/${row.loader}`.toLowerCase().includes(wanted));
     $("nothing").hidden = this.rows.length > 0;
-    $("shown").textContent = rows.length === this.rows.length && !this.leftOut ? "" : `${rows.length} of ${whole(this.rows.length + this.leftOut)} shown, the least even first`;
+    $("shown").textContent = rows.length === this.rows.length && !this.leftOut ? "" : `${rows.length} of ${whole(this.rows.length + this.leftOut)} shown`;
     const focused = document.activeElement?.closest("#sessions tbody a")?.hash;
     show(this.root.querySelector("tbody"), ...rows.map((row) => this.row(row)));
     if (focused) [...this.root.querySelectorAll("tbody a")].find((link) => link.hash === focused)?.focus();
