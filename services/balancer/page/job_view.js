@@ -30,6 +30,7 @@ export class JobView {
     this.latest = null;
     this.isLive = true;
     this.moment = 0;
+    this.saidHeaviest = this.saidFallbacks = "";
     say($("one-title"), name ? [name.job, name.group, name.loader].join(" / ") : "");
     for (const id of ["facts", "curve", "legend", "ranks", "heaviest", "fallbacks"]) show($(id));
     for (const id of ["ranks-text", "moment-facts", "moment-text"]) say($(id), "");
@@ -115,6 +116,9 @@ export class JobView {
   }
 
   drawHeaviest(heaviest) {
+    const said = JSON.stringify(heaviest);
+    if (said === this.saidHeaviest) return;  // what somebody marks to copy stays marked
+    this.saidHeaviest = said;
     if (!heaviest) return show($("heaviest"), html("p", { class: "hint" }, "The samples of the next round will be looked at."));
     const head = ["Sample", "Cost", "of a rank's mean load", "Loaded on", "Trained on"];
     show($("heaviest"), html("table", {}, html("caption", { class: "hint" }, `Of round ${whole(heaviest.round)}. A sample above 100 % outweighs what a rank has on average: only pieces of it, or a window, make such a batch even.`),
@@ -125,6 +129,9 @@ export class JobView {
 
   drawFallbacks() {
     const { session, fallbacks, gaps } = this.latest;
+    const before = this.saidFallbacks;
+    this.saidFallbacks = JSON.stringify([session.rounds_identity, fallbacks, gaps]);
+    if (before === this.saidFallbacks) return;
     const counts = Object.entries(session.rounds_identity).sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${reason} ${whole(count)}`);
     const said = [...fallbacks.map((one) => ({ time: one.time, text: `round ${whole(one.round)}: ${one.reason}. ${one.detail}` })),
       ...gaps.map((one) => ({ time: one.time, text: `rounds ${whole(one.first)} to ${whole(one.last)} did not come here: the ranks' breaker was open, and they balanced by themselves` }))]

@@ -1,16 +1,19 @@
 // All jobs: a row for each of their streams, in the balancer's order.
-import { $, html, number, percent, ratio, seconds, show, whole } from "./drawing.js";
+import { $, html, number, percent, ratio, say, seconds, show, whole } from "./drawing.js";
 
 const BAD = ["falling back", "joining", "left", "draining"];
 
 /** The state of a stream in a word, with what may be said of it. */
-export const state = (row) => html("span", { class: `state ${row.state === "balanced" ? "balanced" : BAD.includes(row.state) ? "bad" : ""}` }, row.state);
+export const state = (row) => html("span", { class: stateClass(row) }, row.state);
+
+const stateClass = (row) => `state ${row.state === "balanced" ? "balanced" : BAD.includes(row.state) ? "bad" : ""}`.trim();
 
 export class JobsView {
   constructor(root, address) {
     this.root = root;
     this.address = address;
     this.rows = [];
+    this.elements = new Map();
     $("find").addEventListener("input", () => this.draw());
   }
 
@@ -25,23 +28,36 @@ export class JobsView {
     const rows = this.rows.filter((row) => `${row.job}/${row.group}/${row.loader}`.toLowerCase().includes(wanted));
     $("nothing").hidden = this.rows.length > 0;
     $("shown").textContent = rows.length === this.rows.length && !this.leftOut ? "" : `${rows.length} of ${whole(this.rows.length + this.leftOut)} shown`;
-    const focused = document.activeElement?.closest("#sessions tbody a")?.hash;
-    show(this.root.querySelector("tbody"), ...rows.map((row) => this.row(row)));
-    if (focused) [...this.root.querySelectorAll("tbody a")].find((link) => link.hash === focused)?.focus();
+    const wantedRows = rows.map((row) => this.row(row));
+    const body = this.root.querySelector("tbody");
+    // The same elements stay where they are: a click that takes a moment hits what it was meant for.
+    if (body.children.length !== wantedRows.length || wantedRows.some((element, at) => body.children[at] !== element)) {
+      const focused = document.activeElement;
+      show(body, ...wantedRows);
+      if (focused?.closest("#sessions") && focused.isConnected) focused.focus();
+    }
+    for (const key of this.elements.keys()) if (!this.rows.some((row) => this.address(row) === key)) this.elements.delete(key);
   }
 
+  /** The row's element, brought up to date. */
   row(row) {
-    const name = row.group === "default" ? `${row.job} / ${row.loader}` : `${row.job} / ${row.group} / ${row.loader}`;
-    return html("tr", {},
-      html("th", { scope: "row" }, html("a", { href: this.address(row), title: `run ${row.run_id}, restart ${row.restart_count}` }, name)),
-      html("td", {}, state(row)),
-      html("td", {}, row.joined_ranks === row.ranks ? whole(row.ranks) : `${row.joined_ranks} of ${row.ranks}`),
-      html("td", {}, number(row.rounds_per_second)),
-      html("td", {}, ratio(row.imbalance_before)),
-      html("td", {}, ratio(row.imbalance_after)),
-      html("td", {}, ratio(row.bound)),
-      html("td", { class: "wide" }, percent(row.moved_share)),
-      html("td", { class: "wide" }, seconds(row.wait_seconds)),
-      html("td", {}, number(row.saved_gpu_hours)));
+    const key = this.address(row);
+    let element = this.elements.get(key);
+    if (!element) {
+      const cells = ["", "", "", "", "", "wide", "wide", ""].map((name) => html("td", { class: name || undefined }));
+      element = html("tr", {}, html("th", { scope: "row" }, html("a", { href: key })), html("td", {}, html("span")), ...cells);
+      this.elements.set(key, element);
+    }
+    const link = element.querySelector("a"), word = element.querySelector("span");
+    say(link, row.group === "default" ? `${row.job} / ${row.loader}` : `${row.job} / ${row.group} / ${row.loader}`);
+    link.title = `run ${row.run_id}, restart ${row.restart_count}`;
+    say(word, row.state);
+    word.className = stateClass(row);
+    const values = [
+      row.joined_ranks === row.ranks ? whole(row.ranks) : `${row.joined_ranks} of ${row.ranks}`, number(row.rounds_per_second),
+      ratio(row.imbalance_before), ratio(row.imbalance_after), ratio(row.bound), percent(row.moved_share), seconds(row.wait_seconds), number(row.saved_gpu_hours),
+    ];
+    values.forEach((value, at) => say(element.children[at + 2], value));
+    return element;
   }
 }

@@ -16,7 +16,6 @@ pytest.importorskip("selenium", reason="the page is tested in a real browser thr
 if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
     pytest.skip("the page is tested in chromium, with chromedriver", allow_module_level=True)
 
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from benchmarks.harness.balancer_process import running_balancer
@@ -66,6 +65,26 @@ def page(opened: Page) -> Page:
     return opened
 
 
+def text(page: Page, selector: str) -> str:
+    """What is to be read now: the page draws its parts anew while it is looked at."""
+    return str(page.run("return document.querySelector(arguments[0]).innerText", selector))
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    """The same of all that match."""
+    found: list[str] = page.run(
+        "return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)", selector
+    )
+    return found
+
+
+def attribute(page: Page, selector: str, name: str) -> str:
+    """An attribute of an element now."""
+    return str(
+        page.run("return document.querySelector(arguments[0])?.getAttribute(arguments[1]) ?? ''", selector, name)
+    )
+
+
 def emulate(page: Page, **features: str) -> None:
     wanted = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
     page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})
@@ -81,21 +100,21 @@ def test_without_a_token_the_page_asks_for_one(opened: Page) -> None:
     page.browser.get(page.url)
     page.run("sessionStorage.clear()")
     page.browser.refresh()
-    page.wait(lambda: page.find("#login").get_attribute("open") is not None)
-    assert page.text("#headline") == "Sign in to see jobs"
+    page.wait(lambda: page.run("return document.getElementById('login').open"))
+    assert text(page, "#headline") == "Sign in to see jobs"
     assert page.count("#sessions tbody tr") == 0
     page.find("#token").send_keys("wrong", Keys.ENTER)
-    page.wait(lambda: "unknown token" in page.text("#login-problem"))
+    page.wait(lambda: "unknown token" in text(page, "#login-problem"))
     page.find("#token").send_keys(TOKEN, Keys.ENTER)
     page.wait(lambda: page.count("#sessions tbody tr") == 1)
-    assert page.find("#login").get_attribute("open") is None
+    assert page.run("return document.getElementById('login').open") is False
     page.click("#sign")  # out again
-    page.wait(lambda: page.text("#headline") == "Sign in to see jobs")
+    page.wait(lambda: text(page, "#headline") == "Sign in to see jobs")
 
 
 def test_jobs_are_listed_live_and_found_by_name(page: Page) -> None:
-    assert page.text("#headline") == "1 stream of jobs"
-    cells = [cell.text for cell in page.browser.find_elements(By.CSS_SELECTOR, "#sessions tbody tr > *")]
+    assert text(page, "#headline") == "1 stream of jobs"
+    cells = texts(page, "#sessions tbody tr > *")
     assert cells[:3] == [f"{JOB} / train", "balanced", str(RANKS)]
     before, after, bound = (float(cell) for cell in cells[4:7])
     assert before > after >= bound >= 1.0
@@ -108,29 +127,27 @@ def test_jobs_are_listed_live_and_found_by_name(page: Page) -> None:
 
 def test_one_job_is_shown_live_with_rounds_ranks_samples_and_reasons(page: Page) -> None:
     open_job(page)
-    assert page.text("#one-title") == f"{JOB} / default / train"
-    assert "balanced" in page.text("#headline")
+    assert text(page, "#one-title") == f"{JOB} / default / train"
+    assert "balanced" in text(page, "#headline")
     assert page.count("#curve path.line.before") == page.count("#curve path.line.bound") == 1
-    first = page.text("#moment-text")
-    page.wait(lambda: page.text("#moment-text") != first)
-    assert "samples moved" in page.text("#moment-facts")
-    facts = dict(zip(page.text("#facts").splitlines()[::2], page.text("#facts").splitlines()[1::2], strict=True))
+    first = text(page, "#moment-text")
+    page.wait(lambda: text(page, "#moment-text") != first)
+    assert "samples moved" in text(page, "#moment-facts")
+    facts = dict(zip(text(page, "#facts").splitlines()[::2], text(page, "#facts").splitlines()[1::2], strict=True))
     assert facts["State"] == "balanced"
     assert facts["Breaker"].startswith("opened 1 ×, 5 rounds")
     assert float(facts["GPU-hours saved"]) > 0
-    assert f"rounds {GAP[0]} to {GAP[1] - 1} did not come here" in page.text("#fallbacks")
-    assert f"Rank {LATE} on gpu01 comes last" in page.text("#ranks-text")
-    bars = page.browser.find_elements(By.CSS_SELECTOR, "#ranks .rank")
-    assert "straggler" in (bars[LATE].get_attribute("class") or "")
+    assert f"rounds {GAP[0]} to {GAP[1] - 1} did not come here" in text(page, "#fallbacks")
+    assert f"Rank {LATE} on gpu01 comes last" in text(page, "#ranks-text")
+    assert "straggler" in attribute(page, f"#ranks .rank:nth-child({LATE + 1})", "class")
     widths = page.run("return [...document.querySelectorAll('.bars .after')].map((bar) => parseFloat(bar.style.width))")
     assert max(widths) / min(widths) < 1.2  # as trained they are even
-    shares = [row.text.split() for row in page.browser.find_elements(By.CSS_SELECTOR, "#heaviest tbody tr")]
-    costs = [float(share[1].replace(",", "")) for share in shares]
+    costs = [float(cost.replace(",", "")) for cost in texts(page, "#heaviest tbody td:nth-child(2)")]
     assert costs == sorted(costs, reverse=True)
     for kind in ("moved", "wait"):
         page.click(f"[name=drawn][value={kind}]")
         assert page.count("#curve path.line.after") == 1
-    label = page.find("#curve svg").get_attribute("aria-label") or ""
+    label = attribute(page, "#curve svg", "aria-label")
     assert label.startswith("Seconds of rounds")
     errors = [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
     assert [entry for entry in errors if not any(word in entry["message"] for word in ("401", "favicon"))] == []
@@ -138,28 +155,28 @@ def test_one_job_is_shown_live_with_rounds_ranks_samples_and_reasons(page: Page)
 
 def test_rounds_back_in_time_stay_while_new_ones_come(page: Page) -> None:
     open_job(page)
-    page.wait(lambda: int(page.find("#moment").get_attribute("max") or 0) > 20)
+    page.wait(lambda: int(page.run("return document.getElementById('moment').max")) > 20)
     page.fill("#moment", "5")
-    assert page.find("#live").get_attribute("aria-pressed") == "false"
-    shown, facts = page.text("#moment-text"), page.text("#moment-facts")
+    assert attribute(page, "#live", "aria-pressed") == "false"
+    shown, facts = text(page, "#moment-text"), text(page, "#moment-facts")
     settled = page.settled
     page.wait(lambda: page.settled >= settled + 2)
-    assert (page.text("#moment-text"), page.text("#moment-facts")) == (shown, facts)
-    assert page.find("#moment").get_attribute("aria-valuetext") == f"round {shown}"
+    assert (text(page, "#moment-text"), text(page, "#moment-facts")) == (shown, facts)
+    assert attribute(page, "#moment", "aria-valuetext") == f"round {shown}"
     assert page.count("#curve path.moment") == 1
     page.run("document.getElementById('rounds-table').open = true")
     page.wait(lambda: page.count("#rounds-table tbody tr") > 20)
     page.click("#live")
-    page.wait(lambda: page.text("#moment-text") != shown)
+    page.wait(lambda: text(page, "#moment-text") != shown)
 
 
 def test_a_pause_holds_what_is_shown_and_it_is_saved_as_it_is(page: Page, folder: Path) -> None:
     open_job(page)
     page.click("#pause")
-    shown = page.text("#moment-text")
+    shown = text(page, "#moment-text")
     settled = int(page.run("return document.body.dataset.settled"))
     time.sleep(1.5)  # events that are not shown
-    assert page.text("#moment-text") == shown
+    assert text(page, "#moment-text") == shown
     assert int(page.run("return document.body.dataset.settled")) == settled
     file = folder / f"evenkeel-{JOB}.json"
     file.unlink(missing_ok=True)
@@ -170,7 +187,7 @@ def test_a_pause_holds_what_is_shown_and_it_is_saved_as_it_is(page: Page, folder
     assert f"{saved['rounds']['round'][-1]:,}" == shown.split(",")[0]
     assert saved["rounds"]["number"] == list(range(saved["rounds"]["number"][0], saved["rounds"]["number"][-1] + 1))
     page.click("#pause")
-    page.wait(lambda: page.text("#moment-text") != shown)
+    page.wait(lambda: text(page, "#moment-text") != shown)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
