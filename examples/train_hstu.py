@@ -6,7 +6,9 @@ One process, Gloo ranks on CPUs, and GPUs take the same flags:
     torchrun --nproc-per-node 2 -m examples.train_hstu --small --balancer embedded
     torchrun --nproc-per-node 8 -m examples.train_hstu --balancer grpc://balancer:50051 --embeddings routed \
         --dist-type hash_roundrobin
+    torchrun --nproc-per-node 2 -m examples.train_hstu --small --split --batch-size 2
 
+`--split` lets a history that is more than a rank's share of a step lie on several ranks, each with a part of it.
 `--max-tokens-per-rank` caps what a rank holds of a batch, so that one rank's long histories do not end the job.
 Without data the sequences are synthetic; `--data` takes an unpacked MovieLens or KuaiRand folder, or a file of Gowalla,
 Amazon or Yambda, as published.
@@ -39,11 +41,11 @@ from examples.datasets import (
     lengths_named,
     read_histories,
 )
-from examples.hstu.attention import KERNELS, choose_kernel
+from examples.hstu.attention import ATTENTIONS, KERNELS, choose_kernel
 from examples.hstu.embeddings import STORAGES
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Run, Trainer
-from trainer_client.balancing import BalanceOptions, Balancer
+from trainer_client.balancing import BalanceOptions, Balancer, SplitOptions
 from trainer_client.balancing.configuration import Configuration, load_configuration
 from trainer_client.embedding.routing import DIST_TYPES
 from trainer_client.observing.measurement import (
@@ -82,6 +84,7 @@ def train(options: argparse.Namespace) -> None:
         model, device, learning_rate=options.learning_rate, track_layers=options.track_layers, seed=options.seed,
         storage=options.embeddings, dist_type=options.dist_type, plan_file=options.plan,
         activation_budget=None if options.activation_budget is None else int(options.activation_budget * 2**20),
+        split=options.split,
     )  # fmt: skip
     balancer = make_balancer(options, chosen.options)
     console = Console()
@@ -143,6 +146,8 @@ def make_balancer(options: argparse.Namespace, choices: BalanceOptions) -> Balan
     """The balancer that `--balancer` names."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     flags: dict[str, Any] = {"strategy": options.strategy, "counts": options.counts, "window": options.window}
+    if options.split:
+        flags["split"] = SplitOptions()
     if options.max_tokens_per_rank is not None:
         flags["memory_caps"] = [float(options.max_tokens_per_rank)] * world
     choices = replace(choices, **{name: value for name, value in flags.items() if value is not None})
@@ -172,7 +177,9 @@ def model_options(options: argparse.Namespace, device: torch.device, histories: 
         num_context=num_context,
         num_context_values=max(context_values, 1),
         max_tokens=options.max_length,
-        kernel=choose_kernel(options.kernel, device, options.candidates),
+        kernel=choose_kernel(
+            options.kernel, device, options.candidates, attention=options.attention, split=options.split
+        ),
         compile=device.type == "cuda" and not options.no_compile,
     )
 
@@ -296,6 +303,8 @@ def make_parser() -> argparse.ArgumentParser:
                           ("max-length", 4096), ("items", 100_000)):  # fmt: skip
         add(f"--{flag}", type=int, help=f"default {default}, or {SMALL[flag.replace('-', '_')]} with --small")
         parser.set_defaults(**{f"default_{flag.replace('-', '_')}": default})
+    add("--attention", choices=ATTENTIONS, default="softmax", help="softmax, or pointwise with SiLU as in HSTU")
+    add("--split", action="store_true", help="samples that outweigh a rank's share lie on several ranks")
     add("--kernel", choices=KERNELS, default="auto", help="of the attention")
     add("--no-compile", action="store_true", help="do not compile the layers")
     add("--device", choices=("cuda", "cpu"), help="default: GPUs if there are any")
@@ -332,6 +341,10 @@ def check_arguments(options: argparse.Namespace, parser: argparse.ArgumentParser
         parser.error(f"--plan is for --embeddings torchrec, not {options.embeddings}")
     if options.dist_type != "continuous" and options.embeddings != "routed":
         parser.error(f"--dist-type {options.dist_type} is for --embeddings routed, not {options.embeddings}")
+    if options.split and (options.fit_cost or options.track_layers):
+        parser.error("--fit-cost and --track-layers read lengths of whole samples; leave them out with --split")
+    if options.attention == "silu" and options.kernel not in ("auto", "dense"):
+        parser.error(f"--kernel {options.kernel} is of softmax attention; use auto or dense with --attention silu")
     on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
     if not on_gpu and options.kernel not in ("auto", "dense"):
         parser.error(f"--kernel {options.kernel} needs a GPU; use dense or auto")

@@ -19,7 +19,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int
 
 
 def make_group(
-    ranks: Sequence[int], backend: str, timeout: timedelta | None = None, *, use: str = ""
+    ranks: Sequence[int], backend: str, timeout: timedelta | None = None, *, use: str = "", options: Any = None
 ) -> dist.ProcessGroup:
     """A new process group of some ranks. Collective among them; no other rank takes part.
 
@@ -32,6 +32,7 @@ def make_group(
         backend: `gloo`, `nccl`, or one for each kind of device as in `cpu:gloo,cuda:nccl`.
         timeout: After which a collective of it fails; default: torch's.
         use: What it is for, the same on all of them; groups of the same ranks for other uses may be made meanwhile.
+        options: Of NCCL, where that is among the backends.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -48,6 +49,7 @@ def make_group(
             dist.Backend(backend),
             distributed_c10d._get_default_store(),
             group_name=name,
+            backend_options=options,
             timeout=timeout or default_pg_timeout,
         )
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}

@@ -52,7 +52,8 @@ class SequenceBatch:
                 "actions": "num_history",
                 "candidates": "num_candidates",
                 "labels": "num_candidates",
-            }
+            },
+            sequence={"num_history"},
         )
 
     def sequence_lengths(self, interleaved: bool) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 After Zhai et al., "Actions speak louder than words" (arXiv 2402.17152): U, V, Q and K of one projection with SiLU, the
 attended values normalised and gated by U, one projection back, a residual. The attention is softmax attention, for
-which PyTorch has variable-length kernels, where the paper's is pointwise; the work is the same.
+which PyTorch has variable-length kernels, or pointwise as in the paper; the work is the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch.nn import functional
 from examples.datasets import SequenceBatch
 from examples.hstu.attention import TRACEABLE, Kernel, attend
 from examples.hstu.sequences import arrange
+from trainer_client.attention import Pieces
 from trainer_client.balancing.costs import HSTUCost, TokenCost
 
 
@@ -97,20 +98,44 @@ class Layer(nn.Module):
         if options.compile and options.kernel not in TRACEABLE:
             self._attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
 
-    def forward(self, tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor, pieces: Pieces | None = None
+    ) -> torch.Tensor:
         """(tokens, width) to (tokens, width)."""
+        if pieces is not None:
+            return self._over_pieces(tokens, offsets, num_candidates, pieces)
         run = compiled_transform() if self._compile else transform
         return run((self,), tokens, offsets, num_candidates)
 
     def transform(self, tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor) -> torch.Tensor:
         """The same, to be compiled alone or with its neighbours."""
-        gate, *views = functional.silu(self.project_in(self.norm(tokens))).chunk(4, dim=-1)
-        value, query, key = (view.reshape(-1, *self._heads) for view in views)
+        gate, query, key, value = self.before(tokens)
         attended = self._attend(
             query, key, value, offsets, num_candidates, max_length=self._max_tokens, kernel=self._kernel
         )
+        return self.after(tokens, gate, attended)
+
+    def before(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gates, queries, keys and values of tokens."""
+        gate, *views = functional.silu(self.project_in(self.norm(tokens))).chunk(4, dim=-1)
+        value, query, key = (view.reshape(-1, *self._heads) for view in views)
+        return gate, query, key, value
+
+    def after(self, tokens: torch.Tensor, gate: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The tokens, with what they attended to."""
         projected: torch.Tensor = self.project_out(self.norm_attended(attended.flatten(1)) * gate)
         return tokens + projected
+
+    def _over_pieces(
+        self, tokens: torch.Tensor, offsets: torch.Tensor, num_candidates: torch.Tensor, pieces: Pieces
+    ) -> torch.Tensor:
+        """In steps in which this rank has parts of samples: what is compiled ends before the attention."""
+        before, after = compiled_parts() if self._compile else (Layer.before, Layer.after)
+        gate, query, key, value = before(self, tokens)
+        attended = attend(
+            query, key, value, offsets, num_candidates, max_length=self._max_tokens, kernel=self._kernel, pieces=pieces
+        )
+        return after(self, tokens, gate, attended)
 
 
 def transform(
@@ -126,6 +151,12 @@ def transform(
 def compiled_transform() -> Callable[..., torch.Tensor]:
     """`transform` as one call, compiled once for all stretches of as many layers."""
     return torch.compile(transform, dynamic=True)
+
+
+@cache
+def compiled_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What a layer computes before and after its attention, compiled once for all layers."""
+    return torch.compile(Layer.before, dynamic=True), torch.compile(Layer.after, dynamic=True)
 
 
 class LocalEmbeddings(nn.Module):
@@ -161,17 +192,22 @@ class Ranker(nn.Module):
         self.score = nn.Linear(options.width, 1)
         self.layers_apart = False  # where hooks shall be called
 
-    def forward(self, batch: SequenceBatch) -> torch.Tensor:
-        """(Σ candidates,) logits."""
-        sequences = arrange(batch, interleaved=self.options.interleaved)
+    def forward(self, batch: SequenceBatch, pieces: Pieces | None = None) -> torch.Tensor:
+        """(Σ candidates,) logits; some samples of the batch may be pieces."""
+        sequences = arrange(batch, interleaved=self.options.interleaved, pieces=pieces)
         context, history, actions, candidates = self.embeddings(batch)
+        if sequences.beginnings is not None:
+            context = context.view(*batch.context.shape, -1)[sequences.beginnings].flatten(0, 1)
         if self.options.interleaved:
             parts = torch.cat([context, history, actions, candidates])
         else:
             parts = torch.cat([context, history + actions, candidates])
         tokens = parts[sequences.order] + functional.embedding(sequences.positions, self.positions)
         state = self.widen(tokens)
-        for layers in self._stretches():
+        if pieces is not None:
+            for layer in self.layers:
+                state = layer(state, sequences.offsets, sequences.num_candidates, pieces)
+        for layers in () if pieces is not None else self._stretches():
             run = layers[0] if len(layers) == 1 else partial(compiled_transform(), layers)
             state = run(state, sequences.offsets, sequences.num_candidates)
         logits: torch.Tensor = self.score(self.norm(state[sequences.candidates])).squeeze(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from examples.datasets import SequenceBatch
 from examples.hstu.budget import ActivationBudget
 from examples.hstu.embeddings import Storage, make_embeddings, shard_by_torchrec
 from examples.hstu.model import ModelOptions, Ranker, loss_of
+from trainer_client.attention import PieceGroup, Pieces, SplitSample
 from trainer_client.balancing import BalancedLoader, Balancer, RoundReport
 from trainer_client.balancing.tickets import Cost
 from trainer_client.embedding.routing import DistType
@@ -76,6 +77,7 @@ class Trainer:
         dist_type: DistType = "continuous",
         plan_file: Path | None = None,
         activation_budget: int | None = None,
+        split: bool = False,
     ) -> None:
         """Builds the model, the same on all ranks.
 
@@ -91,10 +93,12 @@ class Trainer:
             plan_file: Placement of the tables, for TorchRec.
             activation_budget: Bytes that a step may keep for its backward pass; more is a `MemoryError`. Counting
                 takes time of the host. Default: as much as there is.
+            split: Samples may be in parts on several ranks, as the balancer's options say. Then it is collective.
         """
         torch.manual_seed(seed)
         self.options = options
         self.device = device
+        self._pieces = PieceGroup() if split else None
         self._learning_rate = learning_rate
         embeddings = make_embeddings(
             options, storage, dist_type=dist_type, device=device, learning_rate=learning_rate, seed=seed
@@ -175,7 +179,7 @@ class Trainer:
         )
         run = Run()
         sums: list[torch.Tensor] = []
-        counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, read after the last step
+        counts: list[tuple[torch.Tensor, torch.Tensor, Pieces | None]] = []  # on the device, read after the last step
         tracker = None
         self._bare.layers_apart = self.track_layers
         if self.track_layers:
@@ -196,11 +200,12 @@ class Trainer:
             timer.batch_ready()
             if fitter is not None:
                 fitter.observe(batch)
-            sums.append(self._step(batch, loader.loss_scale, timer))
+            pieces = self.pieces(loader.splits)
+            sums.append(self._step(batch, loader.loss_scale, timer, pieces))
             timer.end_step()
             run.reports.append(loader.report)
-            run.tokens.append(self._count_tokens(batch))
-            counts.append((batch.num_history, batch.num_candidates))
+            run.tokens.append(self._count_tokens(batch, pieces))
+            counts.append((batch.num_history, batch.num_candidates, pieces))
             run.samples.append(batch.sample)
             finished = timer.finished()
             run.times += finished
@@ -239,9 +244,17 @@ class Trainer:
         terms = SequenceTerms(history=history, candidates="num_candidates", context=self.options.num_context)
         return CostFitter(terms, prior=prior or self.options.cost(), options=options)
 
-    def _step(self, batch: SequenceBatch, loss_scale: float, timer: StepTimer) -> torch.Tensor:
+    def pieces(self, splits: Sequence[SplitSample]) -> Pieces | None:
+        """This rank's pieces of a step's split samples; None without any."""
+        # Contextual positions are causal here, as all of the sequence is.
+        return None if self._pieces is None else self._pieces.pieces(splits, contextual=False)
+
+    def _step(
+        self, batch: SequenceBatch, loss_scale: float, timer: StepTimer, pieces: Pieces | None = None
+    ) -> torch.Tensor:
         with self._mixed(), self.budget or nullcontext():
-            loss = loss_of(self.model(batch), batch)
+            logits = self.model(batch) if pieces is None else self.model(batch, pieces)
+            loss = loss_of(logits, batch)
         self.optimizer.zero_grad(set_to_none=True)
         (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
         timer.gradients_ready()
@@ -251,15 +264,29 @@ class Trainer:
     def _mixed(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()
 
-    def _count_tokens(self, batch: SequenceBatch) -> int:
+    def _count_tokens(self, batch: SequenceBatch, pieces: Pieces | None) -> int:
         """Known from the shapes; nothing is read from the device."""
         stride = 2 if self.options.interleaved else 1
-        return batch.context.numel() + stride * batch.history.shape[0] + batch.candidates.shape[0]
+        context = batch.context.numel()
+        if pieces is not None:
+            context = self.options.num_context * len(pieces.beginnings(batch.size))
+        return context + stride * batch.history.shape[0] + batch.candidates.shape[0]
 
-    def _flops(self, num_history: torch.Tensor, num_candidates: torch.Tensor) -> float:
-        stride = 2 if self.options.interleaved else 1
+    def _flops(self, num_history: torch.Tensor, num_candidates: torch.Tensor, pieces: Pieces | None) -> float:
+        stride, context = 2 if self.options.interleaved else 1, self.options.num_context
         history, candidates = (count.cpu().numpy().astype(np.float64) for count in (num_history, num_candidates))
-        return float(self.options.cost().flops(stride * history, candidates, float(self.options.num_context)).sum())
+        cost = self.options.cost()
+        flops = cost.flops(stride * history, candidates, float(context))
+        if pieces is None:
+            return float(flops.sum())
+        whole, own = pieces.own  # of each piece here, the sample that it is of
+        for sample, piece in zip(whole, own, strict=True):
+            items = (len(sample) - context - sample.num_candidates) // stride
+            spans = cost.spans(
+                {"num_history": torch.tensor([items]), "num_candidates": torch.tensor([sample.num_candidates])}
+            )
+            flops[piece.sequence] = spans.of_spans(piece.begin, piece.end)[0]
+        return float(flops.sum())
 
 
 def _data_parallel(model: nn.Module, device: torch.device) -> nn.Module:

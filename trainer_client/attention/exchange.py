@@ -22,13 +22,18 @@ _PARTS = 4  # tensors of a route at most, each with a tag of its own
 class Exchange:
     """What one attention sends and receives."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        """Sends nothing yet."""
+    def __init__(self, pieces: Pieces, like: Sequence[Tensor] = ()) -> None:
+        """Sends nothing yet.
+
+        Args:
+            pieces: This rank's.
+            like: Queries, keys and values, for an exchange that begins with `start_home`.
+        """
         self.pieces = pieces
         self._works: list[Any] = []
         self._held: list[Tensor] = []
         self._home: list[Tensor] = []
-        self._shapes: tuple[Tensor, ...] = ()
+        self._shapes = tuple(tensor.new_empty(0, *tensor.shape[1:]) for tensor in like)
 
     def start(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sends keys, values and contextual queries of own pieces; returns what will have arrived after `wait`."""

@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from evenkeel.partitioning.splits import SplitSample, check_splits
+from trainer_client.attention.over_pieces import prepare
 from trainer_client.attention.pieces import Pieces
+from trainer_client.checks import is_whole
 from trainer_client.process_groups import make_group, timeout_of
 
 
 class PieceGroup:
     """Ranks that may share samples, with a communicator of their own for keys and values."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, max_ctas: int = 8) -> None:
         """Makes the communicator. Collective.
 
         Args:
             process_group: The data-parallel ranks; default: all. Without `torch.distributed` there is one rank.
+            max_ctas: Blocks of the GPU that NCCL takes at most. A rank that waits for another keeps them from its own
+                attention; more of them send faster.
+
+        Raises:
+            ValueError: If `max_ctas` is no positive number.
         """
+        if not is_whole(max_ctas) or max_ctas < 1:
+            raise ValueError(f"max_ctas is {max_ctas!r}; give a whole number >= 1")
+        prepare()
         self._group: dist.ProcessGroup | None = None
         self._rank, self._num_ranks = 0, 1
         if dist.is_available() and dist.is_initialized():
             self._rank, self._num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self._num_ranks > 1:
-                self._group = _connected(process_group)
+                self._group = _connected(process_group, max_ctas)
 
-    def pieces(self, samples: Sequence[SplitSample]) -> Pieces | None:
+    def pieces(self, samples: Sequence[SplitSample], *, contextual: bool = True) -> Pieces | None:
         """What this rank does in a step. Nothing is sent; every rank passes the same samples.
 
         Args:
-            samples: All split samples of the step, of all ranks; empty if there is none.
+            samples: All split samples of the step, of all ranks, as `BalancedLoader.splits` gives them; empty if there
+                is none.
+            contextual: Whether contextual positions see all of the history in this model, as in HSTU; False: they are
+                causal like the rest, whatever the samples say.
 
         Returns:
             The rank's pieces, or None if it has none: then it sends and receives nothing in this step.
@@ -44,15 +58,23 @@ class PieceGroup:
         check_splits(samples, self._num_ranks)
         if all(piece.rank != self._rank for sample in samples for piece in sample.pieces):
             return None
+        if not contextual:
+            samples = tuple(replace(sample, num_context=0) for sample in samples)
         return Pieces(samples, self._rank, self._group)
 
 
-def _connected(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _connected(parent: dist.ProcessGroup | None, max_ctas: int) -> dist.ProcessGroup:
     """A communicator of the same ranks. Collective."""
     whole = parent if parent is not None else dist.group.WORLD
     assert whole is not None
     backend = str(dist.get_backend(whole))
-    group = make_group(dist.get_process_group_ranks(whole), backend, timeout_of(whole))
+    options, timeout = None, timeout_of(whole)
+    if "nccl" in backend:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # sends before the kernels that overlap
+        options.config.max_ctas = max_ctas
+        if timeout is not None:
+            options._timeout = timeout
+    group = make_group(dist.get_process_group_ranks(whole), backend, timeout, use="-pieces", options=options)
     if "nccl" in backend:  # connects at its first collective, in which all of its ranks must take part
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return group

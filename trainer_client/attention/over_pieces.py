@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,11 +48,25 @@ def attend_over_pieces(
     """
     if pieces is None:
         return _sums(own(query, key, value))
-    result: Tensor = _attend(query, key, value, offsets, pieces, own, other)
+    result: Tensor = apart(_attend, query, key, value, offsets, pieces, own, other)
     return result
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+apart: Callable[..., Any] = _call
+"""Calls a function outside of what torch.compile traces."""
+
+
+def prepare() -> None:
+    """Makes `apart` ready; not when this module is imported, since the compiler takes long to import."""
+    global apart  # noqa: PLW0603
+    if apart is _call:
+        apart = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+
+
 def _attend(
     query: Tensor,
     key: Tensor,

@@ -97,11 +97,16 @@ class Pieces:
         keys: Rows of keys and values that travel.
         contexts: Rows of contextual queries that travel to later pieces.
         partials: Rows that these queries get back from there.
+        num_candidates: Most of a split sample.
+        num_context: Most of a split sample.
+        own: The samples that this rank's pieces are of, and the pieces.
     """
 
     def __init__(self, samples: Sequence[SplitSample], rank: int, group: dist.ProcessGroup | None) -> None:
         """Plans a step of one rank that has a piece; see `PieceGroup.pieces`."""
         self.group = group
+        self.num_candidates = max(sample.num_candidates for sample in samples)
+        self.num_context = max(sample.num_context for sample in samples)
         self.keys, self.contexts, self.partials = Routes(), Routes(), Routes()
         self._own = [
             (which, number)
@@ -112,6 +117,7 @@ class Pieces:
         # Pieces that see earlier ones come first, so that what is merged into them is one stretch.
         self._own.sort(key=lambda own: not _num_earlier(samples[own[0]], own[1]))
         self._pieces = [samples[which].pieces[number] for which, number in self._own]
+        self.own = [samples[which] for which, _ in self._own], self._pieces
         begins, begin = {}, 0
         for own, piece in zip(self._own, self._pieces, strict=True):
             begins[own] = begin
@@ -196,6 +202,12 @@ class Pieces:
             result[piece.sequence] = piece.begin
         return _to(result, torch.device(device))
 
+    def beginnings(self, num_sequences: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """(k,) int64, which sequences of this rank's batch have the first position of their sample."""
+        later = {piece.sequence for piece in self._pieces if piece.begin}
+        found = torch.tensor([number for number in range(num_sequences) if number not in later], dtype=torch.int64)
+        return _to(found, torch.device(device))
+
     def rows(self, offsets: torch.Tensor) -> torch.Tensor:
         """(rows,) int64, where the rows of own pieces are; those of pieces that see earlier ones first.
 
@@ -256,6 +268,23 @@ class Pieces:
     def keys_of(self, own: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
         """The blocks' keys or values, packed."""
         return _pack(own, arrived, [rows for block in self._blocks for rows in block.keys])
+
+    def apart(self, packed: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Gradients of what `keys_of` packed, as those of own rows, None if there are none, and of what arrived."""
+        count = self.keys.num_arriving
+        places = [rows for block in self._blocks for rows in block.keys]
+        if len(places) == 1 and places[0].arrived and places[0].size == count:
+            return None, packed
+        arrived, own = packed.new_zeros(count, *packed.shape[1:]), None
+        begin = 0
+        for rows in places:
+            if not rows.arrived and own is None:
+                own = packed.new_zeros(self.num_rows, *packed.shape[1:])
+            total = arrived if rows.arrived else own
+            assert total is not None
+            total.narrow(0, rows.begin, rows.size).add_(packed.narrow(0, begin, rows.size))
+            begin += rows.size
+        return own, arrived
 
 
 def _num_earlier(sample: SplitSample, number: int) -> int:

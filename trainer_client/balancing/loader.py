@@ -8,10 +8,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 
+from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.agreement import ProgramOrderError, Reason, Verdict
 from trainer_client.balancing.balancer import Balancer, check_loader
 from trainer_client.balancing.batches import BatchSpec
@@ -40,6 +41,15 @@ B = TypeVar("B")
 _NO_MORE: Any = object()
 MAX_AHEAD = 64
 """Batches that a pipeline may hold, so far back that a state can be asked for."""
+
+
+class _Moving(NamedTuple):
+    """A batch on its way to the loop."""
+
+    pending: Pending
+    report: RoundReport
+    splits: tuple[SplitSample, ...]
+    position: Position
 
 
 class BalancedLoader(Generic[B]):
@@ -97,6 +107,7 @@ class BalancedLoader(Generic[B]):
         self._name = name
         self._drop_last = drop_last
         self._report: RoundReport | None = None
+        self._splits: tuple[SplitSample, ...] = ()
         self._used: BatchStream | None = None  # by the latest loop
         self._resume: LoaderState | None = None  # which the next loop goes on from
         self._handed: deque[Position] = deque([Position()], maxlen=MAX_AHEAD + 1)  # after each batch, the latest last
@@ -112,6 +123,14 @@ class BalancedLoader(Generic[B]):
         if self._report is None:
             raise RuntimeError("no batch has been yielded yet; report tells about the latest batch")
         return self._report
+
+    @property
+    def splits(self) -> tuple[SplitSample, ...]:
+        """Samples of the batch that was yielded last that lie on several ranks, those of all ranks; mostly none.
+
+        See `BalanceOptions.split`, and `PieceGroup.pieces` of `trainer_client.attention`, which takes them.
+        """
+        return self._splits
 
     @property
     def loss_scale(self) -> float:
@@ -273,7 +292,7 @@ class BalancedLoader(Generic[B]):
         here = self._handed[-1].source  # where the next window begins
         window: Window | None = None  # the one that is being trained
         outcome: Outcome | None = None  # of its round
-        moving: tuple[Pending, RoundReport, Position] | None = None
+        moving: _Moving | None = None
         batches = self._handed[-1].batches  # whose moves have begun
         has_data = True
         end: Verdict | None = None
@@ -294,7 +313,7 @@ class BalancedLoader(Generic[B]):
                         ticket = self._submit(stream, source, [one for one in collected if one is not _NO_MORE])
                         submitted.append(Window(ticket, ticket.flats, begin, here))
                         collected = []
-                upcoming: tuple[Pending, RoundReport, Position] | None = None
+                upcoming: _Moving | None = None
                 while upcoming is None and (left or submitted):
                     if not left:
                         window = submitted.popleft()
@@ -369,29 +388,25 @@ class BalancedLoader(Generic[B]):
             drop_last=self._drop_last,
         )[1]  # fmt: skip
 
-    def _start_next(
-        self, stream: BatchStream, window: Window, outcome: Outcome, batches: int
-    ) -> tuple[Pending, RoundReport, Position]:
+    def _start_next(self, stream: BatchStream, window: Window, outcome: Outcome, batches: int) -> _Moving:
         batch = window.batches.popleft()
         pending = stream.start(window.flats, window.ticket, outcome, self._device, batch=batch)
         position = Position(source=window.end, batches=batches)
         if window.left:
             position = Position(window.begin, batches, window=outcome.window, left=list(window.batches))
-        return pending, outcome.reports[batch], position
+        return _Moving(pending, outcome.reports[batch], outcome.splits_in(batch), position)
 
     def _finish_pass(self, place: Place) -> None:
         self._handed[-1] = replace(self._handed[-1], source=place, window=None)
         self._finished = True
 
-    def _finish(
-        self, stream: BatchStream, moving: tuple[Pending, RoundReport, Position], following: Window | None
-    ) -> B:
-        pending, report, position = moving
+    def _finish(self, stream: BatchStream, moving: _Moving, following: Window | None) -> B:
+        pending, report, splits, position = moving
         if following is not None and len(following.ticket.samples):
             position.fields = list(following.ticket.schema.constant_lines)
         started = time.perf_counter()
         batch: B = pending.wait().unflatten(self._spec)
         stream.counters.redistribution_seconds += time.perf_counter() - started
-        self._report = report
+        self._report, self._splits = report, splits
         self._handed.append(position)
         return batch

@@ -25,6 +25,7 @@ from trainer_client.balancing.batches import FlatBatch, Schema
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.redistribution import Pending, start
 from trainer_client.balancing.redistribution.copying import pick
+from trainer_client.balancing.redistribution.cutting import cut
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.resume import Resumed
 from trainer_client.balancing.tickets import Outcome, Ticket
@@ -263,6 +264,8 @@ class Mover:
         began = time.perf_counter()
         self._started += moved
         samples, piece = samples_of(outcome, flats, batch), outcome.plan.slices[batch]
+        if (cuts := outcome.plan.cuts_in(batch)) is not None:
+            samples = cut(samples, cuts)
         pending = start(samples, piece, group=self._groups.data if moved else None, device=device)
         self._counters.redistribution_seconds += time.perf_counter() - began
         pending.then(partial(self._land, moved, trace))

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
+from evenkeel.partitioning.splits import SplitSample
 from evenkeel.plugins import Plugins
 from trainer_client.balancing import BalancedLoader, RoundReport
 
@@ -30,11 +31,13 @@ class BalancedBatch(Generic[B]):
         batch: The batch.
         loss_scale: World size over the samples of the global batch: the factor for a loss that is a sum over samples.
         report: What balancing did.
+        splits: Samples of the batch that lie on several ranks, those of all ranks, for `PieceGroup.pieces`.
     """
 
     batch: B
     loss_scale: float
     report: RoundReport = field(repr=False)
+    splits: tuple[SplitSample, ...] = ()
 
     @property
     def mean_loss_scale(self) -> float:
@@ -62,7 +65,7 @@ class BalancedBatch(Generic[B]):
             copying = torch.get_device_module(torch.device(device)).stream(data_copy_stream)
         with copying:
             moved = _each(self.batch, "to", device, non_blocking=non_blocking, **options)
-        return BalancedBatch(batch=moved, loss_scale=self.loss_scale, report=self.report)
+        return replace(self, batch=moved)
 
     def record_stream(self, stream: torch.Stream | torch.cpu.Stream) -> None:
         """Tells the allocator that `stream` uses the batch; on the host there are no streams."""
@@ -73,7 +76,7 @@ class BalancedBatch(Generic[B]):
     def pin_memory(self) -> BalancedBatch[B]:
         """The batch in page-locked memory."""
         pinned = _each(self.batch, "pin_memory")
-        return BalancedBatch(batch=pinned, loss_scale=self.loss_scale, report=self.report)
+        return replace(self, batch=pinned)
 
 
 def _each(value: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +112,7 @@ def balanced_batches(loader: BalancedLoader[B]) -> Iterator[BalancedBatch[B]]:
     if (streamable := sys.modules.get("torchrec.streamable")) is not None:
         streamable.Pipelineable.register(BalancedBatch)  # what its pipelines ask a batch to be
     for batch in loader:
-        yield BalancedBatch(batch=batch, loss_scale=loader.loss_scale, report=loader.report)
+        yield BalancedBatch(batch=batch, loss_scale=loader.loss_scale, report=loader.report, splits=loader.splits)
 
 
 class PipelineSteps:

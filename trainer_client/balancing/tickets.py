@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.ranges import share_of_total
 from evenkeel.partitioning.rounds import RankPlan
 from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.splits import SplitSample
 from evenkeel.partitioning.splitting import SplitOptions
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.batches import FlatBatch, Schema
@@ -69,6 +70,10 @@ class Outcome:
         """The report of the round's first batch."""
         return self.reports[0]
 
+    def splits_in(self, batch: int) -> tuple[SplitSample, ...]:
+        """The split samples of a batch, of all ranks."""
+        return self.plan.splits[batch] if self.plan.splits else ()
+
 
 @dataclass(slots=True, kw_only=True)
 class Ticket:
@@ -109,6 +114,13 @@ class Ticket:
     started: int = 0
     future: Future[Outcome] = field(default_factory=Future)
     trace: RoundTrace | None = None
+
+    @property
+    def splits(self) -> tuple[SplitSample, ...]:
+        """Samples that lie on several ranks, those of all ranks; of a batch that has been redistributed."""
+        if not self.future.done():
+            raise RuntimeError("splits are known when the batch has been redistributed; ask for them after that")
+        return self.future.result().splits_in(0)
 
     def outcome(self, name: str, patience: float) -> Outcome:
         """What all ranks agreed on; waits for it.

@@ -20,10 +20,12 @@ from trainer_client.attention import (
     PieceGroup,
     Pieces,
     SplitSample,
+    VarlenSoftmax,
     attend_over_pieces,
 )
 
 WIDTH, HEADS, KEY_HEADS, HEAD_DIM, VALUE_DIM, LONGEST = 6, 4, 2, 3, 2, 64
+CAUSAL = "varlen"
 KERNELS: dict[str, Any] = {"softmax": DenseSoftmax(), "silu": DenseSilu(divisor=LONGEST)}
 
 
@@ -96,15 +98,20 @@ class Layer(nn.Module):
         self, rows: Tensor, offsets: Tensor, context: Tensor, candidates: Tensor, pieces: Pieces | None, kernel: str
     ) -> Tensor:
         query, key, value = self.project_in(rows.tanh()).split(self.sizes, -1)
-        attended = attend_over_pieces(
-            query.unflatten(-1, (HEADS, -1)),
-            key.unflatten(-1, (KEY_HEADS, -1)),
-            value.unflatten(-1, (KEY_HEADS, -1)),
-            offsets,
-            pieces,
-            own=lambda q, k, v: KERNELS[kernel].own(q, k, v, offsets, context, candidates),
-            other=KERNELS[kernel].other,
-        )
+        query = query.unflatten(-1, (HEADS, -1))
+        key, value = (part.unflatten(-1, (KEY_HEADS, -1)) for part in (key, value))
+        if kernel == CAUSAL:
+            attended = VarlenSoftmax(max_length=LONGEST)(query, key, value, offsets, pieces)
+        else:
+            attended = attend_over_pieces(
+                query,
+                key,
+                value,
+                offsets,
+                pieces,
+                own=lambda q, k, v: KERNELS[kernel].own(q, k, v, offsets, context, candidates),
+                other=KERNELS[kernel].other,
+            )
         result: Tensor = rows + self.project_out(attended.flatten(1))
         return result
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.trainer_client.attention.model import (
+    CAUSAL,
     HEAD_DIM,
     HEADS,
     KEY_HEADS,
@@ -28,7 +32,9 @@ from trainer_client.attention import (
     DenseSoftmax,
     Piece,
     PieceGroup,
+    Pieces,
     SplitSample,
+    VarlenSoftmax,
     attend_over_pieces,
 )
 
@@ -38,8 +44,11 @@ def programs(draw: st.DrawFn) -> Program:
     """Samples of 0 to 24 positions in 1 to 5 pieces, on any ranks."""
     world_size = draw(st.integers(2, 4))
     samples = []
+    kernel = draw(st.sampled_from(["softmax", "silu", CAUSAL]))
+    most = (0, 1) if kernel == CAUSAL else (3, 4)
     for _ in range(draw(st.integers(1, 5))):
-        context, history, candidates = draw(st.tuples(st.integers(0, 3), st.integers(0, 18), st.integers(0, 4)))
+        counts = st.tuples(st.integers(0, most[0]), st.integers(0, 18), st.integers(0, most[1]))
+        context, history, candidates = draw(counts)
         length = context + history + candidates
         cuts = st.integers(max(context, 1), max(length - 1, 1))
         inner = sorted(draw(st.sets(cuts, max_size=4))) if length > max(context, 1) else []
@@ -49,7 +58,7 @@ def programs(draw: st.DrawFn) -> Program:
     return Program(
         samples=tuple(samples),
         world_size=world_size,
-        kernel=draw(st.sampled_from(["softmax", "silu"])),
+        kernel=kernel,
         layers_again=draw(st.integers(0, 2)),
     )
 
@@ -79,9 +88,10 @@ def test_ranks_train_what_one_process_trains(ranks: GlooRanks, program: Program)
 GIANT = Sample(pieces=((1, 9), (0, 14), (2, 20)), num_context=2, num_candidates=3)
 
 
-@pytest.mark.parametrize("kernel", ["softmax", "silu"])
+@pytest.mark.parametrize("kernel", ["softmax", "silu", CAUSAL])
 def test_under_ddp(ranks: GlooRanks, kernel: str) -> None:
-    program = Program(samples=(Sample(pieces=((2, 4),)), GIANT), world_size=3, kernel=kernel, parallel=True)
+    giant = replace(GIANT, num_context=0, num_candidates=1) if kernel == CAUSAL else GIANT
+    program = Program(samples=(Sample(pieces=((2, 4),)), giant), world_size=3, kernel=kernel, parallel=True)
     parts = run(ranks, program)
     whole = train(replace(program, parallel=False), None, None)
     for part in parts:
@@ -224,23 +234,72 @@ def test_nonsense_pieces_are_refused() -> None:
         PieceGroup().pieces([SplitSample(pieces=(TWO[0], replace(TWO[1], sequence=0)))])
 
 
-def test_the_page_of_pieces_runs_as_written() -> None:
+def _page_of_pieces() -> dict[str, Any]:
     page = (Path(__file__).parents[3] / "docs/pieces.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    loop, model = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {}
-    exec(block, names)
-    with pytest.raises(ValueError, match="the group has ranks 0 to 0"):
-        names["pieces_of_step"]()
+    exec(loop.replace('Balancer.connect("balancer:50051", job="train-42", ', "Balancer.embedded("), names)
+    exec(model, names)
+    return names
+
+
+def test_the_loop_of_the_page_runs_as_written() -> None:
+    names = _page_of_pieces()
+
+    def jagged(*lengths: int) -> JaggedTensor:
+        return JaggedTensor(torch.arange(sum(lengths)), lengths=torch.tensor(lengths))
+
+    batch = {"items": jagged(3, 1), "actions": jagged(3, 1), "user": jagged(1, 2), "labels": jagged(1, 1)}
+    weight = torch.nn.Parameter(torch.ones(()))
+    seen = []
+
+    def model(batch: dict[str, JaggedTensor], pieces: Pieces | None) -> Tensor:
+        seen.append((batch["items"].values().tolist(), pieces))
+        return batch["items"].values().sum() * weight
+
+    names["train"]([batch], model, torch.optim.SGD([weight], lr=0.5), "cpu")
+    assert seen == [([0, 1, 2, 3], None)]
+    assert weight.item() == 1 - 0.5 * 6 / 2
+    names["balancer"].close()
+
+
+def test_the_page_of_pieces_runs_as_written() -> None:
+    names = _page_of_pieces()
     split = SplitSample(
         pieces=(Piece(rank=0, sequence=1, begin=0, end=70), Piece(rank=0, sequence=0, begin=70, end=100)),
         num_candidates=10,
     )
     pieces = names["group"].pieces([split])
-    offsets = torch.tensor([0, 30, 100, 105])
+    offsets = torch.tensor([0, 30, 100, 105], dtype=torch.int32)
     expected = [*range(70, 100), *range(70), *range(5)]
     assert names["positions_of"](offsets, pieces).tolist() == expected
+    assert pieces.beginnings(3).tolist() == [1, 2]
     query, key, value = torch.randn(3, 105, 2, 4, dtype=torch.float64).unbind()
     found = names["attend"](query, key, value, offsets, torch.tensor([10, 0, 0]), pieces)
     order = torch.cat([torch.arange(30, 100), torch.arange(30)])
     whole = DenseSoftmax().own(query[order], key[order], value[order], torch.tensor([0, 100]), 0, 10)[0]
     torch.testing.assert_close(found[order], whole, atol=1e-12, rtol=1e-12)
+    causal = names["group"].pieces([replace(split, num_candidates=1)])
+    found = names["attend_causally"](query, key, value, offsets, causal)
+    whole = DenseSoftmax().own(query[order], key[order], value[order], torch.tensor([0, 100]))[0]
+    torch.testing.assert_close(found[order], whole, atol=1e-12, rtol=1e-12)
+
+
+def test_a_causal_kernel_refuses_samples_that_are_not_causal() -> None:
+    kernel, rows, offsets = VarlenSoftmax(max_length=6), torch.randn(6, 2, 3), torch.tensor([0, 4, 6])
+    for counts, message in (({"num_candidates": 2}, "2 candidates"), ({"num_context": 1}, "1 contextual positions")):
+        pieces = PieceGroup().pieces([SplitSample(pieces=TWO, **counts)])
+        with pytest.raises(ValueError, match=message):
+            kernel(rows, rows, rows, offsets, pieces)
+    pieces = PieceGroup().pieces([SplitSample(pieces=TWO, num_context=1)], contextual=False)
+    assert kernel(rows, rows, rows, offsets, pieces).shape == rows.shape
+
+
+def test_importing_attention_does_not_import_the_compiler() -> None:
+    program = "import sys, trainer_client.attention; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_what_nccl_may_take_is_checked() -> None:
+    with pytest.raises(ValueError, match="max_ctas is 0; give a whole number >= 1"):
+        PieceGroup(max_ctas=0)

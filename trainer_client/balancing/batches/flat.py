@@ -82,6 +82,12 @@ class FlatBatch:
         return len(self.structure.columns)
 
     @property
+    def roles(self) -> NDArray[np.int64] | None:
+        """(num_jagged,) as `Structure.roles`; None where no sequence is declared, or the batch has none of it."""
+        roles = self.structure.roles
+        return np.array(roles, np.int64) if any(role > 0 for role in roles) else None
+
+    @property
     def device(self) -> torch.device | None:
         """Where the tensors are but for those that stay on the host; None without tensors.
 

@@ -18,6 +18,7 @@ from trainer_client.balancing.batches import jagged
 from trainer_client.balancing.batches.flat import FlatBatch
 from trainer_client.balancing.batches.jagged import without_padding
 from trainer_client.balancing.batches.nodes import Taken
+from trainer_client.balancing.batches.roles import check_items, roles_of
 from trainer_client.balancing.batches.shared import describe
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec, Declarations
 from trainer_client.balancing.batches.structure import FieldSchema, Leaf, Schema, Structure
@@ -180,6 +181,8 @@ def assemble(structure: Structure, tensors: list[torch.Tensor], table: NDArray[n
         BatchError: If the lengths cannot be right.
     """
     _check_range(table, structure.columns)
+    if structure.roles:
+        check_items(table, structure.columns, structure.roles)
     for index in structure.padded:
         leaf = structure.leaves[index]
         assert leaf.padding is not None
@@ -214,15 +217,16 @@ def take_apart(batch: Any, spec: BatchSpec) -> Match:
         walk = Walk(declarations, empty_lists_are_objects=True)
         root = walk.node(batch, "")
     walk.resolve_rows()
+    columns = tuple(sorted(walk.columns))
+    roles = roles_of(walk.drafts, columns, declarations)
     declarations.check_used()
     num_samples = walk.check_sizes()
-    columns = tuple(sorted(walk.columns))
     order = {path: index for index, path in enumerate(columns)}
     leaves = tuple(draft.leaf(order) for draft in walk.drafts)
-    schema = _schema(leaves, columns, tuple(walk.shared))
+    schema = _schema(leaves, columns, tuple(walk.shared), roles)
     structure = Structure(
         root=root, leaves=leaves, columns=columns, schema=schema, reads_lengths=walk.reads_lengths,
-        shared=describe(walk.shared_values),
+        shared=describe(walk.shared_values), roles=roles,
     )  # fmt: skip
     if not walk.holds_values:
         remember(batch, Recipe(spec=spec, structure=structure, lengths=walk.sources(order)))
@@ -263,7 +267,9 @@ def _check_range(table: NDArray[np.int64], columns: tuple[str, ...]) -> None:
 
 
 @lru_cache(maxsize=64)
-def _schema(leaves: tuple[Leaf, ...], columns: tuple[str, ...], shared: tuple[str, ...]) -> Schema:
+def _schema(
+    leaves: tuple[Leaf, ...], columns: tuple[str, ...], shared: tuple[str, ...], roles: tuple[int, ...]
+) -> Schema:
     """One object per schema, so that its hash is computed once."""
     fields = [FieldSchema(path=path, kind="shared") for path in shared]
     for leaf in leaves:
@@ -271,7 +277,14 @@ def _schema(leaves: tuple[Leaf, ...], columns: tuple[str, ...], shared: tuple[st
         if leaf.rows:
             fields.append(FieldSchema(path=leaf.path, dtype=dtype, shape=leaf.shape, rows=leaf.rows))
         fields.extend(
-            FieldSchema(path=path, dtype=dtype, kind="jagged", shape=leaf.shape, lengths=columns[column])
+            FieldSchema(
+                path=path,
+                dtype=dtype,
+                kind="jagged",
+                shape=leaf.shape,
+                lengths=columns[column],
+                role=roles[column] if roles else None,
+            )
             for path, column in zip(leaf.field_paths, leaf.columns, strict=False)
         )
     return Schema(fields=tuple(sorted(fields, key=lambda field: field.path)))

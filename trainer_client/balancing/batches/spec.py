@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from trainer_client.checks import is_whole
 
 _WILDCARDS = frozenset("*?[")
-_COLLECTIONS = ("shared", "batch_size", "objects")
-_MAPPINGS = ("rows_per_sample", "padded", "derived")
+_COLLECTIONS = ("shared", "batch_size", "objects", "sequence")
+_MAPPINGS = ("rows_per_sample", "padded", "derived", "parts")
 T = TypeVar("T")
 
 
@@ -58,6 +58,7 @@ class MaxLength:
 
 
 Derive = Callable[[Any], Any] | MaxLength
+Part = Literal["last", "first", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,9 @@ class BatchSpec:
             batch that is trained, in which derived values are None.
         objects: Lists, tuples and NumPy arrays with one Python object for each sample that do not look like it: lists
             of lists, and lists with tensors in them. They travel as pickles.
+        sequence: Jagged fields that are cut where a sample is split over ranks; a mapping says how many values an item
+            has, without one it is one. Fields that share their lengths are cut alike.
+        parts: Which parts of a split sample get other jagged fields: "last", "first" or "all"; default: the last.
         copy: Copy each batch when it is read; for loaders that write the next batch into the memory of the one before.
     """
 
@@ -89,6 +93,8 @@ class BatchSpec:
     batch_size: Collection[str] = ()
     derived: Mapping[str, Derive] = field(default_factory=dict)
     objects: Collection[str] = ()
+    sequence: Mapping[str, int] | Collection[str] = ()
+    parts: Mapping[str, Part] = field(default_factory=dict)
     copy: bool = False
 
     def __post_init__(self) -> None:
@@ -108,6 +114,14 @@ class BatchSpec:
         for path, function in self.derived.items():
             if not (isinstance(function, MaxLength) or callable(function)):
                 raise BatchError(f"derived[{path!r}] is {function!r}; give a function of the batch, or a MaxLength")
+        for path, values in self.sequence.items() if isinstance(self.sequence, Mapping) else ():
+            if not is_whole(values) or values < 1:
+                raise BatchError(f"sequence[{path!r}] is {values!r}; give the values of an item, a whole number >= 1")
+        if not isinstance(self.parts, Mapping):
+            raise BatchError(f"parts is {self.parts!r}; give a mapping from paths to 'last', 'first' or 'all'")
+        for path, part in self.parts.items():
+            if part not in get_args(Part):
+                raise BatchError(f"parts[{path!r}] is {part!r}; give 'last', 'first' or 'all'")
 
 
 class Declarations:
@@ -143,6 +157,27 @@ class Declarations:
     def derive(self, path: str) -> Derive | None:
         """What the value at `path` is declared to follow from."""
         return self._found(self._spec.derived, "derived", path)
+
+    def items(self, path: str) -> int | None:
+        """Values of an item of the sequence that the jagged field at `path` is declared to be of; None: of none."""
+        pattern = self._match("sequence", path)
+        if pattern is None:
+            return None
+        declared = self._spec.sequence
+        return int(declared[pattern]) if isinstance(declared, Mapping) else 1
+
+    def part(self, path: str) -> Part | None:
+        """Which parts of a split sample the jagged field at `path` is declared to go with."""
+        return self._found(self._spec.parts, "parts", path)
+
+    def names(self, name: str, path: str) -> bool:
+        """Whether a declaration names just this path, without a pattern."""
+        return path in getattr(self._spec, name)
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether a sequence is declared."""
+        return bool(self._spec.sequence)
 
     def declares_parts(self, path: str, count: int) -> bool:
         """Whether something is declared about parts of the list at `path`, or below them."""
@@ -222,4 +257,6 @@ _WANTED = {
     "batch_size": "which is declared otherwise; declare it once",
     "derived": "which is declared otherwise; declare it once",
     "objects": "which is no list, tuple or array; tensors travel as they are",
+    "sequence": "which is no jagged field; say what its lengths are in rows_per_sample or padded",
+    "parts": "which is no jagged field; all parts of a sample get its other fields",
 }

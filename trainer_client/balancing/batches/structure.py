@@ -12,11 +12,13 @@ from typing import Literal
 
 import torch
 
+from evenkeel.partitioning.splits import ALL, FIRST, LAST
 from trainer_client.balancing.batches.nodes import Node, derived_nodes
 from trainer_client.balancing.batches.shared import Said
 from trainer_client.balancing.batches.spec import Padded
 
 Kind = Literal["dense", "jagged", "shared"]
+_PARTS = {LAST: "the last part", FIRST: "the first part", ALL: "all parts"}
 _MAX_LINES = 64  # of a state; of further fields only a digest
 
 
@@ -31,6 +33,8 @@ class FieldSchema:
         shape: Shape of one row or value.
         rows: Rows per sample of a dense field, 0 otherwise.
         lengths: Path of what gives the number of rows of each sample of a jagged field, "" otherwise.
+        role: What a jagged field is to a sample in parts: values of an item if it is of the sequence, else with which
+            parts it goes, as in `evenkeel.partitioning.splits`; None where no sequence is declared.
     """
 
     path: str
@@ -39,12 +43,20 @@ class FieldSchema:
     shape: tuple[int, ...] = ()
     rows: int = 0
     lengths: str = ""
+    role: int | None = None
 
     def __str__(self) -> str:
         if self.kind == "shared":
             return f"{self.path}: shared"
-        rows = f"{self.rows} rows per sample" if self.kind == "dense" else f"jagged by {self.lengths}"
+        rows = f"{self.rows} rows per sample" if self.kind == "dense" else f"jagged by {self.lengths}{self._said}"
         return f"{self.path}: {self.dtype}{list(self.shape)}, {rows}"
+
+    @property
+    def _said(self) -> str:
+        """What is declared about samples in parts."""
+        if self.role is None:
+            return ""
+        return f", {self.role} an item of the sequence" if self.role > 0 else f", with {_PARTS[self.role]}"
 
     @property
     def constant(self) -> str:
@@ -55,7 +67,7 @@ class FieldSchema:
         if self.shape:
             said += f", rows of {len(self.shape)} dimension{'s' * (len(self.shape) > 1)}"
         if self.kind == "jagged":
-            return f"{said}, jagged by {self.lengths}"
+            return f"{said}, jagged by {self.lengths}{self._said}"
         return said if self.rows == 1 else f"{said}, {self.rows} rows per sample"
 
 
@@ -172,6 +184,7 @@ class Structure:
         shared: What its shared values are.
         roles: What each jagged column is to a sample in parts, as in `evenkeel.partitioning.splits`; empty where no
             sequence is declared: then no sample is split.
+        counts: Leaf and column of each tensor that holds the lengths of a jagged column.
         on_host: The leaves that are in the host's memory wherever the batch is.
         padded: The leaves that are padded outside of a `FlatBatch`.
         pickles: Paths of the jagged columns that are lists of Python objects.
@@ -185,6 +198,7 @@ class Structure:
     reads_lengths: bool = False
     shared: Said = ()
     roles: tuple[int, ...] = ()
+    counts: tuple[tuple[int, int], ...] = field(init=False)
     on_host: tuple[int, ...] = field(init=False)
     padded: tuple[int, ...] = field(init=False)
     pickles: frozenset[str] = field(init=False)
@@ -192,6 +206,9 @@ class Structure:
 
     def __post_init__(self) -> None:
         of_leaves = list(enumerate(self.leaves))
+        order = {path: column for column, path in enumerate(self.columns)}
+        counts = tuple((index, order[leaf.path]) for index, leaf in of_leaves if leaf.rows and leaf.path in order)
+        object.__setattr__(self, "counts", counts)
         object.__setattr__(self, "on_host", tuple(index for index, leaf in of_leaves if leaf.on_host))
         object.__setattr__(self, "padded", tuple(index for index, leaf in of_leaves if leaf.padding is not None))
         pickles = frozenset(leaf.path for leaf in self.leaves if leaf.label == PICKLES)
