@@ -3,7 +3,8 @@
 A cache is a 32-way set-associative one, whose state is in HBM beside it: 8 bytes a slot for its key, 8 a slot (LRU) or
 a row (LFU) for its score, 4 a row for the map from rows to tables. Row-wise optimizer state stays in HBM in every
 kernel; other state lives with the weights and is never cached. Tables that share a kernel share a cache, whose rows are
-as wide as those of the widest table in it.
+as wide as those of the widest table in it, and one allocation for each of these things: tables are not rounded up to the
+allocator's granule, which is part of the workspace.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import numpy.typing as npt
 
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.model import Mode, Optimizer, Table
-from evenkeel.placement.storage import HBM_GRANULE, HOST_GRANULE, Footprint, round_up
+from evenkeel.placement.storage import HOST_GRANULE, Footprint, round_up
 
 CACHE_WAYS = 32
+_BESIDE = 16 << 10
+"""Offsets, counters and padding of a table, at most."""
 
 
 def state_bytes(table: Table, dim: int, *, training: bool) -> tuple[int, int]:
@@ -47,9 +50,9 @@ def torchrec_footprint(
     weights = rows * dim * table.value_bytes
     follows, pinned = state_bytes(table, dim, training=training)
     zero = np.zeros(len(ratios), dtype=np.int64)
-    resident = round_up(rows * pinned, HBM_GRANULE)
+    resident = rows * pinned + _BESIDE
     if mode is Mode.HBM_ONLY:
-        hbm = round_up(weights, HBM_GRANULE) + round_up(rows * follows, HBM_GRANULE) + resident
+        hbm = weights + rows * follows + resident
         return Footprint(zero + hbm, zero, zero + rows)
     host = round_up(weights, HOST_GRANULE) + round_up(rows * follows, HOST_GRANULE)
     if mode is Mode.HOST_ONLY:
@@ -58,6 +61,5 @@ def torchrec_footprint(
     sets = np.maximum(1, (np.floor(rows * ratios).astype(np.int64) + CACHE_WAYS - 1) // CACHE_WAYS)
     slots = sets * CACHE_WAYS
     scores = slots * 8 if table.eviction is Eviction.LRU else zero + (rows + 1) * 8
-    values = round_up(slots * max(dim, cache_dim) * table.value_bytes, HBM_GRANULE)
-    hbm = values + round_up(slots * 8, HBM_GRANULE) + round_up(scores, HBM_GRANULE) + round_up(rows * 4, HBM_GRANULE)
+    hbm = slots * max(dim, cache_dim) * table.value_bytes + slots * 8 + scores + rows * 4
     return Footprint(hbm + resident, zero + host, slots)

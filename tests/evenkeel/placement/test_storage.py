@@ -10,6 +10,7 @@ from evenkeel.placement.storage import dynamicemb_footprint, index_bytes, row_by
 from evenkeel.placement.storage_torchrec import torchrec_footprint
 
 MIB = 1 << 20
+SMALL = 1 << 15
 NONE, HALF = np.array([0.0]), np.array([0.5])
 
 
@@ -68,14 +69,21 @@ def test_torchrec_keeps_rowwise_state_and_the_table_map_in_hbm() -> None:
     table = _table(optimizer=Optimizer.ROWWISE_ADAGRAD)
     uvm = torchrec_footprint(table, Mode.HOST_ONLY, NONE, 1_000_000, 128, training=True)
     cached = torchrec_footprint(table, Mode.CACHING, np.array([0.1]), 1_000_000, 128, training=True)
-    assert int(uvm.hbm[0]) == 4 * MIB
+    assert 4_000_000 <= int(uvm.hbm[0]) <= 4_000_000 + SMALL
     assert int(uvm.host[0]) == 512_000_000
     assert int(cached.hbm[0]) >= 100_000 * (512 + 16) + 4_000_000 + 4_000_000
 
 
+def test_many_small_tables_of_a_kernel_take_no_allocation_each() -> None:
+    tables = [_table(rows=1_000, dim=32, optimizer=Optimizer.ROWWISE_ADAGRAD)] * 100
+    ones = np.array([1.0])
+    took = sum(int(torchrec_footprint(t, Mode.HBM_ONLY, ones, t.rows, t.dim, training=True).hbm[0]) for t in tables)
+    assert 100 * 1_000 * (32 * 4 + 4) <= took <= 100 * 1_000 * (32 * 4 + 4) + 100 * SMALL
+
+
 def test_torchrec_keeps_adam_state_with_the_weights() -> None:
     uvm = torchrec_footprint(_table(), Mode.HOST_ONLY, NONE, 1_000_000, 128, training=True)
-    assert int(uvm.hbm[0]) == 0
+    assert int(uvm.hbm[0]) <= SMALL
     assert int(uvm.host[0]) == 3 * 512_000_000
 
 
@@ -89,7 +97,7 @@ def test_torchrecs_caches_are_as_wide_as_the_widest_table_that_shares_them() -> 
 
     wide = Table(name="w", rows=1_000_000, dim=128, ids_per_sample=0.1)
     alone = narrow_bytes()
-    assert narrow_bytes(wide) - alone == 250_000 * (128 - 32) * 4 // (2 << 20) * (2 << 20) + (2 << 20)
+    assert narrow_bytes(wide) - alone == pytest.approx(250_000 * (128 - 32) * 4, abs=32 * 128 * 4 + 4096)
     assert narrow_bytes(replace(wide, modes=(Mode.HBM_ONLY,))) == alone
     assert narrow_bytes(replace(wide, ratio=1.0)) == alone
     assert narrow_bytes(replace(wide, group="another module")) == alone
