@@ -28,7 +28,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.placement_gpu_model import (
     Model,
-    join_group,
     keys_of,
     planned_tables,
     sharders,
@@ -37,6 +36,7 @@ from benchmarks.placement_gpu_model import (
 from evenkeel.placement import Mode, Optimizer, Plan, PlanRequest, Runtime, Status, Step, Table, Topology, plan
 from evenkeel.placement.hardware import HardwareProfile, parse_profile
 from trainer_client.planning import parameter_constraints, sharding_plan
+from trainer_client.planning.whole_steps import join_group
 
 GIB = float(1 << 30)
 LARGE = 4 << 30

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -33,17 +31,6 @@ _FBGEMM = {
 # Lookups of a sample by table. What is looked up seldom is what the planner sends to host memory first.
 _LOOKUPS = {"wide_0": 16, "wide_1": 8, "wide_2": 2, "wide_3": 1, "one_0": 8, "one_1": 4, "one_2": 1, "one_3": 1}
 _SEQUENCES = {"seq_0": 16, "seq_1": 2}
-
-
-def join_group(device: str) -> torch.device:
-    """Begins the process group of torchrun's ranks; returns this rank's device, of kind `cuda` or `cpu`."""
-    if device != "cuda":
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(place)
-    dist.init_process_group("nccl", device_id=place)
-    return place
 
 
 class Model(torch.nn.Module):

@@ -66,23 +66,25 @@ def fit_to_budget(attempt: Callable[[int], Try], budget: int, *, tries: int = 4,
         `None` where no request gave a plan within the budget.
     """
     best: Try | None = None
-    asked, low, high = budget, 0, 0  # requests known to be too small or to fit, and the smallest known to be too large
+    asked, low, high = budget, 0, 0  # the largest request known to fit or to be too small; the smallest too large
+    aim, last = budget * (1 - close / 2), None
     for _ in range(tries):
         found = attempt(asked)
-        if found.used is None:
-            low, wanted = max(low, asked), round(asked * 1.25)
+        used = found.used
+        if used is not None and used > budget:
+            high = min(high or asked, asked)
         else:
-            wanted = asked + round(budget * (1 - close / 2)) - found.used
-            if found.used > budget:
-                high = min(high or asked, asked)
-            else:
-                low = max(low, asked)
-                if best is None or found.used > (best.used or 0):
-                    best = found
-                if found.used >= budget * (1 - close):
-                    break
+            low = max(low, asked)
+            if used is not None and (best is None or used > (best.used or 0)):
+                best = found
         del found  # what was built for it may be large
-        asked = wanted
+        if used is not None and budget * (1 - close) <= used <= budget:
+            break
+        wanted = asked * 1.25 if used is None else asked * aim / max(used, 1)
+        if used is not None and last is not None and (asked - last[0]) * (used - last[1]) > 0:
+            wanted = asked + (aim - used) * (asked - last[0]) / (used - last[1])
+        last = None if used is None else (asked, used)
+        asked = round(wanted)
         if high and not low < asked < high:
             asked = (low + high) // 2
         elif asked <= low:

@@ -12,9 +12,10 @@ from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Mode, Optimizer, Runtime, Step, Table, Topology
 from evenkeel.placement.options import rank_load
+from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest
-
-EXPONENT = 1.05
+from evenkeel.placement.step_samples import EXPONENT, StepSample, request_of
+from evenkeel.placement.whole_step import fit_step_costs, step_work, whole_step_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,47 @@ def measured_steps(records: Sequence[dict[str, Any]]) -> tuple[MeasuredStep, ...
         except InvalidInputError as error:
             raise error.under(f"steps[{index}]") from None
     return tuple(steps)
+
+
+def measured_samples(records: Sequence[Any]) -> tuple[StepSample, ...]:
+    """Whole steps from raw records, whose other fields are ignored.
+
+    Raises:
+        InvalidInputError: If a field is missing or wrong.
+    """
+    from evenkeel.placement.codec import decode
+
+    known = StepSample.__dataclass_fields__
+    samples = []
+    for index, record in enumerate(records):
+        where = f"whole_steps[{index}]"
+        require(isinstance(record, dict), where, record, "is no object", "give the fields of a step")
+        try:
+            sample = decode(StepSample, {name: value for name, value in record.items() if name in known})
+        except InvalidInputError as error:
+            raise error.under(where) from None
+        require(sample.seconds > 0, f"{where}.seconds", sample.seconds, "is no time", "give a positive number")
+        require(sample.ranks > 1, f"{where}.ranks", sample.ranks, "exchange nothing", "measure on two at least")
+        samples.append(sample)
+    return tuple(samples)
+
+
+def with_whole_steps(
+    profile: HardwareProfile, samples: Sequence[StepSample]
+) -> tuple[HardwareProfile, tuple[tuple[StepSample, float], ...]]:
+    """The profile with what TorchRec's steps on several ranks take beside their tables, fitted to `samples`.
+
+    Returns:
+        The profile, and the seconds that it predicts for each of them.
+    """
+    asked = [request_of(sample, profile) for sample in samples]
+    plans = [plan(request, split=False) for request in asked]
+    works = [step_work(*each) for each in zip(asked, plans, strict=True)]
+    costs = fit_step_costs([(work, sample.seconds) for work, sample in zip(works, samples, strict=True)])
+    torchrec = replace(profile.costs(Runtime.TORCHREC), step=costs)
+    fitted = replace(profile, runtimes={**profile.runtimes, Runtime.TORCHREC.value: torchrec})
+    predicted = [whole_step_seconds(*each, costs) or 0.0 for each in zip(asked, plans, strict=True)]
+    return fitted, tuple(zip(samples, predicted, strict=True))
 
 
 def calibrated_profile(

@@ -25,6 +25,32 @@ Gather: TypeAlias = Annotated[tuple[tuple[Annotated[float, Range(0, 1e9, above=T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """What a step on several ranks takes beside the work of its tables, fitted to measured steps.
+
+    An exchange is that of the tables of one module that are sharded alike: their keys, then rows and gradients.
+
+    Attributes:
+        host_s: Time that the host takes to launch a step, however many exchanges there are.
+        exchange_host_s: More for each exchange.
+        table_host_s: More for each of its tables.
+        cache_host_s: More for each exchange with a cached table in it.
+        exchange_gpu_s: Time of the GPU for the kernels of an exchange, however little is exchanged.
+        copies: Times that an exchanged byte is read or written in HBM on its way between kernels of tables.
+    """
+
+    host_s: Fixed
+    exchange_host_s: Fixed
+    table_host_s: Fixed = 0.0
+    cache_host_s: Fixed = 0.0
+    exchange_gpu_s: Fixed = 0.0
+    copies: Factor = 0.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeCosts:
     """Constants of one runtime on one machine, fitted to measured steps.
 
@@ -42,6 +68,7 @@ class RuntimeCosts:
         caching_staging: Buffer for staged rows of a step, over the bytes of its unique rows with their state.
         hybrid_staging: The same for HYBRID.
         host_staging: The same for HOST_ONLY.
+        step: What a whole step takes beside its tables; where it was not measured, that of an H200 is taken.
     """
 
     hbm_fixed_s: Fixed
@@ -56,6 +83,7 @@ class RuntimeCosts:
     caching_staging: Factor = 0.0
     hybrid_staging: Factor = 0.0
     host_staging: Factor = 0.0
+    step: StepCosts | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)

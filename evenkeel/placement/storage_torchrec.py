@@ -3,8 +3,8 @@
 A cache is a 32-way set-associative one, whose state is in HBM beside it: 8 bytes a slot for its key, 8 a slot (LRU) or
 a row (LFU) for its score, 4 a row for the map from rows to tables. Row-wise optimizer state stays in HBM in every
 kernel; other state lives with the weights and is never cached. Tables that share a kernel share a cache, whose rows are
-as wide as those of the widest table in it, and one allocation for each of these things: tables are not rounded up to the
-allocator's granule, which is part of the workspace.
+as wide as those of the widest table in it, and one allocation for each of these things: tables are not rounded up to
+the allocator's granule, which is part of the workspace.
 """
 
 from __future__ import annotations

@@ -1,62 +1,130 @@
 """The time of a whole step through `DistributedModelParallel`: what the GPU does, or what the host needs to launch it.
 
 The host prepares each exchange of keys and rows, waits for the number of keys that arrive, and launches every kernel.
-Where tables are fast, the GPU waits for it. A plan's time is that of the GPU; the two overlap, so a step takes about as
-long as the slower of them.
+Where tables are fast, the GPU waits for it. A plan's time is that of the GPU for the tables; an exchange has kernels
+of its own, which order and copy keys and rows. Host and GPU overlap, so a step takes about as long as the slower one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import numpy as np
+from scipy.optimize import least_squares
+
+from evenkeel.placement.hardware import StepCosts
+from evenkeel.placement.layouts import Layout
 from evenkeel.placement.model import Mode, Sharding
+from evenkeel.placement.options import rank_load
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launches:
-    """What a host takes for a step on several ranks.
-
-    Attributes:
-        exchange_s: For each exchange: the tables of one module that are sharded alike, forward and backward.
-        cache_s: More where any of these tables are cached.
-    """
-
-    exchange_s: float
-    cache_s: float
-
-
-MEASURED = Launches(exchange_s=3.555e-3, cache_s=0.282e-3)
-"""Fitted by `benchmarks/placement_gpu_fit.py` to every other of 32 steps of TorchRec 1.6 on two H200."""
+MEASURED = StepCosts(host_s=0.8e-3, exchange_host_s=2.65e-3, cache_host_s=0.27e-3, exchange_gpu_s=0.22e-3, copies=4.4)
+"""TorchRec 1.6 on two H200; for profiles without figures of their own."""
 
 _SHARPNESS = 6
+_PRIOR_WEIGHT = 0.03
 
 
-def launch_seconds(request: PlanRequest, plan: Plan, launches: Launches = MEASURED) -> float:
-    """Time that the host takes for a step, however fast the GPU is; 0 on one rank or without exchange."""
-    if request.topology.ranks == 1:
-        return 0.0
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step on several ranks consists of.
+
+    Attributes:
+        tables: Time of the GPU for the tables.
+        exchanges: Number of exchanges.
+        exchanged: Tables in them.
+        caching: Exchanges with a cached table in them.
+        sweep_s: Time of the GPU to read or write every byte once that a rank sends or receives.
+    """
+
+    tables: float
+    exchanges: int
+    exchanged: int
+    caching: int
+    sweep_s: float
+
+
+def step_work(request: PlanRequest, plan: Plan) -> StepWork:
+    """What a step of `plan` consists of."""
     tables = {table.name: table for table in request.tables}
     cached: dict[tuple[str, bool, Sharding], bool] = {}
+    exchanged, moved = 0, 0.0
     for placement in plan.placements:
         table = tables[placement.table]
-        if placement.sharding is not Sharding.DATA_PARALLEL:
-            key = (table.group, table.pooled, placement.sharding)
-            cached[key] = cached.get(key, False) or placement.mode is Mode.CACHING
-    return len(cached) * launches.exchange_s + sum(cached.values()) * launches.cache_s
+        if placement.sharding is Sharding.DATA_PARALLEL:
+            continue
+        key = (table.group, table.pooled, placement.sharding)
+        cached[key] = cached.get(key, False) or placement.mode is Mode.CACHING
+        exchanged += 1
+        layout = Layout(placement.sharding, placement.column_shards)
+        load = rank_load(request, table, layout)
+        rows = (load.served + load.sent) * load.embedding_bytes * (2 if load.training else 1)
+        moved += layout.mean(request.topology) * (rows + (load.received + load.sent) * 8)
+    rate = max(rate for _, rate in request.profile.hbm_gather)
+    return StepWork(plan.seconds or 0.0, len(cached), exchanged, sum(cached.values()), moved / rate)
 
 
-def whole_step_seconds(request: PlanRequest, plan: Plan, launches: Launches = MEASURED) -> float | None:
+def host_seconds(work: StepWork, costs: StepCosts) -> float:
+    """Time that the host takes to launch a step, however fast the GPU is."""
+    exchanges = work.exchanges * costs.exchange_host_s + work.caching * costs.cache_host_s
+    return costs.host_s + exchanges + work.exchanged * costs.table_host_s
+
+
+def gpu_seconds(work: StepWork, costs: StepCosts) -> float:
+    """Time that the GPU takes for a step, however fast the host is."""
+    return work.tables + work.exchanges * costs.exchange_gpu_s + costs.copies * work.sweep_s
+
+
+def whole_step_seconds(request: PlanRequest, plan: Plan, costs: StepCosts | None = None) -> float | None:
     """Predicted time of a step of the sharded tables, input distribution and output exchange included.
 
     Near the point where host and GPU take the same time, each makes the other wait a little.
 
+    Args:
+        request: The request.
+        plan: Its plan.
+        costs: Of a step; by default those of the request's profile.
+
     Returns:
-        Seconds, or `None` where the plan places nothing.
+        Seconds, or `None` where the plan places nothing. On one rank nothing is exchanged: the plan's own time.
     """
-    if plan.seconds is None:
-        return None
-    host = launch_seconds(request, plan, launches)
-    total: float = (host**_SHARPNESS + plan.seconds**_SHARPNESS) ** (1 / _SHARPNESS)
+    if plan.seconds is None or request.topology.ranks == 1:
+        return plan.seconds
+    return seconds_of(step_work(request, plan), costs or request.profile.costs(request.runtime).step or MEASURED)
+
+
+def seconds_of(work: StepWork, costs: StepCosts) -> float:
+    """Predicted time of a step."""
+    if not work.exchanges:
+        return work.tables
+    host, gpu = host_seconds(work, costs), gpu_seconds(work, costs)
+    larger = max(host, gpu, 1e-12)
+    total: float = larger * ((host / larger) ** _SHARPNESS + (gpu / larger) ** _SHARPNESS) ** (1 / _SHARPNESS)
     return total
+
+
+def fit_step_costs(samples: Sequence[tuple[StepWork, float]], prior: StepCosts = MEASURED) -> StepCosts:
+    """The costs that predict measured steps best, by relative error; what they do not tell stays near `prior`.
+
+    Args:
+        samples: What each step consisted of, and its seconds.
+        prior: What is expected.
+    """
+    names = [field.name for field in fields(StepCosts)]
+    scale = np.array([5e-4, 3e-3, 1e-5, 5e-4, 3e-4, 3.0])
+    start = np.array([getattr(prior, name) for name in names]) / scale
+
+    def costs_of(x: Any) -> StepCosts:
+        return replace(prior, **dict(zip(names, (x * scale).tolist(), strict=True)))
+
+    def residuals(x: Any) -> Any:
+        costs = costs_of(x)
+        errors = [math.log(max(seconds_of(work, costs), 1e-12) / seconds) for work, seconds in samples]
+        return np.concatenate([errors, _PRIOR_WEIGHT * (x - start)])
+
+    found = least_squares(residuals, np.maximum(start, 1e-3), bounds=(0.0, 1e3), loss="soft_l1", f_scale=0.1)
+    return costs_of(found.x)

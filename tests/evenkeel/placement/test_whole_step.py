@@ -6,10 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, Table, Topology, plan, whole_step_seconds
-from evenkeel.placement.whole_step import MEASURED, Launches, launch_seconds
+from evenkeel.placement import (
+    InvalidInputError,
+    Mode,
+    PlanRequest,
+    Runtime,
+    Sharding,
+    Table,
+    Topology,
+    builtin_profile,
+    plan,
+    whole_step_seconds,
+)
+from evenkeel.placement.calibration import measured_samples, with_whole_steps
+from evenkeel.placement.hardware import StepCosts, parse_profile, profile_json
+from evenkeel.placement.step_samples import StepSample, TablePart, request_of
+from evenkeel.placement.whole_step import MEASURED, StepWork, fit_step_costs, host_seconds, seconds_of, step_work
 
-FITTED = Path(__file__).parents[3] / "benchmarks/results/placement_gpu_fit.json"
+MEASURED_STEPS = Path(__file__).parents[3] / "benchmarks/results/placement_gpu_steps_2xh200.json"
+COSTS = StepCosts(
+    host_s=1e-3, exchange_host_s=2e-3, table_host_s=1e-5, cache_host_s=5e-4, exchange_gpu_s=3e-4, copies=5.0
+)
 
 
 def _request(ranks: int, *tables: Table) -> PlanRequest:
@@ -24,14 +41,20 @@ def _table(name: str, mode: Mode, **more: object) -> Table:
 def test_one_rank_exchanges_nothing() -> None:
     request = _request(1, _table("a", Mode.HBM_ONLY))
     found = plan(request)
-    assert launch_seconds(request, found) == 0
     assert whole_step_seconds(request, found) == pytest.approx(found.seconds)
 
 
-def test_the_host_launches_once_for_tables_that_are_exchanged_together() -> None:
-    launches = Launches(exchange_s=1.0, cache_s=0.1)
+def test_tables_without_exchange_take_their_own_time() -> None:
+    request = _request(2, _table("a", Mode.HBM_ONLY, sharding=Sharding.DATA_PARALLEL))
+    found = plan(request)
+    assert whole_step_seconds(request, found) == pytest.approx(found.seconds)
+
+
+def test_tables_that_are_exchanged_together_are_one_exchange() -> None:
     together = _request(2, _table("a", Mode.HBM_ONLY), _table("b", Mode.HOST_ONLY), _table("c", Mode.CACHING))
-    assert launch_seconds(together, plan(together), launches) == pytest.approx(1.1)
+    work = step_work(together, plan(together))
+    assert (work.exchanges, work.exchanged, work.caching) == (1, 3, 1)
+    assert host_seconds(work, COSTS) == pytest.approx(1e-3 + 2e-3 + 3e-5 + 5e-4)
     single = {"sharding": Sharding.TABLE_WISE}
     apart = _request(
         2,
@@ -42,20 +65,85 @@ def test_the_host_launches_once_for_tables_that_are_exchanged_together() -> None
         _table("e", Mode.HBM_ONLY, **single),
         _table("f", Mode.HBM_ONLY, sharding=Sharding.DATA_PARALLEL),
     )
-    assert launch_seconds(apart, plan(apart), launches) == pytest.approx(4.0)
+    work = step_work(apart, plan(apart))
+    assert (work.exchanges, work.exchanged, work.caching) == (4, 5, 0)
 
 
 def test_the_slower_of_host_and_gpu_tells() -> None:
     request = _request(2, _table("a", Mode.HBM_ONLY))
     found = plan(request)
-    assert whole_step_seconds(request, found) == pytest.approx(MEASURED.exchange_s, rel=0.01)
+    launched = MEASURED.host_s + MEASURED.exchange_host_s
+    assert whole_step_seconds(request, found) == pytest.approx(launched, rel=0.01)
     slow = replace(found, seconds=1.0)
     assert whole_step_seconds(request, slow) == pytest.approx(1.0, rel=1e-3)
     assert whole_step_seconds(request, replace(found, seconds=None)) is None
 
 
-def test_the_constants_are_those_that_were_fitted() -> None:
-    summary = json.loads(FITTED.read_text("utf-8"))["summary"]["fitted_to_even"]
-    assert MEASURED.exchange_s * 1e3 == pytest.approx(summary["exchange_ms"], rel=0.02)
-    assert MEASURED.cache_s * 1e3 == pytest.approx(summary["cache_ms"], rel=0.1)
-    assert summary["unseen_within_20_percent"] == summary["unseen"]
+def test_what_a_profile_says_of_steps_is_used_and_kept() -> None:
+    request = _request(2, _table("a", Mode.HBM_ONLY))
+    profile = request.profile
+    torchrec = replace(profile.costs(Runtime.TORCHREC), step=replace(COSTS, host_s=0.5))
+    own = parse_profile(json.loads(json.dumps(profile_json(replace(profile, runtimes={"torchrec": torchrec})))))
+    assert own.costs(Runtime.TORCHREC).step == replace(COSTS, host_s=0.5)
+    asked = replace(request, hardware=own)
+    assert whole_step_seconds(asked, plan(asked)) == pytest.approx(0.502, rel=1e-3)
+
+
+def test_costs_that_made_steps_are_found_from_them() -> None:
+    works = [
+        StepWork(tables * 1e-4, exchanges, exchanged, caching, sweep * 1e-4)
+        for tables, exchanges, exchanged, caching, sweep in [
+            (1, 1, 4, 0, 0), (1, 1, 200, 0, 0), (2, 1, 4, 1, 0), (2, 2, 6, 0, 0), (2, 3, 12, 0, 0), (3, 2, 6, 2, 0),
+            (5, 1, 20, 0, 20), (9, 1, 2, 0, 30), (80, 1, 4, 0, 1), (99, 1, 2, 0, 1), (60, 3, 6, 0, 1), (20, 1, 9, 0, 9),
+        ]
+    ]  # fmt: skip
+    request = _request(2, _table("a", Mode.HBM_ONLY))
+    found = plan(request)
+    unseen = [StepWork(2e-4, 2, 150, 1, 0.0), StepWork(1e-3, 1, 30, 0, 2e-3), StepWork(7e-3, 2, 8, 0, 1e-3)]
+    fitted = fit_step_costs([(work, seconds_of(work, COSTS)) for work in works])
+    for work in unseen:
+        assert seconds_of(work, fitted) == pytest.approx(seconds_of(work, COSTS), rel=0.05)
+    assert whole_step_seconds(request, found, fitted) == pytest.approx(
+        whole_step_seconds(request, found, COSTS) or 0.0, rel=0.05
+    )
+
+
+def test_a_profile_is_calibrated_with_steps_that_were_measured() -> None:
+    rows = json.loads(MEASURED_STEPS.read_text("utf-8"))["rows"]
+    samples = measured_samples(rows[::2])
+    profile, told = with_whole_steps(builtin_profile("h200"), samples)
+    assert [sample for sample, _ in told] == list(samples)
+    for sample, predicted in told:
+        request = request_of(sample, profile)
+        assert whole_step_seconds(request, plan(request, split=False)) == pytest.approx(predicted)
+        assert predicted == pytest.approx(sample.seconds, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"name": "a", "samples": 8, "parts": []}, "parts"),
+        ({"name": "a", "samples": 8, "parts": [{"count": 1, "rows": 9}]}, "seconds"),
+        ({"name": "a", "samples": 8, "parts": [{"count": 1, "rows": 9}], "seconds": 1.0, "ranks": 1}, "ranks"),
+        ({"name": "a", "samples": 8, "parts": [{"count": 0, "rows": 9}], "seconds": 1.0}, "parts[0].count"),
+        (5, "whole_steps[0]"),
+    ],
+)
+def test_records_that_are_no_steps_are_refused(record: object, message: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        measured_samples([record])
+    assert message in str(error.value)
+
+
+def test_the_request_of_a_step_says_what_its_parts_are() -> None:
+    parts = (
+        TablePart(count=2, rows=1000, mode=Mode.CACHING, ratio=0.25, ids=3),
+        TablePart(count=1, rows=50, dim=16, pooled=False, sharding=Sharding.TABLE_WISE),
+    )
+    request = request_of(StepSample(name="both", samples=64, parts=parts, ranks=4))
+    assert [(t.name, t.rows, t.dim, t.ratio, t.group) for t in request.tables] == [
+        ("t0_0", 1000, 128, 0.25, "bags"),
+        ("t0_1", 1000, 128, 0.25, "bags"),
+        ("t1_0", 50, 16, None, "rows"),
+    ]
+    assert (request.topology.ranks, request.step.samples_per_rank) == (4, 64)

@@ -56,7 +56,8 @@ def test_predicted_bytes_are_what_fbgemm_allocated() -> None:
         ratio = np.array([record["ratio"]])
         footprint = torchrec_footprint(table, Mode(record["mode"]), ratio, table.rows, table.dim, training=True)
         predicted = record["tables"] * int(footprint.hbm[0])
-        assert record["table_bytes"] <= predicted * 1.0001
+        # A kernel has few allocations, each of which may be up to a MiB larger than what was asked for.
+        assert record["table_bytes"] <= predicted + (4 << 20)
         assert predicted <= 1.1 * record["table_bytes"] + (8 << 20)
 
 
@@ -115,6 +116,28 @@ def test_what_are_no_measurements_is_refused(command: typer.Typer, tmp_path: Pat
     shown = CliRunner().invoke(command, ["--raw", str(raw), "--output", str(tmp_path / "profile.json")])
     assert (shown.exit_code, shown.exception and type(shown.exception)) == (2, SystemExit)
     assert "error: " in shown.stderr
+
+
+def test_raw_figures_are_kept_and_whole_steps_fitted(command: typer.Typer, tmp_path: Path) -> None:
+    raw, kept, output = (tmp_path / name for name in ("raw.json", "kept.json", "out.json"))
+    steps = json.loads((RESULTS / "placement_gpu_steps_2xh200.json").read_text())["rows"]
+    raw.write_text(json.dumps(json.loads((RESULTS / "calibration_h200.json").read_text()) | {"whole_steps": steps}))
+    shown = CliRunner().invoke(command, ["--raw", str(raw), "--keep-raw", str(kept), "--output", str(output)])
+    assert shown.exit_code == 0, shown.output
+    assert "whole steps of torchrec on 2 ranks" in shown.output
+    assert json.loads(kept.read_text()) == json.loads(raw.read_text())
+    costs = parse_profile(json.loads(output.read_text())).costs(Runtime.TORCHREC).step
+    assert costs is not None
+    assert 1e-3 < costs.host_s + costs.exchange_host_s < 5e-3
+
+
+def test_a_profile_outlives_raw_figures_that_cannot_be_kept(command: typer.Typer, tmp_path: Path) -> None:
+    raw, output = RESULTS / "calibration_h200.json", tmp_path / "out.json"
+    kept = tmp_path / "no" / "kept.json"
+    shown = CliRunner().invoke(command, ["--raw", str(raw), "--keep-raw", str(kept), "--output", str(output)])
+    assert shown.exit_code == 2
+    assert f"--keep-raw: {kept}: No such file or directory" in shown.stderr
+    assert parse_profile(json.loads(output.read_text())).name == "calibrated"
 
 
 def test_without_a_gpu_the_remedy_is_told(
