@@ -7,8 +7,8 @@ Windows of eight batches are planned as a balancer plans them: of whole samples,
 may change their batch; and with samples in parts. The figure is the largest time of a rank over an even division of the
 same work, summed over the batches. Time is predicted: FLOPs of a bf16 HSTU of 8 layers, width 1024 and 4 heads of 256,
 at a given rate; the exchange of keys and values, forward, and of their gradients, backward, at the rates of the profile
-`h200` within and between nodes of eight ranks, overlapped with nothing. So the table depends on these three rates and
-not on the machine, but for the time of a decision, which is processor time of one thread.
+`h200` within and between nodes, of 8 ranks or 64 as the table says, overlapped with nothing. So the table depends on
+these three rates and not on the machine, but for the time of a decision, which is processor time of one thread.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from trainer_client.balancing.costs import HSTUCost
 COMMAND = "python -m benchmarks.giants"
 RESULTS = Path(__file__).parent / "results"
 MODEL = HSTUCost(num_layers=8, width=1024, num_heads=4, head_dim=256, history="n")
-NODE = 8
 FLOPS = 400e12  # of a rank, per second; above what is measured for whole steps, so that the exchange is not too cheap
 POSITION = 2 * 1024 * 2 * 8 * 2  # bytes: keys and values, bf16, layers, forward and backward
 WINDOW = 8
 LONG = "long histories"
-SHAPES = tuple(("giants", ranks, 32) for ranks in (8, 16, 64)) + tuple(
-    (LONG, ranks, samples) for ranks in (8, 16, 64) for samples in (2, 4, 8, 32)
+SHAPES = (
+    *(("giants", ranks, 32, 8) for ranks in (8, 16, 64)),
+    *(("giants", ranks, 32, 64) for ranks in (16, 64)),
+    *((LONG, ranks, samples, 8) for ranks in (8, 16, 64) for samples in (2, 4, 8, 32)),
+    (LONG, 64, 2, 64),
 )
 WAYS = ("whole", "windows", "split", "windows and split")
 
@@ -63,8 +65,8 @@ def prices() -> SplitOptions:
     )  # fmt: skip
 
 
-def samples_of(batches: NDArray[np.int64]) -> RoundSamples:
-    """A round of (ranks, batches, samples) lengths, as the ranks tell of it."""
+def samples_of(batches: NDArray[np.int64], node: int) -> RoundSamples:
+    """A round of (ranks, batches, samples) lengths, as the ranks tell of it, `node` of them on a host."""
     ranks, count, samples = batches.shape
     own = batches.reshape(-1)
     spans = MODEL.spans({"n": own})
@@ -76,13 +78,13 @@ def samples_of(batches: NDArray[np.int64]) -> RoundSamples:
         batch_sizes=np.full((ranks, count), samples),
         costs=spans.whole,
         lengths=own[:, None],
-        nodes=(np.arange(ranks) // NODE).astype(np.int32),
+        nodes=(np.arange(ranks) // node).astype(np.int32),
         divisible=Divisible(samples=which, first_items=np.zeros(which.size), spans=spans.take(which)).table,
         roles=np.ones(1, np.int64),
     )
 
 
-def measure(kind: str, ranks: int, samples: int, counts: str, seeds: int) -> dict[str, Any]:
+def measure(kind: str, ranks: int, samples: int, node: int, counts: str, seeds: int) -> dict[str, Any]:
     """One row: sums over the seeds' batches, over an even division."""
     split, options = prices(), RoundOptions(counts=counts)
     sums = dict.fromkeys(("even", "off", "bound", *WAYS, "split: load"), 0.0)
@@ -92,7 +94,7 @@ def measure(kind: str, ranks: int, samples: int, counts: str, seeds: int) -> dic
     for seed in range(seeds):
         window = lengths(kind, np.random.default_rng(seed), (ranks, WINDOW, samples))
         for batch in range(WINDOW):
-            one = samples_of(window[:, batch : batch + 1])
+            one = samples_of(window[:, batch : batch + 1], node)
             (whole,) = timed(one, options, seconds["whole"]).batches
             plan = timed(one, replace(options, split=split), seconds["split"])
             (found,) = plan.batches
@@ -105,13 +107,14 @@ def measure(kind: str, ranks: int, samples: int, counts: str, seeds: int) -> dic
             for name in counted:
                 counted[name] += getattr(found, name)
             least += least_exchange(plan, one)
-        met = samples_of(window)
+        met = samples_of(window, node)
         sums["windows"] += total(plan_round(met, options).batches)
         sums["windows and split"] += total(plan_round(met, replace(options, split=split)).batches)
     even, batches = sums.pop("even"), seeds * WINDOW
     far = counted["exchanged_between_nodes"]
     return {
-        "lengths": kind, "ranks": ranks, "samples": samples, "counts": counts, "seeds": seeds, "batches": batches,
+        "lengths": kind, "ranks": ranks, "samples": samples, "ranks_of_a_node": node, "counts": counts,
+        "seeds": seeds, "batches": batches,
         **{name: figure / even for name, figure in sums.items()},
         "samples_split": counted["split_samples"] / batches,
         "pieces": counted["pieces"] / max(counted["split_samples"], 1),
@@ -145,18 +148,21 @@ def least_exchange(plan: RoundPlan, samples: RoundSamples) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    heads = ("lengths", "ranks × samples", "counts", "off", "bound of whole samples", "whole", f"windows of {WINDOW}",
-             "split: load", "with exchange", "windows and split", "samples split", "parts each", "GB within, between",
-             "decision, CPU ms: whole, split (worst)")  # fmt: skip
+    heads = (
+        "lengths", "ranks × samples", "ranks of a node", "counts", "off", "bound of whole samples", "whole",
+        f"windows of {WINDOW}", "split: load", "with exchange", "windows and split", "samples split", "parts each",
+        "GB within, between", "decision, CPU ms: whole, split (worst)",
+    )  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    ratios = ("bound", "whole", "windows", "split: load", "split", "windows and split")
     for row in rows:
-        lines.append(
-            f"| {row['lengths']} | {row['ranks']} × {row['samples']} | {row['counts']} | {row['off']:.2f} "
-            f"| {row['bound']:.3f} | {row['whole']:.3f} | {row['windows']:.3f} | {row['split: load']:.3f} "
-            f"| {row['split']:.3f} | {row['windows and split']:.3f} | {row['samples_split']:.1f} | {row['pieces']:.1f} "
-            f"| {row['gigabytes_within']:.2f}, {row['gigabytes_between']:.2f} "
-            f"| {row['cpu_ms_whole_median']:.1f}, {row['cpu_ms_split_median']:.1f} ({row['cpu_ms_split_worst']:.0f}) |"
-        )
+        cells = [
+            row["lengths"], f"{row['ranks']} × {row['samples']}", str(row["ranks_of_a_node"]), row["counts"],
+            f"{row['off']:.2f}", *(f"{row[name]:.3f}" for name in ratios), f"{row['samples_split']:.1f}",
+            f"{row['pieces']:.1f}", f"{row['gigabytes_within']:.2f}, {row['gigabytes_between']:.2f}",
+            f"{row['cpu_ms_whole_median']:.1f}, {row['cpu_ms_split_median']:.1f} ({row['cpu_ms_split_worst']:.0f})",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

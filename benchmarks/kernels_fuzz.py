@@ -28,8 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-KINDS = ("partition", "window", "slices", "moves", "gathers", "bucketize", "order")
-SHARES = (0.60, 0.05, 0.08, 0.10, 0.06, 0.09, 0.02)
+KINDS = ("partition", "window", "slices", "moves", "gathers", "bucketize", "order", "splits")
+SHARES = (0.56, 0.05, 0.08, 0.10, 0.06, 0.09, 0.02, 0.04)
 PATIENCE = 120.0  # seconds after which an instance counts as hanging
 MOST = 2500  # instances of one process, where there are several
 COMPILING = 1800.0  # before the first instance is done
@@ -38,6 +38,7 @@ COMPILING = 1800.0  # before the first instance is done
 def _checks() -> dict[str, Callable[[Any], str]]:
     from benchmarks import kernels_fuzz_moves as moves
     from benchmarks import kernels_fuzz_partitions as partitions
+    from benchmarks import kernels_fuzz_splits as splits
     from evenkeel.partitioning import fitting
 
     fitting.PLACEMENTS = 20_000  # more than any instance needs that is held against all assignments
@@ -46,7 +47,7 @@ def _checks() -> dict[str, Callable[[Any], str]]:
             KINDS,
             (
                 partitions.check_partition, partitions.check_window, partitions.check_slices, moves.check_moves,
-                moves.check_gathers, moves.check_bucketize, moves.check_order,
+                moves.check_gathers, moves.check_bucketize, moves.check_order, splits.check_split,
             ),
             strict=True,
         )

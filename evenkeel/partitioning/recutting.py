@@ -99,8 +99,8 @@ def measure(
         begins: (pieces,) first position of each.
         ends: (pieces,) the one after its last.
         nodes: (num_ranks,) node of each rank.
-        within: price of a position's keys and values that go to a rank of the same node.
-        between: price of those that go to another.
+        within: Price of a position's keys and values that go to a rank of the same node.
+        between: Price of those that go to another.
     """
     loads, sent, received = base.copy(), np.zeros(base.size), np.zeros(base.size)
     for s in range(firsts.size - 1):

@@ -30,6 +30,7 @@ FUTILE = 2  # numbers of samples in pieces, one after the other, that were not: 
 PASSES = 4  # over the split samples, while their cuts move to where the ranks have room
 LEAST = 0.01  # of an even division, the room for whole samples on a rank that pieces fill
 QUICK = "lpt"  # how whole samples are placed around pieces while plans are compared
+TRIES = 48  # plans that are tried with one piece more or less of a sample than the best has
 SLACK = 1.01  # times the best plan's, what one may take that is like it and moves fewer samples
 TOLERANCE = 5e-3  # of the whole samples' partition, since pieces even out the rest
 HELD = 1 + 1e-9  # times a memory cap, for rounding
@@ -245,6 +246,7 @@ class _Search:
         order = np.lexsort((np.arange(count), -self._own, ~too_large, ~heavy))
         order = order[self._spans.num_cuts[order] > 0]
         least, futile, best = max(int(np.count_nonzero(heavy[order])), 1), 0, None
+        enough = BETTER * time
         for more in MORE:
             if least + more > order.size or futile >= FUTILE or time <= NEAR * self._even:
                 break
@@ -254,9 +256,29 @@ class _Search:
                     best, time, futile = found, found.time, 0
         if best is None:
             return None
+        best = self._refined(best)
         # what was asked for leaves most samples where they are, and often has less to do for the slowest rank too
         careful = self._attempt(best.split, np.diff(best.firsts), str(self._options.get("strategy", DEFAULT_STRATEGY)))
-        return careful if careful is not None and careful.time <= SLACK * best.time else best
+        return careful if careful is not None and careful.time <= min(SLACK * best.time, enough) else best
+
+    def _refined(self, best: _Plan) -> _Plan:
+        """The best plan, or a better one with more or fewer pieces of single samples, the heaviest first."""
+        tries, improved = TRIES, True
+        while improved and tries > 0:
+            improved = False
+            for place in np.argsort(-self._own[best.split], kind="stable").tolist():
+                for change in (1, -1):
+                    counts = np.diff(best.firsts)
+                    counts[place] += change
+                    most = min(int(self._spans.num_cuts[best.split[place]]) + 1, self._num_ranks)
+                    if not 2 <= counts[place] <= most or tries <= 0:
+                        continue
+                    tries -= 1
+                    found = self._attempt(best.split, counts, QUICK)
+                    if found is not None and found.time < best.time * (1 - 1e-3):
+                        best, improved = found, True
+                        break
+        return best
 
     def _with_split(self, split: Integers) -> Iterator[_Plan]:
         """Plans in which these samples, numbers among those that may be split, are split."""

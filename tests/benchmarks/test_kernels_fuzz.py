@@ -10,6 +10,7 @@ import pytest
 from benchmarks.kernels_fuzz import KINDS, instance
 from benchmarks.kernels_fuzz_moves import check_bucketize, check_gathers, check_moves, check_order
 from benchmarks.kernels_fuzz_partitions import check_answer, check_partition, check_slices, check_window
+from benchmarks.kernels_fuzz_splits import check_split
 from evenkeel.partitioning import fitting, partition
 
 CHECKS = {
@@ -20,6 +21,7 @@ CHECKS = {
     "gathers": check_gathers,
     "bucketize": check_bucketize,
     "order": check_order,
+    "splits": check_split,
 }
 
 
