@@ -1,0 +1,182 @@
+"""Samples split over real ranks, by a real balancer and without one: every value arrives once, where the pieces say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
+from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, HSTUCost, SplitOptions, TokenCost
+
+HSTU = HSTUCost(num_layers=1, width=8, num_heads=1, head_dim=4, history=["count", "count"], context=2, candidates=3)
+SPEC = BatchSpec(
+    sequence={"items", "actions"},
+    rows_per_sample={"items": "count", "actions": "count", "tags": "num_tags"},
+)
+
+
+def options(**changes: Any) -> BalanceOptions:
+    return BalanceOptions(**{"timeout": timedelta(seconds=20), "split": SplitOptions(), **changes})
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A job of which some samples outweigh a rank's share."""
+
+    name: str
+    address: str | None
+    ranks: int = 3
+    steps: int = 4
+    giant: int = 400
+    tokens: bool = False  # the cost counts tokens
+    options: BalanceOptions = field(default_factory=options)
+
+    def batch(self, rank: int, step: int) -> dict[str, torch.Tensor]:
+        rng = np.random.default_rng(100 * step + rank)
+        count = torch.from_numpy(rng.integers(1, 12, 4))
+        if step % 2 == 0 and rank == step // 2 % self.ranks:
+            count[1] = self.giant
+        tags = torch.from_numpy(rng.integers(0, 3, 4))
+        sample = torch.arange(4) + 10 * rank + 1000 * step
+        items = torch.cat([torch.arange(n) + 1000 * s for n, s in zip(count.tolist(), sample.tolist(), strict=True)])
+        return {
+            "id": sample, "count": count, "num_tags": tags, "items": items, "actions": items.neg(),
+            "tags": sample.repeat_interleave(tags),
+        }  # fmt: skip
+
+    @property
+    def cost(self) -> Any:
+        return TokenCost(tokens=["count", "count"]) if self.tokens else HSTU
+
+
+def train(rank: int, job: Splits) -> list[dict[str, Any]]:
+    """What a rank gets, step by step."""
+    batches = [job.batch(rank, step) for step in range(job.steps)]
+    records = []
+    connected = job.address is not None
+    made = (
+        Balancer.connect(str(job.address), job=job.name, options=job.options)
+        if connected
+        else Balancer.embedded(job=job.name, options=job.options)
+    )
+    with made as balancer:
+        loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC)
+        for batch in loader:
+            ends = batch["count"].cumsum(0).tolist()
+            starts = [0, *ends[:-1]]
+            rows = [batch["items"][a:b].tolist() for a, b in zip(starts, ends, strict=True)]
+            assert torch.equal(batch["actions"], -batch["items"])
+            report = loader.report
+            records.append(
+                {
+                    "ids": batch["id"].tolist(), "rows": rows, "splits": loader.splits, "mode": report.mode.value,
+                    "tags": batch["tags"].tolist(), "split": report.split_samples, "pieces": report.pieces,
+                    "load": report.max_load / report.home_loads.mean(), "whole": report.max_load_whole,
+                    "samples": report.samples, "own": report.own_samples, "exchanged": report.exchanged,
+                    "reason": report.reason.value,
+                }
+            )  # fmt: skip
+    return records
+
+
+def run(job: Splits) -> list[list[dict[str, Any]]]:
+    """Runs a job, and checks that every value arrived once, and that pieces are where they say."""
+    results = run_ranks(job.ranks, train, job)
+    assert {len(records) for records in results} == {job.steps}
+    window = job.options.window
+    for first in range(0, job.steps, window):
+        steps = range(first, min(first + window, job.steps))
+        loaded = [job.batch(rank, step) for step in steps for rank in range(job.ranks)]
+        items = sorted(torch.cat([batch["items"] for batch in loaded]).tolist())
+        tags = sorted(torch.cat([batch["tags"] for batch in loaded]).tolist())
+        found = [record for step in steps for record in (result[step] for result in results)]
+        assert sorted(item for record in found for row in record["rows"] for item in row) == items
+        assert sorted(tag for record in found for tag in record["tags"]) == tags
+    for step in range(job.steps):
+        records = [result[step] for result in results]
+        splits = records[0]["splits"]
+        assert all(record["splits"] == splits for record in records)
+        assert {record["split"] for record in records} == {len(splits)}
+        assert {record["pieces"] for record in records} == {sum(len(sample.pieces) for sample in splits)}
+        in_pieces = {(piece.rank, piece.sequence) for sample in splits for piece in sample.pieces}
+        for sample in splits:
+            rows = [records[piece.rank]["rows"][piece.sequence] for piece in sample.pieces]
+            ids = {records[piece.rank]["ids"][piece.sequence] for piece in sample.pieces}
+            assert len(ids) == 1
+            whole = [item for row in rows for item in row]
+            assert whole == list(range(whole[0], whole[0] + job.giant))
+            for number, (piece, row) in enumerate(zip(sample.pieces, rows, strict=True)):
+                context = 0 if job.tokens or number else 2
+                candidates = 0 if job.tokens or number + 1 < len(rows) else 3
+                assert len(piece) == context + 2 * len(row) + candidates
+        for rank, record in enumerate(records):
+            for place, row in enumerate(record["rows"]):
+                if (rank, place) not in in_pieces and len(row) > 1:
+                    assert row == list(range(row[0], row[0] + len(row)))
+        assert sum(record["own"] for record in records) == records[0]["samples"] + records[0]["pieces"] - len(splits)
+    return results
+
+
+@pytest.fixture(scope="module")
+def balancer() -> Iterator[ServiceProcess]:
+    with running_balancer() as process:
+        yield process
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_service_and_the_ranks_alone_split_the_same_samples(balancer: ServiceProcess, window: int) -> None:
+    job = Splits(f"splits-{window}", balancer.address, options=options(window=window))
+    served = run(job)
+    embedded = run(replace(job, address=None))
+    assert {record["mode"] for record in served[0]} == {"service"}
+    assert {record["mode"] for record in embedded[0]} == {"embedded"}
+    for rank in range(job.ranks):
+        for one, other in zip(served[rank], embedded[rank], strict=True):
+            assert {**one, "mode": "", "reason": ""} == {**other, "mode": "", "reason": ""}
+    split = [record for record in served[0] if record["split"]]
+    assert len(split) == 2
+    for record in split:
+        assert record["load"] < 1.1
+        assert record["whole"] > 0
+        assert record["exchanged"] > 0
+
+
+def test_a_giant_that_fits_no_rank_is_split_though_nothing_is_gained() -> None:
+    caps = BalanceOptions(memory_caps=[5000.0] * 2, split=SplitOptions(above=100.0), counts="free")
+    results = run(Splits("caps", None, ranks=2, steps=2, tokens=True, options=caps))
+    assert [record["split"] for record in results[0]] == [1, 0]
+    assert results[0][0]["whole"] == 0
+
+
+def test_rounds_that_nobody_balances_have_whole_samples(balancer: ServiceProcess) -> None:
+    _ = balancer
+    gone = options(timeout=timedelta(seconds=1), fallback="identity")
+    results = run(Splits("gone", "127.0.0.1:9", ranks=2, steps=2, options=gone))
+    assert {(record["mode"], record["split"]) for record in results[0]} == {("identity", 0)}
+
+
+def _without(rank: int, what: str) -> str:
+    batch = Splits("without", None).batch(rank, 0)
+    spec = SPEC if what == "cost" else BatchSpec(rows_per_sample=dict(SPEC.rows_per_sample))
+    cost: Any = (lambda one: one["count"]) if what == "cost" else HSTU
+    with Balancer.embedded(options=options()) as balancer:
+        try:
+            next(iter(BalancedLoader([batch], balancer, cost=cost, spec=spec)))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("cost", "does not say what positions cost"), ("sequence", "no field is declared as the sequence")],
+)
+def test_what_splitting_needs_is_asked_for(what: str, said: str) -> None:
+    assert all(said in error for error in run_ranks(2, _without, what))
