@@ -254,8 +254,8 @@ def sum_up(steps: list[tuple[SplitSample, ...]], bench: Bench) -> dict[str, Any]
 
 
 def check(bench: Bench) -> dict[str, Any]:
-    """Attention over pieces beside attention over whole samples."""
-    return checks.attention(bench.device, quick=bench.options.quick)
+    """Attention over pieces beside attention over whole samples, and batches cut on the device."""
+    return checks.attention(bench.device, quick=bench.options.quick) | {"cut": checks.cuts(bench.device)}
 
 
 def calibrate(bench: Bench) -> dict[str, Any]:

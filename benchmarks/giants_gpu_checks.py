@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from benchmarks.giants_gpu_data import TimedCost, make_batch
-from evenkeel.partitioning.splits import Piece, SplitSample
+from evenkeel.partitioning.splits import Cuts, Piece, SplitSample
 from examples.datasets import SequenceBatch
 from examples.hstu.model import Ranker, loss_of
 from examples.hstu.training import Trainer
@@ -27,6 +28,8 @@ from trainer_client.attention import (
     attend_over_pieces,
 )
 from trainer_client.balancing import BalancedLoader, Balancer
+from trainer_client.balancing.batches import BatchSpec, flatten
+from trainer_client.balancing.redistribution.cutting import cut
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Pieces | None], Tensor]
 GIB = 2**30
@@ -79,6 +82,38 @@ def attention(device: torch.device, *, quick: bool) -> dict[str, Any]:
         dist.all_gather_object(errors, worst)
         found[name] = {part: max(each[part] for each in errors) for part in worst}
     return found
+
+
+def cuts(device: torch.device) -> dict[str, Any]:
+    """Batches cut on the device, beside the same on the host: differing tensors, of how many."""
+    rng = np.random.default_rng(7)
+    spec = BatchSpec(
+        rows_per_sample={"items": "num_items", "twice": 2}, sequence={"codes": 2, "items": 1},
+        parts={"keys.all": "all", "keys.first": "first"}, objects={"names"},
+    )  # fmt: skip
+    differing = compared = 0
+    for _ in range(20):
+        n = int(rng.integers(1, 9))
+        lengths = torch.from_numpy(rng.integers(0, 3000, (5, n)))
+        keyed = [
+            JaggedTensor(torch.randn(int(own.sum()), 3), lengths=own) for own in lengths[:3]
+        ]  # whose values have any width
+        batch = {
+            "num_items": lengths[3], "items": torch.randn(int(lengths[3].sum()), 5).bfloat16(),
+            "codes": JaggedTensor(torch.arange(2 * int(lengths[4].sum())), lengths=2 * lengths[4]),
+            "keys": {"all": keyed[0], "first": keyed[1], "last": keyed[2]},
+            "label": torch.randn(n), "twice": torch.arange(2 * n), "names": [f"sample {i}" for i in range(n)],
+        }  # fmt: skip
+        more = rng.integers(0, 4, n)
+        begins = np.concatenate([[0, *np.sort(rng.integers(0, 3000, count))] for count in more])
+        parts = Cuts(samples=np.repeat(np.arange(n), 1 + more), begins=begins.astype(np.int64))
+        flat = flatten(batch, spec)
+        expected, found = cut(flat, parts), cut(flat.to(device), parts)
+        for one, other in zip(expected.tensors, found.tensors, strict=True):
+            compared += 1
+            differing += not torch.equal(one, other.cpu())
+        differing += not torch.equal(expected.lengths_tensor, found.lengths_tensor.cpu())
+    return {"tensors": compared, "differing": differing}
 
 
 def _compare(
