@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.key_traces import TRACES, simulated
+from benchmarks.key_traces import LATER, TRACES, simulated
 from evenkeel import key_statistics
 from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, miss_curve
 from evenkeel.key_statistics.curves import checked
@@ -48,11 +48,9 @@ def counted(steps: list[Any]) -> Histogram:
     return counter.histogram()
 
 
-def compare(name: str, lookups: int, total: int, seed: int) -> list[dict[str, Any]]:
+def compare(name: str, lookups: int, steps: list[Any]) -> list[dict[str, Any]]:
     """Both policies on one trace: trained on the first half, held against caches simulated over the second."""
-    count = total // lookups
-    steps = list(TRACES[name](np.random.default_rng(seed), count, lookups))
-    half, keys = count // 2, len(np.unique(np.concatenate(steps)))
+    half, keys = len(steps) // 2, len(np.unique(np.concatenate(steps)))
     sizes = np.array(SHARES) * keys
     whole, small = sampled(steps[:half], 2_000_000), sampled(steps[:half], 100_000)
     histogram = counted(steps[:half])
@@ -123,7 +121,8 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     total: Annotated[int, typer.Option(help="Lookups of a trace.")] = 1_200_000,
     seed: Annotated[int, typer.Option(help="Of the traces.")] = 7,
-    steps: Annotated[int, typer.Option(help="Steps whose overhead is measured.")] = 1_000,
+    steps: Annotated[int, typer.Option(help="Steps whose overhead is measured; 0 leaves it out.")] = 1_000,
+    keys: Annotated[Path | None, typer.Option(help="A .npy file of integer keys in their order, instead.")] = None,
 ) -> None:
     """Print the worst error of each way to predict, by trace, step and policy."""
     console = Console(width=120)
@@ -131,15 +130,21 @@ def main(
     for heading in ("trace", "lookups a step", "policy", "curve", "100,000 references", "told", "histogram"):
         out.add_column(heading, justify="left" if heading in ("trace", "policy") else "right")
     rows = []
-    for name in TRACES:
-        for lookups in (4_096, 32_768):
-            for row in compare(name, lookups, total, seed):
+    real = None if keys is None else np.load(keys).astype(np.int64).ravel()
+    for name in [keys.name] if keys is not None else [*TRACES, *LATER]:
+        for many in (4_096, 32_768):
+            lookups = many if real is not None else max(1, many * total // 1_200_000)
+            if real is None:
+                source = (TRACES | LATER)[name](np.random.default_rng(seed), total // lookups, lookups)
+            else:
+                source = iter(np.split(real[: len(real) // lookups * lookups], max(1, len(real) // lookups)))
+            for row in compare(name, lookups, list(source)):
                 rows.append(row)
                 errors = list(row["worst"].values())
                 cells = [f"{errors[0]:.3f}", f"{errors[1]:.3f}", f"{row['error_told']:.3f}", f"{errors[2]:.3f}"]
                 out.add_row(name, f"{lookups:,}", row["policy"], *cells)
     console.print(out)
-    cost = [overhead(26, 4_096, steps), overhead(26, 512, steps)]
+    cost = [overhead(26, 4_096, steps), overhead(26, 512, steps)] if steps else []
     for each in cost:
         console.print(
             f"{each['lookups_per_step']:,} lookups a step: {each['call_us']:.0f} µs of the training thread, "
@@ -147,7 +152,8 @@ def main(
         )
     if json_path:
         within = {how: sum(row["worst"][how] <= AIM for row in rows) for how in rows[0]["worst"]}
-        payload = {"command": "python -m benchmarks.key_statistics --json FILE", "within_0.02": within, "of": len(rows)}
+        payload: dict[str, Any] = {"command": "python -m benchmarks.key_statistics --json FILE", "lookups": total}
+        payload |= {"within_0.02": within, "of": len(rows), "judging": list(LATER)}
         json_path.write_text(json.dumps(payload | {"overhead": cost, "rows": rows}, indent=1) + "\n")
 
 

@@ -72,9 +72,10 @@ class PlannerClient:
         headers = {"Content-Type": "application/json", **self._authorization(place, known)}
         address = f"{url.rstrip('/')}/v1/plans"
         call = urllib.request.Request(address, json.dumps(encode(request)).encode(), headers, method="POST")
+        trust = known.ssl_context()
         try:
             timeout = self.timeout_s + request.solver.time_limit_s
-            with urllib.request.urlopen(call, timeout=timeout, context=known.ssl_context()) as answer:
+            with urllib.request.urlopen(call, timeout=timeout, context=trust) as answer:
                 value = json.load(answer)
         except urllib.error.HTTPError as error:
             raise PlannerError(f"{address} answered {error.code}: {_detail(error)}{_remedy(error, headers)}") from None

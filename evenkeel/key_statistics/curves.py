@@ -74,14 +74,20 @@ def miss_curve(
     )
 
 
-def predicted(trace: KeyTrace, eviction: Eviction, sizes: FloatArray, *, ahead: float, rows: float) -> MissRates:
+def predicted(
+    trace: KeyTrace, eviction: Eviction, sizes: FloatArray, *, ahead: float, rows: float, told_apart: bool = False
+) -> MissRates:
     """What caches of `sizes` rows, all ranks together, will miss in the `ahead * steps` steps to come."""
-    future = continued(trace, ahead, rows)
-    found = observed(future, eviction, sizes, trace.steps, max(trace.steps + 1, round(trace.steps * (1 + ahead))))
+    return _missed(continued(trace, ahead, rows, told_apart=told_apart), trace.steps, eviction, sizes, ahead)
+
+
+def _missed(future: KeyTrace, steps: int, eviction: Eviction, sizes: FloatArray, ahead: float) -> MissRates:
+    found = observed(future, eviction, sizes, steps, max(steps + 1, round(steps * (1 + ahead))))
     return MissRates(rates=np.minimum.accumulate(found.rates), unique=found.unique)
 
 
-_TAKEN_OFF = 0.3
+_TAKEN_OFF = 0.5
+"""Of a count's noise, what is left in counts of twice as many steps lies between a half and its root."""
 
 
 def checked(
@@ -89,14 +95,22 @@ def checked(
 ) -> tuple[MissRates, float]:
     """As `predicted`, with how far the prediction from the first half of the steps was off in the second half.
 
-    Counts of few steps order keys worse than those of many, so LFU is predicted too badly for caches of middle size,
-    from a part as from the whole: some of what the first half was off is taken off.
+    LFU is predicted in the way that would have told the second half better: with roles of keys told apart or not. And
+    counts of few steps order keys worse than those of many, so LFU misses are predicted too high from a part as from
+    the whole: by how much, the first half tells, where it was off by more for LFU than for LRU, which knows no counts.
     """
     half = trace.steps // 2
-    found = predicted(trace, eviction, sizes, ahead=ahead, rows=rows)
-    early = predicted(trace.before(half), eviction, sizes, ahead=1.0, rows=rows)
-    off = observed(trace, eviction, sizes, half, trace.steps).rates - early.rates
-    if eviction is Eviction.LFU:
-        rates = np.minimum.accumulate(np.clip(found.rates + _TAKEN_OFF * off, 0.0, 1.0))
-        found = MissRates(rates=rates, unique=found.unique)
-    return found, float(np.abs(off).max())
+    before = trace.before(half)
+    if eviction is Eviction.LRU:
+        found = predicted(trace, eviction, sizes, ahead=ahead, rows=rows)
+        early = predicted(before, eviction, sizes, ahead=1.0, rows=rows)
+        return found, float(np.abs(observed(trace, eviction, sizes, half, trace.steps).rates - early.rates).max())
+    futures = [continued(before, 1.0, rows, told_apart=way) for way in (False, True)]
+    actual = observed(trace, eviction, sizes, half, trace.steps).rates
+    offs = [actual - _missed(future, half, eviction, sizes, 1.0).rates for future in futures]
+    way = float(np.square(offs[1]).mean()) < float(np.square(offs[0]).mean())
+    recency = observed(trace, Eviction.LRU, sizes, half, trace.steps).rates
+    common = recency - _missed(futures[0], half, Eviction.LRU, sizes, 1.0).rates
+    found = predicted(trace, eviction, sizes, ahead=ahead, rows=rows, told_apart=way)
+    rates = np.minimum.accumulate(np.clip(found.rates + _TAKEN_OFF * (offs[way] - common), 0.0, 1.0))
+    return MissRates(rates=rates, unique=found.unique), float(np.abs(offs[way]).max())

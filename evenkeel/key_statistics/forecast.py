@@ -21,13 +21,16 @@ Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float64]
 
 
-def continued(trace: KeyTrace, ahead: float, rows: float, seed: int = 0) -> KeyTrace:
+def continued(trace: KeyTrace, ahead: float, rows: float, *, told_apart: bool = False, seed: int = 0) -> KeyTrace:
     """The trace with about `ahead` times as many steps again (never fewer), by names of keys of its own.
 
     Args:
         trace: What was observed, of at least two steps.
         ahead: Steps to come, over those observed.
         rows: Rows of the table: there are no more keys.
+        told_apart: Whether roles of keys that had been used as recently and as often are in the order of how often they
+            were used afterwards. That knows too much where uses are by chance, and is right where keys differ in what
+            shows later: a table that is gone through over and over has seen each key once for a long time.
         seed: Of the draws: which of the keys that came as new are new, and who else comes back.
     """
     draw = np.random.default_rng(seed)
@@ -46,7 +49,8 @@ def continued(trace: KeyTrace, ahead: float, rows: float, seed: int = 0) -> KeyT
     arrival = first[newcomers]
     usual = _smooth(came[half:])[arrival - half]
     role, since, often = key[~past], step[~past] - half, times[~past]
-    order = before.recent(half)
+    after = np.bincount(key[~past], weights=times[~past], minlength=len(names)) if told_apart else None
+    order = before.recent(half, after)
     steps, keys, counts = [step], [key], [times]
     clock, end = trace.steps, trace.steps * (1 + ahead)
     while clock < end:
@@ -116,10 +120,14 @@ class _Keys:
     def and_new(self, count: int) -> _Keys:
         return _Keys(np.append(self.last, np.full(count, -1)), np.append(self.times, np.zeros(count, dtype=np.int64)))
 
-    def recent(self, now: int) -> tuple[Array, Array, Array]:
-        """Used keys, the most recent and then the most frequent first; steps since; place among those of one step."""
+    def recent(self, now: int, after: Array | None = None) -> tuple[Array, Array, Array]:
+        """Used keys, the most recent and then the most frequent first; steps since; place among those of one step.
+
+        `after` orders keys that are alike in both.
+        """
         used = np.flatnonzero(self.last >= 0)
-        key = used[np.lexsort((-self.times[used], -self.last[used]))]
+        alike = np.zeros(len(used)) if after is None else -after[used]
+        key = used[np.lexsort((alike, -self.times[used], -self.last[used]))]
         age = now - self.last[key]
         index = np.arange(len(age))
         starts = np.ones(len(age), dtype=bool)

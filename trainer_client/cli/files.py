@@ -25,13 +25,13 @@ def quantity(text: str) -> int | float | None:
     return int(number) if number == number.to_integral_value() else float(number)
 
 
-def read(path: Path) -> object:
-    """The content of a YAML or JSON file.
+def read(path: Path, holds: str = "a list of tables, a request or a plan") -> object:
+    """The content of a YAML or JSON file, which should hold `holds`.
 
     Raises:
         InvalidInputError: If it cannot be read, or is neither YAML nor JSON.
     """
-    text = _text(path)
+    text = _text(path, holds)
     try:
         return json.loads(text) if path.suffix == ".json" else _yaml(path, text)
     except RecursionError:
@@ -43,7 +43,7 @@ def read(path: Path) -> object:
         raise InvalidInputError(str(path), text[:40], f"is no {kind}: {error}", "correct the file") from None
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, holds: str) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(_MOST + 1)
@@ -51,9 +51,9 @@ def _text(path: Path) -> str:
         raise InvalidInputError(str(path), error.strerror, "cannot be read", "name a file that can") from None
     if len(content) > _MOST:
         what = f"holds more than {_MOST >> 20} MiB"
-        raise InvalidInputError(str(path), f"{content[:8]!r}", what, "name a file of tables, a request or a plan")
+        raise InvalidInputError(str(path), f"{content[:8]!r}", what, f"name a file with {holds}")
     if not content.strip():
-        raise InvalidInputError(str(path), "", "is empty", "write a list of tables, a request or a plan into it")
+        raise InvalidInputError(str(path), "", "is empty", f"write {holds} into it")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -69,7 +69,18 @@ def _yaml(path: Path, text: str) -> object:
         raise InvalidInputError(str(path), path.suffix, "needs pyyaml to be read", remedy) from None
 
     class Loader(yaml.SafeLoader):
-        """Takes 400M, 4e8 and 139GiB for numbers."""
+        """Takes 400M, 4e8 and 139GiB for numbers, and no field twice."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                name = str(key.value) if isinstance(key, yaml.ScalarNode) else ""
+                if name and name in seen:
+                    what = f"is there twice in one object, the second time in line {key.start_mark.line + 1}"
+                    raise InvalidInputError(f"{path}: {name}", name, what, "keep one of them")
+                seen.add(name)
+            made: dict[object, object] = super().construct_mapping(node, deep)
+            return made
 
     def construct(loader: Loader, node: yaml.ScalarNode) -> int | float:
         number = quantity(str(loader.construct_scalar(node)))

@@ -139,7 +139,7 @@ def solve(request: PlanRequest, planner: str | None, credentials: Credentials, *
 
 
 def _profile(path: Path) -> HardwareProfile:
-    return parse_profile(read(path))
+    return parse_profile(read(path, "a hardware profile, as `evenkeel calibrate` writes it,"))
 
 
 def _object(field: str, content: object) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from benchmarks.key_traces import TRACES, simulated
+from benchmarks.key_traces import LATER, TRACES, simulated
 from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge, miss_curve
 from evenkeel.key_statistics.curves import checked, predicted
 from evenkeel.key_statistics.ranks import observed
@@ -66,6 +66,15 @@ def test_lfu_counts_what_it_gave_up(name: str) -> None:
     sizes = np.array([0.02, 0.1, 0.25, 0.5, 1.0]) * keys
     found = checked(_trace(steps[:STEPS]), Eviction.LFU, sizes, ahead=1.0, rows=1e12)[0].rates
     assert found.tolist() == pytest.approx(simulated(steps, sizes, STEPS, Eviction.LFU).tolist(), abs=0.03)
+
+
+@pytest.mark.parametrize(("name", "within"), [("scan", 0.08), ("epochs", 0.035), ("richer", 0.02)])
+def test_lfu_is_predicted_where_counts_are_alike_for_long(name: str, within: float) -> None:
+    steps = list((TRACES | LATER)[name](np.random.default_rng(7), 150, 1_024))
+    keys = len(np.unique(np.concatenate(steps)))
+    sizes = np.array([0.02, 0.1, 0.25, 0.5, 0.75, 1.0]) * keys
+    found = checked(_trace(steps[:75]), Eviction.LFU, sizes, ahead=1.0, rows=keys)[0].rates
+    assert found.tolist() == pytest.approx(simulated(steps, sizes, 75, Eviction.LFU).tolist(), abs=within)
 
 
 def test_ranks_make_one_trace_of_what_each_of_them_saw() -> None:

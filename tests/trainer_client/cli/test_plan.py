@@ -315,6 +315,10 @@ def test_addresses_that_are_none(command: typer.Typer, tables: Path, url: str) -
         (b"- {name: a, rows: " + b"9" * 5000 + b", dim: 4}", "is no YAML"),
         (b"- !!python/object:os.system x", "is no YAML"),
         (b"{tables: [], topology: h200x\xc2\xb2}", "topology"),
+        (
+            b"- {name: a, rows: 5, dim: 4}\n- {name: b, rows: 5, dim: 4,\n   rows: 6}",
+            "rows: is there twice in one object",
+        ),
     ],
 )
 def test_odd_files_end_in_a_sentence(command: typer.Typer, tmp_path: Path, content: bytes, said: str) -> None:
@@ -325,6 +329,22 @@ def test_odd_files_end_in_a_sentence(command: typer.Typer, tmp_path: Path, conte
     assert (shown.exit_code, type(shown.exception)) == (2, SystemExit)
     assert shown.stderr.startswith("error: ")
     assert said in shown.stderr
+
+
+def test_an_empty_profile_and_a_useless_certificate_are_called_what_they_are(
+    command: typer.Typer, tmp_path: Path
+) -> None:
+    tables, empty = tmp_path / "tables.yaml", tmp_path / "empty"
+    tables.write_text("- {name: a, rows: 5, dim: 4}\n")
+    empty.write_text("")
+    flags = [str(tables), "--topology", "h200x8"]
+    shown = CliRunner().invoke(command, [*flags, "--profile", str(empty)])
+    assert shown.exit_code == 2
+    assert "write a hardware profile" in shown.stderr
+    shown = CliRunner().invoke(command, [*flags, "--planner", "https://127.0.0.1:9", "--tls-ca", str(empty)])
+    assert shown.exit_code == 2
+    assert f"ca {empty} cannot be used" in shown.stderr
+    assert "JSON" not in shown.stderr
 
 
 def test_files_without_end_are_not_read_to_the_end(command: typer.Typer) -> None:
