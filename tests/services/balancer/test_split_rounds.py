@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.divisible import MOST, WIDTH
 from evenkeel.partitioning.rounds import RoundPlan
@@ -118,6 +119,32 @@ def test_every_rank_reads_the_plan_that_ranks_without_a_service_make(done: Round
             for own, told in zip(done.ranks, plans, strict=True)
         ]
         assert sum(sums) % 2**64 == 0
+
+
+def test_an_older_service_or_client_has_whole_samples() -> None:
+    done = giants()
+    join = join_request(
+        SESSION, world_size=4, rank=0, node="", options=done.options, schema_hash=b"",
+        schema_fields=[(f"field{number}", "int64", "jagged", ()) for number in range(ROLES.size)], roles=ROLES.tolist(),
+    )  # fmt: skip
+    join.options.ClearField("split")  # as who does not know of a field passes over it
+    join.schema.ClearField("roles")
+    terms = read_join(join, Limits(), ("minimal_move",), "minimal_move").terms
+    assert terms.options == replace(done.options, split=None)
+    submissions = []
+    for rank, own in enumerate(done.ranks):
+        message = submit_request(0, rank, own, exhausted=False, timeout_ms=1000)
+        message.ClearField("divisible")
+        submissions.append(read_submission(message, terms, Limits()))
+    inputs = PlanInput(submissions=tuple(submissions), options=terms.options, nodes=("",) * 4)
+    plan = make_plan(inputs)
+    assert isinstance(plan, RoundPlan)
+    told = pb.Answer.FromString(answer_bytes(7, 0, 0, balanced(plan))).decision
+    assert not told.cuts
+    assert not told.pieces
+    own = read(told, done).plan
+    assert own is not None
+    assert own.cuts == own.splits == ()
 
 
 def decision_of(done: Round, rank: int = 0) -> pb.Decision:

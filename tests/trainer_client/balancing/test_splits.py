@@ -35,13 +35,14 @@ class Splits:
     ranks: int = 3
     steps: int = 4
     giant: int = 400
+    every: int = 2  # steps, of which one has a giant
     tokens: bool = False  # the cost counts tokens
     options: BalanceOptions = field(default_factory=options)
 
     def batch(self, rank: int, step: int) -> dict[str, torch.Tensor]:
         rng = np.random.default_rng(100 * step + rank)
         count = torch.from_numpy(rng.integers(1, 12, 4))
-        if step % 2 == 0 and rank == step // 2 % self.ranks:
+        if step % self.every == 0 and rank == step // self.every % self.ranks:
             count[1] = self.giant
         tags = torch.from_numpy(rng.integers(0, 3, 4))
         sample = torch.arange(4) + 10 * rank + 1000 * step
@@ -160,6 +161,38 @@ def test_rounds_that_nobody_balances_have_whole_samples(balancer: ServiceProcess
     gone = options(timeout=timedelta(seconds=1), fallback="identity")
     results = run(Splits("gone", "127.0.0.1:9", ranks=2, steps=2, options=gone))
     assert {(record["mode"], record["split"]) for record in results[0]} == {("identity", 0)}
+
+
+def _stopped(rank: int, job: Splits) -> list[tuple[list[int], list[list[int]], int, int]]:
+    """Takes the first batch of a window, and the others from its state; what the rank trained in each."""
+    batches = [job.batch(rank, step) for step in range(job.steps)]
+    trained = []
+
+    def take(loader: BalancedLoader[dict[str, torch.Tensor]], most: int) -> None:
+        for batch in loader:
+            ends = batch["count"].cumsum(0).tolist()
+            rows = [batch["items"][a:b].tolist() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+            trained.append((batch["id"].tolist(), rows, loader.report.split_samples, len(loader.splits)))
+            if len(trained) == most:
+                break
+
+    with Balancer.embedded(job=job.name, options=job.options) as balancer:
+        loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC)
+        take(loader, 1)
+        loader.load_state_dict(loader.state_dict())
+        take(loader, job.steps)
+    return trained
+
+
+def test_a_window_that_a_state_goes_on_with_keeps_its_batches_and_splits_them() -> None:
+    job = Splits("stopped", None, every=1, options=options(window=4))
+    whole, stopped = run(job), run_ranks(job.ranks, _stopped, job)
+    assert sum(record["split"] for record in whole[0][1:]) > 0
+    for step in range(job.steps):
+        loaded = sorted(sample for result in whole for row in result[step]["rows"] for sample in row)
+        again = sorted(sample for result in stopped for row in result[step][1] for sample in row)
+        assert loaded == again
+        assert {result[step][2] for result in stopped} == {whole[0][step]["split"]}
 
 
 def _without(rank: int, what: str) -> str:
