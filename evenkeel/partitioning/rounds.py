@@ -17,6 +17,7 @@ from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.parts import RoundParts, read_parts, read_splits
 from evenkeel.partitioning.samples import Lengths, RankSamples, RoundSamples
 from evenkeel.partitioning.slices import Slice, Slices, hash_plan, slice_plan
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, planned_speeds
 from evenkeel.partitioning.split_rounds import SplitBatch, SplitWindow, split_window
 from evenkeel.partitioning.splits import Cuts, SplitSample, part_lengths
 from evenkeel.partitioning.splitting import SplitOptions
@@ -41,6 +42,7 @@ class RoundOptions:
         meet: Samples may change their batch.
         stay: Nothing is balanced; samples move only where `min_samples` needs them.
         split: When samples are split over ranks; None: never.
+        learned: What is known of the ranks' speeds besides, which differs from round to round.
     """
 
     strategy: str = "minimal_move"
@@ -53,6 +55,7 @@ class RoundOptions:
     meet: bool = True
     stay: bool = False
     split: SplitOptions | None = None
+    learned: LearnedSpeeds = ALL_EQUAL
 
     def cheapest(self) -> RoundOptions:
         """The same with the cheapest search that there is, each batch by itself, of whole samples."""
@@ -246,13 +249,17 @@ def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
     split, caps = None if options.stay else options.split, options.memory_caps
     if samples.given is not None:
         options = replace(options.spreading(), min_samples=0)
+    speeds = np.array(options.speeds) if options.speeds else None
+    if options.learned:  # sums in the order of the samples, so that they are the same on every machine
+        loads = np.bincount(homes, samples.costs, samples.num_ranks).tolist()
+        speeds = planned_speeds(options.speeds, options.learned, loads, samples.num_batches)
     how: Options = {
         "strategy": options.strategy,
         "sizes": sizes,
         "counts": options.counts,
         "tolerance": options.tolerance,
         "move_price": options.move_price,
-        "speeds": np.array(options.speeds) if options.speeds else None,
+        "speeds": speeds,
         "memory": samples.memory if options.memory_caps else None,
         "memory_caps": np.array(options.memory_caps) if options.memory_caps else None,
         "nodes": samples.nodes,

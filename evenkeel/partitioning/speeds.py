@@ -8,11 +8,13 @@ comes to the same numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from evenkeel.partitioning.ranges import SPEEDS
 
 Numbers = NDArray[np.float64]
 
@@ -23,6 +25,7 @@ NEAR = 0.03  # of the median rank's speed, within which a slow rank counts as ev
 NOISE = 5.0  # standard errors of the median, by which it must differ too
 REFINED_AFTER = 2 * WINDOW  # rounds after a change in which the first estimate is put right
 FORGOTTEN = 4 * WINDOW  # rounds without a time of a rank, after which its latest rates no longer count
+LOWEST = 0.3  # a rank's speed is taken to be no lower, as a share of the median rank's
 STEPS = 256  # speeds are multiples of one over this
 HISTORY = 64  # rounds from which the fixed share of a step is learned
 FIT_EVERY = 16
@@ -32,33 +35,71 @@ _MEDIAN_ERROR = 1.2533 * 1.4826 / math.sqrt(WINDOW)  # standard error of a media
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedLimits:
-    """Within which bounds speeds are learned.
-
-    Attributes:
-        lowest: The speed of a rank is taken to be no lower, as a share of the median rank's.
-    """
-
-    lowest: float = 0.3
-
-    def __post_init__(self) -> None:
-        if not 0 < self.lowest <= 1:
-            raise ValueError(f"lowest is {self.lowest!r}; pass a share of the median rank's speed, above 0 and up to 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
     """A rank that is slower than the median one.
 
     Attributes:
         rank: Which.
-        speed: Relative to the median rank's.
-        since: Rounds noted before it was seen to be slow.
+        speed: Relative to the median rank's, 0.3 to 1.
+        since: The round after which it was seen to be slow.
     """
 
     rank: int
     speed: float
     since: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedSpeeds:
+    """What is known of the ranks' speeds at some time.
+
+    Attributes:
+        stragglers: The slow ranks, ascending; all others are as fast as the median one.
+        fixed: What a step takes besides its load, in units of cost, as far as that is known; 0 without stragglers.
+    """
+
+    stragglers: tuple[Straggler, ...] = ()
+    fixed: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.stragglers)
+
+    def to_plan(self, mean_load: float, num_ranks: int) -> Numbers:
+        """(ranks,) speeds to plan a batch with: loads over them are to be equal, so that all ranks take as long.
+
+        Of a rank that is slower, what a step takes besides its load takes longer too.
+
+        Args:
+            mean_load: Of the batch, over the ranks.
+            num_ranks: How many they are.
+        """
+        share = self.fixed / mean_load if mean_load > 0 else 0.0
+        speeds = np.ones(num_ranks)
+        for slow in self.stragglers:
+            speeds[slow.rank] = slow.speed
+        return np.clip(_in_steps(speeds - share * (1.0 - speeds)), LOWEST, 1.0)
+
+
+ALL_EQUAL = LearnedSpeeds()
+
+
+def planned_speeds(
+    given: Sequence[float], learned: LearnedSpeeds, loads: Sequence[float], num_batches: int = 1
+) -> Numbers | None:
+    """(ranks,) speeds to plan a round with; None: all are equal.
+
+    Args:
+        given: The user's; empty: all equal. What is learned multiplies them.
+        learned: What is known besides.
+        loads: (ranks,) what the ranks have loaded, in all batches together.
+        num_batches: Batches of the round.
+    """
+    own = np.array(given, np.float64) if given else None
+    if not learned:
+        return own
+    mean = sum(loads) / ((sum(given) if given else len(loads)) * num_batches)
+    planned = learned.to_plan(mean, len(loads))
+    return planned if own is None else np.clip(own * planned, SPEEDS.least, SPEEDS.most)
 
 
 class SpeedEstimator:
@@ -69,12 +110,11 @@ class SpeedEstimator:
         fixed: What a step takes besides its load, in units of cost, as far as that is known.
     """
 
-    def __init__(self, num_ranks: int, limits: SpeedLimits | None = None) -> None:
+    def __init__(self, num_ranks: int) -> None:
         """Knows nothing yet: all ranks are equal.
 
         Args:
             num_ranks: Number of ranks.
-            limits: See there.
 
         Raises:
             ValueError: If there is no rank.
@@ -83,7 +123,6 @@ class SpeedEstimator:
             raise ValueError(f"num_ranks is {num_ranks}; pass 1 or more")
         self.rounds = 0
         self.fixed = 0.0
-        self._lowest = (limits or SpeedLimits()).lowest
         self._rates = np.full((num_ranks, WINDOW), np.nan)
         self._noted = np.full((num_ranks, WINDOW), -FORGOTTEN - 1, np.int64)  # the round of each rate
         self._next = np.zeros(num_ranks, np.int64)
@@ -93,13 +132,14 @@ class SpeedEstimator:
         self._since = np.full(num_ranks, -1, np.int64)
         self._steps = np.full((HISTORY, 2), np.nan)  # load and seconds of the median rank
 
-    def note(self, loads: ArrayLike, seconds: ArrayLike) -> bool:
+    def note(self, loads: ArrayLike, seconds: ArrayLike, number: int | None = None) -> bool:
         """Notes what a batch of each rank cost and took; whether plans are to change.
 
         Args:
             loads: (ranks,) summed cost of each rank's batch, as planned.
             seconds: (ranks,) time that each rank's own computation of it took, without waiting for others. What is not
-                finite or not above 0 counts as unknown, as does the time of a rank without load.
+                from a nanosecond to 30 years counts as unknown, as does the time of a rank without load.
+            number: Of the round; default: how many were noted before.
 
         Raises:
             ValueError: If a shape is wrong.
@@ -110,57 +150,32 @@ class SpeedEstimator:
                 raise ValueError(
                     f"{name} has the shape {values.shape}; pass one number for each of {self._speeds.size} ranks"
                 )
-        known = np.isfinite(load) & np.isfinite(time) & (load > 0) & (time > 0)
+        known = np.isfinite(load) & np.isfinite(time) & (load > 0) & (time >= 1e-9) & (time <= 1e9)
+        number = self.rounds if number is None else number
         self.rounds += 1
         if np.count_nonzero(known) * 2 > known.size:  # of fewer, the median says nothing about the others
             self._note_step(load[known], time[known])
             rates = (load[known] + self.fixed) / time[known]
             self._note_rates(np.flatnonzero(known), rates / _upper_median(rates))
-        return self._follow()
+        return self._follow(number)
 
     @property
     def speeds(self) -> Numbers:
         """(ranks,) how fast each rank computes, at most 1, the median rank's speed."""
         return self._speeds.copy()
 
-    def to_plan(self, mean_load: float) -> Numbers:
-        """(ranks,) speeds to plan a batch with: loads over them are to be equal, so that all ranks take as long.
-
-        Of a rank that is slower, what a step takes besides its load takes longer too.
-
-        Args:
-            mean_load: Of the batch, over the ranks.
-        """
-        share = self.fixed / mean_load if mean_load > 0 else 0.0
-        return np.clip(_in_steps(self._speeds - share * (1.0 - self._speeds)), self._lowest, 1.0)
-
     @property
-    def stragglers(self) -> tuple[Straggler, ...]:
-        """The slow ranks, the slowest first."""
-        slow = np.flatnonzero(self._speeds < 1)
-        order = slow[np.lexsort((slow, self._speeds[slow]))].tolist()
-        return tuple(Straggler(rank=r, speed=float(self._speeds[r]), since=int(self._since[r])) for r in order)
-
-    def to_state(self) -> dict[str, Any]:
-        """All that it knows, as plain values."""
-        return {
-            "rounds": self.rounds,
-            "fixed": self.fixed,
-            "rates": self._rates.tolist(),
-            "noted": self._noted.tolist(),
-            "speeds": self._speeds.tolist(),
-            "since": self._since.tolist(),
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any], limits: SpeedLimits | None = None) -> SpeedEstimator:
-        """Goes on from what `to_state` gave."""
-        self = cls(len(state["speeds"]), limits)
-        self.rounds, self.fixed = int(state["rounds"]), float(state["fixed"])
-        self._rates, self._noted = np.array(state["rates"], np.float64), np.array(state["noted"], np.int64)
-        self._speeds, self._since = np.array(state["speeds"], np.float64), np.array(state["since"], np.int64)
-        self._next = np.argmin(self._noted, axis=1)
-        return self
+    def learned(self) -> LearnedSpeeds:
+        """What plans are to follow."""
+        slow = np.flatnonzero(self._speeds < 1).tolist()
+        if not slow:
+            return ALL_EQUAL
+        return LearnedSpeeds(
+            stragglers=tuple(
+                Straggler(rank=rank, speed=float(self._speeds[rank]), since=int(self._since[rank])) for rank in slow
+            ),
+            fixed=self.fixed,
+        )
 
     # ------------------------------------------------------------------ inside
 
@@ -190,14 +205,14 @@ class SpeedEstimator:
         self._noted[ranks, places] = self.rounds
         self._next[ranks] = (places + 1) % WINDOW
 
-    def _follow(self) -> bool:
+    def _follow(self, number: int) -> bool:
         """Lets the speeds of ranks that surely differ follow; whether any did."""
         fresh = self._noted > self.rounds - FORGOTTEN
         full = fresh.all(axis=1)
         ordered = np.sort(self._rates, axis=1)
         found = ordered[:, WINDOW // 2]
         deviation = np.sort(np.abs(self._rates - found[:, None]), axis=1)[:, WINDOW // 2]
-        target = np.clip(_in_steps(found), self._lowest, 1.0)
+        target = np.clip(_in_steps(found), LOWEST, 1.0)
         target[target > 1.0 - NEAR] = 1.0
         target[~full] = np.where(fresh.any(axis=1), self._speeds, 1.0)[~full]  # too little is known to change it
         off = np.abs(target - self._speeds)
@@ -211,7 +226,7 @@ class SpeedEstimator:
         if not follows.any():
             return False
         begun = follows & (self._speeds >= 1) & (target < 1)
-        self._since[begun] = self.rounds
+        self._since[begun] = number
         self._speeds[follows] = target[follows]
         self._since[self._speeds >= 1] = -1
         self._changed[follows & ~refined] = self.rounds

@@ -168,7 +168,7 @@ class Limits(_message.Message):
     def __init__(self, max_ranks: _Optional[int] = ..., max_samples_per_rank: _Optional[int] = ..., max_rounds_ahead: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("round", "num_samples", "costs_i64", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "measurement", "rank", "traceparent", "divisible")
+    __slots__ = ("round", "num_samples", "costs_i64", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "rank", "traceparent", "divisible", "learned")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     COSTS_I64_FIELD_NUMBER: _ClassVar[int]
@@ -179,10 +179,10 @@ class Submit(_message.Message):
     BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
     EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
-    MEASUREMENT_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     DIVISIBLE_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_FIELD_NUMBER: _ClassVar[int]
     round: int
     num_samples: int
     costs_i64: bytes
@@ -193,19 +193,29 @@ class Submit(_message.Message):
     batch_sizes: _containers.RepeatedScalarFieldContainer[int]
     exhausted: bool
     timeout_ms: int
-    measurement: Measurement
     rank: int
     traceparent: str
     divisible: bytes
-    def __init__(self, round: _Optional[int] = ..., num_samples: _Optional[int] = ..., costs_i64: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., exhausted: bool = ..., timeout_ms: _Optional[int] = ..., measurement: _Optional[_Union[Measurement, _Mapping]] = ..., rank: _Optional[int] = ..., traceparent: _Optional[str] = ..., divisible: _Optional[bytes] = ...) -> None: ...
+    learned: LearnedSpeeds
+    def __init__(self, round: _Optional[int] = ..., num_samples: _Optional[int] = ..., costs_i64: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., exhausted: bool = ..., timeout_ms: _Optional[int] = ..., rank: _Optional[int] = ..., traceparent: _Optional[str] = ..., divisible: _Optional[bytes] = ..., learned: _Optional[_Union[LearnedSpeeds, _Mapping]] = ...) -> None: ...
 
-class Measurement(_message.Message):
-    __slots__ = ("round", "compute_seconds")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    round: int
-    compute_seconds: float
-    def __init__(self, round: _Optional[int] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+class LearnedSpeeds(_message.Message):
+    __slots__ = ("stragglers", "fixed")
+    STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
+    FIXED_FIELD_NUMBER: _ClassVar[int]
+    stragglers: _containers.RepeatedCompositeFieldContainer[Straggler]
+    fixed: float
+    def __init__(self, stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., fixed: _Optional[float] = ...) -> None: ...
+
+class Straggler(_message.Message):
+    __slots__ = ("rank", "speed", "since")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    speed: float
+    since: int
+    def __init__(self, rank: _Optional[int] = ..., speed: _Optional[float] = ..., since: _Optional[int] = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("round", "decision", "error", "rank")
@@ -422,7 +432,7 @@ class GetSessionStatsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ...) -> None: ...
 
 class SessionStats(_message.Message):
-    __slots__ = ("job", "group", "loader", "run_id", "restart_count", "world_size", "joined_ranks", "last_round", "rounds_balanced", "rounds_identity", "seconds_since_last_message", "last_balance", "last_loads_before", "last_loads_after", "mean_round_wait_seconds", "watch")
+    __slots__ = ("job", "group", "loader", "run_id", "restart_count", "world_size", "joined_ranks", "last_round", "rounds_balanced", "rounds_identity", "seconds_since_last_message", "last_balance", "last_loads_before", "last_loads_after", "mean_round_wait_seconds", "watch", "last_learned")
     class RoundsIdentityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -446,6 +456,7 @@ class SessionStats(_message.Message):
     LAST_LOADS_AFTER_FIELD_NUMBER: _ClassVar[int]
     MEAN_ROUND_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WATCH_FIELD_NUMBER: _ClassVar[int]
+    LAST_LEARNED_FIELD_NUMBER: _ClassVar[int]
     job: str
     group: str
     loader: str
@@ -462,7 +473,8 @@ class SessionStats(_message.Message):
     last_loads_after: bytes
     mean_round_wait_seconds: float
     watch: str
-    def __init__(self, job: _Optional[str] = ..., group: _Optional[str] = ..., loader: _Optional[str] = ..., run_id: _Optional[str] = ..., restart_count: _Optional[int] = ..., world_size: _Optional[int] = ..., joined_ranks: _Optional[int] = ..., last_round: _Optional[int] = ..., rounds_balanced: _Optional[int] = ..., rounds_identity: _Optional[_Mapping[str, int]] = ..., seconds_since_last_message: _Optional[float] = ..., last_balance: _Optional[_Union[Balance, _Mapping]] = ..., last_loads_before: _Optional[bytes] = ..., last_loads_after: _Optional[bytes] = ..., mean_round_wait_seconds: _Optional[float] = ..., watch: _Optional[str] = ...) -> None: ...
+    last_learned: LearnedSpeeds
+    def __init__(self, job: _Optional[str] = ..., group: _Optional[str] = ..., loader: _Optional[str] = ..., run_id: _Optional[str] = ..., restart_count: _Optional[int] = ..., world_size: _Optional[int] = ..., joined_ranks: _Optional[int] = ..., last_round: _Optional[int] = ..., rounds_balanced: _Optional[int] = ..., rounds_identity: _Optional[_Mapping[str, int]] = ..., seconds_since_last_message: _Optional[float] = ..., last_balance: _Optional[_Union[Balance, _Mapping]] = ..., last_loads_before: _Optional[bytes] = ..., last_loads_after: _Optional[bytes] = ..., mean_round_wait_seconds: _Optional[float] = ..., watch: _Optional[str] = ..., last_learned: _Optional[_Union[LearnedSpeeds, _Mapping]] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -87,6 +88,8 @@ def statistics_message(session: Session, now: float, joined_ranks: int) -> pb.Se
         message.last_balance.CopyFrom(balance_message(figures, seconds))
         message.last_loads_before = before.astype("<f8").tobytes()
         message.last_loads_after = after.astype("<f8").tobytes()
+    if statistics.last_learned:
+        message.last_learned.CopyFrom(pb.LearnedSpeeds(**asdict(statistics.last_learned)))
     return message
 
 

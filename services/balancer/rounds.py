@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.rounds import Figures
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from services.balancer.decisions import Decision, Reason
 from services.balancer.effects import Asker
 from services.balancer.shares import Account
@@ -147,6 +148,7 @@ class SessionStatistics:
         waited: Seconds from first submission to decision, summed over all rounds.
         last_balance: How even the last balanced round is, with the seconds that its plan took, and the loads of its
             ranks before and after in its least even batch.
+        last_learned: By which speeds of its ranks that round was planned.
     """
 
     last_round: int = 0
@@ -154,13 +156,15 @@ class SessionStatistics:
     identity: dict[Reason, int] = field(default_factory=dict)
     waited: float = 0.0
     last_balance: tuple[Figures, float, NDArray[np.float64], NDArray[np.float64]] | None = None
+    last_learned: LearnedSpeeds = ALL_EQUAL
 
-    def count(self, round_number: int, decision: Decision, waited: float) -> None:
+    def count(self, round_number: int, decision: Decision, waited: float, learned: LearnedSpeeds = ALL_EQUAL) -> None:
         """Takes a decided round into account."""
         self.last_round = round_number
         self.waited += waited
         if decision.plan is not None:
             self.balanced += 1
+            self.last_learned = learned
             plan = decision.plan
             worst = plan.worst
             self.last_balance = plan.figures, plan.seconds, plan.loads_before[worst], plan.loads_after[worst]

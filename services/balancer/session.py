@@ -17,6 +17,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from evenkeel.partitioning.rounds import RoundPlan
+from evenkeel.partitioning.speeds import ALL_EQUAL
 from services.balancer.decisions import Decision, PlanFailure, Reason, balanced, drained, identity
 from services.balancer.effects import (
     Answer,
@@ -320,9 +321,10 @@ class Session:
 
     def _inputs(self, current: OpenRound) -> PlanInput:
         ranks = range(self.terms.world_size)
+        learned = current.submissions[0].learned
         return PlanInput(
             submissions=tuple(current.submissions[rank] for rank in ranks),
-            options=self.terms.options,
+            options=replace(self.terms.options, learned=learned) if learned else self.terms.options,
             nodes=tuple(self.nodes.get(rank, "") for rank in ranks),
             window=self.terms.window,
             roles=self.terms.roles,
@@ -358,7 +360,8 @@ class Session:
         self.memory.give(2 * current.nbytes)
         self._remember(round_number, DecidedRound(decision, fingerprints))
         waited = now - current.opened_at
-        self.statistics.count(round_number, decision, waited)
+        first = current.submissions.get(0)
+        self.statistics.count(round_number, decision, waited, ALL_EQUAL if first is None else first.learned)
         answers = [Answer(asker, round_number, rank, decision) for asker, rank in current.owed()]
         timeline = None
         if current.traces:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 
 SUBMISSION_BYTES = 700
 """What a submission takes beside its arrays, in an open round."""
@@ -119,6 +120,7 @@ class Submission:
         exhausted: The rank's data has ended.
         timeout: Seconds from the round's first submission to its deadline.
         traceparent: Context of the rank's trace of this round; empty: none.
+        learned: What the ranks know of their speeds, on rank 0.
         fingerprint: Hash of what it says about the samples, within this process.
     """
 
@@ -126,6 +128,7 @@ class Submission:
     exhausted: bool = False
     timeout: float = 1.0
     traceparent: str = ""
+    learned: LearnedSpeeds = ALL_EQUAL
     fingerprint: int = 0
 
     def __post_init__(self) -> None:
@@ -140,11 +143,11 @@ class Submission:
     @property
     def nbytes(self) -> int:
         """Memory of its arrays, and of all that goes with them."""
-        return SUBMISSION_BYTES + self.samples.nbytes
+        return SUBMISSION_BYTES + self.samples.nbytes + 200 * len(self.learned.stragglers)
 
     def _fingerprint(self) -> int:
         contents = tuple(None if a is None else (a.dtype.char, a.shape, a.tobytes()) for a in self.samples.arrays)
-        return hash((self.exhausted, self.samples.batch_sizes, contents))
+        return hash((self.exhausted, self.samples.batch_sizes, contents, self.learned))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Submission) and self.fingerprint == other.fingerprint

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.divisible import MOST, WIDTH, check_table
-from evenkeel.partitioning.ranges import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range, share_of_total
+from evenkeel.partitioning.ranges import MAX_TOTAL, MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range, share_of_total
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.speeds import ALL_EQUAL, LOWEST, LearnedSpeeds, Straggler
 from evenkeel.partitioning.splits import ALL
 from evenkeel.partitioning.splitting import SplitOptions
 from evenkeel.protocol import balancer_pb2 as pb
@@ -140,6 +141,9 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits) -> Submiss
             fatal=False,
         )
     divisible = _read_divisible(message.divisible, costs, terms) if message.divisible else None
+    learned = ALL_EQUAL
+    if not message.rank and message.HasField("learned"):
+        learned = _read_learned(message.learned, terms.world_size)
     timeout_ms, exhausted, traceparent = message.timeout_ms, message.exhausted, message.traceparent
     timeout = timeout_ms / 1e3 if timeout_ms else limits.round_timeout
     return Submission(
@@ -154,6 +158,7 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits) -> Submiss
         exhausted=exhausted,
         timeout=min(timeout, limits.max_round_timeout),
         traceparent=traceparent if len(traceparent) <= _MAX_TRACEPARENT else "",
+        learned=learned,
         fingerprint=hash(
             (
                 n,
@@ -164,6 +169,7 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits) -> Submiss
                 memory_bytes,
                 sizes_bytes,
                 message.divisible,
+                learned,
                 *batch_sizes,
             )
         ),
@@ -184,6 +190,24 @@ def _read_divisible(data: bytes, costs: NDArray[np.int64] | NDArray[np.float64],
     if problem:
         raise _refused("divisible", problem.strip(), "describe samples as the costs do", fatal=False)
     return table
+
+
+def _read_learned(message: pb.LearnedSpeeds, world_size: int) -> LearnedSpeeds:
+    if len(message.stragglers) > world_size:
+        said = f"{len(message.stragglers)} ranks of {world_size}"
+        raise _refused("learned.stragglers", said, "name every slow rank once", fatal=False)
+    before, slow = -1, []
+    for at, one in enumerate(message.stragglers):
+        if not before < one.rank < world_size:
+            remedy = f"name ranks below the world size, {world_size}, ascending"
+            raise _refused(f"learned.stragglers[{at}].rank", one.rank, remedy, fatal=False)
+        if not LOWEST <= one.speed <= 1:
+            raise _refused(f"learned.stragglers[{at}].speed", one.speed, f"use {LOWEST:g} to 1", fatal=False)
+        before = one.rank
+        slow.append(Straggler(rank=one.rank, speed=one.speed, since=one.since))
+    if not 0 <= message.fixed <= MAX_TOTAL:
+        raise _refused("learned.fixed", message.fixed, f"use units of cost, 0 to {MAX_TOTAL:.3g}", fatal=False)
+    return LearnedSpeeds(stragglers=tuple(slow), fixed=message.fixed)
 
 
 def _read_terms(message: pb.Join, limits: Limits, strategies: tuple[str, ...], default_strategy: str) -> Terms:

@@ -13,6 +13,7 @@ from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.divisible import WIDTH
 from evenkeel.partitioning.rounds import RankPlan, plan_round
 from evenkeel.partitioning.samples import RankSamples, RoundSamples
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from trainer_client.balancing.agreement import Mode, Reason, decide
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.groups import Groups
@@ -33,6 +34,7 @@ def balance_embedded(
     options: BalanceOptions,
     nodes: NDArray[np.int32] | None,
     *,
+    learned: LearnedSpeeds = ALL_EQUAL,
     stay: bool = False,
 ) -> RankPlan | PartitionError:
     """Gathers all ranks' samples and partitions them. Collective; the plan is the same on all ranks, failure included.
@@ -43,6 +45,7 @@ def balance_embedded(
         groups: The stream's groups; one collective on `control`, two where samples may be split.
         options: Rank 0's options.
         nodes: (world size,) host of each rank.
+        learned: What is known of the ranks' speeds.
         stay: Nothing is balanced; only `min_samples` makes samples move, and without regard to memory.
 
     Returns:
@@ -71,7 +74,7 @@ def balance_embedded(
         divisible=tables,
         roles=samples.roles,
     )
-    how = options.of_rounds
+    how = replace(options.of_rounds, learned=learned) if learned else options.of_rounds
     try:
         plan = plan_round(everyone, how.spreading() if stay else how)
     except PartitionError as error:

@@ -124,6 +124,18 @@ class BalancedLoader(Generic[B]):
             raise RuntimeError("no batch has been yielded yet; report tells about the latest batch")
         return self._report
 
+    def took(self, seconds: float, load: float | None = None) -> None:
+        """Notes how long this rank's own computation of a batch took, without waiting for other ranks.
+
+        Ranks that turn out slower than the others get less to do (`BalanceOptions.learn_speeds`). Not every batch needs
+        a time. `StepTimer(device, loader=loader)` does this by itself.
+
+        Args:
+            seconds: That it took; ignored if that is no positive number.
+            load: Of the batch, its `report.own_load`; default: of the batch that was yielded last.
+        """
+        self._stream.measured.add(self.report.own_load if load is None else load, seconds)
+
     @property
     def splits(self) -> tuple[SplitSample, ...]:
         """Samples of the batch that was yielded last that lie on several ranks, those of all ranks; mostly none.

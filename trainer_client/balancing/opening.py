@@ -107,6 +107,7 @@ class Opened:
         balance: Whether samples are balanced.
         connection: To the service; None without one, and on ranks whose peers speak to it.
         nodes: (world size,) host of each rank; None when there is only one.
+        node_names: Of each rank.
         tracer: Of the stream's rounds; None when tracing is off.
         to_gpu: Batches go to the ranks' GPUs where no device is named.
         kernels: This rank's, and what is known of the others'; None where nothing is ever moved.
@@ -117,6 +118,7 @@ class Opened:
     balance: bool
     connection: Connection | None
     nodes: NDArray[np.int32] | None
+    node_names: list[str]
     tracer: StreamTracer | None
     to_gpu: bool
     kernels: Kernels | None
@@ -189,9 +191,8 @@ def agree_on_template(flat: FlatBatch | None, groups: Groups, name: str) -> Flat
     return next(other for other in groups.gather_objects(own) if other is not None)
 
 
-def node_numbers(groups: Groups) -> NDArray[np.int32] | None:
-    """The host of each rank as a number; None when there is only one. Collective."""
-    names = groups.gather_objects(node_name())
+def number_nodes(names: list[str]) -> NDArray[np.int32] | None:
+    """The host of each rank as a number; None when there is only one."""
     order = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return np.array([order[name] for name in names], dtype=np.int32) if len(order) > 1 else None
 
@@ -297,12 +298,14 @@ def meet(
             config.loader, groups.rank, "cuda" if device is None and to_gpu else device,
             wait=options.memory_caps is not None or options.min_samples > 0 or resumes,
         )  # fmt: skip
+    names = groups.gather_objects(node_name())
     return Opened(
         template=template,
         options=options,
         balance=balance,
         connection=connections[0] if connections else None,
-        nodes=node_numbers(groups),
+        nodes=number_nodes(names),
+        node_names=names,
         tracer=tracer,
         to_gpu=to_gpu,
         kernels=kernels,

@@ -46,6 +46,9 @@ class BalanceOptions:
         speeds: Relative speed of each rank, 1e-6 to 1e6, length world size; `None`: all equal.
         memory_caps: What each rank can hold, in the unit of the loader's `memory`, length world size, infinity for a
             rank without a cap; `None`: no caps.
+        learn_speeds: Whether ranks that compute more slowly than the others get less to do, as far as the loop measures
+            its steps (`StepTimer(device, loader=loader)`, or `BalancedLoader.took`). What is learned multiplies
+            `speeds`. Without measured times nothing is learned.
         split: When a sample that outweighs a rank's share is split over several, or fits none: the model's attention
             must be able to work over pieces then (docs/pieces.md). `None`: samples stay whole.
         node_leader: Whether the ranks of a node speak to the service through one of them, the node's leader, over one
@@ -70,6 +73,7 @@ class BalanceOptions:
     window: int = 1
     speeds: Sequence[float] | None = None
     memory_caps: Sequence[float] | None = None
+    learn_speeds: bool = True
     split: SplitOptions | None = None
     node_leader: NodeLeader = "auto"
     require_service: bool = False
@@ -83,8 +87,9 @@ class BalanceOptions:
                 raise ValueError(f"{name} is {value!r}; use one of {', '.join(get_args(choices))}")
         if self.node_leader not in ("auto", True, False):
             raise ValueError(f"node_leader is {self.node_leader!r}; use 'auto', True or False")
-        if not isinstance(self.require_service, bool):
-            raise ValueError(f"require_service is {self.require_service!r}; use True or False")
+        for name in ("require_service", "learn_speeds"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; use True or False")
         if not self.strategy:
             raise ValueError("strategy is empty; name one, for example 'minimal_move'")
         if not (is_number(self.tolerance) and TOLERANCE.holds(self.tolerance)):

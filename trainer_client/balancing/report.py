@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import evenness
 from evenkeel.partitioning.rounds import Figures, RankPlan
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, Straggler, planned_speeds
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.votes import Vote
@@ -61,6 +62,7 @@ class RoundReport:
         exchanged: Positions whose keys and values go to another rank, counted for each rank that they go to.
         max_load_whole: Where samples are split, the `max_load` of the best plan found without; 0 otherwise, and where
             no such plan keeps within the memory caps.
+        learned: What was known of the ranks' speeds when the round was planned; all equal unless steps are measured.
     """
 
     round: int
@@ -85,6 +87,12 @@ class RoundReport:
     pieces: int = 0
     exchanged: int = 0
     max_load_whole: float = 0.0
+    learned: LearnedSpeeds = ALL_EQUAL
+
+    @property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """The ranks known to compute more slowly than the others when the round was planned, the slowest first."""
+        return tuple(sorted(self.learned.stragglers, key=lambda slow: slow.speed))
 
     @property
     def loss_scale(self) -> float:
@@ -137,11 +145,13 @@ def report_round(
     rank: int,
     options: BalanceOptions,
     wait_seconds: float,
+    learned: LearnedSpeeds = ALL_EQUAL,
 ) -> tuple[RoundReport, ...]:
     """The report of each batch of a round."""
-    speeds = None if options.speeds is None else np.asarray(options.speeds, dtype=np.float64)
+    num_batches = max(1, *(vote.num_batches for vote in votes))
+    speeds = planned_speeds(options.of_rounds.speeds, learned, [vote.load for vote in votes], num_batches)
     reports = []
-    for batch in range(max(1, *(vote.num_batches for vote in votes))):
+    for batch in range(num_batches):
         of_batch = [vote.of_batch(batch) for vote in votes]
         home_loads = np.array([vote.load for vote in of_batch], dtype=np.float64)
         own_size = int(ticket.samples.moving_sizes[ticket.samples.in_batch(batch)].sum())
@@ -170,6 +180,7 @@ def report_round(
                 pieces=figures.pieces,
                 exchanged=figures.exchanged,
                 max_load_whole=figures.max_load_whole,
+                learned=learned,
             )
         )
     return tuple(reports)

@@ -24,6 +24,7 @@ from trainer_client.balancing.passes import Mover, Pass, used_after, used_closed
 from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters
+from trainer_client.balancing.speeds import Measured, SpeedKeeper
 from trainer_client.balancing.telling import tell_end, tell_unreadable
 from trainer_client.balancing.tickets import Cost, Leaving, Outcome, Ticket, read_nothing, read_round
 from trainer_client.balancing.tracing import RoundTrace, StreamTracer
@@ -61,6 +62,7 @@ class BatchStream:
         self._mover: Mover | None = None
         self._told_end = False
         self.counters = Counters()
+        self.measured = Measured()
 
     def __del__(self) -> None:
         groups: Groups | None = getattr(self, "_groups", None)
@@ -340,6 +342,12 @@ class BatchStream:
             raise
         self._template, self._options, self._connection = opened.template, opened.options, opened.connection
         self._tracer = opened.tracer
+        speeds = None
+        if opened.options.learn_speeds and opened.balance and self._groups.leaders.world_size > 1:
+            speeds = SpeedKeeper(
+                self._config.loader, rank=self._groups.leaders.rank, nodes=opened.node_names,
+                given=opened.options.speeds,
+            )  # fmt: skip
         self._worker = RoundWorker(
             name=self._config.loader,
             groups=self._groups,
@@ -350,6 +358,8 @@ class BatchStream:
             template=opened.template,
             counters=self.counters,
             kernels=opened.kernels,
+            measured=self.measured,
+            speeds=speeds,
         )
         self._mover = Mover(self._groups, self.counters, to_gpu=opened.to_gpu)
         self._enter(current)
@@ -388,6 +398,7 @@ class BatchStream:
             self._connection.submit(
                 number, samples, exhausted=exhausted, timeout_ms=self._options.service_timeout_ms,
                 traceparent="" if trace is None else trace.traceparent,
+                learned=self._worker.turns.learned_for(number),
             )  # fmt: skip
         if trace is not None:
             trace.submitted()

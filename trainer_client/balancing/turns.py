@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.breaker import Breaker
 
@@ -41,12 +42,20 @@ class Turns:
         self._patience = patience
         self._has_service = has_service
         self._asks = dict.fromkeys(range(depth), True)  # of rounds that are not agreed on, as far as known
+        self._learned: dict[int, LearnedSpeeds] = {}  # by which these rounds are planned; others: all ranks are equal
         self._failure: BaseException | None = None
         self._moved = threading.Condition()
 
     def asks_now(self) -> bool:
         """Whether the round to be agreed on next asks the service."""
         return self._asks.get(self.round, False)
+
+    def learned_for(self, round_number: int) -> LearnedSpeeds:
+        """The speeds to plan a round by, which is not agreed on yet: those known `depth` rounds earlier, on all ranks.
+
+        It must be known whether the round asks the service.
+        """
+        return self._learned.get(round_number, ALL_EQUAL)
 
     def enter(self, after: int) -> tuple[int, int]:
         """The pass that follows one that this rank has left or seen the end of, and its first round.
@@ -82,25 +91,29 @@ class Turns:
             )
             return self.pass_number == pass_number and self._asks[round_number]
 
-    def move_on(self, verdict: Verdict, breaker: Breaker) -> None:
+    def move_on(self, verdict: Verdict, breaker: Breaker, learned: LearnedSpeeds = ALL_EQUAL) -> None:
         """To the next round, or the next pass.
 
         Args:
             verdict: What all ranks agreed on.
             breaker: After that.
+            learned: What is known of the ranks' speeds after that.
         """
         with self._moved:
             self.breaker = breaker
             self._asks.pop(self.round, None)
+            self._learned.pop(self.round, None)
             if verdict.ends:
                 # A rank may have submitted so many rounds more, whose numbers are not used again.
                 self.pass_number += 1
                 self.round += self._depth
                 self._asks = dict.fromkeys(range(self.round, self.round + self._depth), breaker.closed)
+                self._learned = dict.fromkeys(self._asks, learned)
                 reason = Reason.TOO_FEW_SAMPLES if verdict.last else verdict.reason
                 self.last_end = Verdict(mode=Mode.END, reason=reason, ranks=verdict.ranks, taken=verdict.taken)
             else:
                 self._asks[self.round + self._depth] = breaker.closed
+                self._learned[self.round + self._depth] = learned
                 self.round += 1
             self._moved.notify_all()
 

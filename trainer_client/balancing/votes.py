@@ -84,6 +84,8 @@ class Vote:
         resumed: Names the point from which this rank goes on; 0: it began at its beginning.
         shared: 64 bits of the shared values of its first batch; 0: it has no say.
         divisible: Samples that this rank offers to split.
+        measured_load: Load of the batches that this rank has timed since its last vote, in the mean; 0: none.
+        measured_seconds: The time that its own computation of them took, in the mean; 0: none.
         num_batches: With a window, how many batches of it this rank has.
         batches: With a window of several batches, each of them; whole windows, also where this rank has fewer.
     """
@@ -114,6 +116,8 @@ class Vote:
     resumed: int = 0
     shared: int = 0
     divisible: int = 0
+    measured_load: float = 0.0
+    measured_seconds: float = 0.0
     num_batches: int = 1
     batches: tuple[BatchVote, ...] = ()
 
@@ -132,7 +136,7 @@ class Vote:
         fixed = _LAYOUT.pack(
             self.round, self.pass_number, self.taken, self.held, flags, self.instance, self.digest, self.moved,
             self.checksum, self.samples, self.schema, self.load, self.heaviest, self.num_batches,
-            self.resumed, self.shared, self.divisible,
+            self.resumed, self.shared, self.divisible, self.measured_load, self.measured_seconds,
         )  # fmt: skip
         return fixed + b"".join(_BATCH.pack(b.samples, b.received, b.load, b.heaviest) for b in self.batches)
 
@@ -141,7 +145,7 @@ class Vote:
         """Reads what `pack` wrote."""
         (
             number, pass_number, taken, held, flags, instance, digest, moved, checksum, samples, schema, load, heaviest,
-            num_batches, resumed, shared, divisible,
+            num_batches, resumed, shared, divisible, measured_load, measured_seconds,
         ) = _LAYOUT.unpack(data[:VOTE_BYTES])  # fmt: skip
         return cls(
             round=number, pass_number=pass_number, taken=taken, left=bool(flags & 32), out_of_turn=bool(flags & 64),
@@ -150,6 +154,7 @@ class Vote:
             exhausted=bool(flags & 1), asked=bool(flags & 2), ready=bool(flags & 4), costs_valid=bool(flags & 8),
             costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
             num_batches=num_batches, resumed=resumed, shared=shared, divisible=divisible,
+            measured_load=measured_load, measured_seconds=measured_seconds,
             peers_differ=bool(flags & 256),
             compiling=bool(flags & 1024),
             has_cause=bool(flags & 512),
@@ -160,7 +165,7 @@ class Vote:
         )  # fmt: skip
 
 
-_LAYOUT = struct.Struct("<Q4I6QddQQQI")
+_LAYOUT = struct.Struct("<Q4I6QddQQQIdd")
 _BATCH = struct.Struct("<QQdd")
 VOTE_BYTES = _LAYOUT.size
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.rounds import RankPlan
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from trainer_client.balancing.agreement import (
     Mode,
     Reason,
@@ -38,6 +39,7 @@ from trainer_client.balancing.peers import PeersDifferError, Twin
 from trainer_client.balancing.positions import HalfWindow, plain_window
 from trainer_client.balancing.report import Counters, report_round
 from trainer_client.balancing.resume import raise_differing, tokens_differ
+from trainer_client.balancing.speeds import Measured, SpeedKeeper
 from trainer_client.balancing.telling import Causes, raise_mismatch, raise_shared_differ, tell_breaker, tell_dropped
 from trainer_client.balancing.tickets import Leaving, Outcome, Ticket, read_nothing, roles_of
 from trainer_client.balancing.turns import Turns
@@ -68,6 +70,8 @@ class RoundWorker:
         template: FlatBatch,
         counters: Counters,
         kernels: Kernels | None = None,
+        measured: Measured | None = None,
+        speeds: SpeedKeeper | None = None,
     ) -> None:
         self._name = name
         self._template = template  # of the latest round that this rank knows of
@@ -79,6 +83,8 @@ class RoundWorker:
         self._nodes = nodes
         has_service = connection is not None
         self.turns = Turns(name, depth=options.depth, patience=options.patience, has_service=has_service)
+        self._measured = measured or Measured()
+        self._speeds = speeds
         self._warned_costs = False
         self._without_plan = 0  # rounds that no rank found a plan for
         self._kernels = kernels
@@ -258,11 +264,17 @@ class RoundWorker:
         if waited:
             assert self._connection is not None
             decision = self._connection.decision(ticket.round, ticket.deadline, ticket.samples)
+        learned = self.turns.learned_for(ticket.round)
         wait_seconds = time.monotonic() - started
         answered = time.time_ns() if trace is not None else 0
         schema = ticket.schema if len(ticket.samples) else self._template.schema
         own = vote_on(ticket, decision, window=self._options.window, ready=self._ready, schema=schema)
-        votes = self._gather(replace(own, peers_differ=bool(differ), compiling=compiling))
+        load, seconds = (0.0, 0.0) if self._speeds is None else self._measured.take()
+        votes = self._gather(
+            replace(
+                own, peers_differ=bool(differ), compiling=compiling, measured_load=load, measured_seconds=seconds
+            )
+        )  # fmt: skip
         resumed = ticket.resumed
         verdict = self._decide(votes, waited=waited, half=None if resumed is None else resumed.half)
         if verdict.reason is not Reason.LEFT:
@@ -285,7 +297,7 @@ class RoundWorker:
             assert decision.plan is not None
             plan = decision.plan
         elif verdict.mode in (Mode.EMBEDDED, Mode.SPREAD):
-            verdict, plan = self._partition(ticket, votes, verdict)
+            verdict, plan = self._partition(ticket, votes, verdict, learned)
         if plan is None:
             plan = RankPlan.staying(self._groups.rank, ticket.samples, self._options.window)
         self.counters.rounds[verdict.mode, verdict.reason] += 1
@@ -298,6 +310,7 @@ class RoundWorker:
             plan=plan,
             rank=self._groups.rank,
             options=self._options,
+            learned=learned,
             wait_seconds=wait_seconds,
         )
         if trace is not None:
@@ -315,10 +328,14 @@ class RoundWorker:
         _ = ticket.schema.constant_lines  # which states tell, and are kept: made while the training thread trains
         return Outcome(verdict=verdict, plan=plan, reports=reports, template=self._template, window=window)
 
-    def _partition(self, ticket: Ticket, votes: list[Vote], verdict: Verdict) -> tuple[Verdict, RankPlan | None]:
+    def _partition(
+        self, ticket: Ticket, votes: list[Vote], verdict: Verdict, learned: LearnedSpeeds
+    ) -> tuple[Verdict, RankPlan | None]:
         """The plan that all ranks make alike, and what they do if there is none."""
         if verdict.mode is Mode.EMBEDDED:
-            result = balance_embedded(ticket.samples, votes, self._groups, self._options, self._nodes)
+            result = balance_embedded(
+                ticket.samples, votes, self._groups, self._options, self._nodes, learned=learned
+            )  # fmt: skip
             if isinstance(result, PartitionError):
                 self._without_plan += 1
                 # Said by one rank, of the first, second, fourth, eighth…: all know the same, and it may be every round.
@@ -340,7 +357,8 @@ class RoundWorker:
         """Moves on by a round or to the next pass, and the breaker with it, whose changes are said once."""
         before, number = self.turns.breaker, self.turns.round
         all_ready = all(vote.ready for vote in votes)
-        self.turns.move_on(verdict, before.after(number, waited=waited, served=verdict.served, all_ready=all_ready))
+        breaker = before.after(number, waited=waited, served=verdict.served, all_ready=all_ready)
+        self.turns.move_on(verdict, breaker, ALL_EQUAL if self._speeds is None else self._speeds.note(number, votes))
         if self._connection is not None:
             self._connection.settle(number)
             if missed:

@@ -18,6 +18,7 @@ from evenkeel.partitioning.parts import PIECE_WIDTH, RoundParts
 from evenkeel.partitioning.rounds import FIGURES, Figures, RoundOptions, RoundPlan
 from evenkeel.partitioning.samples import Column, RoundSamples
 from evenkeel.partitioning.slices import Slices
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, Straggler
 from evenkeel.partitioning.splitting import SplitOptions
 from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.effects import PlanInput
@@ -27,7 +28,7 @@ _LEAST = 1 << 20
 _ALIGNMENT = 64
 _DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<u4", "<f8")}
 _PER_RANK = ("speeds", "memory_caps")  # of the options
-_SCALARS = tuple(field.name for field in fields(RoundOptions) if field.name not in (*_PER_RANK, "split"))
+_SCALARS = tuple(field.name for field in fields(RoundOptions) if field.name not in (*_PER_RANK, "split", "learned"))
 _PLAN = (("<f8", 2), ("<f8", 2))  # loads before and after
 _PARTS = (("<i8", 1), ("<i8", 1), ("<i8", 2))  # of split samples
 _SLICES = (("<i4", 1), ("<i8", 1), ("<i8", 1), ("<i4", 1), ("<i4", 1), ("<i8", 2), ("<i4", 1))
@@ -136,6 +137,8 @@ def write_round(arena: Arena, inputs: PlanInput) -> int:
     header: dict[str, Any] = {"arrays": list(columns), "options": {name: getattr(options, name) for name in _SCALARS}}
     if options.split is not None:
         header["split"] = asdict(options.split)
+    if options.learned:
+        header["learned"] = asdict(options.learned)
     limits = (np.array(getattr(options, name), np.float64) for name in _PER_RANK)
     return arena.write(header, [*columns.values(), *map(Column.of, limits)])
 
@@ -147,7 +150,11 @@ def read_round(arena: Arena, nbytes: int) -> tuple[RoundSamples, RoundOptions]:
     limits: dict[str, Any] = dict(zip(_PER_RANK, (tuple(each.tolist()) for each in arrays[count:]), strict=True))
     samples = RoundSamples(**dict(zip(header["arrays"], arrays[:count], strict=True)))
     split = SplitOptions(**header["split"]) if "split" in header else None
-    return samples, RoundOptions(**header["options"], **limits, split=split)
+    learned = ALL_EQUAL
+    if "learned" in header:
+        slow = tuple(Straggler(**one) for one in header["learned"]["stragglers"])
+        learned = LearnedSpeeds(stragglers=slow, fixed=header["learned"]["fixed"])
+    return samples, RoundOptions(**header["options"], **limits, split=split, learned=learned)
 
 
 def write_result(arena: Arena, result: RoundPlan | PlanFailure) -> int:

@@ -10,15 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.harness.plans import make_plan
-from evenkeel.partitioning.rounds import FIGURES, RankPlan, RoundPlan
+from evenkeel.partitioning.rounds import FIGURES, RankPlan, RoundPlan, plan_round
 from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, Straggler, planned_speeds
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import balanced
-from services.balancer.effects import PlanInput
+from services.balancer.effects import SessionId, StartPartition
 from services.balancer.encoding import answer_bytes
 from services.balancer.limits import Limits
-from services.balancer.submissions import Submission, Terms
+from services.balancer.session import Session
+from services.balancer.submissions import SessionKey, Submission, Terms
 from services.balancer.validation import read_submission
+from services.balancer.workers.arena import Arena, read_round, write_round
 from trainer_client.balancing.embedded import balance_embedded
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.service.messages import read_decision, submit_request
@@ -76,17 +79,26 @@ def rounds(draw: st.DrawFn) -> tuple[list[RankSamples], BalanceOptions, tuple[st
     return parts, options, nodes
 
 
-def from_the_service(parts: list[RankSamples], options: BalanceOptions, nodes: tuple[str, ...]) -> list[RankPlan]:
+@st.composite
+def learned_speeds(draw: st.DrawFn, num_ranks: int) -> LearnedSpeeds:
+    slow = draw(st.sets(st.integers(0, num_ranks - 1), max_size=num_ranks))
+    return LearnedSpeeds(
+        stragglers=tuple(Straggler(rank=r, speed=draw(st.floats(0.3, 1.0)), since=r) for r in sorted(slow)),
+        fixed=draw(st.floats(0, 1e6)) if slow else 0.0,
+    )
+
+
+def from_the_service(
+    parts: list[RankSamples], options: BalanceOptions, nodes: tuple[str, ...], learned: LearnedSpeeds = ALL_EQUAL
+) -> list[RankPlan]:
     """What each rank reads of the balancer's answer, over the wire and back."""
     num_ranks, num_fields = len(parts), parts[0].lengths.shape[1]
     terms = Terms(world_size=num_ranks, window=options.window, options=options.of_rounds, num_jagged=num_fields)
     submissions: list[Submission] = []
     for rank, part in enumerate(parts):
-        message = submit_request(0, rank, part, exhausted=False, timeout_ms=1000)
+        message = submit_request(0, rank, part, exhausted=False, timeout_ms=1000, learned=learned)
         submissions.append(read_submission(pb.Submit.FromString(message.SerializeToString()), terms, Limits()))
-    plan = make_plan(
-        PlanInput(submissions=tuple(submissions), options=options.of_rounds, nodes=nodes, window=options.window)
-    )
+    plan = _plan_of(submissions, terms, nodes)
     assert isinstance(plan, RoundPlan)
     told = []
     for rank, part in enumerate(parts):
@@ -100,8 +112,26 @@ def from_the_service(parts: list[RankSamples], options: BalanceOptions, nodes: t
     return told
 
 
+def _plan_of(submissions: list[Submission], terms: Terms, nodes: tuple[str, ...]) -> Any:
+    """The plan of what a session starts when all its ranks have come, as a worker reads it."""
+    session = Session(0.0, SessionId(SessionKey("job", "", ""), "run", 0), terms, Limits())
+    effects: list[Any] = []
+    for rank, submission in enumerate(submissions):
+        assert session.join(0.0, rank, nodes[rank], terms) is None
+        effects += session.submit(0.0, rank, 0, submission, rank)
+    (start,) = [effect for effect in effects if isinstance(effect, StartPartition)]
+    memory = Arena.create("one-core")
+    samples, options = read_round(memory, write_round(memory, start.inputs))
+    assert options == replace(terms.options, learned=submissions[0].learned)
+    plan = make_plan(start.inputs)
+    assert isinstance(plan, RoundPlan)
+    there = plan_round(samples, options)
+    assert there.slices.destinations.tolist() == plan.slices.destinations.tolist()
+    return plan
+
+
 def from_the_ranks(
-    parts: list[RankSamples], options: BalanceOptions, nodes: tuple[str, ...], **how: bool
+    parts: list[RankSamples], options: BalanceOptions, nodes: tuple[str, ...], **how: Any
 ) -> list[RankPlan]:
     """What each rank computes after the ranks have gathered what they know."""
     votes = [
@@ -143,12 +173,13 @@ def check_conservation(parts: list[RankSamples], plans: list[RankPlan], options:
 
 
 @settings(max_examples=150, deadline=None)
-@given(rounds())
+@given(rounds(), st.data())
 def test_ranks_and_balancer_plan_alike_and_keep_every_sample(
-    drawn: tuple[list[RankSamples], BalanceOptions, tuple[str, ...]],
+    drawn: tuple[list[RankSamples], BalanceOptions, tuple[str, ...]], data: st.DataObject
 ) -> None:
     parts, options, _ = drawn
-    served, own = from_the_service(*drawn), from_the_ranks(*drawn)
+    learned = data.draw(learned_speeds(len(parts)))
+    served, own = from_the_service(*drawn, learned=learned), from_the_ranks(*drawn, learned=learned)
     check_conservation(parts, served, options)
     for one, other in zip(served, own, strict=True):
         assert one.figures == other.figures
@@ -162,7 +193,10 @@ def test_ranks_and_balancer_plan_alike_and_keep_every_sample(
                 assert mine.flags.writeable, "kernels are compiled for arrays that can be written to"
                 assert others.flags.writeable
                 np.testing.assert_array_equal(mine, others)
-    speeds = np.ones(len(parts)) if options.speeds is None else np.array(options.speeds)
+    planned = planned_speeds(
+        options.of_rounds.speeds, learned, [float(part.costs.sum()) for part in parts], options.window
+    )  # fmt: skip
+    speeds = np.ones(len(parts)) if planned is None else planned
     for batch in range(options.window):
         loads = np.array([plan.loads[batch] for plan in own]) / speeds
         figures = own[0].figures[batch]

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from evenkeel.credentials import Credentials
 from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from evenkeel.protocol import balancer_pb2 as pb
 from trainer_client.balancing.service.messages import ServiceDecision, read_decision, submit_request
 from trainer_client.balancing.service.node import NodeFollower, NodeLeader, NodeSeat
@@ -118,6 +119,7 @@ class Connection:
         exhausted: bool,
         timeout_ms: int,
         traceparent: str = "",
+        learned: LearnedSpeeds = ALL_EQUAL,
     ) -> None:
         """Sends a round now, and again after each reconnect until it is settled."""
         message = submit_request(
@@ -127,6 +129,7 @@ class Connection:
             exhausted=exhausted,
             timeout_ms=timeout_ms,
             traceparent=traceparent,
+            learned=learned,
         )
         with self._changed:
             self._open.add(round_number)

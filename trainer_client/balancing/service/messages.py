@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from evenkeel.partitioning.parts import PIECE_WIDTH, check_further, read_parts, 
 from evenkeel.partitioning.rounds import FIGURES, Figures, RankPlan, RoundOptions
 from evenkeel.partitioning.samples import Lengths, RankSamples
 from evenkeel.partitioning.slices import Slice
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from evenkeel.partitioning.splits import Cuts, SplitSample, check_splits
 from evenkeel.protocol import balancer_pb2 as pb
 
@@ -147,7 +148,14 @@ def check_version(joined: pb.Joined) -> None:
 
 
 def submit_request(
-    round_number: int, rank: int, samples: RankSamples, *, exhausted: bool, timeout_ms: int, traceparent: str = ""
+    round_number: int,
+    rank: int,
+    samples: RankSamples,
+    *,
+    exhausted: bool,
+    timeout_ms: int,
+    traceparent: str = "",
+    learned: LearnedSpeeds = ALL_EQUAL,
 ) -> pb.Submit:
     """One rank's part in a round."""
     costs, memory = samples.costs, samples.memory
@@ -164,6 +172,8 @@ def submit_request(
         traceparent=traceparent,
         divisible=b"" if samples.divisible is None else samples.divisible.astype("<f8").tobytes(),
     )
+    if learned and rank == 0:  # all ranks know the same
+        message.learned.CopyFrom(pb.LearnedSpeeds(**asdict(learned)))
     if costs.dtype == np.float64:
         message.costs_f64 = costs.astype("<f8").tobytes()
     else:

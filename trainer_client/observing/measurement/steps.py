@@ -6,13 +6,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
+
+from trainer_client.checks import is_whole
 
 
 class Mark(Protocol):
@@ -71,6 +73,8 @@ def mark(device: torch.device) -> Mark:
     return CudaMark(device) if device.type == "cuda" else HostMark()
 
 
+_MOST_PENDING = 4096  # steps whose times nobody has asked for
+
 PHASES = ("data", "compute", "communication", "optimizer")
 
 
@@ -98,10 +102,23 @@ class StepTimes:
         return self.data + self.compute + self.communication + self.optimizer
 
 
+class Timed(Protocol):
+    """A loader that wants to know how long its batches take, as `BalancedLoader` does."""
+
+    @property
+    def report(self) -> Any:
+        """About the batch that was yielded last; its `own_load` is what this rank has to do for it."""
+        ...
+
+    def took(self, seconds: float, load: float) -> None:
+        """This rank's own computation of a batch took so long."""
+        ...
+
+
 class StepTimer:
     """Times the phases of each step by events, read some steps later.
 
-    timer = StepTimer(device)
+    timer = StepTimer(device, loader=loader) # the loader learns which ranks are slow, and gives them less to do
     timer.watch(model.parameters())          # finds the end of compute
     for batch in loader:
         timer.batch_ready()
@@ -112,8 +129,25 @@ class StepTimer:
     times = timer.finished()
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, *, loader: Timed | None = None, ahead: int = 0) -> None:
+        """Starts with the first step.
+
+        Args:
+            device: Where the steps run.
+            loader: A `BalancedLoader`, to be told what each batch took to compute: from `batch_ready` to the last
+                gradient, which `watch` or `compute_done` marks; without that mark nothing is told, as the time until
+                all gradients are averaged is the same on all ranks.
+            ahead: Batches that a pipeline has fetched beyond the one that is trained.
+
+        Raises:
+            ValueError: If `ahead` is no whole number of 0 or more.
+        """
+        if not is_whole(ahead) or ahead < 0:
+            raise ValueError(f"ahead is {ahead!r}; use a whole number of batches, 0 or more")
         self._device = torch.device(device)
+        self._loader = loader
+        self._fetched: deque[float] = deque(maxlen=ahead + 1)  # loads of the latest batches
+        self._untold: deque[tuple[float, dict[str, Mark]]] = deque()
         self._number = 0
         self._gradients = 0
         self._begin = mark(self._device)
@@ -141,6 +175,8 @@ class StepTimer:
 
     def batch_ready(self) -> None:
         """The batch is there."""
+        if self._loader is not None:
+            self._fetched.append(float(self._loader.report.own_load))
         self._marks["data"] = mark(self._device)
 
     def compute_done(self) -> None:
@@ -157,9 +193,22 @@ class StepTimer:
         """The step is over and the next one begins."""
         end = mark(self._device)
         self._marks["optimizer"] = end
+        if self._loader is not None:
+            if len(self._fetched) == self._fetched.maxlen and "compute" in self._marks and "data" in self._marks:
+                self._untold.append((self._fetched[0], self._marks))
+            self._tell(self._loader)
+            while len(self._pending) >= _MOST_PENDING:  # where the loop wants nothing of them but this
+                self._pending.popleft()
         self._pending.append((self._number, self._begin, self._marks))
         self._number += 1
         self._begin, self._marks, self._gradients = end, {}, 0
+
+    def _tell(self, loader: Timed) -> None:
+        """Tells the loader of the batches that the device has finished, without waiting for it."""
+        while self._untold and self._untold[0][1]["compute"].ready():
+            load, marks = self._untold.popleft()
+            if marks["compute"] is not marks.get("communication"):
+                loader.took(marks["compute"].since(marks["data"]) / 1e3, load)
 
     def finished(self) -> list[StepTimes]:
         """The steps that the device has finished since the last call."""

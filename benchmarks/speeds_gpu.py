@@ -1,0 +1,354 @@
+"""Two real GPUs, of which another process takes a part: how soon the slow rank gets less to do, and all of it back.
+
+    python -m benchmarks.speeds_gpu --seconds 240 --json benchmarks/results/speeds_2xh200.json
+
+A rank's step is a chain of matrix products as long as its load, then an all-reduce. Another process runs products of
+its own on the last rank's GPU, for a part of the time, from one step on and up to another; no clock is touched. What
+the speeds allow follows from the ranks' measured rates (load over time) in each phase: `least`, the time of a step if
+loads stood in their proportion, and `equal`, that with equal loads. A step's time is taken from its loads and these
+rates, so that it tells of the plan and not of the noise; the measured times of steps stand beside it. The same is done
+without learning. What time is left goes to even GPUs, in blocks with and without learning: false alarms, and what the
+steps take. Without GPUs ranks sleep for their load, and the last one longer (to try the program).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from benchmarks.harness.balancer_process import running_balancer
+from evenkeel.partitioning.speeds import Straggler
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.observing.measurement import StepTimer
+
+SAMPLES, MEAN_COST, MEAN_LOAD = 128, 200.0, 128 * 200.0
+BUSY = (0.25, 1.0)  # shares of the time in which the other process has work for the GPU
+BEFORE, DURING, AFTER = 50, 80, 80  # steps
+AHEAD = 2  # steps that the host may be ahead of the device
+SIZE = 3072
+
+
+class Source:
+    """Batches without end, the same at every run."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for step in count():
+            rng = np.random.default_rng([self._rank, step])
+            costs = rng.lognormal(-0.18, 0.6, SAMPLES) * MEAN_COST * np.random.default_rng(step).lognormal(0, 0.1)
+            yield {"cost": torch.from_numpy(costs), "value": torch.arange(SAMPLES)}
+
+
+class Work:
+    """What a rank does for a load."""
+
+    def __init__(self, device: torch.device, milliseconds: float) -> None:
+        self._device = device
+        self._seconds = milliseconds / 1e3
+        self._gradient = torch.zeros(100_000, device=device)
+        self.slowdown = 1.0  # without GPUs
+        self._per_load = 0.0
+        if device.type == "cuda":
+            self._weights = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) / SIZE**0.5
+            self._products(50)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            self._products(500)
+            torch.cuda.synchronize()
+            number = torch.tensor([500 * self._seconds / (time.perf_counter() - begin)], device=device)
+            dist.broadcast(number, 0)
+            self._per_load = float(number.item()) / MEAN_LOAD
+
+    def _products(self, number: int) -> None:
+        x = self._weights
+        for _ in range(number):
+            x = x @ self._weights
+        self._gradient.add_(x[0, 0].float())
+
+    def step(self, load: float, timer: StepTimer) -> None:
+        """Trains, so to say."""
+        timer.batch_ready()
+        if self._device.type == "cuda":
+            self._products(max(1, round(load * self._per_load)))
+        else:
+            time.sleep(self._seconds * load / MEAN_LOAD * self.slowdown)
+        timer.compute_done()
+        dist.all_reduce(self._gradient)
+        timer.gradients_ready()
+        timer.end_step()
+
+
+class Other:
+    """A process of its own on a GPU, with work for it for a part of the time."""
+
+    def __init__(self, device: torch.device, work: Work) -> None:
+        self._work = work
+        self._process: subprocess.Popen[str] | None = None
+        if device.type == "cuda":
+            command = [sys.executable, "-m", "benchmarks.speeds_gpu", "--other", str(device.index)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            assert self._process.stdout is not None
+            self._process.stdout.readline()  # it is ready
+
+    def take(self, busy: float) -> None:
+        """Sets for which share of the time it has work."""
+        if self._process is None:
+            self._work.slowdown = 1 + busy
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{busy}\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Ends it."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(20)
+
+
+def be_other(index: int) -> None:
+    """The other process: reads for which share of the time to be busy, until its input ends."""
+    import threading
+
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    weights = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) / SIZE**0.5
+    torch.cuda.synchronize()
+    state = {"busy": 0.0, "over": 0.0}
+
+    def listen() -> None:
+        for line in sys.stdin:
+            state["busy"] = float(line)
+        state["over"] = 1.0
+
+    threading.Thread(target=listen, daemon=True).start()
+    print("ready", flush=True)
+    end = time.monotonic() + 900
+    while not state["over"] and time.monotonic() < end:
+        if not state["busy"]:
+            time.sleep(0.001)
+            continue
+        begin = time.perf_counter()
+        for _ in range(16):
+            weights @ weights
+        torch.cuda.synchronize()
+        took = time.perf_counter() - begin
+        time.sleep(took * (1 / state["busy"] - 1))
+
+
+class Loop:
+    """Steps with one loader."""
+
+    def __init__(self, name: str, balancer: Balancer, rank: int, device: torch.device, work: Work) -> None:
+        self.loader: BalancedLoader[Any] = BalancedLoader(
+            Source(rank), balancer, cost=lambda batch: batch["cost"], device=device, name=name
+        )
+        self.timer = StepTimer(device, loader=self.loader)
+        self._batches = iter(self.loader)
+        self._work, self._device = work, device
+        self.alarms = 0
+
+    def run(self, steps: int) -> NDArray[np.float64]:
+        """(steps, 3): load, seconds of this rank's computation, seconds of the step."""
+        loads, marks = [], []
+        held: tuple[Straggler, ...] = ()
+        for _ in islice(self._batches, steps):
+            loads.append(self.loader.report.own_load)
+            self.alarms += held != self.loader.report.stragglers and bool(self.loader.report.stragglers)
+            held = self.loader.report.stragglers
+            self._work.step(loads[-1], self.timer)
+            if self._device.type == "cuda":
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                marks.append(event)
+                if len(marks) > AHEAD:
+                    marks[-1 - AHEAD].synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        times = self.timer.finished()[-steps:]
+        return np.array([(load, t.compute / 1e3, t.total / 1e3) for load, t in zip(loads, times, strict=True)])
+
+
+def gathered(own: NDArray[np.float64], group: dist.ProcessGroup) -> NDArray[np.float64]:
+    """(ranks, steps, 3)."""
+    tables: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, own, group=group)
+    return np.array(tables)
+
+
+def figures(tables: list[NDArray[np.float64]]) -> dict[str, Any]:
+    """What a phase before, one during and one after a disturbance tell."""
+    result: dict[str, Any] = {}
+    for name, table in zip(("before", "during", "after"), tables, strict=True):
+        loads, seconds = table[:, :, 0], table[:, :, 1]
+        rates = np.median(loads / seconds, axis=1)
+        taken = (loads / rates[:, None]).max(axis=0)
+        least = loads.sum(axis=0) / rates.sum()
+        equal = loads.mean(axis=0) / rates.min()
+        # what could be gained from the first step's plan on: of equal loads, or of those of the phase before
+        first = loads[:, :3].sum(axis=1)
+        worst = least * float((first / rates).max() / (first.sum() / rates.sum()))
+        share = (worst - taken) / (worst - least)
+        lasting = [k for k in range(len(taken) - 10) if share[k] >= 0.9 and np.median(share[k : k + 10]) >= 0.9]
+        step = 1e3 * table[:, :, 2].max(axis=0)
+        result[name] = {
+            "slowest_speed": float(rates.min() / np.median(np.sort(rates)[-1])),
+            "steps_to_90_percent": lasting[0] if name != "before" and lasting else None,
+            "share_gained_after_20_steps": float(np.median(share[20:])) if name != "before" else None,
+            "over_least_after_20_steps": float((taken / least)[20:].mean() - 1),
+            "equal_over_least": float((equal / least).mean() - 1),
+            "step_ms_first_5": float(np.median(step[:5])),
+            "step_ms_after_20": float(np.median(step[20:])),
+            "loads_of_slowest": [round(float(x), 4) for x in (loads[-1] / loads.mean(axis=0))],
+        }
+    return result
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank."""
+    started = time.monotonic()
+    local = int(os.environ["LOCAL_RANK"])
+    has_gpus = torch.cuda.is_available()
+    device = torch.device("cuda", local) if has_gpus else torch.device("cpu")
+    if has_gpus:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", device_id=device if has_gpus else None)
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    gloo = dist.new_group(backend="gloo")
+    doing = Work(device, options.step_ms)
+    other = Other(device, doing) if rank == last else None
+    result: dict[str, Any] = {"disturbances": [], "even": {}}
+    with contextlib.ExitStack() as stack:
+        loops: dict[str, Loop] = {}
+        for way, learn in (("embedded", True), ("service", True), ("not learning", False)):
+            if way == "service" and not options.address:
+                continue
+            settings = BalanceOptions(timeout=timedelta(seconds=5), learn_speeds=learn)
+            if way == "service":
+                balancer = Balancer.connect(options.address, job="speeds", options=settings)
+            else:
+                balancer = Balancer.embedded(options=settings)
+            stack.enter_context(balancer)
+            loops[way] = Loop(way.replace(" ", "-"), balancer, rank, device, doing)
+        for loop in loops.values():
+            loop.run(30)
+        for way, loop in loops.items():
+            for busy in BUSY:
+                for _ in range(1 if way == "not learning" else options.repeats):
+                    tables = []
+                    for share, steps in ((0.0, BEFORE), (busy, DURING), (0.0, AFTER)):
+                        if other is not None:
+                            other.take(share)
+                        tables.append(gathered(loop.run(steps), gloo))
+                    if rank == 0:
+                        found = {"way": way, "busy": busy, **figures(tables)}
+                        result["disturbances"].append(found)
+                        said = {key: value for key, value in found["during"].items() if key != "loads_of_slowest"}
+                        print(way, busy, said, "back:", found["after"]["steps_to_90_percent"], flush=True)
+                        options.result.write_text(json.dumps(result))
+        # Even GPUs, as long as there is time: the two take turns, so that both see the same clocks.
+        alarms = {way: loop.alarms for way, loop in loops.items()}
+        blocks: dict[str, list[float]] = {"embedded": [], "not learning": []}
+        lost: list[float] = []
+        while sum(map(len, blocks.values())) * options.block // 2 < options.even_steps:
+            enough = torch.tensor([time.monotonic() - started > options.seconds])
+            dist.broadcast(enough, 0, group=gloo)
+            if bool(enough.item()):
+                break
+            for way, times in blocks.items():
+                table = gathered(loops[way].run(options.block), gloo)
+                # the first step of a block began when the last one of the loop's block before had ended
+                times.append(1e3 * float(table[:, 1:, 2].max(axis=0).mean()))
+                if way == "embedded":
+                    lost.append(float((table[:, :, 0].max(axis=0) / table[:, :, 0].mean(axis=0)).mean() - 1))
+        if rank == 0 and lost:
+            pairs = zip(blocks["embedded"], blocks["not learning"], strict=True)
+            result["even"] = {
+                "steps": len(lost) * options.block,
+                "false_alarms": loops["embedded"].alarms - alarms["embedded"],
+                "max_over_mean_load": statistics.fmean(lost),
+                "ms_per_step": statistics.median(blocks["embedded"]),
+                "ms_per_step_not_learning": statistics.median(blocks["not learning"]),
+                "more": statistics.median(own / base - 1 for own, base in pairs),
+            }
+            print("even:", result["even"], flush=True)
+        if other is not None:
+            other.close()
+        for loop in loops.values():
+            loop._batches.close()  # type: ignore[attr-defined]
+    if rank == 0:
+        result["machine"] = {
+            "device": torch.cuda.get_device_name(0) if has_gpus else platform.machine(), "torch": torch.__version__,
+            "python": platform.python_version(), "cores": os.cpu_count(),
+        }  # fmt: skip
+        options.result.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, default=2, help="processes, one per GPU if there are GPUs")
+    parser.add_argument("--seconds", type=float, default=240, help="after which no further block begins")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="a step's own work")
+    parser.add_argument("--repeats", type=int, default=3, help="of each disturbance")
+    parser.add_argument("--even-steps", type=int, default=10_000, help="of even GPUs, at most")
+    parser.add_argument("--block", type=int, default=250, help="steps of a block of even GPUs")
+    parser.add_argument("--json", type=Path, help="where the result goes")
+    parser.add_argument("--without-service", action="store_true", help="leave the balancer out")
+    parser.add_argument("--address", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--other", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.other is not None:
+        be_other(options.other)
+        return
+    if options.result is not None:
+        work(options)
+        return
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        address = "" if options.without_service else stack.enter_context(running_balancer()).address
+        path = options.json.with_suffix(".part") if options.json is not None else Path(folder) / "result.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}",
+            "-m", "benchmarks.speeds_gpu", "--result", str(path), "--address", address, "--ranks", str(options.ranks),
+            "--seconds", str(options.seconds), "--step-ms", str(options.step_ms), "--repeats", str(options.repeats),
+            "--even-steps", str(options.even_steps), "--block", str(options.block),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, timeout=options.seconds + 300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        result = json.loads(path.read_text())
+    result = {
+        "command": " ".join(["python -m benchmarks.speeds_gpu", *sys.argv[1:]]), "ranks": options.ranks,
+        "step_ms": options.step_ms, "before": BEFORE, "during": DURING, "after": AFTER, **result,
+    }  # fmt: skip
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        path.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Ranks that compute more slowly than others get less to do, on real ranks, with a real balancer and without one."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
+from evenkeel.partitioning.speeds import ALL_EQUAL
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.balancing.speeds import Measured
+from trainer_client.observing.measurement import StepTimer
+
+SIZE = 24
+
+
+@pytest.fixture(scope="module")
+def balancer() -> Iterator[ServiceProcess]:
+    with running_balancer() as process:
+        yield process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A loop whose ranks measure their steps.
+
+    Attributes:
+        address: Of the balancer; None: embedded.
+        name: Of the job.
+        steps: Of the loop.
+        slow: Seconds per unit of cost of each rank; negative, infinite and NaN ones are what it says, not what it does.
+        sleeps: The steps take that time, and a timer measures it; else the ranks only say so.
+        options: Of balancing.
+    """
+
+    address: str | None
+    name: str
+    steps: int = 60
+    slow: tuple[float, ...] = (1e-6, 2e-6)
+    sleeps: bool = False
+    options: BalanceOptions = field(
+        default_factory=lambda: BalanceOptions(timeout=timedelta(seconds=20), counts="free")
+    )
+
+
+def source(rank: int) -> Iterator[dict[str, torch.Tensor]]:
+    for step in itertools.count():
+        costs = np.random.default_rng([rank, step]).integers(50, 150, SIZE)
+        yield {"cost": torch.from_numpy(costs), "id": torch.arange(SIZE) + 1000 * step + 1_000_000 * rank}
+
+
+class Source:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return source(self._rank)
+
+
+def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
+    records = []
+    if job.address is None:
+        balancer = Balancer.embedded(job=job.name, options=job.options)
+    else:
+        balancer = Balancer.connect(job.address, job=job.name, options=job.options)
+    with balancer:
+        loader: BalancedLoader[Any] = BalancedLoader(Source(rank), balancer, cost=lambda batch: batch["cost"])
+        timer = StepTimer("cpu", loader=loader if job.sleeps else None)
+        batches = iter(loader)
+        for batch in itertools.islice(batches, job.steps):
+            report = loader.report
+            timer.batch_ready()
+            if job.sleeps:
+                time.sleep(report.own_load * job.slow[rank])
+                timer.compute_done()
+            elif not math.isnan(job.slow[rank]):
+                loader.took(report.own_load * job.slow[rank])
+            timer.end_step()
+            records.append(
+                {
+                    "ids": batch["id"].tolist(), "load": report.own_load, "learned": report.learned,
+                    "mode": report.mode.value, "imbalance": report.imbalance, "mean": float(report.home_loads.mean()),
+                    "stragglers": [(slow.rank, slow.speed) for slow in report.stragglers],
+                }
+            )  # fmt: skip
+        batches.close()  # type: ignore[attr-defined]
+    return records
+
+
+def shares(results: list[list[dict[str, Any]]], rank: int) -> list[float]:
+    """Of the mean load, what a rank has to do at each step."""
+    return [record["load"] / record["mean"] for record in results[rank]]
+
+
+def check_alike(results: list[list[dict[str, Any]]], mode: str) -> None:
+    """All ranks know the same and train each sample once."""
+    for number, step in enumerate(zip(*results, strict=True)):
+        assert len({record["learned"] for record in step}) == 1
+        assert {record["mode"] for record in step} == {mode}
+        ids = sorted(one for record in step for one in record["ids"])
+        assert ids == [1_000_000 * rank + 1000 * number + i for rank in range(len(step)) for i in range(SIZE)]
+
+
+@pytest.mark.parametrize("mode", ["embedded", "service"])
+def test_a_slow_rank_gets_less_to_do(balancer: ServiceProcess, mode: str) -> None:
+    address = balancer.address if mode == "service" else None
+    results = run_ranks(3, run_job, Job(address=address, name=f"slow-{mode}", slow=(1e-6, 1e-6, 2e-6)))
+    check_alike(results, mode)
+    assert results[0][-1]["stragglers"] == [(2, 0.5)]
+    assert np.allclose(shares(results, 0)[:3], 1, atol=0.02)
+    assert np.allclose(shares(results, 2)[-10:], 0.6, atol=0.02)  # 0.5 of 2.5
+    assert np.allclose(shares(results, 1)[-10:], 1.2, atol=0.02)
+    assert all(record["imbalance"] < 1.02 for record in results[0][-10:])  # of load over speed
+    learned = [bool(record["learned"]) for record in results[0]]
+    assert learned == sorted(learned)  # once, and for good
+    assert learned.index(True) <= 25
+
+
+def test_what_a_timer_measures_of_real_steps_is_learned() -> None:
+    job = Job(address=None, name="real", steps=50, slow=(4e-6, 16e-6), sleeps=True)  # 10 and 40 ms
+    results = run_ranks(2, run_job, job)
+    check_alike(results, "embedded")
+    (rank, speed), *more = results[0][-1]["stragglers"]
+    assert (rank, more) == (1, [])
+    assert speed < 0.8
+    assert shares(results, 1)[-1] < 0.9
+
+
+@pytest.mark.parametrize("said", [-1.0, 1.0, 1e-11])
+def test_a_rank_that_lies_gets_no_less_than_the_bound_and_others_no_less_than_that(said: float) -> None:
+    results = run_ranks(3, run_job, Job(address=None, name="lies", slow=(1e-6, said, 1e-6), steps=30))
+    check_alike(results, "embedded")
+    learned = results[0][-1]["stragglers"]
+    assert learned == ([(1, 0.3)] if said == 1.0 else [])
+    assert np.allclose(shares(results, 0)[-3:], 3 / (2 + 0.3) if learned else 1.0, atol=0.03)
+
+
+def test_without_times_or_with_learning_off_nothing_changes(balancer: ServiceProcess) -> None:
+    off = BalanceOptions(timeout=timedelta(seconds=20), counts="free", learn_speeds=False)
+    ways = [
+        Job(address=None, name="never", slow=(math.nan, math.nan), steps=30),
+        Job(address=None, name="off", steps=30, options=off),
+        Job(address=balancer.address, name="off-served", steps=30, options=off),
+    ]
+    never, embedded, served = (run_ranks(2, run_job, job) for job in ways)
+    for rank in range(2):
+        ids = [[record["ids"] for record in result[rank]] for result in (never, embedded, served)]
+        assert ids[0] == ids[1] == ids[2]
+        assert all(record["learned"] is ALL_EQUAL for record in embedded[rank])
+
+
+def test_what_users_say_of_speeds_is_not_learned_again() -> None:
+    options = BalanceOptions(timeout=timedelta(seconds=20), counts="free", speeds=[1.0, 0.5])
+    results = run_ranks(2, run_job, Job(address=None, name="given", steps=40, options=options))
+    assert not any(record["learned"] for record in results[0])
+    assert np.allclose(shares(results, 1), 2 / 3, atol=0.03)
+
+
+def _log_of(rank: int, job: Job) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer_client.balancing.speeds").addHandler(handler)
+    run_job(rank, job)
+    return lines
+
+
+def test_rank_0_and_the_straggler_say_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = run_ranks(3, _log_of, Job(address=None, name="said", slow=(1e-6, 1e-6, 2e-6), steps=30))
+    assert len(logs[0]) == len(logs[2]) == 1
+    assert "rank 2 on " in logs[0][0]
+    assert "computes 0.50 times as fast as the median rank" in logs[0][0]
+    assert logs[1] == []
+
+
+def test_a_measure_is_told_once_and_is_the_mean_of_several() -> None:
+    measured = Measured()
+    assert measured.take() == (0.0, 0.0)
+    measured.add(10, 1.0)
+    measured.add(30, 2.0)
+    for load, seconds in ((0, 1.0), (5, 0.0), (5, -1.0), (5, math.nan), (math.inf, 1.0)):
+        measured.add(load, seconds)
+    assert measured.take() == (20.0, 1.5)
+    assert measured.take() == (0.0, 0.0)
