@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from evenkeel.key_statistics.curves import MeasuredCurve, miss_curve
+from evenkeel.key_statistics.curves import LEAST_STEPS, MeasuredCurve, miss_curve
 from evenkeel.key_statistics.trace import KeyTrace, merged
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.request import PlanRequest
@@ -147,12 +147,16 @@ def with_statistics(
             tables.append(table)
             continue
         observed = trace.samples / trace.steps
-        joined = trace.joined(max(1, round(wanted / observed)))
+        together = max(1, round(wanted / observed))
+        joined = trace.joined(together)
         try:
             curve = miss_curve(joined, table.rows, eviction=table.eviction, ahead=ahead)
         except InvalidInputError as error:
             what = f"of {table.name!r}, each of {observed:g} samples, are too few for steps of {wanted} samples"
-            raise InvalidInputError("statistics", trace.steps, what, error.remedy) from None
+            remedy = (
+                f"observe at least {LEAST_STEPS * together}, better some hundreds" if together > 1 else error.remedy
+            )
+            raise InvalidInputError("statistics", trace.steps, what, remedy) from None
         curves[table.name] = curve
         tables.append(replace(table, access=curve.access, ids_per_sample=trace.lookups / trace.samples))
     return replace(request, tables=tuple(tables)), curves

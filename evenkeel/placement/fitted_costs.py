@@ -104,6 +104,8 @@ def fit_costs(
         return np.concatenate([errors, weights * (logs - expected)])
 
     upper = np.log([10.0, *([1e3] * len(ratios)), *(1.0 if name == "hybrid_hit" else 1e3 for name in factors)])
-    start = np.minimum(expected, upper - 1e-6)
-    fit = least_squares(residuals, start, bounds=(np.full(len(start), np.log(1e-9)), upper), x_scale=1.0)
+    lower = np.full(len(expected), np.log(1e-9))
+    lower[1 : 1 + len(ratios)] = 0.0  # nothing launches less than HBM alone: few keys are no reason to leave it
+    start = np.clip(expected, lower + 1e-6, upper - 1e-6)
+    fit = least_squares(residuals, start, bounds=(lower, upper), x_scale=1.0)
     return costs_of(fit.x)

@@ -147,7 +147,8 @@ def plan_model(
     place = _device(device)
     statistics, samples = _all_or_none(lambda: _observe(model, batches, max_batches), group)
     traces: dict[str, KeyTrace] = {} if statistics is None else statistics.gather(group)
-    samples = samples_per_rank or samples or _samples(traces, group)
+    found = samples or _samples(traces, group) or None
+    samples = found if samples_per_rank is None else _whole(samples_per_rank)
 
     def make() -> tuple[PlanFile, tuple[str, ...]]:
         described, notes = _describe(model, optimizer, ids_per_sample, access, traces, tables)
@@ -165,12 +166,14 @@ def plan_model(
             topology=machines.topology,
             hardware=machines.hardware,
             runtime=runtime,
-            step=Step(samples_per_rank=samples or Step().samples_per_rank, prefetch_depth=prefetch_depth),
+            step=Step(
+                samples_per_rank=Step().samples_per_rank if samples is None else samples, prefetch_depth=prefetch_depth
+            ),
         )
         if traces:
             request, _ = with_statistics(request, traces)
         notes += machines.notes
-        if not samples:
+        if samples is None:
             notes += (f"samples of a batch on one rank are assumed to be {request.step.samples_per_rank}",)
         return PlanFile(request=request, plan=(planner or PlannerClient.from_env()).plan(request)), notes
 
@@ -239,6 +242,11 @@ def _keyed_jagged(value: Any, depth: int) -> Iterator[Any]:
         parts = vars(value).values()
     for part in parts:
         yield from _keyed_jagged(part, depth - 1)
+
+
+def _whole(value: float) -> int:
+    """4e8 is a whole number too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # type: ignore[return-value]
 
 
 def _samples(traces: Mapping[str, KeyTrace], group: dist.ProcessGroup | None) -> int:

@@ -133,6 +133,8 @@ def test_what_is_assumed_is_said() -> None:
 
 def test_dynamicemb_is_planned_without_being_installed() -> None:
     planned = plan_model(_Model(), topology="h200x2", runtime=Runtime.DYNAMICEMB)
+    # Where there is room, a few keys are no reason to leave HBM.
+    assert {placement.mode for placement in planned.plan.placements} == {Mode.HBM_ONLY}
     assert planned.sharding_plan is None
     assert planned.constraints is None
     assert "DynamicEmb is not installed here" in str(planned)
@@ -151,6 +153,20 @@ def test_what_cannot_be_planned_is_named() -> None:
     apply_optimizer_in_backward(Unknown, model.bags.parameters(), {"lr": 0.1})
     with pytest.raises(InvalidInputError, match=r"item.optimizer: is not planned for \(got 'Unknown'\)"):
         plan_model(model, topology="h200x2")
+
+
+def test_batches_that_are_too_few_for_steps_of_many_ranks_say_how_many_do() -> None:
+    machines = Topology(ranks=4, hbm_bytes=8 << 30)
+    with pytest.raises(InvalidInputError, match=r"got 12\); observe at least 32"):
+        plan_model(_Model(), _batches(12), topology=machines)
+    plan_model(_Model(), _batches(32), topology=machines)
+
+
+def test_samples_are_what_is_said_if_anything_is() -> None:
+    with pytest.raises(InvalidInputError, match="samples_per_rank"):
+        plan_model(_Model(), samples_per_rank=0, topology="h200x8")
+    many = plan_model(_Model(), samples_per_rank=4e3, topology="h200x8")  # type: ignore[arg-type]
+    assert many.request.step.samples_per_rank == 4_000
 
 
 def test_memory_of_the_host_is_that_of_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
