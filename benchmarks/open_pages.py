@@ -3,15 +3,16 @@
     python -m benchmarks.open_pages --json benchmarks/results/open_pages.json
 
 One job goes through rounds without a pause while pages are opened and closed in turns: none, some that read all that
-they are told, some that read nothing. A turn with pages is compared with the turns without any beside it; the table
-tells the median over all such pairs, and their spread. Beside it: what the balancer's memory of the last rounds takes
+they are told, some that read nothing. A turn with pages is compared with the turns without any beside it; told are
+medians over all such pairs and their spread, of the rounds' times, which all else on the machine changes too, and of
+the processor's time that the balancer takes for a round. Beside it: what the balancer's memory of the last rounds takes
 of a round, by itself, on one core.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import socket
@@ -21,7 +22,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -43,36 +44,69 @@ VIEWS = ("/v1/events", f"/v1/events?job={JOB}&group=&loader=")
 SETTLE_SECONDS = 0.5
 
 
-def open_pages(port: int, count: int, reads: bool, ready: Any, stop: Any) -> None:
-    """A process with open pages, half of them of all jobs, half of one."""
+def open_pages(port: int, count: int) -> list[socket.socket]:
+    """Connections of open pages, half of them of all jobs, half of one.
+
+    Raises:
+        RuntimeError: If the balancer refuses one.
+    """
     pages = []
     for number in range(count):
         page = socket.create_connection(("127.0.0.1", port))
         page.sendall(f"GET {VIEWS[number % 2]} HTTP/1.0\r\n\r\n".encode())
+        status = page.recv(15)
+        if b" 200 " not in status:
+            raise RuntimeError(f"page {number}: {status!r}")
+        page.setblocking(False)
         pages.append(page)
-    ready.set()
+    return pages
+
+
+def read_all(pages: list[socket.socket]) -> int:
+    """Reads what there is; how many bytes."""
     told = 0
-    if reads:
-        for page in pages:
-            page.setblocking(False)
-    while not stop.wait(0.1):
-        for page in pages if reads else ():
-            try:
-                while data := page.recv(1 << 20):
-                    told += len(data)
-            except BlockingIOError:
-                pass
-    if reads:
-        print(f"{count} pages were told {told / 1e6:.1f} MB")
+    for page in pages:
+        with contextlib.suppress(BlockingIOError):
+            while data := page.recv(1 << 20):
+                told += len(data)
+    return told
+
+
+class Span(NamedTuple):
+    """When a turn was, and what the balancer's processor time in it was, in seconds."""
+
+    kind: str
+    first: float
+    last: float
+    used: float
+
+
+class Turn(NamedTuple):
+    """The rounds of a turn: their median and 99th percentile, and the processor's time of each, in milliseconds."""
+
+    kind: str
+    p50: float
+    p99: float
+    cpu: float
+    rounds: int
+
+
+def processor_seconds(pid: int) -> float:
+    """What all threads of a process have used so far."""
+    used = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            used += int((task / "schedstat").read_text().split()[0])
+    return used / 1e9
 
 
 class Turns:
     """Opens pages in turns beside the job, and notes when."""
 
-    def __init__(self, port: int, pages: int, seconds: float) -> None:
-        self.port, self.pages, self.seconds = port, pages, seconds
-        self.spans: list[tuple[str, float, float]] = []
-        self._context = multiprocessing.get_context("spawn")
+    def __init__(self, pid: int, port: int, pages: int, seconds: float) -> None:
+        self.pid, self.port, self.pages, self.seconds = pid, port, pages, seconds
+        self.spans: list[Span] = []
+        self.told = 0
 
     def run(self, rounds: int) -> None:
         """So many turns of each kind, one without pages before and after each."""
@@ -82,43 +116,42 @@ class Turns:
         self._turn("none")
 
     def _turn(self, kind: str) -> None:
-        ready, stop = self._context.Event(), self._context.Event()
-        process = None
-        if kind != "none":
-            process = self._context.Process(
-                target=open_pages, args=(self.port, self.pages, kind == "reading", ready, stop), daemon=True
-            )
-            process.start()
-            ready.wait(120)
-        time.sleep(SETTLE_SECONDS)
-        began = time.monotonic()
-        time.sleep(self.seconds)
-        self.spans.append((kind, began, time.monotonic()))
-        if process is not None:
-            stop.set()
-            process.join(30)
+        pages = [] if kind == "none" else open_pages(self.port, self.pages)
+        self._pass(SETTLE_SECONDS, pages if kind == "reading" else [])
+        began, used = time.monotonic(), processor_seconds(self.pid)
+        self.told += self._pass(self.seconds, pages if kind == "reading" else [])
+        self.spans.append(Span(kind, began, time.monotonic(), processor_seconds(self.pid) - used))
+        for page in pages:
+            page.close()
+
+    def _pass(self, seconds: float, reading: list[socket.socket]) -> int:
+        end, told = time.monotonic() + seconds, 0
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(0.1, left))
+            told += read_all(reading)
+        return told
 
 
-def by_turn(timings: list[Timing], spans: list[tuple[str, float, float]]) -> list[tuple[str, float, float, int]]:
-    """Median and 99th percentile of the rounds of each turn, in milliseconds, and how many there were."""
+def by_turn(timings: list[Timing], spans: list[Span]) -> list[Turn]:
+    """What became of the rounds of each turn that was over before the job was."""
     begins = np.min([timing.began for timing in timings], axis=0)
     ends = np.max([timing.ended for timing in timings], axis=0)
     found = []
-    for kind, first, last in spans:
+    for kind, first, last, used in spans:
         inside = 1e3 * (ends - begins)[(begins >= first) & (ends <= last)]
-        if inside.size:
-            found.append((kind, float(np.percentile(inside, 50)), float(np.percentile(inside, 99)), int(inside.size)))
+        if inside.size and ends[-1] >= last:
+            p50, p99 = (float(value) for value in np.percentile(inside, (50, 99)))
+            found.append(Turn(kind, p50, p99, 1e3 * used / inside.size, int(inside.size)))
     return found
 
 
-def against_none(turns: list[tuple[str, float, float, int]], kind: str, at: int) -> list[float]:
+def against_none(turns: list[Turn], kind: str, figure: str) -> list[float]:
     """Each turn's figure over the mean of those without pages before and after it."""
-    ratios = []
-    for place in range(1, len(turns) - 1):
-        before, own, after = turns[place - 1 : place + 2]
-        if own[0] == kind and before[0] == after[0] == "none":
-            ratios.append(float(own[at]) / ((float(before[at]) + float(after[at])) / 2))
-    return ratios
+    return [
+        getattr(own, figure) / ((getattr(before, figure) + getattr(after, figure)) / 2)
+        for before, own, after in zip(turns, turns[1:], turns[2:], strict=False)
+        if own.kind == kind and before.kind == after.kind == "none"
+    ]
 
 
 def history_seconds(ranks: int, samples: int) -> float:
@@ -142,10 +175,10 @@ def main(
     ranks: Annotated[int, typer.Option(help="Of the job.")] = 8,
     samples: Annotated[int, typer.Option(help="Per rank and round.")] = 128,
     pages: Annotated[int, typer.Option(help="Open at a time.")] = 50,
-    seconds: Annotated[float, typer.Option(help="Of a turn.")] = 3.0,
+    seconds: Annotated[float, typer.Option(help="Of a turn.")] = 4.0,
     turns: Annotated[int, typer.Option(help="Of each kind.")] = 6,
     quick: Annotated[bool, typer.Option("--quick", help="Two short turns of each kind.")] = False,
-    output: Annotated[Path | None, typer.Option("--json", help="Where the figures go.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Where the figures go.")] = None,
 ) -> None:
     """Measures, and prints the ratios."""
     seconds, turns = (1.0, 2) if quick else (seconds, turns)
@@ -155,51 +188,51 @@ def main(
         port_file = Path(folder) / "port"
         flags = ["--port", "0", "--metrics-port", "0", "--metrics-port-file", str(port_file)]
         with balancer_process(flags) as balancer:
-            found = measure(load, balancer.port, int(port_file.read_text()), pages, seconds, turns)
-    measured = by_turn(*found)
-    table = Table("pages", "p50 ms", "p99 ms", "p50 over none", "p99 over none", "spread of p50")
+            place = balancer.port, balancer.running.pid, int(port_file.read_text())
+            measured = measure(load, *place, pages, seconds, turns)
+    table = Table("pages", "turns", "p50 ms", "p99 ms", "CPU ms", "p50 over none", "CPU over none")
     figures: dict[str, Any] = {}
-    for kind in ("none", "reading", "idle"):
-        own = [turn for turn in measured if turn[0] == kind]
-        p50, p99 = (statistics.median(float(turn[at]) for turn in own) for at in (1, 2))
-        ratios = [against_none(measured, kind, at) for at in (1, 2)]
-        over = [statistics.median(one) if one else 1.0 for one in ratios]
-        spread = [min(ratios[0]), max(ratios[0])] if ratios[0] else [1.0, 1.0]
-        figures[kind] = {"p50_ms": p50, "p99_ms": p99, "p50_over_none": over[0], "p99_over_none": over[1],
-                         "p50_spread": spread, "rounds": sum(turn[3] for turn in own)}  # fmt: skip
-        named = {"none": "none", "reading": f"{pages} that read", "idle": f"{pages} that do not"}[kind]
-        table.add_row(named, f"{p50:.3f}", f"{p99:.3f}", f"{over[0]:.3f}", f"{over[1]:.3f}",
-                      f"{spread[0]:.3f} to {spread[1]:.3f}")  # fmt: skip
-    Console().print(table)
+    for kind, named in (("none", "none"), ("reading", f"{pages} that read"), ("idle", f"{pages} that do not")):
+        own = [turn for turn in measured if turn.kind == kind]
+        figures[kind] = {"turns": len(own), "rounds": sum(turn.rounds for turn in own)}
+        cells = [str(len(own))]
+        for figure in ("p50", "p99", "cpu"):
+            figures[kind][f"{figure}_ms"] = middle = statistics.median(getattr(turn, figure) for turn in own)
+            cells.append(f"{middle:.3f}")
+        for figure in ("p50", "cpu"):
+            ratios = against_none(measured, kind, figure) or [1.0]
+            over = [statistics.median(ratios), min(ratios), max(ratios)]
+            figures[kind][f"{figure}_over_none"] = over
+            cells.append(f"{over[0]:.3f} ({over[1]:.3f} to {over[2]:.3f})")
+        table.add_row(named, *cells)
+    Console(width=120).print(table)
     share = {count: history_seconds(count, samples) for count in (ranks, 64, 1024)}
     for count, spent in share.items():
         Console().print(f"memory of a round of {count} ranks: {1e6 * spent:.1f} µs")
-    if output is not None:
+    if json_path is not None:
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
                    "python": platform.python_version()}  # fmt: skip
-        content = {**machine, "ranks": ranks, "samples": samples, "pages": pages, "seconds": seconds, "turns": measured,
-                   "kinds": figures, "history_seconds_per_round": share}  # fmt: skip
-        output.write_text(json.dumps(content, indent=1) + "\n")
+        content = {**machine, "ranks": ranks, "samples": samples, "pages": pages, "seconds": seconds, "kinds": figures,
+                   "history_seconds_per_round": share,
+                   "turns": [turn._asdict() for turn in measured]}  # fmt: skip
+        json_path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def measure(
-    load: Load, port: int, metrics_port: int, pages: int, seconds: float, turns: int
-) -> tuple[list[Timing], list[tuple[str, float, float]]]:
-    """Runs the job beside the turns; its timings, and when each turn was."""
+def measure(load: Load, port: int, pid: int, metrics_port: int, pages: int, seconds: float, turns: int) -> list[Turn]:
+    """Runs the job beside the turns."""
     began = time.monotonic()
-    run_load(replace(load, port=port, rounds=500, job="beforehand"), 1)
-    each = (time.monotonic() - began) / 500
-    planned = (4 * turns + 1) * (seconds + SETTLE_SECONDS + 2.0)
+    run_load(replace(load, port=port, rounds=1000, job="beforehand"), 1)
+    each = (time.monotonic() - began) / 1000
+    rounds = max(1000, int(1.3 * (4 * turns + 1) * (seconds + SETTLE_SECONDS + 1.0) / each))
     result: list[list[Timing]] = []
-    job = threading.Thread(
-        target=lambda: result.append(run_load(replace(load, port=port, rounds=max(1000, int(planned / each))), 1))
-    )
+    job = threading.Thread(target=lambda: result.append(run_load(replace(load, port=port, rounds=rounds), 1)))
     job.start()
     time.sleep(4.0)  # its process starts, and its first rounds
-    beside = Turns(metrics_port, pages, seconds)
+    beside = Turns(pid, metrics_port, pages, seconds)
     beside.run(turns)
     job.join()
-    return result[0], beside.spans
+    Console().print(f"pages that read were told {beside.told / 1e6:.1f} MB")
+    return by_turn(result[0], beside.spans)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def test_a_view_is_rendered_once_for_all_pages(feed: Feed) -> None:
         assert reader.event()["since"] == 0
     for reader in readers:
         assert reader.event()["since"] > 0
-    assert counter.rendered <= 12  # they came within some tenths of a second, and then there was a tick
+    assert counter.rendered < 50  # of a hundred events
 
 
 def test_nothing_is_rendered_for_nobody(feed: Feed) -> None:
