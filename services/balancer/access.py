@@ -249,6 +249,11 @@ class Guard:
         """The address of the caller, also when the call has ended."""
         return self._peer
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has ended: the client is gone, or has been told its status."""
+        return bool(self._context.done())
+
     async def read(self) -> bytes | None:
         """The next message, when it may be read; None when the client has ended its requests."""
         delay = self._bucket.take(self._access.now())

@@ -32,6 +32,7 @@ STREAM_BYTES = 1 << 16
 
 _RANK_BYTES = 100
 _REFUSAL_SECONDS = 2.0
+_BREAK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +192,9 @@ class Streams:
             value = f"{type(error).__name__}: {error}"
             mailbox.close(Refusal(code=Code.INTERNAL, field="server", value=value, remedy=remedy, fatal=True))
         else:
-            finished = True
+            # Of a connection that breaks, the end of the requests comes a moment before the word that it broke.
+            await asyncio.sleep(_BREAK_SECONDS)
+            finished = not context.is_over
             mailbox.finish()
             await asyncio.get_running_loop().create_future()  # waiters leave only when the stream has ended
         finally:
