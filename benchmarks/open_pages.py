@@ -73,12 +73,12 @@ def read_all(pages: list[socket.socket]) -> int:
 
 
 class Span(NamedTuple):
-    """When a turn was, and what the balancer's processor time in it was, in seconds."""
+    """When a turn was, and the processor's time that each of the balancer's threads took in it, in seconds."""
 
     kind: str
     first: float
     last: float
-    used: float
+    used: dict[str, float]
 
 
 class Turn(NamedTuple):
@@ -91,13 +91,21 @@ class Turn(NamedTuple):
     rounds: int
 
 
-def processor_seconds(pid: int) -> float:
-    """What all threads of a process have used so far."""
-    used = 0
+def processor_seconds(pid: int) -> dict[str, float]:
+    """What each thread of a process has used so far."""
+    used = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # it has just ended
-            used += int((task / "schedstat").read_text().split()[0])
-    return used / 1e9
+            used[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return used
+
+
+def share_of_pages(spans: list[Span]) -> float:
+    """Share of a core that the thread takes which writes to pages: it begins with the first of them."""
+    reading = [span for span in spans if span.kind == "reading"]
+    seconds = sum(span.last - span.first for span in reading)
+    later = {thread for span in reading for thread in span.used} - spans[0].used.keys()
+    return max((sum(span.used.get(thread, 0.0) for span in reading) / seconds for thread in later), default=0.0)
 
 
 class Turns:
@@ -120,7 +128,8 @@ class Turns:
         self._pass(SETTLE_SECONDS, pages if kind == "reading" else [])
         began, used = time.monotonic(), processor_seconds(self.pid)
         self.told += self._pass(self.seconds, pages if kind == "reading" else [])
-        self.spans.append(Span(kind, began, time.monotonic(), processor_seconds(self.pid) - used))
+        last, after = time.monotonic(), processor_seconds(self.pid)
+        self.spans.append(Span(kind, began, last, {name: now - used.get(name, 0.0) for name, now in after.items()}))
         for page in pages:
             page.close()
 
@@ -141,7 +150,7 @@ def by_turn(timings: list[Timing], spans: list[Span]) -> list[Turn]:
         inside = 1e3 * (ends - begins)[(begins >= first) & (ends <= last)]
         if inside.size and ends[-1] >= last:
             p50, p99 = (float(value) for value in np.percentile(inside, (50, 99)))
-            found.append(Turn(kind, p50, p99, 1e3 * used / inside.size, int(inside.size)))
+            found.append(Turn(kind, p50, p99, 1e3 * sum(used.values()) / inside.size, int(inside.size)))
     return found
 
 
@@ -189,7 +198,7 @@ def main(
         flags = ["--port", "0", "--metrics-port", "0", "--metrics-port-file", str(port_file)]
         with balancer_process(flags) as balancer:
             place = balancer.port, balancer.running.pid, int(port_file.read_text())
-            measured = measure(load, *place, pages, seconds, turns)
+            measured, share_of_core = measure(load, *place, pages, seconds, turns)
     table = Table("pages", "turns", "p50 ms", "p99 ms", "CPU ms", "p50 over none", "CPU over none")
     figures: dict[str, Any] = {}
     for kind, named in (("none", "none"), ("reading", f"{pages} that read"), ("idle", f"{pages} that do not")):
@@ -206,6 +215,7 @@ def main(
             cells.append(f"{over[0]:.3f} ({over[1]:.3f} to {over[2]:.3f})")
         table.add_row(named, *cells)
     Console(width=120).print(table)
+    Console().print(f"the thread that writes to {pages} pages that read: {share_of_core:.2%} of a core")
     share = {count: history_seconds(count, samples) for count in (ranks, 64, 1024)}
     for count, spent in share.items():
         Console().print(f"memory of a round of {count} ranks: {1e6 * spent:.1f} µs")
@@ -213,13 +223,15 @@ def main(
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
                    "python": platform.python_version()}  # fmt: skip
         content = {**machine, "ranks": ranks, "samples": samples, "pages": pages, "seconds": seconds, "kinds": figures,
-                   "history_seconds_per_round": share,
+                   "pages_share_of_core": share_of_core, "history_seconds_per_round": share,
                    "turns": [turn._asdict() for turn in measured]}  # fmt: skip
         json_path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def measure(load: Load, port: int, pid: int, metrics_port: int, pages: int, seconds: float, turns: int) -> list[Turn]:
-    """Runs the job beside the turns."""
+def measure(
+    load: Load, port: int, pid: int, metrics_port: int, pages: int, seconds: float, turns: int
+) -> tuple[list[Turn], float]:
+    """Runs the job beside the turns; also the share of a core that the pages' thread took."""
     began = time.monotonic()
     run_load(replace(load, port=port, rounds=1000, job="beforehand"), 1)
     each = (time.monotonic() - began) / 1000
@@ -232,7 +244,7 @@ def measure(load: Load, port: int, pid: int, metrics_port: int, pages: int, seco
     beside.run(turns)
     job.join()
     Console().print(f"pages that read were told {beside.told / 1e6:.1f} MB")
-    return by_turn(result[0], beside.spans)
+    return by_turn(result[0], beside.spans), share_of_pages(beside.spans)
 
 
 if __name__ == "__main__":
