@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--seconds", type=float, default=500, help="no part begins later")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--giants", nargs="*", type=int, help="cells with these giants only; 0: of long histories")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, on CPUs too")
     options = parser.parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -293,7 +294,10 @@ def cells(bench: Bench) -> dict[str, Any]:
     """All cells; each is written when it is known."""
     found: dict[str, Any] = {}
     warm(bench)
+    giants = bench.options.giants
     for cell in CELLS[:4] + CELLS[-2:] if bench.options.quick else CELLS:
+        if giants is not None and cell.giant not in giants:
+            continue
         if not bench.has_time():
             bench.results.setdefault("left_out", []).append(cell.name)
             continue
@@ -360,7 +364,7 @@ def blocks(bench: Bench) -> dict[str, Any]:
     """A split step by how many blocks NCCL may take of a GPU while it waits and sends."""
     found, kept = {}, bench.trainer._pieces
     cell = Cell(giant=65_536, samples=4)
-    for count in (4, 8, 16, 32):
+    for count in (8, 16, 32):
         bench.trainer._pieces = PieceGroup(max_ctas=count)
         batches = batches_of(cell, 5, bench.model, rank=bench.rank, ranks=bench.ranks, even=False, scale=bench.scale)
         found[str(count)] = float(np.mean(bench.run(bench.loader(batches, "split", "cells"))["ms"][1:]))
@@ -371,10 +375,13 @@ def blocks(bench: Bench) -> dict[str, Any]:
 def bf16(bench: Bench) -> dict[str, Any]:
     """Errors of gradients, split and whole."""
     assert bench.cost is not None
-    lengths = np.full((bench.ranks, 2), 700, np.int64)
-    lengths[0, 0] = 6000
-    own = make_batch(np.maximum(lengths[bench.rank] // bench.scale, 16), bench.model, rank=bench.rank, step=5)
-    return checks.gradients(bench.trainer, own, bench.balancer("split"), bench.cost, bench.device)
+    lengths = np.full((bench.ranks, 8), 500, np.int64)
+    lengths[0, 0] = 12_000 if bench.options.quick else 6000
+    found = []
+    for step in range(2 if bench.options.quick else 6):
+        own = make_batch(np.maximum(lengths[bench.rank] // bench.scale, 16), bench.model, rank=bench.rank, step=step)
+        found.append(checks.gradients(bench.trainer, own, bench.balancer("split"), bench.cost, bench.device))
+    return {name: [each[name] for each in found] for name in found[0]}
 
 
 def silu(bench: Bench) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Only ranks that share a sample send anything, each to those it shares with. All of them do so in the same order: that of
 the attentions in the model, and in the backward pass the reverse. What an attention sends first is under way while it
-computes its own block, in the forward pass and in the backward pass.
+computes its own block. Gradients travel when that is done: a rank is ready to receive them when others have computed
+them, and a GPU that waits for another one keeps blocks from its own kernels.
 """
 
 from __future__ import annotations
@@ -129,28 +130,31 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, exchange: Exchange, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
-        return query.new_empty(0), *exchange.start(query, key, value)
+        arriving = exchange.start(query, key, value)
+        ctx.kinds = _kinds((arriving[0], arriving[1], arriving[2]))
+        return query.new_empty(0), *arriving
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # After the backward pass of own blocks: a GPU that waits for another one would keep blocks from it.
+        filled = [_filled(gradient, kind) for gradient, kind in zip(gradients[1:], ctx.kinds, strict=True)]
+        ctx.exchange.start_home(*filled)
         return None, *ctx.exchange.finish_home()
 
 
 class _Wait(torch.autograd.Function):
-    """Ends the exchange; in the backward pass it begins that of the gradients, which `_Start` ends."""
+    """Ends the exchange; in the backward pass it orders that of the gradients, which is in `_Start`, behind itself."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *arriving: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.kinds = exchange, _kinds(arriving)
+        ctx.kinds = _kinds(arriving)
         ctx.set_materialize_grads(False)
         exchange.wait()
         return tuple(tensor.view_as(tensor) for tensor in arriving)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        filled = [_filled(gradient, kind) for gradient, kind in zip(gradients, ctx.kinds, strict=True)]
-        ctx.exchange.start_home(*filled[1:])
-        return None, *filled
+        return None, *(_filled(gradient, kind) for gradient, kind in zip(gradients, ctx.kinds, strict=True))
 
 
 class _Return(torch.autograd.Function):

@@ -18,13 +18,13 @@ from trainer_client.process_groups import make_group, timeout_of
 class PieceGroup:
     """Ranks that may share samples, with a communicator of their own for keys and values."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, max_ctas: int = 8) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, max_ctas: int = 32) -> None:
         """Makes the communicator. Collective.
 
         Args:
             process_group: The data-parallel ranks; default: all. Without `torch.distributed` there is one rank.
-            max_ctas: Blocks of the GPU that NCCL takes at most. A rank that waits for another keeps them from its own
-                attention; more of them send faster.
+            max_ctas: Blocks of the GPU that NCCL takes at most. More of them send faster, and are kept from the own
+                attention of a rank that waits for another.
 
         Raises:
             ValueError: If `max_ctas` is no positive number.

@@ -128,7 +128,7 @@ def _merged(pieces: Pieces, own: list[Tensor], found: list[Tensor], returned: li
 def _merge(parts: Sequence[list[Tensor]]) -> Tensor:
     """What the same queries found among different keys, as one: by sums, or by the logarithms of softmaxes' sums."""
     if len(parts[0]) == 1:
-        return torch.stack([sums for (sums,) in parts]).sum(0)
+        return torch.stack([sums for (sums,) in parts]).sum(0).to(parts[0][0].dtype)  # autocast sums in float32
     logs = torch.stack([log for _, log in parts])
     weights = torch.softmax(logs, 0).unsqueeze(-1)
     return (torch.stack([sums for sums, _ in parts]) * weights).sum(0).to(parts[0][0].dtype)

@@ -7,14 +7,17 @@ values that have arrived.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainer_client.attention import over_pieces
 from trainer_client.attention.exchange import Exchange
 from trainer_client.attention.pieces import Pieces
+from trainer_client.checks import check_whole
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -52,6 +55,11 @@ class VarlenSoftmax:
     max_length: int
     scale: float | None = None
 
+    def __post_init__(self) -> None:
+        check_whole(self, max_length=1)
+        if torch.cuda.is_available():
+            _find_whole()
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, pieces: Pieces | None) -> Tensor:
         """Attention as if each sample were whole.
 
@@ -71,9 +79,12 @@ class VarlenSoftmax:
             ValueError: If a split sample is not causal: it has more than one candidate, or a context that sees all of
                 the history.
         """
+        if pieces is None and _by_flash(query):
+            whole: Tensor = _whole(query, key, value, offsets, self.max_length, self.scale)
+            return whole
         if pieces is not None:
             _check_causal(pieces)
-        result: Tensor = _Attend.apply(self, pieces, offsets, query, key, value)  # type: ignore[no-untyped-call]
+        result: Tensor = over_pieces.apart(_attend, self, pieces, offsets, query, key, value)
         return result
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -101,6 +112,36 @@ class VarlenSoftmax:
 
     def _scale_of(self, query: Tensor) -> float:
         return float(query.shape[-1] ** -0.5) if self.scale is None else self.scale
+
+
+def _attend(*arguments: Any) -> Tensor:
+    result: Tensor = _Attend.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+_whole: Any = None
+"""PyTorch's function for whole samples, which the compiler takes into the graph around it."""
+
+
+def _find_whole() -> None:
+    global _whole  # noqa: PLW0603
+    if _whole is not None:
+        return
+    from torch.nn.attention.varlen import varlen_attn  # takes long to import
+
+    # The flag for causal became a window.
+    by_window = "window_size" in inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if by_window else {"is_causal": True}
+
+    def whole(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, max_length: int, scale: float | None) -> Any:
+        options: dict[str, Any] = dict(causal)
+        if query.shape[1] != key.shape[1]:
+            options["enable_gqa"] = True
+        if scale is not None:
+            options["scale"] = scale
+        return varlen_attn(query, key, value, offsets, offsets, max_length, max_length, **options)
+
+    _whole = whole
 
 
 def _by_flash(query: Tensor) -> bool:
@@ -162,8 +203,8 @@ class _Attend(torch.autograd.Function):
             )  # fmt: skip
             (kept_keys, arrived[0]), (kept_values, arrived[1]) = map(pieces.apart, (of_keys, of_values))
             kept = kept_keys, kept_values
-        exchange.start_home(arrived[0], arrived[1], query[:0])
         of_query, of_key, of_value = kernel.backward(grad, query, key, value, out, logs, own)
+        exchange.start_home(arrived[0], arrived[1], query[:0])
         if of_queries is not None:
             of_query.index_add_(0, seeing, of_queries)
         _, *home = exchange.finish_home()

@@ -50,17 +50,19 @@ def _write_plan(folder: Path, rows: int) -> Path:
 
 
 def _train(rank: int, folder: str, plan: str) -> dict[str, Any]:
-    """The summaries of two runs, on rank 0."""
+    """The summaries of some runs, on rank 0."""
     found = {}
-    for balancer in ("off", "embedded"):
-        result = Path(folder) / f"{balancer}.json"
+    runs = {"off": ("off",), "embedded": ("embedded",), "split": ("embedded", "--split")}
+    runs |= {"silu": ("off", "--attention", "silu"), "silu_split": ("embedded", "--attention", "silu", "--split")}
+    for name, (balancer, *more) in runs.items():
+        result = Path(folder) / f"{name}.json"
         sys.argv = [
             "train_hstu", "--data", folder, "--embeddings", "torchrec", "--plan", plan, "--balancer", balancer,
             "--layers", "1", "--width", "16", "--heads", "2", "--head-dim", "8", "--embedding-dim", "8",
-            "--max-length", "48", "--batch-size", "4", "--device", "cpu", "--skip", "0", "--json", str(result),
+            "--max-length", "48", "--batch-size", "4", "--device", "cpu", "--skip", "0", "--json", str(result), *more,
         ]  # fmt: skip
         train_hstu.main()
-        found[balancer] = json.loads(result.read_text()) if rank == 0 else {}
+        found[name] = json.loads(result.read_text()) if rank == 0 else {}
     return found
 
 
@@ -73,6 +75,12 @@ def test_a_data_set_is_trained_under_a_plan(tmp_path: Path) -> None:
     assert balanced["imbalance"] < balanced["imbalance_before"] == pytest.approx(off["imbalance"])
     assert balanced["first_loss"] == pytest.approx(off["first_loss"], rel=1e-4)
     assert balanced["last_loss"] == pytest.approx(off["last_loss"], rel=1e-3)
+    for whole, split in (("off", "split"), ("silu", "silu_split")):
+        assert found[split]["imbalance"] < balanced["imbalance"]
+        assert found[split]["first_loss"] == pytest.approx(found[whole]["first_loss"], rel=1e-4)
+        assert found[split]["last_loss"] == pytest.approx(found[whole]["last_loss"], rel=1e-3)
+        flops = [found[name]["tflops_per_rank"] * found[name]["step_ms_mean"] for name in (whole, split)]
+        assert flops[1] == pytest.approx(flops[0])
 
 
 SHAPE = [
@@ -126,6 +134,8 @@ def test_one_process_takes_the_same_flags(tmp_path: Path) -> None:
         (["--plan", "plan.json"], "--plan is for --embeddings torchrec, not local"),
         (["--dist-type", "roundrobin"], "--dist-type roundrobin is for --embeddings routed, not local"),
         (["--kernel", "varlen", "--device", "cpu"], "--kernel varlen needs a GPU"),
+        (["--kernel", "flex", "--attention", "silu"], "--kernel flex is of softmax attention; use auto or dense"),
+        (["--split", "--fit-cost"], "--fit-cost and --track-layers read lengths of whole samples"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(

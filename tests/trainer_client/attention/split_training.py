@@ -10,16 +10,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from evenkeel.partitioning.splits import SplitSample
 from examples.datasets import Keys, SequenceBatch, SyntheticSequences
 from examples.hstu.attention import Attention, choose_kernel
 from examples.hstu.model import ModelOptions, Ranker
 from tests.trainer_client.balancing.redistribution.pool import group_of
 from trainer_client.attention import PieceGroup
 from trainer_client.balancing import BalancedLoader, BalanceOptions, Balancer, SplitOptions
+from trainer_client.balancing.pipelines import BalancedBatch, balanced_batches
 
 CPU = torch.device("cpu")
 
@@ -50,8 +55,10 @@ class Case:
     window: int = 1
     causal_kernel: bool = False  # the fused one of causal attention, in plain PyTorch
     parallel: bool = False
+    sharded: bool = False  # by FSDP2
     again: bool = False
     cap: float | None = None
+    loop: str = "loader"
 
     @property
     def options(self) -> ModelOptions:
@@ -84,7 +91,8 @@ def loss_of(logits: Tensor, batch: SequenceBatch) -> Tensor:
 
 
 def gradients(model: torch.nn.Module) -> list[Tensor]:
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
 
 
 def train_whole(case: Case) -> tuple[dict[int, float], list[Tensor]]:
@@ -110,25 +118,68 @@ def train_split(case: Case) -> dict[str, Any]:
     run: Any = model
     if case.parallel:
         run = DistributedDataParallel(model, process_group=group)
+    if case.sharded:
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh)
+    averaged = case.world_size if case.parallel or case.sharded else 1  # so many times, for a sum over ranks
     losses: dict[int, float] = {}
-    seen: dict[str, Any] = {"splits": [], "modes": [], "sequences": []}
+    seen: dict[str, Any] = {"splits": [], "scales": [], "sequences": []}
     with Balancer.embedded(options=case.balancing(), process_group=group) as balancer:
-        loader = BalancedLoader(
-            list(case.batches(dist.get_rank(group))), balancer, cost=case.options.cost(),
-            memory=case.options.tokens(), spec=SequenceBatch.spec(), name=f"{case}",
-        )  # fmt: skip
-        for batch in loader:
-            pieces = _pieces[case.world_size].pieces(loader.splits, contextual=False)
+        batches = list(case.batches(dist.get_rank(group)))
+        for batch, splits, scale in LOOPS[case.loop](case, batches, balancer):
+            pieces = _pieces[case.world_size].pieces(splits, contextual=False)
             for layer in model.layers if case.causal_kernel else ():  # of whole samples PyTorch's needs a GPU
                 layer._kernel = "dense" if pieces is None else "varlen"
             logits = checkpoint(run, batch, pieces, use_reentrant=False) if case.again else run(batch, pieces)
-            scale = 1 if run is model else case.world_size  # DDP averages
-            (loss_of(logits, batch) * scale).backward()
+            (loss_of(logits, batch) * averaged).backward()
             losses |= _by_sample(logits, batch)
-            seen["splits"].append(loader.splits)
-            seen["modes"].append(loader.report.mode.value)
+            seen["splits"].append(splits)
+            seen["scales"].append(scale)
             seen["sequences"].append(batch.size)
     return seen | {"losses": losses, "gradients": gradients(model)}
+
+
+Step = tuple[SequenceBatch, tuple[SplitSample, ...], float]
+
+
+def _loader(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> BalancedLoader[SequenceBatch]:
+    return BalancedLoader(
+        batches, balancer, cost=case.options.cost(), memory=case.options.tokens(), spec=SequenceBatch.spec(),
+        name=f"{case}",
+    )  # fmt: skip
+
+
+def _by_loader(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Step]:
+    loader = _loader(case, batches, balancer)
+    for batch in loader:
+        yield batch, loader.splits, loader.loss_scale
+
+
+def _ahead(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Step]:
+    """As pipelines do: each batch is trained when the next one has been fetched, and copied in between."""
+    waiting: list[BalancedBatch[SequenceBatch]] = []
+    for balanced in balanced_batches(_loader(case, batches, balancer)):
+        waiting.append(balanced.to("cpu"))
+        if len(waiting) > 1:
+            first = waiting.pop(0)
+            yield first.batch, first.splits, first.loss_scale
+    for last in waiting:
+        yield last.batch, last.splits, last.loss_scale
+
+
+def _by_hand(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Step]:
+    cost, spec = case.options.cost(), SequenceBatch.spec()
+    for batch in [*batches, *[None] * 9]:
+        ticket = balancer.submit(batch, cost=cost, memory=case.options.tokens(), spec=spec)
+        balanced = balancer.redistribute(batch, ticket, spec=spec)
+        if balanced is None:
+            return
+        yield balanced, ticket.splits, 1.0
+
+
+LOOPS = {"loader": _by_loader, "ahead": _ahead, "by hand": _by_hand}
 
 
 def _by_sample(logits: Tensor, batch: SequenceBatch) -> dict[int, float]:

@@ -236,10 +236,11 @@ def test_nonsense_pieces_are_refused() -> None:
 
 def _page_of_pieces() -> dict[str, Any]:
     page = (Path(__file__).parents[3] / "docs/pieces.md").read_text(encoding="utf-8")
-    loop, model = re.findall(r"```python\n(.*?)```", page, re.S)
+    loop, *others = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {}
     exec(loop.replace('Balancer.connect("balancer:50051", job="train-42", ', "Balancer.embedded("), names)
-    exec(model, names)
+    for block in others:
+        exec(block, names)
     return names
 
 
@@ -298,6 +299,18 @@ def test_a_causal_kernel_refuses_samples_that_are_not_causal() -> None:
 def test_importing_attention_does_not_import_the_compiler() -> None:
     program = "import sys, trainer_client.attention; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_sums_of_other_dtypes_become_those_of_own_blocks() -> None:
+    def half(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query + key + value).bfloat16()
+
+    rows, pieces = torch.randn(6, 2, 3, requires_grad=True), PieceGroup().pieces([SplitSample(pieces=TWO)])
+    found = attend_over_pieces(
+        rows, rows, rows, torch.tensor([0, 4, 6]), pieces, own=half, other=lambda q, k, v, _: q + k.sum() + v.sum()
+    )
+    assert found.dtype == torch.bfloat16
+    found.sum().backward()
 
 
 def test_what_nccl_may_take_is_checked() -> None:

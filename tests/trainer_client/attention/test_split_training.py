@@ -20,13 +20,16 @@ CASES = [
     Case(world_size=3, seed=6, causal_kernel=True, again=True, parallel=True),
     Case(world_size=2, seed=7, window=2, steps=4),
     Case(world_size=3, seed=8, cap=70.0, samples=1, giants=0.4),
+    Case(world_size=3, seed=12, causal_kernel=True, sharded=True, steps=2),
+    Case(world_size=2, seed=10, loop="ahead"),
+    Case(world_size=2, seed=11, loop="by hand"),
 ]
 
 
 def check(case: Case, ranks: GlooRanks) -> list[dict[str, Any]]:
     parts = ranks.call(train_split, [(case,)] * case.world_size)
     losses, gradients = train_whole(case)
-    assert all(part["splits"] == parts[0]["splits"] for part in parts)
+    assert all((part["splits"], part["scales"]) == (parts[0]["splits"], parts[0]["scales"]) for part in parts)
     assert any(parts[0]["splits"]), "no sample was split"
     found: dict[int, float] = {}
     for part in parts:
@@ -35,7 +38,7 @@ def check(case: Case, ranks: GlooRanks) -> list[dict[str, Any]]:
     assert found == pytest.approx(losses, rel=1e-10, abs=1e-10)
     for number, expected in enumerate(gradients):
         total = torch.stack([part["gradients"][number] for part in parts]).sum(0)
-        if case.parallel:  # each rank has the sum
+        if case.parallel or case.sharded:  # each rank has the sum
             total = parts[0]["gradients"][number]
         torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-10)
     return parts
