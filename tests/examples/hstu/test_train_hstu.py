@@ -52,8 +52,10 @@ def _write_plan(folder: Path, rows: int) -> Path:
 def _train(rank: int, folder: str, plan: str) -> dict[str, Any]:
     """The summaries of some runs, on rank 0."""
     found = {}
-    runs = {"off": ("off",), "embedded": ("embedded",), "split": ("embedded", "--split")}
-    runs |= {"silu": ("off", "--attention", "silu"), "silu_split": ("embedded", "--attention", "silu", "--split")}
+    runs = {"off": ["off"], "embedded": ["embedded"]}
+    for attention in ("softmax", "silu"):  # one sample a rank, which whole samples cannot balance
+        flags = ["--batch-size", "1", "--attention", attention]
+        runs |= {attention: ["off", *flags], f"{attention} split": ["embedded", *flags, "--split"]}
     for name, (balancer, *more) in runs.items():
         result = Path(folder) / f"{name}.json"
         sys.argv = [
@@ -75,8 +77,8 @@ def test_a_data_set_is_trained_under_a_plan(tmp_path: Path) -> None:
     assert balanced["imbalance"] < balanced["imbalance_before"] == pytest.approx(off["imbalance"])
     assert balanced["first_loss"] == pytest.approx(off["first_loss"], rel=1e-4)
     assert balanced["last_loss"] == pytest.approx(off["last_loss"], rel=1e-3)
-    for whole, split in (("off", "split"), ("silu", "silu_split")):
-        assert found[split]["imbalance"] < balanced["imbalance"]
+    for whole, split in (("softmax", "softmax split"), ("silu", "silu split")):
+        assert found[split]["imbalance"] < 0.9 * found[whole]["imbalance"]
         assert found[split]["first_loss"] == pytest.approx(found[whole]["first_loss"], rel=1e-4)
         assert found[split]["last_loss"] == pytest.approx(found[whole]["last_loss"], rel=1e-3)
         flops = [found[name]["tflops_per_rank"] * found[name]["step_ms_mean"] for name in (whole, split)]
