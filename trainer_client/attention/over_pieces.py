@@ -103,7 +103,7 @@ def _attend(
     if pieces.partials.leaving or pieces.partials.arriving:
         token, *returned = give_back(exchange, token, *found)
     merged = _merged(pieces, pieced, found, returned)
-    result: Tensor = whole[0].index_copy(0, rows, anchor(merged, token))
+    result: Tensor = whole[0].index_copy(0, rows, anchor(merged.to(whole[0].dtype), token))
     return result
 
 

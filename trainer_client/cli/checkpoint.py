@@ -127,7 +127,7 @@ def convert(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of hash_roundrobin.")] = 0,
     to: Annotated[str | None, typer.Option(help="Format: dcp or dynamicemb; the source's by default.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
     from_routing: FromRouting = None,
     num_embeddings: Sizes = None,
     as_json: Json = False,

@@ -147,7 +147,7 @@ def convert(
         world_size: Ranks to lay the rows out for.
         routing: New routing of all tables or by table; it stays as it is where none is given.
         target_format: The source's by default.
-        overwrite: Whether an existing target may be replaced.
+        overwrite: Whether an existing checkpoint may be replaced, and nothing else.
         progress: Told after every chunk.
 
     Raises:

@@ -38,6 +38,11 @@ def file_name(table: str, array: str, rank: int, world_size: int) -> str:
     return f"{table.removesuffix(COUNTER)}_{kind}_{array}.rank_{rank}.world_size_{world_size}"
 
 
+def is_file_of_dump(name: str) -> bool:
+    """Whether a file of this name holds arrays of a dump."""
+    return _FILE.fullmatch(name) is not None
+
+
 def table_and_rank(file: Path) -> tuple[str, int]:
     """Table and rank of a dump's file; a counter is a table of its own.
 

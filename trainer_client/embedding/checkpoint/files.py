@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_client.embedding.checkpoint.dynamicemb import file_name
+from trainer_client.embedding.checkpoint.dynamicemb import file_name, is_file_of_dump
 from trainer_client.embedding.checkpoint.record import (
     ArraySpec,
     CheckpointError,
@@ -56,16 +56,44 @@ def begin(target: Path, *, overwrite: bool, keep: bool = False) -> Path:
         keep: Whether what an interrupted attempt left in the staging directory stays there.
 
     Raises:
-        CheckpointError: If the target exists and may not be replaced.
+        CheckpointError: If the target exists and may not be replaced, or is something else than a checkpoint.
     """
     recover(target)
-    if target.exists() and not overwrite:
+    if not overwrite and (target.exists() or target.is_symlink()):
         raise CheckpointError(f"{target} exists; choose another name or allow it to be replaced")
+    _check_replaceable(target)
     staging = staging_path(target)
     if not keep:
         shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True, exist_ok=True)
     return staging
+
+
+def _check_replaceable(target: Path) -> None:
+    """Checks that nothing is lost with a target but a checkpoint.
+
+    Raises:
+        CheckpointError: If it is no directory, or holds something that belongs to no checkpoint.
+    """
+    if target.is_symlink():
+        raise CheckpointError(
+            f"{target} is a symbolic link, which is not replaced; name what it points to, or remove it"
+        )
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file and no checkpoint, and is not replaced; choose another name")
+    others = sorted(entry.name for entry in target.iterdir() if not (entry.is_file() and _is_of_checkpoint(entry.name)))
+    if others:
+        named = ", ".join(map(repr, others[:3])) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise CheckpointError(
+            f"{target} holds {named}, which belong to no checkpoint of tables and would be gone; "
+            "give the checkpoint a directory of its own"
+        )
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    return name == ".metadata" or name.endswith((".distcp", "_opt_args.json")) or is_file_of_dump(name)
 
 
 def _sync(path: Path) -> None:
@@ -82,7 +110,11 @@ def publish(target: Path, result: Path | None = None) -> None:
     Args:
         target: The name.
         result: The directory, the staging directory or one in it; the staging directory is gone afterwards.
+
+    Raises:
+        CheckpointError: If something else than a checkpoint has come to the name.
     """
+    _check_replaceable(target)
     staging, replaced = staging_path(target), _replaced_path(target)
     result = result if result is not None else staging
     for path in [*result.rglob("*"), result]:

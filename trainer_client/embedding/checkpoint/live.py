@@ -120,7 +120,8 @@ def save(
         collection: The tables.
         path: A directory that all ranks share.
         optimizer: Whose state of the tables is saved too; several if the tables are divided among them.
-        overwrite: Whether an existing checkpoint may be replaced.
+        overwrite: Whether an existing checkpoint may be replaced. Nothing else is: no file, no link, and no directory
+            that holds anything that belongs to no checkpoint.
 
     Raises:
         CheckpointError: If the directory exists and may not be replaced, the optimizer does not hold a table, or it
@@ -173,6 +174,8 @@ def save(
     if collection.rank == 0:
         try:
             files.publish(path)
+        except CheckpointError as error:
+            problem = error
         except OSError as error:
             problem = CheckpointError(f"{path}: the checkpoint could not be put in place ({error})")
     _raise_any(problem, collection)
@@ -353,12 +356,12 @@ def load(
             for table in collection.configs
         ]
     except (ValueError, OSError) as error:
-        problem = error
+        problem = _of_checkpoint(path, error)
     _raise_any(problem, collection)
     try:
         loaded = {one.now.name: one.load() for one in fitting}
     except (ValueError, OSError) as error:
-        problem = error
+        problem = _of_checkpoint(path, error)
     _raise_any(problem, collection)
     totals = {name: sum(rank[name] for rank in _gather(loaded, collection)) for name in loaded}
     for name, total in totals.items():
@@ -367,3 +370,10 @@ def load(
                 f"{path}: table {name} has {sum(checkpoint.records[name].rows)} rows, but {total} found an owner"
             )
     return totals
+
+
+def _of_checkpoint(path: Path | str, error: Exception) -> Exception:
+    """The error, as one of the checkpoint: a table that cannot hold its keys only says which."""
+    if isinstance(error, CheckpointError | OSError):
+        return error
+    return CheckpointError(f"{path}: {error}")

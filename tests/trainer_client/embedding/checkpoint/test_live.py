@@ -9,7 +9,15 @@ import torch
 
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.embedding.checkpoint.dumps import DIM, NUM_EMBEDDINGS, write_dump
-from trainer_client.embedding.checkpoint import CheckpointError, RoutingMismatchError, load, open_checkpoint, save
+from trainer_client.embedding.checkpoint import (
+    CheckpointError,
+    RoutingMismatchError,
+    convert,
+    load,
+    open_checkpoint,
+    save,
+)
+from trainer_client.embedding.checkpoint.files import begin, publish
 from trainer_client.embedding.checkpoint.live import load_table
 from trainer_client.embedding.routing import DIST_TYPES, RoutingLike, hash_roundrobin, owners, roundrobin
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
@@ -170,6 +178,42 @@ def test_what_is_wrong_for_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     run_ranks(2, load_what_one_rank_cannot, str(tmp_path))
 
 
+def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
+    collection = RoutedEmbeddingCollection(make_tables("roundrobin", "roundrobin"))
+    mixed, file, link = tmp_path / "mixed", tmp_path / "notes.txt", tmp_path / "latest"
+    save(collection, mixed)
+    save(collection, mixed, overwrite=True)
+    (mixed / "dense.pt").write_bytes(b"the rest of the model")
+    (mixed / "logs").mkdir()
+    file.write_text("notes")
+    save(collection, tmp_path / "step-1")
+    link.symlink_to("step-1")
+    for target, said in (
+        (mixed, "holds 'dense.pt', 'logs', which belong to no checkpoint of tables and would be gone"),
+        (file, "is a file and no checkpoint"),
+        (link, "is a symbolic link"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            save(collection, target, overwrite=True)
+        with pytest.raises(CheckpointError, match=said):
+            convert(open_checkpoint(tmp_path / "step-1"), target, world_size=2, overwrite=True)
+    assert (mixed / "dense.pt").read_bytes() == b"the rest of the model"
+    assert file.read_text() == "notes"
+    assert link.is_symlink()
+    (tmp_path / "nothing").mkdir()
+    save(collection, tmp_path / "nothing", overwrite=True)
+    assert load(collection, tmp_path / "nothing") == load(collection, tmp_path / "step-1")
+
+
+def test_what_comes_to_the_name_while_a_checkpoint_is_written_stays(tmp_path: Path) -> None:
+    begin(tmp_path / "saved", overwrite=True)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dense.pt").touch()
+    with pytest.raises(CheckpointError, match=r"holds 'dense\.pt'"):
+        publish(tmp_path / "saved")
+    assert (tmp_path / "saved" / "dense.pt").exists()
+
+
 def test_misfits_are_named(tmp_path: Path) -> None:
     collection = RoutedEmbeddingCollection(make_tables("roundrobin", "roundrobin"))
     train(collection, torch.optim.SGD(collection.parameters()), 1)
@@ -182,5 +226,5 @@ def test_misfits_are_named(tmp_path: Path) -> None:
             RoutedEmbeddingCollection([RoutedTable(name="x", embedding_dim=4, features=(), num_embeddings=1)]),
             tmp_path / "saved",
         )
-    with pytest.raises(ValueError, match=r"items: key -?[0-9]+ is outside of this rank's rows 0 to 499"):
+    with pytest.raises(CheckpointError, match=r"saved: .*items: key -?[0-9]+ is outside of this rank's rows 0 to 499"):
         load(RoutedEmbeddingCollection(make_tables("roundrobin", "continuous")), tmp_path / "saved")
