@@ -145,10 +145,10 @@ def plan_model(
         PlannerError: If the service refused or could not be reached, on rank 0; the other ranks raise `RuntimeError`.
     """
     place = _device(device)
-    statistics, samples = _all_or_none(lambda: _observe(model, batches, max_batches), group)
+    statistics, seen = _all_or_none(lambda: _observe(model, batches, max_batches), group)
     traces: dict[str, KeyTrace] = {} if statistics is None else statistics.gather(group)
-    found = samples or _samples(traces, group) or None
-    samples = found if samples_per_rank is None else _whole(samples_per_rank)
+    found: int | None = seen or _samples(traces, group) or None
+    samples: int | None = found if samples_per_rank is None else _whole(samples_per_rank)
 
     def make() -> tuple[PlanFile, tuple[str, ...]]:
         described, notes = _describe(model, optimizer, ids_per_sample, access, traces, tables)
@@ -244,9 +244,9 @@ def _keyed_jagged(value: Any, depth: int) -> Iterator[Any]:
         yield from _keyed_jagged(part, depth - 1)
 
 
-def _whole(value: float) -> int:
-    """4e8 is a whole number too."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value  # type: ignore[return-value]
+def _whole(value: float) -> Any:
+    """4e8 is a whole number too; what is none is refused with the request."""
+    return int(value) if float(value).is_integer() else value
 
 
 def _samples(traces: Mapping[str, KeyTrace], group: dist.ProcessGroup | None) -> int:
