@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
+from tests.evenkeel.protocol.relay import old_server
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, HSTUCost, SplitOptions, TokenCost
 
 HSTU = HSTUCost(num_layers=1, width=8, num_heads=1, head_dim=4, history=["count", "count"], context=2, candidates=3)
@@ -147,6 +148,12 @@ def test_the_service_and_the_ranks_alone_split_the_same_samples(balancer: Servic
         assert record["load"] < 1.1
         assert record["whole"] > 0
         assert record["exchanged"] > 0
+
+
+def test_an_older_service_leaves_samples_whole(balancer: ServiceProcess) -> None:
+    with old_server(balancer.address) as address:
+        results = run(Splits("older", address, ranks=2, steps=2))
+    assert {(record["mode"], record["split"]) for record in results[0]} == {("service", 0)}
 
 
 def test_a_giant_that_fits_no_rank_is_split_though_nothing_is_gained() -> None:
