@@ -92,10 +92,11 @@ class Annealing:
                 self.tables.append(table)
             fixed += cost.tolist()
         self.fixed = np.array(fixed)
-        self.sides: dict[int, IntArray] = {}
-        for number in {int(side) for table in self.tables for side in table.side if side >= 0}:
-            found = [table.opening[table.side == number] for table in self.tables]
-            self.sides[number] = np.unique(np.concatenate(found))
+        openings: dict[int, set[int]] = {}
+        for table in self.tables:
+            for number in np.unique(table.side[table.side >= 0]).tolist():
+                openings.setdefault(number, set()).update(table.opening[table.side == number].tolist())
+        self.sides = {number: np.array(sorted(found)) for number, found in openings.items()}
 
     @property
     def sweeps(self) -> int:

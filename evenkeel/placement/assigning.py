@@ -23,6 +23,9 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 Places = dict[int, tuple[int, ...]]
 
+_ENTRIES = 16
+"""Of a column in as many rows as others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
@@ -42,9 +45,14 @@ class Assigned:
 
 
 def columns_of_table(group: Group, kept: BoolArray, machines: Machines) -> int:
-    """Columns that (modules,) kept options of one table have in a program, about."""
-    per_module = np.array([_places(module.layout.scope, machines) for module in group.modules])
-    return int(per_module[kept].sum())
+    """Columns that (modules,) kept options of one table have in a program, about; long ones count as several."""
+    ranks, hosts = machines.ranks, machines.hosts
+    size = {
+        Scope.EVERYWHERE: max(1, (2 * ranks + hosts) // _ENTRIES),
+        Scope.RANK: ranks,
+        Scope.HOST: max(hosts, (2 * ranks + hosts) // _ENTRIES),
+    }
+    return int(np.array([size[module.layout.scope] for module in group.modules])[kept].sum())
 
 
 def assign(

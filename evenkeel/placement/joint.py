@@ -55,6 +55,7 @@ def solve_joint(
     *,
     gap: float,
     start: tuple[IntArray, ...] | None,
+    nodes: int | None = None,
     watch: Watch,
 ) -> JointResult:
     """The cheapest choice among the kept modules of each group.
@@ -64,6 +65,7 @@ def solve_joint(
         kept: For each group, (modules,) which may be chosen.
         gap: Relative gap to prove.
         start: A choice to start from, if all of it is kept.
+        nodes: Nodes of the search at most; as many as it takes where `None`.
         watch: Once its time is up, the best found is returned.
     """
     program = _Program(problem)
@@ -81,6 +83,7 @@ def solve_joint(
         np.ones(columns),
         gap=gap,
         start=None if start is None else program.values(start),
+        nodes=nodes,
         watch=watch,
     )
     bound = result.bound / scale if np.isfinite(result.bound) else result.bound

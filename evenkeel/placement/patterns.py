@@ -37,6 +37,7 @@ _SMOOTH = 0.6
 """Of the prices so far, in those that the next pattern is sought at: fewer patterns are needed so."""
 _DEAR = 100.0
 """Patterns that all of a host's memory is worth at most."""
+_FOREVER, _LITTLE = 1e9, 1e-7
 _HALVINGS = 7
 _NEAR = 0.002
 
@@ -53,6 +54,7 @@ class _Items:
         kind: (tables, options) number of the opening, those of a group that only differ in their ratio being one; -1
             where the fixed time is in `seconds`.
         fixed: (kinds,) fixed time.
+        module: (tables, options) module of each option.
         kind_of_module: For each group, (modules,) kind of each module.
     """
 
@@ -62,6 +64,7 @@ class _Items:
     host: FloatArray
     kind: IntArray
     fixed: FloatArray
+    module: IntArray
     kind_of_module: list[IntArray]
 
 
@@ -93,16 +96,17 @@ def _items(problem: PlacementProblem, whole: Sequence[FloatArray], machines: Mac
             there = np.flatnonzero(np.isfinite(figures[0, row]))
             seconds, hbm, host = figures[:, row, there]
             part, kind_of, share_of, alone_of = meaning[:, there]
-            rows.append(np.stack([part, seconds + alone_of, hbm, host * share_of, kind_of]))
+            rows.append(np.stack([part, seconds + alone_of, hbm, host * share_of, kind_of, there]))
     if len(fixed) > _MOST_KINDS or problem.num_tables << len(fixed) > _MOST_VALUES:
         return None
     width = 1 + max(own.shape[1] for own in rows)
-    padded = np.zeros((5, len(rows), width))
+    padded = np.zeros((6, len(rows), width))
     padded[1, :, 1:], padded[4] = np.inf, -1
     for number, own in enumerate(rows):
         padded[:, number, 1 : 1 + own.shape[1]] = own
-    part, seconds, hbm, host, kinds_of = padded
-    return _Items(part, seconds, hbm, host, kinds_of.astype(np.int64), np.array(fixed), kind_of_module)
+    part, seconds, hbm, host, *numbers = padded
+    kind_of, module = (values.astype(np.int64) for values in numbers)
+    return _Items(part, seconds, hbm, host, kind_of, np.array(fixed), module, kind_of_module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +114,14 @@ class _Pattern:
     """What a rank holds.
 
     Attributes:
+        option: (tables,) option of each table.
         part: (tables,) part of each table.
         seconds: Its time, without that of openings.
         host: Its share in the memory of its host.
         openings: The kinds that it has, as bits.
     """
 
+    option: IntArray
     part: FloatArray
     seconds: float
     host: float
@@ -136,11 +142,14 @@ class Patterns:
         memory = float(problem.budget[1]) * machines.hosts
         self.memory = memory if np.isfinite(memory) else None
         self.found: list[_Pattern] = []
+        self.useful = np.zeros(items.part.shape, dtype=bool)
         kinds = len(items.fixed)
         bits = (np.arange(1 << kinds)[:, None] >> np.arange(kinds)[None, :]) & 1
         self.fixed: FloatArray = bits @ items.fixed
         fits = np.where(items.hbm <= self.room + 1e-6, items.seconds, np.inf)
         self.least: FloatArray = self._by_set(fits).max(axis=1) + self.fixed
+        # Without an opening that costs nothing there are only fewer options.
+        self.least[(bits[:, items.fixed == 0] == 0).any(axis=1)] = np.inf
 
     @staticmethod
     def of(problem: PlacementProblem, whole: Sequence[FloatArray], machines: Machines) -> Patterns | None:
@@ -173,6 +182,18 @@ class Patterns:
             for group, kind in zip(self.problem.groups, self.items.kind_of_module, strict=True)
         ]
 
+    def hopeful(self) -> list[BoolArray]:
+        """For each group, (tables, modules) the options in programs that could not be proved to be impossible."""
+        found, first = [], 0
+        for group in self.problem.groups:
+            mask = np.zeros(group.time.shape, dtype=bool)
+            for row in range(len(group.tables)):
+                options = np.flatnonzero(self.useful[first + row, 1:]) + 1
+                mask[row, self.items.module[first + row, options]] = True
+            found.append(mask)
+            first += len(group.tables)
+        return found
+
     @staticmethod
     def _opened(number: int, kind: IntArray) -> BoolArray:
         opened: BoolArray = (kind < 0) | (((number >> np.maximum(kind, 0)) & 1) > 0)
@@ -180,17 +201,23 @@ class Patterns:
 
     def raise_at(self, prices: FloatArray) -> None:
         """Raises the bounds to those of the average rank at (2,) prices: the cost of all tables less what memory is."""
-        items = self.items
+        items, finite = self.items, np.isfinite(self.problem.budget)
+        prices = np.where(finite, prices, 0.0)
         taken = items.seconds + prices[0] * items.hbm + prices[1] * items.host * self.machines.local_ranks
         taken[:, 1:] /= np.maximum(items.part[:, 1:] * self.machines.ranks, 1e-300)
         taken[:, 0] = np.inf
-        paid = prices[0] * self.room
-        paid += 0.0 if self.memory is None else prices[1] * self.memory / self.machines.hosts
+        paid = float(prices[finite] @ self.problem.budget[finite])
         np.maximum(self.least, self._by_set(taken).sum(axis=1) + self.fixed - paid, out=self.least)
 
     def raise_to(self, number: int, seconds: float) -> None:
         """Raises the bound of one set."""
         self.least[number] = max(self.least[number], seconds)
+
+    def cannot_fit(self, watch: Watch) -> bool:
+        """Whether it is proved that ranks cannot hold all tables, however long they take."""
+        if len(self.items.part) > _MOST_TABLES:
+            return False
+        return self._too_fast_with(len(self.fixed) - 1, _FOREVER, watch)
 
     def prove(self, high: float, watch: Watch) -> None:
         """Raises the bounds by what single ranks can hold, towards the time of a plan."""
@@ -237,18 +264,23 @@ class Patterns:
         if (most == 0).any():
             return True
         master = _Master(len(most), self.memory)
-        for row, part in enumerate(most):
-            option = int(np.flatnonzero(fits[row] & (items.part[row] == part))[0])
-            master.add(part * np.eye(len(most))[row], float(items.host[row, option]))
-        for pattern in self.found:
-            if pattern.seconds <= room and pattern.openings | number == number:
-                master.add(pattern.part, pattern.host)
+        alone = [int(np.flatnonzero(fits[row] & (items.part[row] == part))[0]) for row, part in enumerate(most)]
+        for row, option in enumerate(alone):
+            master.add(most[row] * np.eye(len(most))[row], float(items.host[row, option]))
+        added = [p for p in self.found if p.seconds <= room and p.openings | number == number]
+        for pattern in added:
+            master.add(pattern.part, pattern.host)
         usual: tuple[FloatArray, float] | None = None
         for _ in range(_MOST_COLUMNS):
             if watch.is_over():
                 return False
             count, worth, price = master.solve()
             if count <= self.machines.ranks * (1 + 1e-7):
+                taken = master.taken()
+                for row in np.flatnonzero(taken[: len(alone)]).tolist():
+                    self.useful[row, alone[row]] = True
+                for index in np.flatnonzero(taken[len(alone) :]).tolist():
+                    self.useful[np.arange(len(alone)), added[index].option] = True
                 return False
             ways = [(worth, price)]
             if usual is not None:
@@ -259,6 +291,7 @@ class Patterns:
                 if worthiest is None:
                     return proved
                 self.found.append(worthiest)
+                added.append(worthiest)
                 master.add(worthiest.part, worthiest.host)
                 if float(worth @ worthiest.part) - price * worthiest.host > 1 + 1e-9:
                     break
@@ -285,7 +318,9 @@ class Patterns:
         openings = 0
         for kind in np.unique(items.kind[rows[held], columns[held]]).tolist():
             openings |= 1 << kind if kind >= 0 else 0
-        return _Pattern(items.part[rows, columns], taken, float(items.host[rows, columns].sum()), openings), False
+        return _Pattern(
+            columns, items.part[rows, columns], taken, float(items.host[rows, columns].sum()), openings
+        ), False
 
 
 class _Master:
@@ -309,6 +344,11 @@ class _Master:
         if self.memory is not None and host:
             rows, values = np.append(rows, self.tables), np.append(values, host / self.memory)
         self.model.addCol(1.0, 0.0, highspy.kHighsInf, len(rows), rows.astype(np.int32), values)
+
+    def taken(self) -> FloatArray:
+        """(patterns,) how much of each is in the solution."""
+        values: FloatArray = np.array(self.model.getSolution().col_value)[0 if self.memory is None else 1 :]
+        return np.where(values > _LITTLE, values, 0.0)
 
     def solve(self) -> tuple[float, FloatArray, float]:
         """Number of patterns, what each table is worth, and the price of memory of hosts."""

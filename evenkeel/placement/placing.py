@@ -46,6 +46,8 @@ _LAST = 0.9
 """Of the time that is left, for that program where all else was tried."""
 _MOST_SETS = 24
 """Sets of openings that are solved for one by one."""
+_ROUNDED_COLUMNS, _ROUNDED_NODES = 4_000, 3_000
+"""Of a program over the options in patterns."""
 _NEIGHBOURS, _NEIGHBOUR_COLUMNS, _NODES = 10, 2_000, 200
 """Programs over some tables, the others fixed: how many, of how many columns and nodes of a search."""
 _ALL_OF_THEM = 20
@@ -110,6 +112,7 @@ class _Search(Repacking):
             lambda enough: self.openings(enough, limits),
             self._small_program,
             lambda enough: self.rungs(enough, limits, _PARTS[:1]),
+            self.prove,
             self.anneal,
             lambda enough: self.rungs(enough, limits, _PARTS[1:]),
             self.repack,
@@ -155,6 +158,8 @@ class _Search(Repacking):
 
     def anneal(self, enough: float) -> None:
         """Local searches from the best placement, or a choice that did not fit; kinds of modules are closed in turn."""
+        if self.watch.is_over():
+            return
         annealing, watch = Annealing(self), self.watch.part(_ANNEALED)
         closed, tried = frozenset[int](), set[frozenset[int]]()
         for seed in range(annealing.runs):
@@ -204,6 +209,7 @@ class _Search(Repacking):
                 break
             self.solved.add(left[0])
             self._solve_set(self.patterns, left[0], quick, watch.part(_SHARE))
+        self.proved = self.best is None and not np.isfinite(self.patterns.bound)
         return min(self.patterns.bound, np.inf if self.best is None else self.best.seconds)
 
     def _solve_set(self, patterns: Patterns, number: int, limits: Limits, watch: Watch) -> None:
@@ -229,12 +235,43 @@ class _Search(Repacking):
             self._repack(modules, None, float(patterns.least[number]), watch)
 
     def prove(self, enough: float) -> float:
-        """A bound from what each rank can hold."""
+        """A bound from what each rank can hold; or, where no placement was found, whether that proves that none is."""
         del enough
-        if self.patterns is None or self.best is None:
+        if self.patterns is None:
+            return 0.0
+        if self.best is None:
+            self.proved = self.patterns.cannot_fit(self.watch.part(_SHARE))
             return 0.0
         self.patterns.prove(self.best.seconds, self.watch.part(_SHARE))
+        self._round(self.patterns.hopeful())
         return min(self.patterns.bound, self.best.seconds)
+
+    def _round(self, hopeful: list[BoolArray]) -> None:
+        """A program over the options in patterns that together hold all tables, and those of the best placement."""
+        assert self.best is not None, "a start"
+        best = self.best
+        for mask, mine in zip(hopeful, best.modules, strict=True):
+            mask[np.arange(len(mine)), mine] = True
+        problem = self.below(best.seconds)
+        sizes = (
+            columns_of_table(group, own, self.machines)
+            for group, mask in zip(problem.groups, hopeful, strict=True)
+            for own in mask
+        )
+        if sum(mask.sum() for mask in hopeful) == problem.num_tables or sum(sizes) > _ROUNDED_COLUMNS:
+            return
+        found = assign(
+            problem,
+            self.whole,
+            hopeful,
+            self.machines,
+            start=(best.modules, best.places),
+            gap=_CLOSE / 10,
+            nodes=_ROUNDED_NODES,
+            watch=self.watch.part(_SHARE),
+        )
+        if found.modules is not None:
+            self.offer(found.modules, found.places)
 
     def columns(self) -> int:
         """Columns of a program over everything that may be in a better plan."""

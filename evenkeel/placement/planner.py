@@ -31,8 +31,8 @@ GIB = float(1 << 30)
 _SEARCH_SHARE = 0.8
 """Of the time limit, for the search itself: what it left is for why nothing fits, or for what splitting saves."""
 _MOMENT_S = 0.2
-_SPLIT_S, _SPLIT_GAP, _SPLIT_RATIOS, _MOST_SPLIT = 5.0, 1e-3, 24, 12_000
-"""For what splitting saves: time, gap, ratios of a table, and columns of the program at most."""
+_SPLIT_GAP, _SPLIT_RATIOS, _SPLIT_COLUMNS, _MOST_SPLIT, _SPLIT_NODES = 1e-3, (4, 24), 1_500, 4_000, 100
+"""For what splitting saves: gap, ratios of a table at least and at most, columns aimed at and at most, and nodes."""
 
 
 def plan(
@@ -230,7 +230,8 @@ def _split(request: PlanRequest, problem: PlacementProblem, placed: Placed, limi
     """
     if not any(group.bound for group in problem.groups):
         return None
-    kept = [_thinned(group, mine) for group, mine in zip(problem.groups, placed.modules, strict=True)]
+    few = min(_SPLIT_RATIOS[1], max(_SPLIT_RATIOS[0], _SPLIT_COLUMNS // (2 * len(request.tables))))
+    kept = [_thinned(group, mine, few) for group, mine in zip(problem.groups, placed.modules, strict=True)]
     columns = sum(int(np.isfinite(g.time[:, mask]).sum()) for g, mask in zip(problem.groups, kept, strict=True))
     nothing = Split(seconds=placed.seconds, saves_seconds=0.0, modules=())
     if columns > _MOST_SPLIT or not any(any(m.side >= 0 for m in group.modules) for group in problem.groups):
@@ -245,8 +246,7 @@ def _split(request: PlanRequest, problem: PlacementProblem, placed: Placed, limi
     # The average rank and host stand for all of them: they have no more room than the fullest.
     fullest = placed.use - usage(problem, placed.modules)
     free = PlacementProblem(tuple(groups), problem.budget - fullest).without(stay)
-    watch = Watch(limits.within(min(limits.time_limit_s, _SPLIT_S)))
-    found = solve_joint(free, kept, gap=_SPLIT_GAP, start=placed.modules, watch=watch)
+    found = solve_joint(free, kept, gap=_SPLIT_GAP, start=placed.modules, nodes=_SPLIT_NODES, watch=Watch(limits))
     if found.modules is None:
         return nothing
     saved = plan_seconds(problem, placed.modules) - plan_seconds(free, found.modules)
@@ -271,7 +271,7 @@ def _split(request: PlanRequest, problem: PlacementProblem, placed: Placed, limi
     return Split(seconds=placed.seconds - saved, saves_seconds=saved, modules=tuple(modules))
 
 
-def _thinned(group: Group, mine: IntArray) -> npt.NDArray[np.bool_]:
+def _thinned(group: Group, mine: IntArray, most: int) -> npt.NDArray[np.bool_]:
     """(modules,) some ratios of each layout and mode, the ends and those in use among them."""
     kept = np.zeros(len(group.modules), dtype=bool)
     kept[mine] = True
@@ -279,6 +279,6 @@ def _thinned(group: Group, mine: IntArray) -> npt.NDArray[np.bool_]:
     for index, module in enumerate(group.modules):
         by_kind.setdefault((module.layout, module.mode), []).append(index)
     for members in by_kind.values():
-        few = np.linspace(0, len(members) - 1, min(len(members), _SPLIT_RATIOS)).round().astype(np.int64)
+        few = np.linspace(0, len(members) - 1, min(len(members), most)).round().astype(np.int64)
         kept[np.array(members)[few]] = True
     return kept

@@ -106,3 +106,39 @@ def test_shards_of_a_table_stay_apart() -> None:
     assert found is not None
     for table in range(6):
         assert len(set(found[0][owner == table].tolist())) == 4
+
+
+@pytest.mark.parametrize(("ranks", "impossible"), [(4, True), (5, False)])
+def test_tables_of_which_a_rank_holds_only_one_need_as_many_ranks(ranks: int, impossible: bool) -> None:
+    one = Table(name="t", rows=5_000_000, dim=64, sharding=Sharding.TABLE_WISE, modes=(Mode.HBM_ONLY,))
+    tables = tuple(replace(one, name=f"t{index}") for index in range(5))
+    asked = request(tables, hbm_gib=8, runtime="torchrec", ranks=ranks)
+    problem = build_problem(asked)
+    assert 0.5 < problem.groups[0].hbm[0].min() * ranks / problem.budget[0] < 1
+    assert patterns_of(asked).cannot_fit(Watch()) is impossible
+    assert plan(asked, split=False).status is (Status.INFEASIBLE if impossible else Status.OPTIMAL)
+
+
+def test_patterns_that_hold_all_tables_are_made_plans() -> None:
+    tables = random_tables(19, 1, pooled=True, sharding=Sharding.COLUMN_WISE)
+    size = sum(table.rows * table.dim * 8 for table in tables) / 2**30
+    asked = request(
+        tables, hbm_gib=2.05 + 0.1 * size, runtime="torchrec", ranks=4, solver=SolverOptions(time_limit_s=6)
+    )
+    found = plan(asked, split=False, clock=time.process_time)
+    assert found.gap is not None
+    assert found.gap < 0.2, "without patterns 0.36"
+
+
+def test_least_memory_of_whole_tables_is_proved_by_what_ranks_can_hold() -> None:
+    one = Table(name="t", rows=5_000_000, dim=64, sharding=Sharding.TABLE_WISE, modes=(Mode.HBM_ONLY,))
+    asked = request(tuple(replace(one, name=f"t{i}") for i in range(9)), hbm_gib=5, runtime="torchrec", ranks=4)
+    smaller = build_problem(asked).minimising(0)
+    whole = Incumbent(asked, smaller, Watch())
+    patterns = Patterns.of(smaller, whole.whole, whole.machines)
+    assert patterns is not None
+    three = 3 * float(whole.whole[0][0].min())
+    patterns.raise_at(np.zeros(2))
+    assert patterns.bound < 0.9 * three
+    patterns.prove(three, Watch())
+    assert 0.995 * three <= patterns.bound <= three

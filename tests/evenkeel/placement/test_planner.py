@@ -102,7 +102,8 @@ def test_a_cache_smaller_than_the_prefetched_keys_is_not_planned() -> None:
 
 @pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
 def test_what_does_not_fit_names_budgets_that_do(runtime: str) -> None:
-    asked = request(random_tables(20, 2), hbm_gib=1.2, host_gib=8, runtime=runtime)
+    patient = SolverOptions(time_limit_s=200)
+    asked = request(random_tables(20, 2), hbm_gib=1.2, host_gib=8, runtime=runtime, solver=patient)
     found = plan(asked)
     assert found.status is Status.INFEASIBLE
     shortage = found.shortage
@@ -136,20 +137,23 @@ def test_splitting_groups_never_costs_and_says_how() -> None:
         assert sorted(t for m in found.split.modules for t in m.tables) == sorted(p.table for p in found.placements)
 
 
-@pytest.mark.parametrize(("seed", "runtime"), [(0, "dynamicemb"), (1, "dynamicemb"), (0, "torchrec")])
-def test_splitting_saves_what_the_best_of_all_groupings_does(seed: int, runtime: str) -> None:
-    tables = tuple(replace(table, rows=table.rows * 20) for table in random_tables(4, seed))
+@pytest.mark.parametrize("seed", [0, 8])
+def test_splitting_saves_what_the_best_of_all_groupings_does(seed: int) -> None:
+    tables = tuple(replace(table, rows=table.rows * 20) for table in random_tables(6, seed))
     size = sum(table.rows * table.dim * 12 for table in tables) / 2**30
-    asked = request(tables, hbm_gib=2.2 + 0.3 * size / 8, runtime=runtime, solver=SolverOptions(ratio_steps=8))
+    asked = request(tables, hbm_gib=2.2 + 0.4 * size / 8, solver=SolverOptions(ratio_steps=8))
     best = np.inf
-    for names in itertools.product("a", "ab", "abc", "abcd"):
-        apart = tuple(replace(table, group=name) for table, name in zip(tables, names, strict=True))
+    for names in itertools.product("ab", repeat=5):
+        apart = tuple(replace(table, group=name) for table, name in zip(tables, ("a", *names), strict=True))
         best = min(best, plan(replace(asked, tables=apart), split=False).seconds or np.inf)
     found = plan(asked)
     assert found.split is not None
     assert found.seconds is not None
-    assert found.split.seconds == pytest.approx(best, rel=2e-3)
+    assert found.split.seconds <= best * (1 + 2e-3)
     assert found.split.saves_seconds == pytest.approx(found.seconds - found.split.seconds)
+    group = {name: module.name for module in found.split.modules for name in module.tables}
+    alike = tuple(replace(table, group=group[table.name]) for table in tables)
+    assert plan(replace(asked, tables=alike), split=False).seconds == pytest.approx(found.split.seconds, rel=2e-3)
 
 
 @pytest.mark.parametrize(("sharding", "hbm_gib"), [(Sharding.TABLE_WISE, 8), (Sharding.COLUMN_WISE, 9.5)])
