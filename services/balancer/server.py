@@ -176,6 +176,9 @@ class BalancerServer:
         self.metrics.observe(
             "evenkeel_balancer_queued_partitions", "Plans that wait for a worker.", lambda: self._pool.queued
         )
+        self.metrics.observe(
+            "evenkeel_balancer_slow_ranks", "Ranks known to compute more slowly than their job's median.", self._slow
+        )  # fmt: skip
         self.metrics.observe("evenkeel_balancer_streams", "Open streams.", lambda: len(self.servicer.streams))
         registry, servicer = self.hub.registry, self.servicer
         for what, unit, shares in (
@@ -215,6 +218,10 @@ class BalancerServer:
     def _open(self) -> float:
         # The scrape comes from another thread: what the loop changes meanwhile is counted next time.
         return sum(len(session.open_rounds) for session in list(self.hub.registry.sessions.values()))
+
+    def _slow(self) -> float:
+        sessions = list(self.hub.registry.sessions.values())
+        return sum(len(session.statistics.last_learned.stragglers) for session in sessions)
 
     def _build(self) -> grpc.aio.Server:
         settings = self._settings

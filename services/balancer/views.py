@@ -212,15 +212,17 @@ def _shortened(column: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _ranks(session: Session, history: History, most: int | None) -> tuple[dict[str, list[Any]], int]:
-    """Ranks with their node, load in the last balanced round and lateness, and how many are left out."""
+    """Ranks with their node, load in the last balanced round, lateness and speed, and how many are left out."""
     size = session.terms.world_size
     nodes, late, missed = dict(session.nodes), dict(history.late), dict(history.missed)
     balance = session.statistics.last_balance
     before, after = (None, None) if balance is None else (balance[2], balance[3])
+    slow = {one.rank: one for one in session.statistics.last_learned.stragglers}
     shown: Iterable[int] = range(size)
     if most is not None and size > most:
         third = most // 3
-        picked = dict.fromkeys(sorted(late, key=lambda rank: -late[rank])[:third])
+        picked = dict.fromkeys(sorted(slow, key=lambda rank: slow[rank].speed)[:third])
+        picked |= dict.fromkeys(sorted(late, key=lambda rank: -late[rank])[:third])
         if after is not None:
             order = np.argsort(after, kind="stable").tolist()
             picked |= dict.fromkeys(order[::-1][:third] + order[:third])
@@ -237,6 +239,8 @@ def _ranks(session: Session, history: History, most: int | None) -> tuple[dict[s
         "load_after": [None if after is None else _number(after[rank]) for rank in ranks],
         "late_seconds": [_number(late.get(rank)) for rank in ranks],
         "missed": [missed.get(rank, 0) for rank in ranks],
+        "speed": [_number(slow[rank].speed) if rank in slow else 1.0 for rank in ranks],
+        "slow_since": [slow[rank].since if rank in slow else None for rank in ranks],
     }
     return columns, size - len(ranks)
 

@@ -63,6 +63,10 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f'evenkeel_balancer_round_wait_seconds_bucket{{{JOB},le="0.25"}}': "0+100x60",
          f'evenkeel_balancer_round_wait_seconds_bucket{{{JOB},le="+Inf"}}': "0+100x60"},
     ),
+    "EvenkeelRankSlow": (
+        {f"evenkeel_trainer_speed_ratio{{{RANK}}}": "0.8x60"},
+        {f"evenkeel_trainer_speed_ratio{{{RANK}}}": "1x20 0.8x4 1x40"},
+    ),
     "EvenkeelBreakerOpen": (
         {f"evenkeel_trainer_breaker_open{{{RANK}}}": "1x60"},
         {f"evenkeel_trainer_breaker_open{{{RANK}}}": "0x20 1x3 0x40"},

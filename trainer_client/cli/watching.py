@@ -111,14 +111,21 @@ def _ranks(document: dict[str, Any]) -> Table:
     left_out = document["ranks_left_out"] + max(0, len(rows) - _SHOWN_RANKS)
     title = f"ranks, the latest first{f'; {left_out} left out' if left_out else ''}"
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    for name, side in (("rank", "right"), ("node", "left"), ("load", "left"), ("late", "right"), ("missed", "right")):
+    for name, side in (
+        ("rank", "right"),
+        ("node", "left"),
+        ("load", "left"),
+        ("late", "right"),
+        ("missed", "right"),
+        ("speed", "right"),
+    ):
         table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
     for row in sorted(rows, key=lambda one: -(one[late] or 0.0))[:_SHOWN_RANKS]:
         told = dict(zip(names, row, strict=True))
         filled = round(_BAR * (row[after] or 0.0) / largest) if largest else 0
         table.add_row(
             str(told["rank"]), escape(told["node"] or ""), "█" * filled, _milliseconds(told["late_seconds"]),
-            str(told["missed"] or ""),
+            str(told["missed"] or ""), f"{told['speed']:.2f}" if told.get("speed", 1.0) < 1 else "",
         )  # fmt: skip
     return table
 

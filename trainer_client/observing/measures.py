@@ -55,6 +55,10 @@ class RankMeasures:
         self._mean_load = self._gauge(
             "mean_load", "Predicted work of a rank's part of the last batch, mean over all ranks.", "loader"
         )
+        self._speed = self._gauge(
+            "speed_ratio", "How fast this rank computes, relative to the median rank; 1 unless known to be slower.",
+            "loader",
+        )  # fmt: skip
         self._samples = self._counter("samples_total", "Samples that this rank trained.", "loader")
         self._excess = self._histogram(
             "imbalance_excess_ratio",
@@ -116,6 +120,9 @@ class RankMeasures:
         self._load.labels(self._job, self._rank, loader, "before").set(self._home_load(report))
         self._load.labels(self._job, self._rank, loader, "after").set(report.own_load)
         self._mean_load.labels(self._job, self._rank, loader).set(mean)
+        own = int(self._rank)
+        speed = next((slow.speed for slow in report.learned.stragglers if slow.rank == own), 1.0)
+        self._speed.labels(self._job, self._rank, loader).set(speed)
         self._samples.labels(self._job, self._rank, loader).inc(report.own_samples)
         bound = report.lower_bound / mean if mean else 1.0
         for when, value in (("before", report.imbalance_before), ("after", report.imbalance), ("bound", bound)):

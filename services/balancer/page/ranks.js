@@ -13,8 +13,13 @@ function bar(index) {
 }
 
 /** Draws the ranks of a round into bars that stay the same elements. */
+/** How slowly a rank computes, and since when. */
+function slowly(row) {
+  return `computes at ${percent(row.speed)} of the median rank's speed since round ${whole(row.since)}, and gets less work`;
+}
+
 export function drawRanks(node, text, ranks, leftOut) {
-  const rows = ranks.rank.map((rank, at) => ({ rank, node: ranks.node[at], before: ranks.load_before[at], after: ranks.load_after[at], late: ranks.late_seconds[at], missed: ranks.missed[at] }));
+  const rows = ranks.rank.map((rank, at) => ({ rank, node: ranks.node[at], before: ranks.load_before[at], after: ranks.load_after[at], late: ranks.late_seconds[at], missed: ranks.missed[at], speed: ranks.speed?.[at] ?? 1, since: ranks.slow_since?.[at] }));
   const loads = rows.map((row) => row.after).filter(known);
   const mean = loads.reduce((sum, load) => sum + load, 0) / Math.max(1, loads.length);
   const most = Math.max(1e-12, ...rows.flatMap((row) => [row.before ?? 0, row.after ?? 0]));
@@ -25,16 +30,18 @@ export function drawRanks(node, text, ranks, leftOut) {
   rows.forEach((row, at) => {
     const element = node.children[at];
     const straggles = (row.late ?? 0) > STRAGGLES_SECONDS && row.late > STRAGGLES * usual;
-    element.classList.toggle("straggler", straggles);
+    element.classList.toggle("straggler", straggles || row.speed < 1);
     say(element.querySelector(".name"), String(row.rank));
     element.querySelector(".bars .after").style.width = `${(100 * (row.after ?? 0)) / most}%`;
     element.querySelector(".bars .before").style.width = `${(100 * (row.before ?? 0)) / most}%`;
     element.querySelector(".bars .mean").style.left = `${(100 * mean) / most}%`;
     say(element.querySelector(".late"), `+${seconds(row.late)}`);
-    const said = `rank ${row.rank}${row.node ? ` on ${row.node}` : ""}: load ${percent(mean ? (row.after ?? 0) / mean : null)} of the mean, as loaded ${percent(mean ? (row.before ?? 0) / mean : null)}; comes ${seconds(row.late)} after the first${row.missed ? `, missed ${whole(row.missed)} rounds` : ""}`;
+    const said = `rank ${row.rank}${row.node ? ` on ${row.node}` : ""}: load ${percent(mean ? (row.after ?? 0) / mean : null)} of the mean, as loaded ${percent(mean ? (row.before ?? 0) / mean : null)}; comes ${seconds(row.late)} after the first${row.missed ? `, missed ${whole(row.missed)} rounds` : ""}${row.speed < 1 ? `; ${slowly(row)}` : ""}`;
     element.title = said;
     element.setAttribute("aria-label", said);
   });
   const who = latest?.late ? ` Rank ${latest.rank}${latest.node ? ` on ${latest.node}` : ""} comes last, ${seconds(latest.late)} after the first.` : "";
-  say(text, `The wide bar is the load as trained, the thin one as loaded, the line their mean; on the right, how long after the first rank a rank submits.${who}${leftOut ? ` ${whole(leftOut)} ranks of which there is less to say are left out.` : ""}`);
+  const slowest = rows.reduce((found, row) => (row.speed < (found?.speed ?? 1) ? row : found), null);
+  const slow = slowest ? ` Rank ${slowest.rank}${slowest.node ? ` on ${slowest.node}` : ""} ${slowly(slowest)}.` : "";
+  say(text, `The wide bar is the load as trained, the thin one as loaded, the line their mean; on the right, how long after the first rank a rank submits.${who}${slow}${leftOut ? ` ${whole(leftOut)} ranks of which there is less to say are left out.` : ""}`);
 }

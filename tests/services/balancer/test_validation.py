@@ -16,6 +16,10 @@ def read(message: pb.Join, **limits: int) -> Joining:
     return read_join(message, Limits(**limits), STRATEGIES, "minimal_move")  # type: ignore[arg-type]
 
 
+def learned(*slow: tuple[int, float], fixed: float = 0.0) -> pb.LearnedSpeeds:
+    return pb.LearnedSpeeds(stragglers=[pb.Straggler(rank=rank, speed=speed) for rank, speed in slow], fixed=fixed)
+
+
 def read_round(message: pb.Submit, **limits: int) -> Submission:
     return read_submission(message, terms(2), Limits(**limits))  # type: ignore[arg-type]
 
@@ -105,6 +109,14 @@ def test_a_tolerance_of_0_is_0_and_none_is_the_default() -> None:
         ({"lengths": b"\0" * 16}, "lengths"),
         ({"batch_sizes": [2]}, "batch_sizes"),
         ({"batch_sizes": [1, 2]}, "batch_sizes"),
+        ({"learned": learned((1, 0.5), (1, 0.5))}, "learned.stragglers[1].rank"),
+        ({"learned": learned((1, 0.5), (2, 0.5))}, "learned.stragglers[1].rank"),
+        ({"learned": learned((0, 0.5), (1, 0.5), (2, 0.5))}, "learned.stragglers"),
+        ({"learned": learned((1, 0.29))}, "learned.stragglers[0].speed"),
+        ({"learned": learned((1, 1.01))}, "learned.stragglers[0].speed"),
+        ({"learned": learned((1, float("nan")))}, "learned.stragglers[0].speed"),
+        ({"learned": learned(fixed=-1.0)}, "learned.fixed"),
+        ({"learned": learned(fixed=float("inf"))}, "learned.fixed"),
     ],
 )
 def test_a_wrong_submission_is_refused_by_field_and_ends_no_stream(changes: dict[str, object], field: str) -> None:

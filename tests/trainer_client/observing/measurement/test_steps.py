@@ -1,4 +1,5 @@
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,3 +106,40 @@ def test_the_phases_of_known_times() -> None:
     assert breakdown.communication.tolist() == [[5.0, 5.0]]
     assert breakdown.step.tolist() == [58.0]
     assert breakdown.compute_imbalance.tolist() == [1.25]
+
+
+class Noting:
+    """A loader that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.report = SimpleNamespace(own_load=0.0)
+        self.told: list[tuple[float, float]] = []
+
+    def took(self, seconds: float, load: float) -> None:
+        self.told.append((load, seconds))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_loader_is_told_what_each_batch_took_to_compute(ahead: int) -> None:
+    loader = Noting()
+    timer = StepTimer("cpu", loader=loader, ahead=ahead)
+    for number in range(6):
+        loader.report.own_load = 10.0 * (number + ahead)  # a pipeline has fetched as many before the first step
+        timer.batch_ready()
+        if number != 4:
+            timer.compute_done()
+        timer.gradients_ready()
+        timer.end_step()
+    loads = [load for load, _ in loader.told]
+    assert loads == [10.0 * step for step in range(ahead, 6) if step != 4]  # without a mark of its own nothing is known
+    computed = [step.compute / 1e3 for step in timer.finished()]
+    assert [seconds for _, seconds in loader.told] == [computed[int(load) // 10] for load in loads]
+
+
+def test_a_timer_that_tells_a_loader_does_not_hoard_steps() -> None:
+    timer = StepTimer("cpu", loader=Noting())
+    for _ in range(5000):
+        timer.end_step()
+    assert len(timer.finished()) <= 4096
+    with pytest.raises(ValueError, match="ahead is -1"):
+        StepTimer("cpu", ahead=-1)
