@@ -89,13 +89,16 @@ def _missed(future: KeyTrace, steps: int, eviction: Eviction, sizes: FloatArray,
 _TAKEN_OFF = 0.5
 """Of a count's noise, what is left in counts of twice as many steps lies between a half and its root."""
 
+_CLEARLY = 0.5
+"""Squared error, over that of the other way."""
+
 
 def checked(
     trace: KeyTrace, eviction: Eviction, sizes: FloatArray, *, ahead: float, rows: float
 ) -> tuple[MissRates, float]:
     """As `predicted`, with how far the prediction from the first half of the steps was off in the second half.
 
-    LFU is predicted in the way that would have told the second half better: with roles of keys told apart or not. And
+    LFU is predicted with roles of keys told apart where that would have told the second half clearly better. And
     counts of few steps order keys worse than those of many, so LFU misses are predicted too high from a part as from
     the whole: by how much, the first half tells, where it was off by more for LFU than for LRU, which knows no counts.
     """
@@ -108,7 +111,7 @@ def checked(
     futures = [continued(before, 1.0, rows, told_apart=way) for way in (False, True)]
     actual = observed(trace, eviction, sizes, half, trace.steps).rates
     offs = [actual - _missed(future, half, eviction, sizes, 1.0).rates for future in futures]
-    way = float(np.square(offs[1]).mean()) < float(np.square(offs[0]).mean())
+    way = float(np.square(offs[1]).mean()) < _CLEARLY * float(np.square(offs[0]).mean())
     recency = observed(trace, Eviction.LRU, sizes, half, trace.steps).rates
     common = recency - _missed(futures[0], half, Eviction.LRU, sizes, 1.0).rates
     found = predicted(trace, eviction, sizes, ahead=ahead, rows=rows, told_apart=way)
