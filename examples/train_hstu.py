@@ -86,7 +86,7 @@ def train(options: argparse.Namespace) -> None:
         activation_budget=None if options.activation_budget is None else int(options.activation_budget * 2**20),
         split=options.split,
     )  # fmt: skip
-    balancer = make_balancer(options, chosen.options)
+    balancer = make_balancer(options, chosen.options, split_options(model, device) if options.split else None)
     console = Console()
     sinks: list[Any] = [ConsoleLines(console, every=options.log_every)] if rank == 0 else []
     if options.log_file and rank == 0:
@@ -142,12 +142,20 @@ def choose(options: argparse.Namespace) -> Configuration:
     return chosen
 
 
-def make_balancer(options: argparse.Namespace, choices: BalanceOptions) -> Balancer:
+def split_options(model: ModelOptions, device: torch.device) -> SplitOptions:
+    """When samples are split: by rates as steps of this model see them on H200, on CPUs wherever it evens out work."""
+    if device.type != "cuda":
+        return SplitOptions()
+    numbers = 4 * model.num_layers * model.num_heads * model.head_dim
+    return SplitOptions.at_rates(position_bytes=2 * numbers, within=75e9, between=30e9, cost_per_second=280e12)
+
+
+def make_balancer(options: argparse.Namespace, choices: BalanceOptions, split: SplitOptions | None = None) -> Balancer:
     """The balancer that `--balancer` names."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     flags: dict[str, Any] = {"strategy": options.strategy, "counts": options.counts, "window": options.window}
-    if options.split:
-        flags["split"] = SplitOptions()
+    if split is not None:
+        flags["split"] = split
     if options.max_tokens_per_rank is not None:
         flags["memory_caps"] = [float(options.max_tokens_per_rank)] * world
     choices = replace(choices, **{name: value for name, value in flags.items() if value is not None})

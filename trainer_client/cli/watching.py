@@ -87,7 +87,7 @@ def render_job(document: dict[str, Any], width: int) -> RenderableType:
         lines.append(Text(f"{label:<7}{_number(last):>8} {_sparkline(values, largest)}"))
     moved = [m / s if s else None for m, s in zip(rounds["moved_size"][-room:], rounds["size"][-room:], strict=True)]
     lines.append(Text(f"moved  {_percent(moved[-1] if moved else None):>8} {_sparkline(moved, 1.0, base=0.0)}"))
-    lines.append(_ranks(document, bar=min(_BAR, max(4, width - 52))))
+    lines.append(_ranks(document))
     if document["heaviest"]:
         told = [
             f"{_number(one['cost'])} ({_percent(one['share'])} of a rank's mean, rank {one['home']} to {one['rank']})"
@@ -101,8 +101,8 @@ def render_job(document: dict[str, Any], width: int) -> RenderableType:
     return Group(*lines)
 
 
-def _ranks(document: dict[str, Any], bar: int) -> Table:
-    """Ranks, those that come last first; `bar`: characters of the largest load."""
+def _ranks(document: dict[str, Any]) -> Table:
+    """Ranks, those that come last first."""
     ranks = document["ranks"]
     rows = list(zip(*(ranks[name] for name in ranks), strict=True))
     names = list(ranks)
@@ -122,7 +122,7 @@ def _ranks(document: dict[str, Any], bar: int) -> Table:
         table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
     for row in sorted(rows, key=lambda one: -(one[late] or 0.0))[:_SHOWN_RANKS]:
         told = dict(zip(names, row, strict=True))
-        filled = round(bar * (row[after] or 0.0) / largest) if largest else 0
+        filled = round(_BAR * (row[after] or 0.0) / largest) if largest else 0
         table.add_row(
             str(told["rank"]), escape(told["node"] or ""), "█" * filled, _milliseconds(told["late_seconds"]),
             str(told["missed"] or ""), f"{told['speed']:.2f}" if told.get("speed", 1.0) < 1 else "",
