@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from enum import Enum
 from functools import cache
 from typing import Any, TypeAlias, cast
 
@@ -81,13 +82,58 @@ Share: TypeAlias = typing.Annotated[float, Range(0, 1)]
 
 
 def check_bounds(value: Any) -> None:
-    """Checks the fields of a dataclass against the bounds in its annotations.
+    """Checks the fields of a dataclass against the bounds in its annotations; names of enumerations become members.
 
     Raises:
-        InvalidInputError: If a field is outside of them.
+        InvalidInputError: If a field is outside of them, or is no member of its enumeration.
     """
+    for name, kind, alone, several in _enumerations(cast(Any, type(value))):
+        given = getattr(value, name)
+        if given is None or (isinstance(given, kind) and alone):
+            continue
+        if several and isinstance(given, list | tuple):
+            members: Any = tuple(_member(kind, item, f"{name}[{index}]") for index, item in enumerate(given))
+        else:
+            members = _member(kind, given, name)
+            members = members if alone else (members,)
+        object.__setattr__(value, name, members)
     for name, check in _checks(cast(Any, type(value))):
         check(getattr(value, name), name)
+
+
+@cache
+def _enumerations(cls: type) -> tuple[tuple[str, type[Enum], bool, bool], ...]:
+    """Fields that hold members of an enumeration: name, which one, and whether one or several of them."""
+    found = []
+    for field in fields(cast(Any, cls)):
+        parts = list(_alternatives(hints(cls)[field.name]))
+        one = next((part for part in parts if _is_enumeration(part)), None)
+        many = next((typing.get_args(p)[0] for p in parts if typing.get_origin(p) is tuple), None)
+        many = many if _is_enumeration(many) else None
+        if one or many:
+            found.append((field.name, cast("type[Enum]", one or many), one is not None, many is not None))
+    return tuple(found)
+
+
+def _alternatives(hint: Any) -> Iterator[Any]:
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        yield from typing.get_args(hint)
+    else:
+        yield hint
+
+
+def _is_enumeration(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Enum)
+
+
+def _member(kind: type[Enum], given: Any, name: str) -> Enum:
+    if isinstance(given, kind):
+        return given
+    known = [str(member.value) for member in kind]
+    require(isinstance(given, str) and given in known, name, given, "is unknown", f"use one of: {', '.join(known)}")
+    return kind(given)
 
 
 @cache

@@ -115,7 +115,9 @@ def _known_to_place(
 
 
 def _size(request: PlanRequest, resource: int, units: float) -> int | None:
-    if not np.isfinite(units):
+    topology = request.topology
+    reserved = topology.host_reserved_fraction if resource else topology.hbm_reserved_fraction
+    if not np.isfinite(units) or reserved >= 1:  # of whatever there is, all is reserved
         return None
     return (smallest_host_bytes if resource else smallest_hbm_bytes)(request, units)
 

@@ -18,6 +18,8 @@ from evenkeel.placement.plan_file import FORMAT
 from evenkeel.planner_client import PlannerClient
 from trainer_client.cli.files import quantity, read
 
+_LEAST_SIZE = 1 << 20
+"""Bytes below which a reservation lacks its unit."""
 DEFAULT_RESERVE = 0.15
 """Part of the HBM of a topology given by name that is left for the model, as TorchRec's planner leaves it."""
 
@@ -96,6 +98,9 @@ def _reserve(text: str) -> tuple[float, int]:
         return float(number) / 100, 0
     if number is None or not 0 <= number <= MAX_BYTES:
         raise InvalidInputError("--reserve", text, "is no size", "give a size such as 24GiB, or a share such as 40%")
+    if 0 < number < _LEAST_SIZE:
+        remedy = f"write {text}% or {text}GiB"
+        raise InvalidInputError("--reserve", text, "is a number of bytes that reserves next to nothing", remedy)
     return 0.0, math.ceil(number)
 
 

@@ -96,6 +96,9 @@ def plan_command(
         for flag, path in wanted.items():
             if path is not None and path.exists() and path.samefile(tables):
                 raise InvalidInputError(flag, str(path), "is the file that is read", "name another")
+            twins = [other for other, its in wanted.items() if path is not None and its == path and other != flag]
+            if twins:
+                raise InvalidInputError(flag, str(path), f"is the file of {twins[0]} too", "name another")
         request = build_request(read(tables), flags)
         curves: dict[str, MeasuredCurve] = {}
         if statistics:

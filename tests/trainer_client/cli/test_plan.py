@@ -347,6 +347,29 @@ def test_an_empty_profile_and_a_useless_certificate_are_called_what_they_are(
     assert "JSON" not in shown.stderr
 
 
+def test_a_reservation_without_its_unit_and_one_file_for_two_outputs_are_refused(
+    command: typer.Typer, tmp_path: Path
+) -> None:
+    tables = tmp_path / "tables.yaml"
+    tables.write_text("- {name: a, rows: 5, dim: 4}\n")
+    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--reserve", "40"])
+    assert shown.exit_code == 2
+    assert "write 40% or 40GiB" in shown.stderr
+    twice = ["--output", str(tmp_path / "x"), "--report", str(tmp_path / "x")]
+    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", *twice])
+    assert shown.exit_code == 2
+    assert "is the file of --report too" in shown.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_no_size_is_proved_where_all_is_reserved(command: typer.Typer, tmp_path: Path) -> None:
+    tables = tmp_path / "tables.yaml"
+    tables.write_text("- {name: a, rows: 5, dim: 4}\n")
+    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--reserve", "100%"])
+    assert shown.exit_code == 3
+    assert "proved the smallest" not in shown.stdout
+
+
 def test_files_without_end_are_not_read_to_the_end(command: typer.Typer) -> None:
     shown = CliRunner().invoke(command, ["/dev/zero", "--topology", "h200x8"])
     assert shown.exit_code == 2

@@ -169,6 +169,15 @@ def test_samples_are_what_is_said_if_anything_is() -> None:
     assert many.request.step.samples_per_rank == 4_000
 
 
+def test_names_are_as_good_as_members_and_others_are_refused() -> None:
+    named = plan_model(_Model(), topology="h200x2", optimizer="sgd", runtime="torchrec", modes=["HBM_ONLY"])  # type: ignore[arg-type]
+    same = plan_model(_Model(), topology="h200x2", optimizer=Optimizer.SGD, modes=(Mode.HBM_ONLY,))
+    assert (named.request, named.plan.placements) == (same.request, same.plan.placements)
+    for field in ("optimizer", "eviction", "sharding", "modes", "runtime"):
+        with pytest.raises(InvalidInputError, match=r"is unknown \(got 'lamb'\); use one of"):
+            plan_model(_Model(), topology="h200x2", **{field: "lamb"})
+
+
 def test_memory_of_the_host_is_that_of_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr(machine, "_CGROUPS", (str(tmp_path / "none"), str(tmp_path / "max")))
