@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _GUIDE = "docs/frameworks.md has a program for each framework"
@@ -98,3 +98,42 @@ def check_divider(sampler: str) -> None:
             "part of its part; do not `prepare` the DataLoader of this sampler: BalancedLoader(…, "
             f"device=accelerator.device) moves its batches; {_GUIDE}"
         )
+
+
+class WrappedLoader:
+    """What training frameworks look for in a loader, of one that wraps another.
+
+    Attributes:
+        loader: The wrapped one.
+    """
+
+    loader: Any
+
+    @property
+    def dataset(self) -> Any:
+        """The wrapped loader's, as the next two are: training frameworks look for them."""
+        return self._of_loader("dataset")
+
+    @property
+    def sampler(self) -> Any:
+        """The wrapped loader's sampler."""
+        return self._of_loader("sampler")
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The wrapped loader's batch sampler."""
+        return self._of_loader("batch_sampler")
+
+    @property
+    def collate_fn(self) -> NoReturn:
+        """Not the wrapped loader's: a loader that is made of this one's parts is not balanced.
+
+        Raises:
+            AttributeError: If it is asked for.
+        """
+        check_copier("collate_fn")
+
+    def _of_loader(self, name: str) -> Any:
+        if not hasattr(self.loader, name):
+            raise AttributeError(f"the wrapped {type(self.loader).__name__} has no {name}", name=name, obj=self)
+        return getattr(self.loader, name)

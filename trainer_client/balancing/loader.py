@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -16,11 +16,11 @@ from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.agreement import ProgramOrderError, Reason, Verdict
 from trainer_client.balancing.balancer import Balancer, check_loader
 from trainer_client.balancing.batches import BatchSpec
-from trainer_client.balancing.frameworks import check_copier, check_saver, check_trainer
+from trainer_client.balancing.frameworks import WrappedLoader, check_saver, check_trainer
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.passes import Pass
-from trainer_client.balancing.places import Place, Source, sampler_of
+from trainer_client.balancing.places import Place, Source, sampler_of, tell_epoch
 from trainer_client.balancing.positions import Plain, Position, Window
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, RoundReport
@@ -52,7 +52,7 @@ class _Moving(NamedTuple):
     position: Position
 
 
-class BalancedLoader(Generic[B]):
+class BalancedLoader(WrappedLoader, Generic[B]):
     """Wraps a loader: the same batches, with the samples of all ranks spread evenly over the ranks.
 
     Costs are submitted `depth` batches ahead and samples move one batch ahead, so that with enough work in a training
@@ -177,31 +177,7 @@ class BalancedLoader(Generic[B]):
             TypeError: If that is unknown, as that of other loaders without a length.
         """
         sampler = sampler_of(self.loader)
-        return len(self.loader) if sampler is None else sampler.count_steps()  # type: ignore[arg-type]
-
-    @property
-    def dataset(self) -> Any:
-        """The wrapped loader's, as the next two are: training frameworks look for them."""
-        return self._of_loader("dataset")
-
-    @property
-    def sampler(self) -> Any:
-        """The wrapped loader's sampler."""
-        return self._of_loader("sampler")
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The wrapped loader's batch sampler."""
-        return self._of_loader("batch_sampler")
-
-    @property
-    def collate_fn(self) -> NoReturn:
-        """Not the wrapped loader's: a loader that is made of this one's parts is not balanced.
-
-        Raises:
-            AttributeError: If it is asked for.
-        """
-        check_copier("collate_fn")
+        return len(self.loader) if sampler is None else sampler.count_steps()
 
     def set_epoch(self, epoch: int) -> None:
         """Tells the wrapped loader which epoch begins, or its samplers and data set, as far as they want to know.
@@ -214,21 +190,10 @@ class BalancedLoader(Generic[B]):
         """
         if not is_whole(epoch):
             raise ValueError(f"epoch is {epoch!r}; give a whole number")
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        parts: list[Any] = [self.loader]
-        if not hasattr(self.loader, "set_epoch"):
-            parts = [getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-            parts.append(getattr(self.loader, "dataset", None))
-        for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
-            part.set_epoch(epoch)
+        tell_epoch(self.loader, epoch)
         self._named_epoch = int(epoch)
         if self._resume is not None:
             self._resume = self._resume.in_epoch(self._named_epoch)
-
-    def _of_loader(self, name: str) -> Any:
-        if not hasattr(self.loader, name):
-            raise AttributeError(f"the wrapped {type(self.loader).__name__} has no {name}", name=name, obj=self)
-        return getattr(self.loader, name)
 
     def state_dict(self, *, ahead: int = 0) -> dict[str, Any]:
         """What has been handed over of this rank's data, as plain values: what is needed to go on from there.

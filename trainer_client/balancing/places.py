@@ -106,6 +106,17 @@ def sampler_of(loader: Any) -> GlobalSampler | None:
     return next((one for one in inside if hasattr(one, "state_after") and hasattr(one, "rest_of")), None)
 
 
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Tells a loader which epoch begins, or its samplers and data set, as far as they want to know."""
+    parts: list[Any] = [loader]
+    if not hasattr(loader, "set_epoch"):
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        parts = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+        parts.append(getattr(loader, "dataset", None))
+    for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
+        part.set_epoch(epoch)
+
+
 def way_of(loader: Any) -> Way:
     """How a place in a loader's data is found again."""
     if sampler_of(loader) is not None:
