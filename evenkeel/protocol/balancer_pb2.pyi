@@ -168,7 +168,7 @@ class Limits(_message.Message):
     def __init__(self, max_ranks: _Optional[int] = ..., max_samples_per_rank: _Optional[int] = ..., max_rounds_ahead: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("round", "num_samples", "costs_i64", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "rank", "traceparent", "divisible", "learned")
+    __slots__ = ("round", "num_samples", "costs_i64", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "measurement", "rank", "traceparent", "divisible", "learned")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     COSTS_I64_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,7 @@ class Submit(_message.Message):
     BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
     EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    MEASUREMENT_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     DIVISIBLE_FIELD_NUMBER: _ClassVar[int]
@@ -193,11 +194,12 @@ class Submit(_message.Message):
     batch_sizes: _containers.RepeatedScalarFieldContainer[int]
     exhausted: bool
     timeout_ms: int
+    measurement: Measurement
     rank: int
     traceparent: str
     divisible: bytes
     learned: LearnedSpeeds
-    def __init__(self, round: _Optional[int] = ..., num_samples: _Optional[int] = ..., costs_i64: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., exhausted: bool = ..., timeout_ms: _Optional[int] = ..., rank: _Optional[int] = ..., traceparent: _Optional[str] = ..., divisible: _Optional[bytes] = ..., learned: _Optional[_Union[LearnedSpeeds, _Mapping]] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., num_samples: _Optional[int] = ..., costs_i64: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., exhausted: bool = ..., timeout_ms: _Optional[int] = ..., measurement: _Optional[_Union[Measurement, _Mapping]] = ..., rank: _Optional[int] = ..., traceparent: _Optional[str] = ..., divisible: _Optional[bytes] = ..., learned: _Optional[_Union[LearnedSpeeds, _Mapping]] = ...) -> None: ...
 
 class LearnedSpeeds(_message.Message):
     __slots__ = ("stragglers", "fixed")
@@ -216,6 +218,14 @@ class Straggler(_message.Message):
     speed: float
     since: int
     def __init__(self, rank: _Optional[int] = ..., speed: _Optional[float] = ..., since: _Optional[int] = ...) -> None: ...
+
+class Measurement(_message.Message):
+    __slots__ = ("round", "compute_seconds")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    compute_seconds: float
+    def __init__(self, round: _Optional[int] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("round", "decision", "error", "rank")
