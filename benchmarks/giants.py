@@ -29,7 +29,7 @@ from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.divisible import MOST, SHARE, Divisible
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, plan_round
 from evenkeel.partitioning.samples import RoundSamples
-from evenkeel.partitioning.splitting import SplitOptions
+from evenkeel.partitioning.split_options import SplitOptions
 from evenkeel.placement.hardware import builtin_profile
 from trainer_client.balancing.costs import HSTUCost
 

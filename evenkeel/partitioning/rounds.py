@@ -18,9 +18,9 @@ from evenkeel.partitioning.parts import RoundParts, read_parts, read_splits
 from evenkeel.partitioning.samples import Lengths, RankSamples, RoundSamples
 from evenkeel.partitioning.slices import Slice, Slices, hash_plan, slice_plan
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, planned_speeds
+from evenkeel.partitioning.split_options import SplitOptions
 from evenkeel.partitioning.split_rounds import SplitBatch, SplitWindow, split_window
 from evenkeel.partitioning.splits import Cuts, SplitSample, part_lengths
-from evenkeel.partitioning.splitting import SplitOptions
 from evenkeel.partitioning.windows import WindowPartition, partition_window
 
 CHEAP_STRATEGY = "lpt"

@@ -13,8 +13,9 @@ from evenkeel.partitioning.divisible import Divisible
 from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.parts import PIECE_WIDTH, RoundParts
 from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.split_options import SplitOptions
 from evenkeel.partitioning.splits import Cuts, part_lengths
-from evenkeel.partitioning.splitting import SplitOptions, SplitPartition, split_partition, wants_splits
+from evenkeel.partitioning.splitting import SplitPartition, split_partition, wants_splits
 from evenkeel.partitioning.windows import WindowPartition
 
 _OF_SAMPLES = ("sizes", "memory")

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.api import DEFAULT_STRATEGY, DEFAULT_TOLERANCE, Partition, partition
 from evenkeel.partitioning.divisible import Divisible
 from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.ranges import SPLIT_ABOVE, SPLIT_PRICE
 from evenkeel.partitioning.recutting import measure, recut, table_of
+from evenkeel.partitioning.split_options import SplitOptions
 
 # A rank's part of a split sample, as a share of an even division: the smaller, the more pieces, the more exchange.
 SHARES = (1.0, 0.7, 0.45, 1.5, 2.2)
@@ -37,65 +37,6 @@ HELD = 1 + 1e-9  # times a memory cap, for rounding
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitOptions:
-    """When samples are split over ranks.
-
-    A sample is split only where no assignment of whole samples comes near an even division of the batch, or where it
-    fits no rank's memory cap; and only where that takes less time, the exchange of keys and values included.
-
-    Attributes:
-        above: By how much of an even division the lower bound of whole samples must exceed it, 0 to 1000.
-        within: What it takes to send the keys and values of one position to one rank of the same node, and to get their
-            gradients back, in units of cost: their bytes, over the rate of the exchange, times the cost that a rank
-            computes in a second.
-        between: The same to a rank of another node.
-    """
-
-    above: float = 0.05
-    within: float = 0.0
-    between: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, allowed, unit in (
-            ("above", SPLIT_ABOVE, "a share of an even division"),
-            ("within", SPLIT_PRICE, "units of cost"),
-            ("between", SPLIT_PRICE, "units of cost"),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not allowed.holds(value):
-                raise ValueError(f"split.{name} is {value!r}; use {unit}, {allowed}")
-
-    @classmethod
-    def at_rates(
-        cls,
-        *,
-        position_bytes: float,
-        within: float,
-        between: float,
-        cost_per_second: float,
-        above: float = 0.05,
-    ) -> SplitOptions:
-        """Prices of the exchange from what it sends and how fast.
-
-        Args:
-            position_bytes: Bytes of a position's keys and values in all layers, and of their gradients: with L layers
-                and H heads of width D, 4 * L * H * D numbers.
-            within: Bytes per second of a rank, to ranks of the same node.
-            between: The same to other nodes.
-            cost_per_second: Units of cost that a rank computes in a second; with costs in FLOPs, FLOP per second.
-            above: See the attributes.
-
-        Raises:
-            ValueError: If a number is out of range.
-        """
-        for name, value in (("within", within), ("between", between)):
-            if not value > 0:
-                raise ValueError(f"{name} is {value!r}; use bytes per second, above 0")
-        worth = float(position_bytes) * float(cost_per_second)
-        return cls(above=above, within=worth / within, between=worth / between)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

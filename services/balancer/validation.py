@@ -12,8 +12,8 @@ from evenkeel.partitioning.ranges import MAX_TOTAL, MEMORY_CAPS, MOVE_PRICE, SPE
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.partitioning.speeds import ALL_EQUAL, LOWEST, LearnedSpeeds, Straggler
+from evenkeel.partitioning.split_options import SplitOptions
 from evenkeel.partitioning.splits import ALL
-from evenkeel.partitioning.splitting import SplitOptions
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal, RefusedError, shorten

@@ -1,6 +1,6 @@
 """Balancing the batches of a group of ranks: options, agreement, fallbacks and the loader on top."""
 
-from evenkeel.partitioning.splitting import SplitOptions
+from evenkeel.partitioning.split_options import SplitOptions
 from trainer_client.balancing.agreement import Mode, ProgramOrderError, Reason, SchemaMismatchError
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.loader import BalancedLoader

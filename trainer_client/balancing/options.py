@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from evenkeel.partitioning.ranges import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE
 from evenkeel.partitioning.rounds import RoundOptions
-from evenkeel.partitioning.splitting import SplitOptions
+from evenkeel.partitioning.split_options import SplitOptions
 from trainer_client.checks import is_number, is_whole
 
 Counts = Literal["equal", "free"]

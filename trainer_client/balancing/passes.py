@@ -165,6 +165,15 @@ class Pass:
         if threading.get_ident() == self._owner:
             self._drained.wait(LEAVE_SECONDS)
 
+    def settled_within(self, seconds: float) -> bool:
+        """Leaves, and says whether all that was agreed on has been done in time."""
+        self.leave()
+        try:
+            return self.settle(seconds)
+        except Exception as error:  # the job has failed, and was told so where it waited
+            logger.debug("%s: the last loop: %s", self._name, error)
+            return False
+
     def settle(self, seconds: float) -> bool:
         """Waits until nothing of a pass that was left is in flight on this rank.
 

@@ -61,8 +61,7 @@ class BatchStream:
         self._tracer: StreamTracer | None = None
         self._mover: Mover | None = None
         self._told_end = False
-        self.counters = Counters()
-        self.measured = Measured()
+        self.counters, self.measured = Counters(), Measured()
 
     def __del__(self) -> None:
         groups: Groups | None = getattr(self, "_groups", None)
@@ -278,7 +277,8 @@ class BatchStream:
     def close(self) -> None:
         """Leaves the session and ends the threads; the process groups are kept for the next stream of these ranks."""
         until = time.monotonic() + CLOSE_SECONDS
-        settled = self._settle_last(CLOSE_SECONDS)
+        current, self._pass = self._pass, None
+        settled = current is None or current.settled_within(CLOSE_SECONDS)
         rounds = None if self._worker is None else self._worker.close(max(0.1, until - time.monotonic()))
         if self._connection is not None:
             self._connection.close()
@@ -288,17 +288,6 @@ class BatchStream:
         self._groups, self._worker, self._connection, self._mover = None, None, None, None
         note_closed(self)
         self._next_round, self._last_pass, self._unopened = 0, -1, 0
-
-    def _settle_last(self, seconds: float) -> bool:
-        current, self._pass = self._pass, None
-        if current is None:
-            return True
-        current.leave()
-        try:
-            return current.settle(seconds)
-        except Exception as error:  # the job has failed, and was told so where it waited
-            logger.debug("%s: the last loop: %s", self._config.loader, error)
-            return False
 
     def _enter(self, one: Pass) -> None:
         """Numbers a pass, on all ranks alike."""

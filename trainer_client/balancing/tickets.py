@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.ranges import share_of_total
 from evenkeel.partitioning.rounds import RankPlan
 from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.split_options import SplitOptions
 from evenkeel.partitioning.splits import SplitSample
-from evenkeel.partitioning.splitting import SplitOptions
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.batches import FlatBatch, Schema
 from trainer_client.balancing.batches.shared import Said

@@ -19,7 +19,7 @@ from evenkeel.partitioning.rounds import FIGURES, Figures, RoundOptions, RoundPl
 from evenkeel.partitioning.samples import Column, RoundSamples
 from evenkeel.partitioning.slices import Slices
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, Straggler
-from evenkeel.partitioning.splitting import SplitOptions
+from evenkeel.partitioning.split_options import SplitOptions
 from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.effects import PlanInput
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from evenkeel.partitioning import Partition, PartitionError, partition
 from evenkeel.partitioning.divisible import Divisible
 from evenkeel.partitioning.spans import SpanCosts
-from evenkeel.partitioning.splitting import SplitOptions, SplitPartition, split_partition
+from evenkeel.partitioning.split_options import SplitOptions
+from evenkeel.partitioning.splitting import SplitPartition, split_partition
 
 
 def divisible_of(spans: SpanCosts, which: list[int] | None = None) -> Divisible:

@@ -14,7 +14,7 @@ from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.divisible import MOST, WIDTH
 from evenkeel.partitioning.rounds import RoundPlan
-from evenkeel.partitioning.splitting import SplitOptions
+from evenkeel.partitioning.split_options import SplitOptions
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import balanced
 from services.balancer.effects import PlanInput
