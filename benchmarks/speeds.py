@@ -7,10 +7,11 @@ times that the ranks would need for their loads, with noise, and now and then a 
 the estimator hears, six rounds before a plan can follow them: a step until a time is read, one until it is told, two
 rounds in flight, and two more for a host that runs ahead. Speeds fall at one round and rise again at another.
 
-`steps` is how many rounds after the change 90 % of what the speeds allow is reached for good, where 100 % is the least
-time of loads in proportion to the speeds and 0 % that of the plan before the change; medians and the worst of the
-seeds. `even` are ranks of one speed: the mean over all rounds of the step's time over that without learning, minus one,
-and how often a rank was taken for slow.
+`down` is how many rounds after the fall 90 % of what the speeds allow is reached for good, where 100 % is the least
+time of loads in proportion to the speeds and 0 % that of the plan before the fall; `up`, how many after the rise the
+rank has 90 % of the load back that it had lost (of many ranks' time it makes no difference); medians and the worst of
+the seeds. `even` are ranks of one speed: the mean over all rounds of the step's time over that without learning, minus
+one, and how often a rank was taken for slow.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def disturbed(num_ranks: int, slow: float, noise: float, fixed: float, seed: int
     rng, estimator, planner = np.random.default_rng(seed), SpeedEstimator(num_ranks), Planner(num_ranks)
     known: deque[Any] = deque([ALL_EQUAL] * LAG, maxlen=LAG)
     besides = fixed * SAMPLES * 120.0
-    gained, over, wrong = [], [], 0
+    gained, over, back, wrong = [], [], [], 0
     worst = 1.0
     for number in range(BEFORE + DURING + AFTER):
         speeds = np.ones(num_ranks)
@@ -83,6 +84,7 @@ def disturbed(num_ranks: int, slow: float, noise: float, fixed: float, seed: int
             worst = taken / least
         gained.append((worst - taken / least) / (worst - 1) if worst > 1 + 1e-9 else 1.0)
         over.append(taken / least - 1)
+        back.append(float(loads[num_ranks // 2] / loads.mean()))
         measured = exact * rng.lognormal(0, noise, num_ranks)
         measured = np.where(rng.random(num_ranks) < 0.01, measured * rng.uniform(1.5, 5, num_ranks), measured)
         estimator.note(loads, measured)
@@ -90,7 +92,7 @@ def disturbed(num_ranks: int, slow: float, noise: float, fixed: float, seed: int
         wrong += any(straggler.rank != num_ranks // 2 for straggler in estimator.learned.stragglers)
     return {
         "down": lasting(gained[BEFORE : BEFORE + DURING]),
-        "up": lasting(gained[BEFORE + DURING :]),
+        "up": lasting([1 - (1 - one) / (1 - back[BEFORE + DURING]) for one in back[BEFORE + DURING :]]),
         "over_least_during": statistics.fmean(over[BEFORE + 20 : BEFORE + DURING]),
         "rounds_with_others_slow": wrong,
     }
