@@ -157,7 +157,7 @@ def test_without_times_or_with_learning_off_nothing_changes(balancer: ServicePro
     for rank in range(2):
         ids = [[record["ids"] for record in result[rank]] for result in (never, embedded, served)]
         assert ids[0] == ids[1] == ids[2]
-        assert all(record["learned"] is ALL_EQUAL for record in embedded[rank])
+        assert all(record["learned"] == ALL_EQUAL for record in embedded[rank])
 
 
 def test_what_users_say_of_speeds_is_not_learned_again() -> None:
