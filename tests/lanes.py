@@ -52,7 +52,7 @@ FUNCTIONS = (
 EITHER = (
     "tests/examples/",
     "tests/docs/",
-    "tests/trainer_client/cli/test_plan.py",
+    "tests/trainer_client/cli/test_plan",
     "tests/trainer_client/balancing/test_resume",
     "tests/trainer_client/balancing/test_frameworks.py",
     "tests/trainer_client/balancing/test_gradients.py",

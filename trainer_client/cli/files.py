@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from decimal import Decimal
@@ -33,7 +34,7 @@ def read(path: Path, holds: str = "a list of tables, a request or a plan") -> ob
     """
     text = _text(path, holds)
     try:
-        return json.loads(text) if path.suffix == ".json" else _yaml(path, text)
+        return _json(path, text) if path.suffix == ".json" else _yaml(path, text)
     except RecursionError:
         raise InvalidInputError(str(path), text[:40], "holds itself, or too much in itself", "write it flat") from None
     except ValueError as error:
@@ -61,7 +62,23 @@ def _text(path: Path, holds: str) -> str:
         raise InvalidInputError(str(path), shown, "is no UTF-8 text", "save the file as UTF-8") from None
 
 
+def _json(path: Path, text: str) -> object:
+    def construct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        made: dict[str, object] = {}
+        for name, value in pairs:
+            if name in made:
+                raise InvalidInputError(f"{path}: {name}", name, "is there twice in one object", "keep one of them")
+            made[name] = value
+        return made
+
+    found: object = json.loads(text, object_pairs_hook=construct)
+    return found
+
+
 def _yaml(path: Path, text: str) -> object:
+    if text.lstrip().startswith(("{", "[")):  # JSON of another name: YAML knows not all of its escapes
+        with contextlib.suppress(json.JSONDecodeError):
+            return _json(path, text)
     try:
         import yaml
     except ModuleNotFoundError:

@@ -13,6 +13,7 @@ from torch import nn
 from evenkeel.placement import Histogram, InvalidInputError, Optimizer, Table
 from evenkeel.placement.access import Access, Zipf
 
+_TOLD = {"name", "rows", "dim", "value_bytes", "features", "pooled"}  # by the configuration of a table
 _BYTES = {"FP32": 4, "FP16": 2, "BF16": 2}
 
 
@@ -45,6 +46,12 @@ def describe_configs(
             remedy = f"use one of: {', '.join(sorted(names))}"
             if name not in names:
                 raise InvalidInputError(f"{what}[{name!r}]", name, "is no table", remedy)
+    for field, value in same.items():
+        if field in _TOLD:
+            raise InvalidInputError(field, value, "is told by the model", "leave it out")
+        if field not in Table.__dataclass_fields__:
+            remedy = f"use some of: {', '.join(sorted(set(Table.__dataclass_fields__) - _TOLD))}"
+            raise InvalidInputError(field, value, "is no field of a table", remedy)
     tables = []
     for config in configs:
         kind = getattr(config.data_type, "name", str(config.data_type))

@@ -30,6 +30,7 @@ from evenkeel.placement.plan_file import PlanFile, dumps, loads
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import Report, make_report
 from evenkeel.planner_client import PlannerClient
+from trainer_client.checks import is_whole
 from trainer_client.planning.applying import dynamicemb_constraints, parameter_constraints, sharding_plan
 from trainer_client.planning.describe import describe_model, embedding_modules, module_configs
 from trainer_client.planning.machine import find_machines
@@ -144,6 +145,8 @@ def plan_model(
             be used. All ranks raise it alike.
         PlannerError: If the service refused or could not be reached, on rank 0; the other ranks raise `RuntimeError`.
     """
+    if not is_whole(max_batches) or max_batches < 1:
+        raise InvalidInputError("max_batches", max_batches, "is no number of batches", "use 1 or more")
     place = _device(device)
     statistics, seen = _all_or_none(lambda: _observe(model, batches, max_batches), group)
     traces: dict[str, KeyTrace] = {} if statistics is None else statistics.gather(group)

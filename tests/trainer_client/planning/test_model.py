@@ -169,6 +169,21 @@ def test_samples_are_what_is_said_if_anything_is() -> None:
     assert many.request.step.samples_per_rank == 4_000
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("pooled", True, "is told by the model"),
+        ("value_bytes", 2, "is told by the model"),
+        ("size", 3, "is no field of a table .* use some of: .*admission_rows"),
+        ("max_batches", -1, "is no number of batches"),
+        ("max_batches", 2.5, "is no number of batches"),
+    ],
+)
+def test_what_the_model_tells_and_what_nobody_knows_is_refused(field: str, value: object, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{field}: {said}"):
+        plan_model(_Model(), topology="h200x2", **{field: value})
+
+
 def test_names_are_as_good_as_members_and_others_are_refused() -> None:
     named = plan_model(_Model(), topology="h200x2", optimizer="sgd", runtime="torchrec", modes=["HBM_ONLY"])  # type: ignore[arg-type]
     same = plan_model(_Model(), topology="h200x2", optimizer=Optimizer.SGD, modes=(Mode.HBM_ONLY,))
