@@ -38,8 +38,9 @@ class Registry:
     def join(self, now: float, joining: Joining, asker: Asker) -> tuple[Session | Refusal, list[Effect]]:
         """Admits the ranks of a stream to their session, which may be new, or take the place of another incarnation.
 
-        An incarnation takes over from one of the same run id and a lower restart count, and from any that has been
-        silent, or without a stream, past its expiry. Any other is refused by name.
+        An incarnation takes over from one of the same run id and a lower restart count, from one without a stream that
+        the same processes have opened before, and from any that has been silent, or without a stream, past its expiry.
+        Any other is refused by name.
         """
         if self.draining:
             return DRAINING, []
@@ -143,6 +144,8 @@ class Registry:
     def _may_supersede(self, now: float, session: Session, joining: Joining) -> Refusal | None:
         if now >= session.free_at():
             return None
+        if not self._members.get(session.id) and _opened_again(session.id, joining):
+            return None
         if session.id.run_id != joining.run_id or session.id.restart_count == joining.restart_count:
             return self._name_taken(now, session, joining)
         if session.id.restart_count > joining.restart_count:
@@ -189,6 +192,18 @@ DRAINING = Refusal(
     remedy="connect again, to another balancer or a little later",
     fatal=True,
 )
+
+
+def _opened_again(old: SessionId, joining: Joining) -> bool:
+    """Whether processes that have opened the old one open their stream once more, as those do that are left of a job.
+
+    They count their openings in the run id: of run `x` the second is `x/2`.
+    """
+    run, _, number = joining.run_id.rpartition("/")
+    if old.restart_count != joining.restart_count or not (run and number.isdecimal()):
+        return False
+    before, _, earlier = old.run_id.rpartition("/")
+    return old.run_id == run or (before == run and earlier.isdecimal() and int(earlier) < int(number))
 
 
 def _superseded(old: SessionId, new: SessionId) -> Refusal:

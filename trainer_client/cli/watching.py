@@ -87,7 +87,7 @@ def render_job(document: dict[str, Any], width: int) -> RenderableType:
         lines.append(Text(f"{label:<7}{_number(last):>8} {_sparkline(values, largest)}"))
     moved = [m / s if s else None for m, s in zip(rounds["moved_size"][-room:], rounds["size"][-room:], strict=True)]
     lines.append(Text(f"moved  {_percent(moved[-1] if moved else None):>8} {_sparkline(moved, 1.0, base=0.0)}"))
-    lines.append(_ranks(document))
+    lines.append(_ranks(document, width))
     if document["heaviest"]:
         told = [
             f"{_number(one['cost'])} ({_percent(one['share'])} of a rank's mean, rank {one['home']} to {one['rank']})"
@@ -101,33 +101,39 @@ def render_job(document: dict[str, Any], width: int) -> RenderableType:
     return Group(*lines)
 
 
-def _ranks(document: dict[str, Any]) -> Table:
-    """Ranks, those that come last first."""
+def _ranks(document: dict[str, Any], width: int) -> RenderableType:
+    """Ranks, those that come last first; a column only where there is something to say in it."""
     ranks = document["ranks"]
-    rows = list(zip(*(ranks[name] for name in ranks), strict=True))
-    names = list(ranks)
-    late, after = names.index("late_seconds"), names.index("load_after")
-    largest = max((value for value in ranks["load_after"] if value), default=0.0)
+    rows = [dict(zip(ranks, row, strict=True)) for row in zip(*ranks.values(), strict=True)]
+    rows.sort(key=lambda one: -(one["late_seconds"] or 0.0))
     left_out = document["ranks_left_out"] + max(0, len(rows) - _SHOWN_RANKS)
-    title = f"ranks, the latest first{f'; {left_out} left out' if left_out else ''}"
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    for name, side in (
-        ("rank", "right"),
-        ("node", "left"),
-        ("load", "left"),
-        ("late", "right"),
-        ("missed", "right"),
-        ("speed", "right"),
-    ):
-        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    for row in sorted(rows, key=lambda one: -(one[late] or 0.0))[:_SHOWN_RANKS]:
-        told = dict(zip(names, row, strict=True))
-        filled = round(_BAR * (row[after] or 0.0) / largest) if largest else 0
+    rows = rows[:_SHOWN_RANKS]
+    largest = max((value for value in ranks["load_after"] if value), default=0.0)
+    cells = {
+        "rank": [str(one["rank"]) for one in rows],
+        "late": [_milliseconds(one["late_seconds"]) for one in rows],
+        "missed": [str(one["missed"] or "") for one in rows],
+        "speed": [f"{one['speed']:.2f}" if one.get("speed", 1.0) < 1 else "" for one in rows],
+    }
+    cells = {name: column for name, column in cells.items() if any(column)}
+    sizes = {name: max(map(len, (name, *column))) for name, column in cells.items()}
+    room = width - sum(sizes.values()) - 3 * (len(cells) + 1)  # for nodes and bars
+    hosts = max((len(one["node"] or "") for one in rows), default=0)
+    hosts = max(4, min(hosts, room - 8))
+    bar = max(4, min(_BAR, room - hosts))
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("node", no_wrap=True, max_width=hosts)
+    table.add_column("load", no_wrap=True, width=bar)
+    others = list(cells)[1:]
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True, min_width=sizes[name])
+    for at, one in enumerate(rows):
+        filled = round(bar * (one["load_after"] or 0.0) / largest) if largest else 0
         table.add_row(
-            str(told["rank"]), escape(told["node"] or ""), "█" * filled, _milliseconds(told["late_seconds"]),
-            str(told["missed"] or ""), f"{told['speed']:.2f}" if told.get("speed", 1.0) < 1 else "",
-        )  # fmt: skip
-    return table
+            cells["rank"][at], escape(one["node"] or ""), "█" * filled, *(cells[n][at] for n in list(cells)[1:])
+        )
+    return Group(Text(f"ranks, the latest first{f'; {left_out} left out' if left_out else ''}"), table)
 
 
 def _sparkline(values: Sequence[float | None], largest: float, base: float = 1.0) -> str:

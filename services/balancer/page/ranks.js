@@ -12,12 +12,12 @@ function bar(index) {
     html("span", { class: "bars" }, html("i", { class: "after" }), html("i", { class: "before" }), html("i", { class: "mean" })), html("span", { class: "late" }));
 }
 
-/** Draws the ranks of a round into bars that stay the same elements. */
 /** How slowly a rank computes, and since when. */
 function slowly(row) {
   return `computes at ${percent(row.speed)} of the median rank's speed since round ${whole(row.since)}, and gets less work`;
 }
 
+/** Draws the ranks of a round into bars that stay the same elements. */
 export function drawRanks(node, text, ranks, leftOut) {
   const rows = ranks.rank.map((rank, at) => ({ rank, node: ranks.node[at], before: ranks.load_before[at], after: ranks.load_after[at], late: ranks.late_seconds[at], missed: ranks.missed[at], speed: ranks.speed?.[at] ?? 1, since: ranks.slow_since?.[at] }));
   const loads = rows.map((row) => row.after).filter(known);

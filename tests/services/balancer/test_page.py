@@ -138,8 +138,9 @@ def test_one_job_is_shown_live_with_rounds_ranks_samples_and_reasons(page: Page)
     assert facts["Breaker"].startswith("opened 1 ×, 5 rounds")
     assert float(facts["GPU-hours saved"]) > 0
     assert f"rounds {GAP[0]} to {GAP[1] - 1} did not come here" in text(page, "#fallbacks")
-    assert f"Rank {LATE} on gpu01 comes last" in text(page, "#ranks-text")
-    assert "straggler" in attribute(page, f"#ranks .rank:nth-child({LATE + 1})", "class")
+    # Of one round of a busy machine, another rank may come late as well.
+    page.wait(lambda: f"Rank {LATE} on gpu01 comes last" in text(page, "#ranks-text"))
+    page.wait(lambda: "straggler" in attribute(page, f"#ranks .rank:nth-child({LATE + 1})", "class"))
     widths = page.run("return [...document.querySelectorAll('.bars .after')].map((bar) => parseFloat(bar.style.width))")
     assert max(widths) / min(widths) < 1.2  # as trained they are even
     costs = [float(cost.replace(",", "")) for cost in texts(page, "#heaviest tbody td:nth-child(2)")]

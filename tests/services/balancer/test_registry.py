@@ -92,6 +92,22 @@ def test_a_name_without_a_stream_is_free_soon_and_what_was_decided_is_kept_until
     assert admit(registry, 130.0, joining(0, run_id="other"), "c").id.run_id == "other"
 
 
+def test_processes_that_are_left_of_a_job_open_their_stream_once_more_at_once() -> None:
+    registry = Registry(Limits(session_expiry=100.0, abandoned_expiry=10.0))
+    session = admit(registry, 0.0, joining(0), "a")
+    admit(registry, 0.0, joining(2), "killed")
+    registry.leave(20.0, session.id, "a", finished=(0,))
+    assert refuse(registry, 20.0, joining(0, run_id="run/2")).code is Code.JOB_NAME_TAKEN  # somebody is there
+    registry.leave(20.5, session.id, "killed")
+    for other in ("other/2", "run/x", "run/", "running/2", "other"):
+        assert refuse(registry, 20.5, joining(0, run_id=other)).code is Code.JOB_NAME_TAKEN
+    second = admit(registry, 20.5, joining(0, world_size=2, run_id="run/2"), "a")
+    assert second.terms.world_size == 2
+    registry.leave(21.0, second.id, "a")
+    assert refuse(registry, 21.0, joining(0, run_id="run")).code is Code.JOB_NAME_TAKEN  # not back
+    assert admit(registry, 21.0, joining(0, run_id="run/3"), "a") is not second
+
+
 def test_a_rank_that_is_refused_does_not_keep_the_name() -> None:
     registry = Registry(Limits(abandoned_expiry=10.0))
     session = admit(registry, 0.0, joining(0), "a")
