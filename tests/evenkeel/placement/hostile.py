@@ -43,12 +43,12 @@ REQUESTS = {
 def main() -> None:
     for name, build in REQUESTS.items():
         asked = build()
-        begin = time.monotonic()
+        begin = time.process_time()  # the planner's own: what else the machine does takes its time as well
         try:
             outcome = plan(asked).status.value
         except ValueError as error:
             outcome = str(error)
-        took = time.monotonic() - begin
+        took = time.process_time() - begin
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         print(json.dumps({"request": name, "outcome": outcome, "seconds": took, "peak_bytes": peak}), flush=True)
 
