@@ -204,4 +204,4 @@ def check_alert(alert: str, series: dict[str, str], fires: bool, file: Path) -> 
 def test_expressions_end_in_a_threshold() -> None:
     """Which is what the test of the whole stack takes off, to see that there is data behind every alert."""
     for alert in ALERTS.values():
-        assert re.fullmatch(r".+ (==|>) [0-9.]+", alert["expr"]), alert["expr"]
+        assert re.fullmatch(r".+ (==|>|<) [0-9.]+", alert["expr"]), alert["expr"]
