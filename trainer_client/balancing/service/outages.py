@@ -72,7 +72,8 @@ class Cause:
     """Why waiting does not help.
 
     Attributes:
-        kind: In a word or two: authentication, certificates, strategy, options, protocol versions, address.
+        kind: In a word or two: authentication, certificates, strategy, options, protocol versions, address,
+            ranks that differ, superseded.
         text: What is wrong and what to do.
     """
 
@@ -92,10 +93,15 @@ def _no_token(environment: Mapping[str, str]) -> str:
 
 def of_refusal(error: pb.Error) -> Cause | None:
     """The lasting cause that the service's refusal of a stream names; None if it may pass."""
-    kind = _KINDS.get(error.code)
+    kind = "superseded" if is_superseded(error) else _KINDS.get(error.code)
     if kind is None:
         return None
     return Cause(kind="strategy" if error.field == "options.strategy" else kind, text=error.message)
+
+
+def is_superseded(error: pb.Error) -> bool:
+    """Whether a later attempt of the same run has joined: what is left of this one must not take its name again."""
+    return error.code == pb.ERROR_CODE_SUPERSEDED and error.field == "restart_count"
 
 
 def of_call(error: grpc.Call, address: str, credentials: Credentials) -> Cause | None:

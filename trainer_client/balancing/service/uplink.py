@@ -15,7 +15,7 @@ from evenkeel.credentials import Credentials
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from trainer_client.balancing.service.messages import VersionError, check_version
-from trainer_client.balancing.service.outages import Backoff, Cause, of_call, of_refusal
+from trainer_client.balancing.service.outages import Backoff, Cause, is_superseded, of_call, of_refusal
 
 CLOSE_SECONDS = 2.0
 _SPARE_DESCRIPTORS = 16
@@ -76,6 +76,7 @@ class Uplink:
         self._closed = False
         self._encouraged = False  # another rank has got through
         self._refused = False  # the service has said no
+        self._superseded = False  # for good
         self._probed = ""  # the trouble whose cause has been looked for
         self._max_message_bytes = 0  # what the service takes; unknown before it has said so
 
@@ -150,7 +151,7 @@ class Uplink:
 
     def _run(self) -> None:
         backoff = Backoff(self._join.world_size // max(1, len(self._join.ranks)))
-        while not self._closed:
+        while not (self._closed or self._superseded):
             self._refused = False
             try:
                 joined = self._serve()
@@ -203,6 +204,7 @@ class Uplink:
                     self._listener.answered(response.answers.answers)
                 elif kind == "error":
                     self._refused = response.error.code != pb.ERROR_CODE_DRAINING
+                    self._superseded = is_superseded(response.error)
                     trouble = response.error.message
                     self._listener.noted(trouble, of_refusal(response.error))
         except VersionError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from benchmarks.harness.balancer_process import running_balancer
 from evenkeel.protocol import balancer_pb2 as pb
 from tests.services.balancer.samples import join_message
-from trainer_client.balancing.service.outages import Backoff
+from trainer_client.balancing.service.outages import Backoff, Cause
 from trainer_client.balancing.service.uplink import Uplink
 
 
@@ -38,6 +39,7 @@ class Heard:
     def __init__(self) -> None:
         self.has_joined = threading.Event()
         self.has_lost = threading.Event()
+        self.cause: Cause | None = None
 
     def answered(self, answers: Sequence[pb.Answer]) -> None:
         raise AssertionError(answers)
@@ -48,7 +50,8 @@ class Heard:
     def lost(self, trouble: str) -> None:
         self.has_lost.set()
 
-    def noted(self, trouble: str) -> None: ...
+    def noted(self, trouble: str, cause: Cause | None = None) -> None:
+        self.cause = cause
 
 
 def test_a_stream_that_hears_of_anothers_success_does_not_sit_out_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +68,26 @@ def test_a_stream_that_hears_of_anothers_success_does_not_sit_out_its_pause(monk
         assert heard.has_joined.wait(60)
         assert uplink.ready
         uplink.close()
+
+
+def test_what_a_later_attempt_has_replaced_never_takes_its_name_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Backoff, "after", lambda self, **_: 0.01)
+    with running_balancer() as balancer:
+        first, second = [
+            (heard := Heard(), Uplink(balancer.address, join_message(0, world_size=1, restart_count=count), heard,
+                                      join_timeout=60.0))
+            for count in (3, 4)
+        ]  # fmt: skip
+        for heard, uplink in (first, second):
+            uplink.start()
+            assert heard.has_joined.wait(60)
+        assert first[0].has_lost.wait(60)
+        deadline = time.monotonic() + 60
+        while sum(thread.name == "evenkeel-connection" for thread in threading.enumerate()) > 1:
+            assert time.monotonic() < deadline, "the first tries again and again"
+            time.sleep(0.01)
+        assert first[0].cause is not None
+        assert first[0].cause.kind == "superseded"
+        assert second[1].ready
+        for _, uplink in (first, second):
+            uplink.close()

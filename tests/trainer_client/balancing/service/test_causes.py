@@ -168,3 +168,5 @@ def test_refusals_that_pass_are_no_causes() -> None:
         assert str(cause) == f"{kind}: why"
     for code in (pb.ERROR_CODE_DRAINING, pb.ERROR_CODE_JOB_NAME_TAKEN, pb.ERROR_CODE_LIMIT_EXCEEDED):
         assert of_refusal(pb.Error(code=code, message="why")) is None
+    taken_over = pb.Error(code=pb.ERROR_CODE_SUPERSEDED, field="run_id", message="gone past its expiry")
+    assert of_refusal(taken_over) is None  # the name may be free again
