@@ -8,6 +8,7 @@ Each part runs where its peer's checkout is given (`--parts` chooses among them)
   with the same model, on the GPUs of this host. On CPU ranks the batches are compared, and no times are told.
 - `decisions` (recsys-examples): its Karmarkar-Karp beside our search, for 2 to 256 ranks, on one core.
 - `dumps` (recsys-examples): DynamicEmb's loading of its dumps, as it is and with our reader; which rows arrive.
+- `exits` (recsys-examples): our plans through DynamicEmb's planner: the tiers and rows that it would make of them.
 - `input_dist` (TorchRec): its two-phase All2All of nested batches beside our redistribution.
 - `planners` (TorchEasyRec, and the TorchRec that is installed): plans of the same tables and budgets.
 - `training` (TorchEasyRec): its own training on CPU ranks, as it is and with our balancing and plan; nothing is timed.
@@ -31,6 +32,7 @@ NEEDS = {
     "shuffle": "recsys_examples",
     "decisions": "recsys_examples",
     "dumps": "recsys_examples",
+    "exits": "recsys_examples",
     "input_dist": "torchrec",
     "planners": "torcheasyrec",
     "training": "torcheasyrec",
@@ -39,6 +41,7 @@ MODULES = {  # each imported when it runs: they need different packages
     "shuffle": "benchmarks.peers.shuffling",
     "decisions": "benchmarks.peers.decisions",
     "dumps": "benchmarks.peers.dumps",
+    "exits": "benchmarks.peers.exits",
     "input_dist": "benchmarks.peers.nested",
     "planners": "benchmarks.peers.planners",
     "training": "benchmarks.peers.training",
@@ -73,7 +76,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes of `shuffle` and `input_dist`, one GPU each")
     parser.add_argument("--skip", type=int, default=6, help="first steps of each block that are not counted")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each rank")
-    parser.add_argument("--quick", action="store_true", help="small cases only, for `decisions` and `planners`")
+    parser.add_argument(
+        "--quick", action="store_true", help="small cases only, for `decisions`, `exits` and `planners`"
+    )
     parser.add_argument("--master-port", type=int, default=29521)
     parser.add_argument("--raw", type=Path, help="where to keep what every rank of `shuffle` measured, case by case")
     parser.add_argument("--from-raw", type=Path, help="`shuffle` runs nothing; figures from what --raw kept")

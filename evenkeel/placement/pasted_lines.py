@@ -28,7 +28,7 @@ def lines_to_paste(request: PlanRequest, plan: Plan) -> str:
 
 def _dynamicemb_lines(request: PlanRequest, plan: Plan) -> Iterable[str]:
     options = dynamicemb_options(request, plan)
-    admits = any(option.admission_threshold is not None for option in options.values())
+    admits = sorted({o.admission_threshold for o in options.values() if o.admission_threshold is not None})
     names = ["InitializerArgs", "InitializerMode", "ScoreStrategy", "TableOptions"]
     yield "from dynamicemb import ("
     yield from (f"    DynamicEmb{name}," for name in names)
@@ -36,6 +36,10 @@ def _dynamicemb_lines(request: PlanRequest, plan: Plan) -> Iterable[str]:
     yield ")"
     yield "from dynamicemb.planner import DynamicEmbParameterConstraints"
     yield from _fused_params(request)
+    if admits:
+        yield "# Tables only fuse where their strategy is the same object."
+        yield from (f"admit_at_{at} = FrequencyAdmissionStrategy(threshold={at})" for at in admits)
+        yield ""
     yield "constraints = {"
     for name, option in options.items():
         yield f"    {name!r}: DynamicEmbParameterConstraints("
@@ -61,7 +65,7 @@ def _table_options(option: DynamicEmbOptions) -> Iterable[str]:
     yield f"initializer_args=DynamicEmbInitializerArgs(\n                {uniform}\n            )"
     if option.admission_threshold is not None:
         counter = f"capacity={option.admission_capacity}, bucket_capacity={option.bucket_capacity}"
-        yield f"admit_strategy=FrequencyAdmissionStrategy(threshold={option.admission_threshold})"
+        yield f"admit_strategy=admit_at_{option.admission_threshold}"
         yield f"admission_counter=KVCounter({counter})"
 
 

@@ -42,17 +42,21 @@ def dynamicemb_constraints(request: PlanRequest, plan: Plan, **options: Any) -> 
     """
     library = importlib.import_module("dynamicemb")
     constraints = importlib.import_module("dynamicemb.planner").DynamicEmbParameterConstraints
+    wanted = dynamicemb_options(request, plan)
+    # Tables only fuse where their strategy is the same object.
+    thresholds = {option.admission_threshold for option in wanted.values()} - {None}
+    admit = {threshold: library.FrequencyAdmissionStrategy(threshold=threshold) for threshold in thresholds}
     return {
         name: constraints(
             sharding_types=["row_wise"],
             use_dynamicemb=True,
-            dynamicemb_options=_table_options(library, option, options),
+            dynamicemb_options=_table_options(library, option, admit, options),
         )
-        for name, option in dynamicemb_options(request, plan).items()
+        for name, option in wanted.items()
     }
 
 
-def _table_options(library: Any, option: DynamicEmbOptions, more: dict[str, Any]) -> Any:
+def _table_options(library: Any, option: DynamicEmbOptions, admit: dict[Any, Any], more: dict[str, Any]) -> Any:
     strategy = tuple(getattr(library.DynamicEmbScoreStrategy, name) for name in option.score_strategy)
     own: dict[str, Any] = {
         "caching": option.caching,
@@ -67,7 +71,7 @@ def _table_options(library: Any, option: DynamicEmbOptions, more: dict[str, Any]
         ),
     }
     if option.admission_threshold is not None:
-        own["admit_strategy"] = library.FrequencyAdmissionStrategy(threshold=option.admission_threshold)
+        own["admit_strategy"] = admit[option.admission_threshold]
         own["admission_counter"] = library.KVCounter(
             capacity=option.admission_capacity, bucket_capacity=option.bucket_capacity
         )

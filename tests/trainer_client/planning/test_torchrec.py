@@ -207,6 +207,7 @@ def test_dynamicemb_gets_admission_scores_initialisers_optimizer_and_prefetching
 ) -> None:
     first, *others = describe_model(_Model(), optimizer=Optimizer.ROWWISE_ADAGRAD)
     first = replace(first, admission_rows=1000, admission_threshold=5, eviction=Eviction.LFU, score_words=2)
+    others[0] = replace(others[0], admission_rows=1000, admission_threshold=5)
     step = Step(samples_per_rank=8, training=False, prefetch_depth=2)
     request = replace(_request((first, *others)), runtime=Runtime.DYNAMICEMB, step=step)
     found = plan(request)
@@ -218,6 +219,9 @@ def test_dynamicemb_gets_admission_scores_initialisers_optimizer_and_prefetching
     assert pasted["fused_params"]["optimizer"] is EmbOptimType.EXACT_ROWWISE_ADAGRAD
     assert pasted["fused_params"]["prefetch_pipeline"] is True
     counted, plain = (pasted["constraints"][name].dynamicemb_options for name in ("bag_0", "seq"))
+    both = (pasted["constraints"], dynamicemb_constraints(request, found))
+    for told in both:  # DynamicEmb fuses tables only whose strategy is the same object
+        assert told["bag_0"].dynamicemb_options.admit_strategy is told["bag_1"].dynamicemb_options.admit_strategy
     assert counted.score_strategy == ("ts", "lfu")
     assert plain.score_strategy == "ts"
     assert counted.admit_strategy.threshold == 5
