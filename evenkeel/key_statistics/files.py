@@ -143,8 +143,11 @@ def with_statistics(
     tables = []
     for table in request.tables:
         trace = traces.get(table.name)
-        if trace is None or not trace.lookups:
+        if trace is None or not trace.steps:
             tables.append(table)
+            continue
+        if not trace.lookups:
+            tables.append(replace(table, ids_per_sample=0.0))
             continue
         observed = trace.samples / trace.steps
         together = max(1, round(wanted / observed))

@@ -46,13 +46,13 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of some whole numbers.
+    """One of some whole numbers or words.
 
     Attributes:
         values: Those.
     """
 
-    values: tuple[int, ...]
+    values: tuple[int, ...] | tuple[str, ...]
 
     def check(self, value: Any, name: str) -> None:
         """Raises `InvalidInputError` unless the value is one of them."""

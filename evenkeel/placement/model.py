@@ -16,6 +16,7 @@ MAX_ROWS = 10**12
 MAX_DIM = 32_768
 MAX_RANKS = 65_536
 MAX_BYTES = 2**53
+DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 
 Name: TypeAlias = Annotated[str, Length(1, 512)]
 Rows: TypeAlias = Annotated[int, Range(0, MAX_ROWS)]
@@ -103,7 +104,7 @@ class Table:
     score_words: Annotated[int, OneOf((1, 2))] = 1
     admission_rows: Rows = 0
     admission_threshold: Annotated[int, Range(1, 2**31)] = 2
-    dist_type: Annotated[str, Length(0, 100)] = "hash_roundrobin"
+    dist_type: Annotated[str, OneOf(DIST_TYPES)] = "hash_roundrobin"
     group: Annotated[str, Length(0, 512)] = ""
     sharding: Sharding | tuple[Sharding, ...] = Sharding.ROW_WISE
     column_shards: Annotated[int, Range(0, MAX_DIM)] = 0
@@ -142,7 +143,7 @@ class Table:
             self.pooled,
             self.eviction,
             self.score_words,
-            self.admission_rows > 0,
+            self.admission_threshold if self.admission_rows else 0,
             self.dist_type,
             self.optimizer,
         )

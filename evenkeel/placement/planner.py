@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from evenkeel.placement.solver import seconds as plan_seconds
 from evenkeel.placement.solver import usage
 from evenkeel.placement.storage import BUCKET_ROWS, round_up, row_bytes
 
+FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 GIB = float(1 << 30)
@@ -161,12 +163,13 @@ def _placements(
 ) -> tuple[Placement, ...]:
     found: dict[int, Placement] = {}
     for index, (group, chosen) in enumerate(zip(problem.groups, placed.modules, strict=True)):
+        moves = _Moves(group, chosen)
         for row, position in enumerate(group.tables):
             module = int(chosen[row])
             info, table = group.modules[module], request.tables[position]
             more = (group.hbm[row] - group.hbm[row, module]) / 1024
-            saved = group.time[row, module] - group.time[row]
-            helps = (more > 0) & (saved > 0) & np.isfinite(group.time[row])
+            saved = group.time[row, module] - group.time[row] - moves.seconds(module)
+            helps = (more > 0) & (saved > 0)
             seconds, hbm, host = whole_shards(request, info.layout).tolist()
             load = rank_load(request, table, info.layout)
             rows = _cache_rows(request, table, info.layout, info.mode, info.ratio)
@@ -190,6 +193,29 @@ def _placements(
     return tuple(found[position] for position in range(len(request.tables)))
 
 
+class _Moves:
+    """What else it costs if one table of a group moves to another module, beside its own time."""
+
+    def __init__(self, group: Group, chosen: IntArray) -> None:
+        kinds: dict[object, int] = {}
+        self.kind = np.array([kinds.setdefault((m.layout, m.mode), len(kinds)) for m in group.modules], dtype=np.int64)
+        self.side = np.array([m.side for m in group.modules], dtype=np.int64)
+        self.opening, self.fixed = group.openings()
+        self.tables = np.bincount(self.opening[chosen], minlength=len(self.fixed)) * group.bound
+
+    def seconds(self, module: int) -> FloatArray:
+        """(modules,) fixed time that a step gains by a move from `module`; infinite where a table cannot move alone.
+
+        To another ratio of its own mode its module moves as a whole, at no fixed time.
+        """
+        others = self.tables - (self.tables > 0) * (np.arange(len(self.fixed)) == self.opening[module])
+        there = others[self.opening] > 0
+        entered = np.where(there, 0.0, self.fixed[self.opening])
+        apart = (self.side >= 0) & np.isin(self.side, self.side[there]) & ~there
+        gained = np.where(apart, np.inf, entered) - (0.0 if there[module] else self.fixed[self.opening[module]])
+        return np.where(self.kind == self.kind[module], 0.0, gained)
+
+
 def _ranks(request: PlanRequest, layout: Layout, places: tuple[int, ...]) -> tuple[int, ...]:
     """Ranks of each piece of a table in turn."""
     local = request.topology.local_ranks
@@ -210,9 +236,13 @@ def _cache_rows(request: PlanRequest, table: Table, layout: Layout, mode: Mode, 
 
 def _value_bytes(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float) -> int:
     rows = _cache_rows(request, table, layout, mode, ratio)
-    if request.runtime is Runtime.DYNAMICEMB:
-        return rows * row_bytes(table, training=request.step.training)
-    return rows * layout.shard(table, request.topology).dim * table.value_bytes
+    if request.runtime is not Runtime.DYNAMICEMB:
+        return rows * layout.shard(table, request.topology).dim * table.value_bytes
+    row = row_bytes(table, training=request.step.training)
+    if mode not in (Mode.CACHING, Mode.HYBRID):
+        return rows * row
+    # DynamicEmb adds up the bytes of fused tables and takes their ratio: whole rows would make it a little too small.
+    return math.ceil(_cache_rows(request, table, layout, Mode.HBM_ONLY, 1.0) * ratio * row)
 
 
 def _miss_rate(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float, rows: int) -> float:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
+from evenkeel.placement.access import Histogram
 from evenkeel.placement.bounds import Length, Range, Share, check_bounds
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
 from evenkeel.placement.hit_rates import Eviction
@@ -75,7 +76,13 @@ class PlanRequest:
             by_frequency = table.score_words == 1 or table.eviction is Eviction.LFU
             what = "holds a time and a frequency, by which DynamicEmb evicts"
             require(by_frequency, f"{where}.score_words", table.score_words, what, "set eviction to lfu")
-        elif self.step.prefetch_depth > 1 and (not table.modes or Mode.CACHING in table.modes):
+            return
+        if isinstance(table.access, Histogram):
+            keys = sum(table.access.keys)
+            what = f"has {keys:g} keys, and the table {table.rows} rows, one for each key in TorchRec"
+            remedy = "count the keys that the table is given, or give it as many rows"
+            require(keys <= table.rows * (1 + 1e-6), f"{where}.access.keys", keys, what, remedy)
+        if self.step.prefetch_depth > 1 and (not table.modes or Mode.CACHING in table.modes):
             recent = table.eviction is Eviction.LRU
             what = "does not go with prefetching: FBGEMM prefetches only into caches that evict by lru"
             remedy = "set eviction to lru, step.prefetch_depth to 1, or modes without CACHING"

@@ -19,6 +19,18 @@ log = structlog.get_logger(__name__)
 _OPEN_TO_ALL = frozenset({"/healthz", "/readyz"})
 
 
+class Head:
+    """Answers HEAD as GET: the server leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if head else scope, receive, send)
+
+
 class Access:
     """Lets requests through that have a token that holds, up to a rate per address; others get a problem document."""
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 import evenkeel
 from services.operations.nursery import Zygote
-from services.planner.access import Access, BodyLimit
+from services.planner.access import Access, BodyLimit, Head
 from services.planner.endpoints import SCHEMAS, router
 from services.planner.metrics import Measure, Metrics
 from services.planner.problems import install_problem_handlers
@@ -93,6 +93,7 @@ def create_app(settings: Settings, metrics: Metrics | None = None, zygote: Zygot
     tokens = None if settings.token_file is None else TokenStore(settings.token_file)
     app.add_middleware(Access, tokens=tokens, requests_per_second=settings.requests_per_second)
     app.add_middleware(Measure, metrics=metrics)
+    app.add_middleware(Head)
     return app
 
 

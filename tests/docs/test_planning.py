@@ -58,7 +58,10 @@ def test_the_commands_print_what_the_page_shows(folder: Path) -> None:
 
 def test_a_service_answers_as_the_page_shows(folder: Path) -> None:
     (shown,) = re.findall(r"^(\{.*) …$", TEXT, re.M)
+    ((rates_of, rates),) = re.findall(r"/v1/hit-rates -d '(.*)'\n(\{.*\})$", TEXT, re.M)
     with served(folder) as planner:
+        with urllib.request.urlopen(f"{planner.url}/v1/hit-rates", rates_of.encode()) as answer:
+            assert json.load(answer) == {name: pytest.approx(value) for name, value in json.loads(rates).items()}
         request = urllib.request.Request(f"{planner.url}/v1/plans", JOB.encode())  # as curl -d sends it
         with urllib.request.urlopen(request) as answer:
             text = answer.read().decode()

@@ -64,4 +64,15 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the end
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        with open(os.devnull, "w") as nowhere:  # for what else is in the buffer
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        typer.echo(f"error: standard output cannot be written: {error.strerror}; write to another disk", err=True)
+        sys.exit(2)

@@ -278,7 +278,7 @@ def _describe(
     notes: tuple[str, ...] = ()
     if unknown and optimizer is None:
         notes += (f"the optimizer of {_shown(unknown)} is assumed to be adam: no other takes more memory",)
-    told = {name for name, trace in traces.items() if trace.lookups} | set(access or ())
+    told = {name for name, trace in traces.items() if trace.steps} | set(access or ())
     blind = [table.name for table in tables if table.name not in told]
     if blind:
         notes += (f"nothing tells how keys of {_shown(blind)} are looked up: Zipf with exponent 1.05 is assumed",)

@@ -19,12 +19,15 @@ from evenkeel.placement import (
     Status,
     Table,
     Topology,
+    Zipf,
     compare,
     parse_topology,
     plan,
     what_if,
 )
+from evenkeel.placement.access import power_law
 from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.options import ratio_grid
 from tests.evenkeel.placement.instances import random_tables, request
 
 
@@ -215,9 +218,39 @@ def test_what_if_is_a_falling_curve_through_the_plan() -> None:
     assert times == sorted(times, reverse=True)
     assert answer.next_hbm_gib_saves_seconds is not None
     assert answer.next_hbm_gib_saves_seconds > 0
-    assert answer.tables[0].seconds_per_gib == max(v.seconds_per_gib for v in answer.tables)
+    values = [value.seconds_per_gib for value in answer.tables]
+    assert values == sorted(values, reverse=True)
     here = what_if(asked, hbm_bytes=(asked.topology.hbm_bytes,)).curve[0]
     assert here.seconds == pytest.approx(answer.plan.seconds, rel=2e-3)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_more_hbm_is_worth_to_a_table_has_the_fixed_time_of_modules_in_it(count: int) -> None:
+    tables = tuple(
+        Table(name=f"t{i}", rows=3_000_000 << i, dim=128, ids_per_sample=20, access=Zipf(exponent=0.9))
+        for i in range(count)
+    )
+    steps = SolverOptions(ratio_steps=3)
+    stay = [replace(table, modes=(Mode.HOST_ONLY,)) for table in tables]
+    least = plan(request(tuple(stay), hbm_gib=100, solver=steps), split=False)
+    hbm_gib = (least.workspace_bytes + least.hbm.used_bytes + (1 << 20)) / 2**30
+    today = plan(request(tables, hbm_gib=hbm_gib, solver=steps), split=False)
+    assert {placed.mode for placed in today.placements} == {Mode.HOST_ONLY}
+    for index, placed in enumerate(today.placements):
+        gains = [0.0]
+        for mode in (Mode.CACHING, Mode.HYBRID, Mode.HBM_ONLY):
+            moved = [replace(t, modes=(mode,)) if i == index else stay[i] for i, t in enumerate(tables)]
+            for ratio in [1.0] if mode is Mode.HBM_ONLY else ratio_grid(count, 3).tolist():
+                moved[index] = replace(moved[index], ratio=ratio)
+                try:
+                    there = plan(request(tuple(moved), hbm_gib=100, solver=steps), split=False)
+                except InvalidInputError:  # too small a cache, or another ratio than that of fused tables
+                    continue
+                assert today.seconds is not None
+                assert there.seconds is not None
+                more = there.placements[index].hbm_bytes - placed.hbm_bytes
+                gains.append((today.seconds - there.seconds) / more * 2**30 if more > 0 else 0.0)
+        assert placed.seconds_per_gib == pytest.approx(max(gains))
 
 
 def test_what_if_is_a_falling_curve_over_the_memory_of_a_host_too() -> None:
@@ -286,6 +319,13 @@ def test_topologies_have_short_names() -> None:
     [
         (lambda: Table(name="t", rows=0, dim=8), "rows"),
         (lambda: Table(name="t", rows=10, dim=8, value_bytes=3), "value_bytes"),
+        (lambda: Table(name="t", rows=10, dim=8, dist_type="by_moon"), "dist_type"),
+        (
+            lambda: request(
+                (Table(name="t", rows=10, dim=8, access=power_law(1.0, 11)),), hbm_gib=1, runtime="torchrec"
+            ),
+            "tables[0].access.keys",
+        ),
         (lambda: Table(name="t", rows=10, dim=9, sharding=Sharding.COLUMN_WISE, column_shards=2), "column_shards"),
         (lambda: Topology(ranks=8, hbm_bytes=1, ranks_per_host=3), "ranks_per_host"),
         (lambda: Topology(ranks=8, hbm_bytes=-1), "hbm_bytes"),

@@ -71,6 +71,13 @@ def test_a_plan_is_the_cores_plan(client: httpx.Client) -> None:
     assert client.post("/v1/plans", json=JOB).content == answer.content
 
 
+def test_head_is_get_without_its_body(client: httpx.Client) -> None:
+    for path in ("/", "/healthz", "/v1/hardware-profiles", "/openapi.json"):
+        head, get = client.head(path), client.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == get.headers["content-length"]
+
+
 def test_curl_needs_no_header(service: Served, tmp_path: Path) -> None:
     body = tmp_path / "job.json"
     body.write_text(json.dumps(JOB))

@@ -19,6 +19,7 @@ from evenkeel.placement.plan_file import loads
 from evenkeel.placement.report import Report
 from services.security.tokens import hash_token
 from tests.services.planner.serving import served
+from trainer_client.cli import main
 
 
 def test_tables_are_planned_and_written(command: typer.Typer, tables: Path, tmp_path: Path) -> None:
@@ -147,6 +148,18 @@ def test_a_plan_outlives_a_file_that_cannot_be_written(command: typer.Typer, tab
     assert "proved optimal" in shown.stdout
     assert f"--output: {output}: No such file or directory; name a file" in shown.stderr
     assert "Traceback" not in shown.output
+
+
+def test_an_output_that_is_full_is_an_error_in_a_sentence(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "argv", ["evenkeel", "plan", str(tables), "--topology", "h200x8", "--json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: standard output cannot be written: No space left on device; ")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,13 @@ def test_curves_and_lookups_go_into_the_request() -> None:
     assert isinstance(item.access, MissCurve)
     assert item.ids_per_sample == pytest.approx(statistics.traces()["item"].lookups / (64 * 64))
     assert curves["item"].lookups_per_step == pytest.approx(2 * statistics.traces()["item"].lookups / 64, rel=0.01)
+    merged = {**statistics.gather(), "user": KeyStatistics({"user": ["user"]}).traces()["user"]}
+    assert with_statistics(request, merged)[0].tables[1] == tables[1]  # nothing was observed
+    idle = KeyStatistics({"user": ["user"]})
+    none = torch.zeros(64, dtype=torch.int64)
+    for _ in range(3):
+        idle.observe(KeyedJaggedTensor(["user"], none[:0], lengths=none))
+    assert with_statistics(request, idle.gather())[0].tables[1].ids_per_sample == 0  # and here no key was
     larger = PlanRequest(tables=tables, topology=Topology(ranks=4, hbm_bytes=1 << 34), step=Step())
     with pytest.raises(InvalidInputError, match="too few for steps of 4096 samples"):
         with_statistics(larger, statistics.gather())
