@@ -27,12 +27,11 @@ from rich.progress import track
 from rich.table import Table
 from scipy.optimize import nnls
 
-from benchmarks.harness.plans import make_plan
+from benchmarks.harness.plans import make_plan, said
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RankSamples
 from services.balancer.effects import PlanInput
-from services.balancer.submissions import Submission
 from services.balancer.workers import estimates
 from services.balancer.workers.arena import Arena, read_round, write_round
 from services.balancer.workers.estimates import Size, cheap_seconds, full_seconds
@@ -59,13 +58,12 @@ def draw(ranks: int, samples: int, window: int, kind: str, strategy: str, fields
     """A round."""
     rng = np.random.default_rng(seed)
     batches = tuple(len(part) for part in np.array_split(np.arange(samples), window)) if window > 1 else ()
-    submissions = tuple(
-        Submission(samples=RankSamples(costs=DRAWS[kind](rng, samples), lengths=np.ones((samples, fields), np.uint32),
-                                       batch_sizes=batches))
-        for _ in range(ranks)
-    )  # fmt: skip
+    lengths = np.ones((samples, fields), np.uint32)
+    own = [RankSamples(costs=DRAWS[kind](rng, samples), lengths=lengths, batch_sizes=batches) for _ in range(ranks)]
     nodes = tuple(f"node{rank // 8}" for rank in range(ranks))
-    return PlanInput(submissions=submissions, options=RoundOptions(strategy=strategy), nodes=nodes, window=window)
+    return PlanInput(
+        parts=(said(own, window=window).samples,), options=RoundOptions(strategy=strategy), nodes=nodes, window=window
+    )
 
 
 def seconds_of(work: Callable[[], object], least: int = 2) -> float:

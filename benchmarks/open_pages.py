@@ -29,7 +29,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.plans import make_plan
+from benchmarks.harness.plans import make_plan, said
 from benchmarks.rendezvous import balancer_process, run_load
 from benchmarks.rendezvous_load import Load, Timing, costs_of, draw_lengths
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan
@@ -37,7 +37,7 @@ from evenkeel.partitioning.samples import RankSamples
 from services.balancer.decisions import balanced
 from services.balancer.effects import Decided, PlanInput, SessionId
 from services.balancer.history import History
-from services.balancer.submissions import SessionKey, Submission
+from services.balancer.submissions import SessionKey
 
 JOB = "watched"
 VIEWS = ("/v1/events", f"/v1/events?job={JOB}&group=&loader=")
@@ -166,8 +166,8 @@ def against_none(turns: list[Turn], kind: str, figure: str) -> list[float]:
 def history_seconds(ranks: int, samples: int) -> float:
     """Seconds that the memory of rounds takes of one round, on one core."""
     draws = [draw_lengths(np.random.default_rng([1, rank]), samples, 4) for rank in range(ranks)]
-    parts = tuple(Submission(samples=RankSamples(costs=costs_of(own), lengths=own)) for own in draws)
-    plan = make_plan(PlanInput(submissions=parts, options=RoundOptions(), nodes=("",) * ranks))
+    parts = said([RankSamples(costs=costs_of(own), lengths=own) for own in draws]).samples
+    plan = make_plan(PlanInput(parts=(parts,), options=RoundOptions(), nodes=("",) * ranks))
     assert isinstance(plan, RoundPlan)
     history = History(ranks)
     session = SessionId(SessionKey(JOB, "", ""), "run", 0)
@@ -175,7 +175,7 @@ def history_seconds(ranks: int, samples: int) -> float:
     began = time.thread_time()
     for number in range(rounds):
         for rank in range(ranks):
-            history.arrived(number * 0.002, number, rank)
+            history.arrived(number * 0.002, number, (rank,))
         history.decided(number * 0.002, 1e9, Decided(session, number, balanced(plan), 0.001))
     return (time.thread_time() - began) / rounds
 

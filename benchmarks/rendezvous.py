@@ -35,16 +35,17 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.harness.plans import make_plan
+from benchmarks.harness.plans import make_plan, said
 from benchmarks.rendezvous_load import WARM_UP_ROUNDS, Load, Timing, costs_of, draw_lengths, echo_process, rank_process
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.rounds import RoundPlan
 from evenkeel.partitioning.samples import RankSamples
+from services.balancer.decisions import Decision
 from services.balancer.effects import Answer, SessionId, StartPartition
-from services.balancer.encoding import answer_bytes
 from services.balancer.limits import Limits
+from services.balancer.node_answers import node_bytes
 from services.balancer.session import Session
-from services.balancer.submissions import SessionKey, Submission, Terms
+from services.balancer.submissions import SessionKey, Terms
 from services.operations.launch import ServiceProcess, running_service
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -193,14 +194,16 @@ def measure_direct(num_ranks: int, samples: int, fields: int, rounds: int, node_
     nbytes = 0
     for number in range(rounds):
         submissions = []
-        for rank in range(num_ranks):
-            lengths = draw_lengths(np.random.default_rng([seed, number, rank]), samples, fields)
-            submissions.append(Submission(samples=RankSamples(costs=costs_of(lengths), lengths=lengths)))
+        for first in range(0, num_ranks, node_size):
+            ranks = range(first, min(first + node_size, num_ranks))
+            draws = [draw_lengths(np.random.default_rng([seed, number, rank]), samples, fields) for rank in ranks]
+            own = [RankSamples(costs=costs_of(lengths), lengths=lengths) for lengths in draws]
+            submissions.append(said(own, *ranks))
         times = [time.thread_time()]
         effects = [
             effect
-            for rank, submission in enumerate(submissions)
-            for effect in session.submit(float(number), rank, number, submission, rank)
+            for node, submission in enumerate(submissions)
+            for effect in session.submit(float(number), number, submission, node)
         ]
         times.append(time.thread_time())
         (start,) = (effect for effect in effects if isinstance(effect, StartPartition))
@@ -211,7 +214,8 @@ def measure_direct(num_ranks: int, samples: int, fields: int, rounds: int, node_
         answers = [e for e in session.partitioned(float(number), number, plan) if isinstance(e, Answer)]
         times.append(time.thread_time())
         for answer in answers:
-            answer_bytes(1, answer.round, answer.rank, answer.result)
+            assert isinstance(answer.result, Decision)
+            node_bytes(1, answer.round, answer.ranks, answer.result)
         times.append(time.thread_time())
         for name, (begin, end) in zip(("submit", "plan", "decide", "encode"), itertools.pairwise(times), strict=True):
             steps[name].append(1e3 * (end - begin))

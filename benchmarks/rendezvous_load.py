@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 
 from evenkeel.protocol import balancer_pb2 as pb
+from trainer_client.balancing.service.joining import join_submits
 
 METHOD = "/evenkeel.balancer.v1.BalancerService/Balance"
 WARM_UP_ROUNDS = 5
@@ -76,21 +77,24 @@ class Timing:
     balanced: int
 
 
+def join_message(load: Load, ranks: range) -> pb.Join:
+    """What a stream begins with."""
+    fields = [pb.Field(path=f"field{i}", dtype="int64", kind=pb.Field.KIND_JAGGED) for i in range(load.fields)]
+    return pb.Join(
+        protocol_versions=[1],
+        job=load.job,
+        run_id="benchmark",
+        world_size=load.world_size,
+        rank=ranks[0],
+        ranks=ranks if load.ranks_per_stream > 1 else (),
+        node=f"node{ranks[0] // load.node_size}",
+        schema=pb.Schema(hash=b"benchmark", fields=fields),
+    )
+
+
 def join_bytes(load: Load, ranks: range) -> bytes:
     """The first message of a stream."""
-    fields = [pb.Field(path=f"field{i}", dtype="int64", kind=pb.Field.KIND_JAGGED) for i in range(load.fields)]
-    return pb.BalanceRequest(
-        join=pb.Join(
-            protocol_versions=[1],
-            job=load.job,
-            run_id="benchmark",
-            world_size=load.world_size,
-            rank=ranks[0],
-            ranks=ranks if load.ranks_per_stream > 1 else (),
-            node=f"node{ranks[0] // load.node_size}",
-            schema=pb.Schema(hash=b"benchmark", fields=fields),
-        )
-    ).SerializeToString()
+    return pb.BalanceRequest(join=join_message(load, ranks)).SerializeToString()
 
 
 def draw_lengths(rng: np.random.Generator, samples: int, fields: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -105,17 +109,35 @@ def costs_of(lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64
     return np.asarray(longest + longest * longest // 5120, np.int64)
 
 
-def submit_body(load: Load, rank: int) -> bytes:
+def submit_message(load: Load, rank: int) -> pb.Submit:
     """The rank's submission without the number of its round."""
     lengths = draw_lengths(np.random.default_rng([load.seed, rank]), load.samples, load.fields)
-    message = pb.Submit(
+    return pb.Submit(
         num_samples=load.samples,
         costs_i64=costs_of(lengths).astype("<i8").tobytes(),
         lengths=lengths.tobytes(),
         timeout_ms=60_000,
         rank=rank if load.ranks_per_stream > 1 else 0,
     )
-    return message.SerializeToString()
+
+
+def submit_body(load: Load, rank: int) -> bytes:
+    """The same, serialised."""
+    return submit_message(load, rank).SerializeToString()
+
+
+def stream_body(load: Load, ranks: range) -> bytes:
+    """What the ranks of a stream submit, without the number of the round: a Submit, or a SubmitNode of several."""
+    if load.ranks_per_stream == 1:
+        return submit_body(load, ranks[0])
+    (node,), _ = join_submits([submit_message(load, rank) for rank in ranks], join_message(load, ranks))
+    return node.SerializeToString()
+
+
+def stream_request(body: bytes, round_number: int, *, of_node: bool) -> bytes:
+    """The request that submits it to a round."""
+    part = b"\x08" + _varint(round_number) + body
+    return _tagged(3, _tagged(2, part)) if of_node else _tagged(2, part)
 
 
 def request_bytes(bodies: list[bytes], round_number: int, *, grouped: bool) -> bytes:
@@ -145,7 +167,7 @@ async def run_ranks(load: Load, barrier: Barrier) -> Timing:
     streams = [load.ranks[i : i + size] for i in range(0, len(load.ranks), size)]
     channels = [grpc.aio.insecure_channel(f"127.0.0.1:{load.port}", options=_OPTIONS) for _ in streams]
     calls = [channel.stream_stream(METHOD)() for channel in channels]
-    bodies = [[submit_body(load, rank) for rank in ranks] for ranks in streams]
+    bodies = [stream_body(load, ranks) for ranks in streams]
 
     async def exchange(call: Any, request: bytes) -> bytes:
         await call.write(request)
@@ -153,31 +175,24 @@ async def run_ranks(load: Load, barrier: Barrier) -> Timing:
 
     received = 0
 
-    async def take_round(call: Any, request: bytes) -> list[pb.Answer]:
-        """The answers to all ranks of a stream, which may come in several messages; none from the echo."""
+    async def take_round(call: Any, request: bytes) -> list[pb.Answer | pb.AnswerNode]:
+        """The answer to the ranks of a stream; none from the echo."""
         answer = await exchange(call, request)
         nonlocal received
         received += len(answer)
         if answer.startswith(b"\0"):
             return []
         response = pb.BalanceResponse.FromString(answer)
-        if size == 1:
-            return [response.answer]
-        answers = list(response.answers.answers)
-        while len(answers) < size:
-            answer = await call.read()
-            received += len(answer)
-            answers += pb.BalanceResponse.FromString(answer).answers.answers
-        return answers
+        return [response.answer] if size == 1 else [*response.answers.nodes, *response.answers.answers]
 
     for begin in range(0, len(calls), 64):
         part = range(begin, min(begin + 64, len(calls)))
         await asyncio.gather(*(exchange(calls[i], join_bytes(load, streams[i])) for i in part))
     began, ended = [], []
     requests: list[bytes] = []
-    answers: list[list[pb.Answer]] = []
+    answers: list[list[pb.Answer | pb.AnswerNode]] = []
     for round_number in range(WARM_UP_ROUNDS + load.rounds):
-        requests = [request_bytes(of_stream, round_number, grouped=size > 1) for of_stream in bodies]
+        requests = [stream_request(body, round_number, of_node=size > 1) for body in bodies]
         await asyncio.to_thread(barrier.wait)
         received = 0
         started = time.monotonic()
@@ -188,6 +203,7 @@ async def run_ranks(load: Load, barrier: Barrier) -> Timing:
     await asyncio.gather(*(call.done_writing() for call in calls))
     await asyncio.gather(*(channel.close() for channel in channels))
     of_ranks = [answer for of_stream in answers for answer in of_stream]
+    with_plan = [one for one in of_ranks if one.decision.outcome == pb.Decision.OUTCOME_BALANCED]
     without = [one for one in of_ranks if one.decision.outcome != pb.Decision.OUTCOME_BALANCED]
     if without:
         print(f"{len(without)} answers without a plan, such as {str(without[0])[:400]!r}", file=sys.stderr)
@@ -196,7 +212,7 @@ async def run_ranks(load: Load, barrier: Barrier) -> Timing:
         ended=ended,
         sent_bytes=sum(map(len, requests)) / len(load.ranks),
         received_bytes=received / len(load.ranks),
-        balanced=len(of_ranks) - len(without),
+        balanced=sum(len(one.ranks) // 4 if isinstance(one, pb.AnswerNode) else 1 for one in with_plan),
     )
 
 

@@ -68,16 +68,6 @@ class RankSamples:
         return len(self.costs)
 
     @property
-    def nbytes(self) -> int:
-        """Memory of the arrays."""
-        return sum(array.nbytes for array in self.arrays if array is not None)
-
-    @property
-    def arrays(self) -> tuple[NDArray[Any] | None, ...]:
-        """All that it says about each sample."""
-        return self.costs, self.lengths, self.memory, self.sizes, self.divisible
-
-    @property
     def moving_sizes(self) -> NDArray[np.int64]:
         """(n,) what moving each sample takes."""
         return row_sums(self.lengths) if self.sizes is None else self.sizes
@@ -167,10 +157,52 @@ class RoundSamples:
         batches = np.tile(np.arange(self.num_batches, dtype=np.int32), self.num_ranks)
         return np.repeat(batches, self.batch_sizes.ravel())
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays, in the types that a plan is made from."""
+        n, fields = self.lengths.shape
+        each = 8 + 4 * fields + 8 * (self.sizes is not None) + 8 * (self.memory is not None)
+        return int(n * each) + self.batch_sizes.nbytes + (0 if self.divisible is None else self.divisible.nbytes)
+
+    def part(self, begin: int, end: int) -> RoundSamples:
+        """The samples of the ranks from `begin` to before `end`, numbered from 0 on."""
+        if begin == 0 and end == self.num_ranks:
+            return self
+        first, last = int(self.batch_sizes[:begin].sum()), int(self.batch_sizes[:end].sum())
+        divisible = self.divisible
+        if divisible is not None:
+            divisible = divisible[(divisible[:, 0] >= first) & (divisible[:, 0] < last)]
+            divisible = divisible - np.eye(1, WIDTH) * first
+        return RoundSamples(
+            batch_sizes=self.batch_sizes[begin:end],
+            costs=self.costs[first:last],
+            lengths=self.lengths[first:last],
+            sizes=None if self.sizes is None else self.sizes[first:last],
+            memory=None if self.memory is None else self.memory[first:last],
+            divisible=divisible,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[RoundSamples]) -> RoundSamples:
+        """The samples of all ranks of all parts, one part after another."""
+        if len(parts) == 1:
+            return parts[0]
+        as_float = any(part.costs.dtype.kind == "f" for part in parts)
+        tables, counts = [part.divisible for part in parts], np.array([len(part.costs) for part in parts])
+        any_sizes = any(part.sizes is not None for part in parts)
+        any_memory = any(part.memory is not None for part in parts)
+        return cls(
+            batch_sizes=np.concatenate([part.batch_sizes for part in parts]),
+            costs=np.concatenate([part.costs for part in parts], dtype=np.float64 if as_float else None),
+            lengths=np.concatenate([part.lengths for part in parts]),
+            sizes=np.concatenate([part.moving_sizes for part in parts]) if any_sizes else None,
+            memory=np.concatenate([_memory(part) for part in parts]) if any_memory else None,
+            divisible=_numbered(tables, counts) if any(table is not None for table in tables) else None,
+        )
+
     @staticmethod
     def columns(
-        parts: Sequence[RankSamples],
-        num_batches: int,
+        parts: Sequence[RoundSamples],
         nodes: NDArray[np.int32] | None,
         *,
         with_memory: bool,
@@ -179,32 +211,30 @@ class RoundSamples:
         """The arrays of all ranks' samples by name, not joined yet.
 
         Args:
-            parts: By rank.
-            num_batches: Of the round's window.
+            parts: Of some ranks each, in the order of the ranks. Integers may be of narrower types.
             nodes: See above.
             with_memory: There are memory caps.
             roles: What each field is to a sample in parts; None: none is split.
         """
-        none = (0,) * num_batches
-        batch_sizes = np.array([(part.sizes_by_batch + none)[:num_batches] for part in parts], np.int64)
-        n = sum(map(len, parts))
+        counts = [len(part.costs) for part in parts]
+        n = sum(counts)
         # Integer costs stay integers unless some rank's are floating.
         costs = np.dtype(np.float64 if any(part.costs.dtype.kind == "f" for part in parts) else np.int64)
+        first = parts[0].lengths
+        lengths = np.dtype(np.uint32) if first.dtype.kind == "u" else first.dtype
         columns = {
-            "batch_sizes": Column.of(batch_sizes),
+            "batch_sizes": Column.of(np.concatenate([part.batch_sizes for part in parts])),
             "costs": Column(costs, (n,), [part.costs for part in parts]),
-            "lengths": Column(parts[0].lengths.dtype, (n, parts[0].lengths.shape[1]), [part.lengths for part in parts]),
+            "lengths": Column(lengths, (n, first.shape[1]), [part.lengths for part in parts]),
         }
         if any(part.sizes is not None for part in parts):
             columns["sizes"] = Column(np.dtype(np.int64), (n,), [part.moving_sizes for part in parts])
         if with_memory:
-            memory = [part.memory if part.memory is not None else np.zeros(len(part)) for part in parts]
-            columns["memory"] = Column(np.dtype(np.float64), (n,), memory)
+            columns["memory"] = Column(np.dtype(np.float64), (n,), list(map(_memory, parts)))
         if nodes is not None:
             columns["nodes"] = Column.of(nodes)
         if roles is not None and any(part.divisible is not None for part in parts):
-            tables = [part.divisible for part in parts]
-            columns["divisible"] = Column.of(_numbered(tables, batch_sizes.sum(axis=1)))
+            columns["divisible"] = Column.of(_numbered([part.divisible for part in parts], np.array(counts)))
             columns["roles"] = Column.of(roles)
         return columns
 
@@ -249,6 +279,10 @@ class RoundSamples:
             divisible=_numbered(tables, counts) if any(map(len, tables)) else None,
             roles=roles,
         )
+
+
+def _memory(part: RoundSamples) -> NDArray[np.float64]:
+    return np.zeros(len(part.costs)) if part.memory is None else part.memory
 
 
 def _numbered(tables: Sequence[NDArray[np.float64] | None], counts: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -142,16 +142,18 @@ class Field(_message.Message):
     def __init__(self, path: _Optional[str] = ..., dtype: _Optional[str] = ..., kind: _Optional[_Union[Field.Kind, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("protocol_version", "instance", "server_version", "limits")
+    __slots__ = ("protocol_version", "instance", "server_version", "limits", "takes_nodes")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_NODES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     instance: int
     server_version: str
     limits: Limits
-    def __init__(self, protocol_version: _Optional[int] = ..., instance: _Optional[int] = ..., server_version: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+    takes_nodes: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., instance: _Optional[int] = ..., server_version: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., takes_nodes: bool = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_ranks", "max_samples_per_rank", "max_rounds_ahead", "max_message_bytes", "max_sessions")
@@ -238,6 +240,60 @@ class Answer(_message.Message):
     error: Error
     rank: int
     def __init__(self, round: _Optional[int] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class SubmitNode(_message.Message):
+    __slots__ = ("round", "ranks", "num_samples", "costs_int", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "divisible", "num_divisible", "learned", "traceparents")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    COSTS_INT_FIELD_NUMBER: _ClassVar[int]
+    COSTS_F64_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
+    EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    DIVISIBLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_DIVISIBLE_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    ranks: bytes
+    num_samples: bytes
+    costs_int: bytes
+    costs_f64: bytes
+    memory: bytes
+    sizes: bytes
+    lengths: bytes
+    batch_sizes: bytes
+    exhausted: bytes
+    timeout_ms: int
+    divisible: bytes
+    num_divisible: bytes
+    learned: LearnedSpeeds
+    traceparents: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[int] = ..., ranks: _Optional[bytes] = ..., num_samples: _Optional[bytes] = ..., costs_int: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[bytes] = ..., exhausted: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., divisible: _Optional[bytes] = ..., num_divisible: _Optional[bytes] = ..., learned: _Optional[_Union[LearnedSpeeds, _Mapping]] = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AnswerNode(_message.Message):
+    __slots__ = ("round", "ranks", "decision", "num_parts", "num_sources", "num_cuts", "loads", "num_fields")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CUTS_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    ranks: bytes
+    decision: Decision
+    num_parts: bytes
+    num_sources: bytes
+    num_cuts: bytes
+    loads: bytes
+    num_fields: int
+    def __init__(self, round: _Optional[int] = ..., ranks: _Optional[bytes] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., num_parts: _Optional[bytes] = ..., num_sources: _Optional[bytes] = ..., num_cuts: _Optional[bytes] = ..., loads: _Optional[bytes] = ..., num_fields: _Optional[int] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("instance", "outcome", "reason", "detail", "missing_ranks", "digest", "destinations", "destination_steps", "sources", "source_counts", "source_totals", "source_groups", "balance", "batch_balances", "cuts", "pieces")
@@ -376,10 +432,12 @@ class BalanceRequest(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., submits: _Optional[_Union[SubmitGroup, _Mapping]] = ...) -> None: ...
 
 class SubmitGroup(_message.Message):
-    __slots__ = ("submits",)
+    __slots__ = ("submits", "nodes")
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
-    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ...) -> None: ...
+    nodes: _containers.RepeatedCompositeFieldContainer[SubmitNode]
+    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[SubmitNode, _Mapping]]] = ...) -> None: ...
 
 class BalanceResponse(_message.Message):
     __slots__ = ("joined", "answer", "error", "answers")
@@ -394,10 +452,12 @@ class BalanceResponse(_message.Message):
     def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., answers: _Optional[_Union[AnswerGroup, _Mapping]] = ...) -> None: ...
 
 class AnswerGroup(_message.Message):
-    __slots__ = ("answers",)
+    __slots__ = ("answers", "nodes")
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
     answers: _containers.RepeatedCompositeFieldContainer[Answer]
-    def __init__(self, answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ...) -> None: ...
+    nodes: _containers.RepeatedCompositeFieldContainer[AnswerNode]
+    def __init__(self, answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[AnswerNode, _Mapping]]] = ...) -> None: ...
 
 class BalanceRoundRequest(_message.Message):
     __slots__ = ("join", "submit")

@@ -7,9 +7,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from evenkeel.partitioning.rounds import RoundOptions
+from evenkeel.partitioning.samples import RoundSamples
 from services.balancer.decisions import Decision
 from services.balancer.refusals import Refusal
-from services.balancer.submissions import SessionKey, Submission
+from services.balancer.submissions import SessionKey
 
 Asker = Hashable
 """Where answers go: one stream, which may speak for several ranks, or one call. Equal tokens are the same place."""
@@ -17,11 +18,11 @@ Asker = Hashable
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tell `asker` the outcome of its submission to a round."""
+    """Tell `asker` the outcome of its submissions to a round, for some of its ranks."""
 
     asker: Asker
     round: int
-    rank: int
+    ranks: tuple[int, ...]
     result: Decision | Refusal
 
 
@@ -45,18 +46,23 @@ class PlanInput:
     """All that the partition of a round depends on.
 
     Attributes:
-        submissions: One per rank, in order.
+        parts: The ranks' samples, of some ranks each, in the order of the ranks.
         options: How to partition.
         nodes: Host of each rank.
         window: Batches of the round.
         roles: What each jagged field is to a sample in parts; empty where none is split.
     """
 
-    submissions: tuple[Submission, ...]
+    parts: tuple[RoundSamples, ...]
     options: RoundOptions
     nodes: tuple[str, ...]
     window: int = 1
     roles: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the samples."""
+        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)

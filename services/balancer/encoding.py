@@ -28,19 +28,25 @@ def answer_bytes(instance: int, round_number: int, rank: int, result: Decision |
     """A `pb.Answer`, serialised: a round's outcome as one rank is told it."""
     if isinstance(result, Refusal):
         return pb.Answer(round=round_number, rank=rank, error=error_message(result)).SerializeToString()
-    decision = _identity(instance, result) if result.plan is None else _balanced(instance, rank, result.plan)
-    return b"".join((_ROUND, _varint(round_number), _RANK, _varint(rank), _DECISION, _varint(len(decision)), decision))
+    decision = identity_bytes(instance, result) if result.plan is None else _balanced(instance, rank, result.plan)
+    return b"".join((_ROUND, varint(round_number), _RANK, varint(rank), _DECISION, varint(len(decision)), decision))
 
 
 def response_bytes(answer: bytes) -> bytes:
     """A `pb.BalanceResponse` of one serialised answer."""
-    return b"".join((_ANSWER, _varint(len(answer)), answer))
+    return b"".join((_ANSWER, varint(len(answer)), answer))
 
 
-def group_bytes(answers: Sequence[bytes]) -> bytes:
-    """A `pb.BalanceResponse` of a group of serialised answers."""
-    group = b"".join(part for answer in answers for part in (_MEMBER, _varint(len(answer)), answer))
-    return b"".join((_GROUP, _varint(len(group)), group))
+def member_bytes(instance: int, round_number: int, rank: int, result: Decision | Refusal) -> bytes:
+    """A rank's answer as a part of a group."""
+    answer = answer_bytes(instance, round_number, rank, result)
+    return b"".join((_MEMBER, varint(len(answer)), answer))
+
+
+def group_bytes(members: Sequence[bytes]) -> bytes:
+    """A `pb.BalanceResponse` of answers that are parts of a group."""
+    group = b"".join(members)
+    return b"".join((_GROUP, varint(len(group)), group))
 
 
 def error_message(refusal: Refusal) -> pb.Error:
@@ -103,7 +109,8 @@ def balance_message(figures: Figures, seconds: float) -> pb.Balance:
     return pb.Balance(partition_seconds=seconds, **{name: getattr(figures, name) for name in FIGURES})
 
 
-def _identity(instance: int, decision: Decision) -> bytes:
+def identity_bytes(instance: int, decision: Decision) -> bytes:
+    """A `pb.Decision`, serialised, of a round without a plan."""
     return pb.Decision(
         instance=instance,
         outcome=int(decision.outcome),  # type: ignore[arg-type]
@@ -125,18 +132,18 @@ def _balanced(instance: int, rank: int, plan: RoundPlan) -> bytes:
         shared.source_totals[shared.row * first : shared.row * last],
     )
     steps = b"" if shared.steps is None else _batches(shared, rank)
-    cuts = b"" if plan.parts is None else _as_bytes(plan.parts.further_of(rank, plan.slices), "<i8")
+    cuts = b"" if plan.parts is None else as_bytes(plan.parts.further_of(rank, plan.slices), "<i8")
     return b"".join(
         (
             shared.head,
-            _DESTINATIONS, _varint(len(arrays[0])), arrays[0],
-            _SOURCES, _varint(len(arrays[1])), arrays[1],
-            _SOURCE_COUNTS, _varint(len(arrays[2])), arrays[2],
-            _SOURCE_TOTALS, _varint(len(arrays[3])), arrays[3],
+            _DESTINATIONS, varint(len(arrays[0])), arrays[0],
+            _SOURCES, varint(len(arrays[1])), arrays[1],
+            _SOURCE_COUNTS, varint(len(arrays[2])), arrays[2],
+            _SOURCE_TOTALS, varint(len(arrays[3])), arrays[3],
             shared.balance,
             _OWN_LOADS.pack(_LOAD_BEFORE, shared.own_before[rank], _LOAD_AFTER, shared.own_after[rank]),
             steps,
-            *((_CUTS, _varint(len(cuts)), cuts) if cuts else ()),
+            *((_CUTS, varint(len(cuts)), cuts) if cuts else ()),
         )
     )  # fmt: skip
 
@@ -146,13 +153,13 @@ def _batches(shared: _Shared, rank: int) -> bytes:
     assert shared.steps is not None
     begin, end, count = shared.home_begin[rank], shared.home_begin[rank + 1], shared.num_batches
     ends = shared.source_begin[rank * count : (rank + 1) * count + 1]
-    groups = b"".join(_varint(till - since) for since, till in pairwise(ends))
+    groups = b"".join(varint(till - since) for since, till in pairwise(ends))
     parts: list[bytes | memoryview] = [
         _DESTINATION_STEPS,
-        _varint(4 * (end - begin)),
+        varint(4 * (end - begin)),
         shared.steps[4 * begin : 4 * end],
     ]
-    parts += (_SOURCE_GROUPS, _varint(len(groups)), groups)
+    parts += (_SOURCE_GROUPS, varint(len(groups)), groups)
     for balance, before, after in zip(shared.batches, shared.loads_before, shared.loads_after, strict=True):
         parts += (balance, _OWN_LOADS.pack(_LOAD_BEFORE, before[rank], _LOAD_AFTER, after[rank]))
     return b"".join(parts)
@@ -186,7 +193,7 @@ def _shared(instance: int, plan: RoundPlan) -> _Shared:
         outcome=int(Outcome.BALANCED),  # type: ignore[arg-type]
         digest=plan.digest,
         detail=plan.detail,
-        pieces=b"" if plan.parts is None else bytes(_as_bytes(plan.parts.pieces, "<i8")),
+        pieces=b"" if plan.parts is None else bytes(as_bytes(plan.parts.pieces, "<i8")),
     ).SerializeToString()
     slices = plan.slices
     windowed = slices.steps is not None
@@ -201,11 +208,11 @@ def _shared(instance: int, plan: RoundPlan) -> _Shared:
         loads_after=plan.loads_after.tolist() if windowed else [],
         home_begin=slices.home_begin.tolist(),
         source_begin=slices.source_begin.tolist(),
-        destinations=_as_bytes(slices.destinations, "<i4"),
-        steps=None if slices.steps is None else _as_bytes(slices.steps, "<i4"),
-        sources=_as_bytes(slices.sources, "<i4"),
-        source_counts=_as_bytes(slices.source_counts, "<i4"),
-        source_totals=_as_bytes(slices.source_totals, "<i8"),
+        destinations=as_bytes(slices.destinations, "<i4"),
+        steps=None if slices.steps is None else as_bytes(slices.steps, "<i4"),
+        sources=as_bytes(slices.sources, "<i4"),
+        source_counts=as_bytes(slices.source_counts, "<i4"),
+        source_totals=as_bytes(slices.source_totals, "<i8"),
         row=8 * slices.source_totals.shape[1],
     )
 
@@ -213,21 +220,23 @@ def _shared(instance: int, plan: RoundPlan) -> _Shared:
 def _open_balance(tag: bytes, figures: Figures, seconds: float) -> bytes:
     """A balance to which a rank's own loads are still to be added."""
     balance = balance_message(figures, seconds).SerializeToString()
-    return tag + _varint(len(balance) + _OWN_LOADS.size) + balance
+    return tag + varint(len(balance) + _OWN_LOADS.size) + balance
 
 
-def _as_bytes(array: NDArray[Any], dtype: str) -> memoryview:
+def as_bytes(array: NDArray[Any], dtype: str) -> memoryview:
     """The array's bytes on the wire, not copied; an empty array's memory cannot be cast."""
     return np.ascontiguousarray(array, dtype).data.cast("B") if array.size else memoryview(b"")
 
 
-def _tag(message: type, field: str) -> bytes:
+def tag_of(message: type, field: str) -> bytes:
+    """What stands before a field's content: also before its length, where it has one."""
     descriptor = message.DESCRIPTOR.fields_by_name[field]  # type: ignore[attr-defined]
     kind = {descriptor.TYPE_MESSAGE: 2, descriptor.TYPE_BYTES: 2, descriptor.TYPE_DOUBLE: 1}.get(descriptor.type, 0)
-    return _varint(descriptor.number << 3 | kind)
+    return varint(descriptor.number << 3 | kind)
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A number as protocol buffers write it."""
     if value < 128:
         return _SMALL[value]
     out = bytearray()
@@ -239,16 +248,16 @@ def _varint(value: int) -> bytes:
 
 
 _SMALL = [bytes((value,)) for value in range(128)]
-_ROUND, _RANK, _DECISION = (_tag(pb.Answer, field) for field in ("round", "rank", "decision"))
+_ROUND, _RANK, _DECISION = (tag_of(pb.Answer, field) for field in ("round", "rank", "decision"))
 _DESTINATIONS, _DESTINATION_STEPS, _SOURCES, _SOURCE_COUNTS, _SOURCE_TOTALS, _BALANCE, _BATCH_BALANCES = (
-    _tag(pb.Decision, field)
+    tag_of(pb.Decision, field)
     for field in (
         "destinations", "destination_steps", "sources", "source_counts", "source_totals", "balance", "batch_balances"
     )
 )  # fmt: skip
-_CUTS = _tag(pb.Decision, "cuts")
-_SOURCE_GROUPS = _varint(pb.Decision.DESCRIPTOR.fields_by_name["source_groups"].number << 3 | 2)  # packed
-_ANSWER, _GROUP = (_tag(pb.BalanceResponse, field) for field in ("answer", "answers"))
-_MEMBER = _tag(pb.AnswerGroup, "answers")
-_LOAD_BEFORE, _LOAD_AFTER = (_tag(pb.Balance, field)[0] for field in ("own_load_before", "own_load_after"))
+_CUTS = tag_of(pb.Decision, "cuts")
+_SOURCE_GROUPS = varint(pb.Decision.DESCRIPTOR.fields_by_name["source_groups"].number << 3 | 2)  # packed
+_ANSWER, _GROUP = (tag_of(pb.BalanceResponse, field) for field in ("answer", "answers"))
+_MEMBER = tag_of(pb.AnswerGroup, "answers")
+_LOAD_BEFORE, _LOAD_AFTER = (tag_of(pb.Balance, field)[0] for field in ("own_load_before", "own_load_after"))
 _OWN_LOADS = struct.Struct("<BdBd")

@@ -111,15 +111,16 @@ class History:
         self._follow_from = -math.inf
         self._arrivals: dict[int, float] = {}
 
-    def arrived(self, now: float, round_number: int, rank: int) -> None:
-        """Notes when a rank came to a round, of some rounds."""
+    def arrived(self, now: float, round_number: int, ranks: tuple[int, ...]) -> None:
+        """Notes when ranks came to a round, of some rounds."""
         if round_number > self._newest:
             self._newest = round_number
             if now >= self._follow_from:
-                self._followed, self._arrivals = round_number, {rank: now}
+                self._followed, self._arrivals = round_number, dict.fromkeys(ranks, now)
                 self._follow_from = now + _GIVE_UP_SECONDS
         elif round_number == self._followed:
-            self._arrivals.setdefault(rank, now)
+            for rank in ranks:
+                self._arrivals.setdefault(rank, now)
 
     def decided(self, now: float, clock: float, event: Decided) -> None:
         """Notes a decided round.
@@ -232,8 +233,9 @@ def heaviest(sample: Sample, count: int = 10) -> list[dict[str, Any]]:
         count: How many.
     """
     _, inputs, plan = sample
-    costs = np.concatenate([np.asarray(one.samples.costs, np.float64) for one in inputs.submissions])
-    homes = np.repeat(np.arange(len(inputs.submissions)), [one.num_samples for one in inputs.submissions])
+    costs = np.concatenate([np.asarray(part.costs, np.float64) for part in inputs.parts])
+    counts = np.concatenate([part.counts_at_home for part in inputs.parts])
+    homes = np.repeat(np.arange(len(counts)), counts)
     mean = plan.figures.mean_load
     most = np.argsort(costs, kind="stable")[::-1][:count]
     return [

@@ -123,8 +123,8 @@ class Hub:
         # What all ranks say alike is kept once.
         return Member(replace(joining, terms=outcome.terms), outcome.id, mailbox, history)
 
-    def submit(self, member: Member, round_number: int, submission: Submission, rank: int | None = None) -> None:
-        """Takes a rank's part in a round, by default the member's first; the answer goes to the member's mailbox."""
+    def submit(self, member: Member, round_number: int, submission: Submission) -> None:
+        """Takes the part of some of a member's ranks in a round; the answers go to the member's mailbox."""
         session = self.registry.find(member.session)
         if session is None:  # it expired in silence, or another incarnation has taken over
             outcome, effects = self.registry.join(self.now, member.joining, member.mailbox)
@@ -134,10 +134,9 @@ class Hub:
                 return
             session = outcome
             self.histories.setdefault(session.id, member.history)
-        rank = member.joining.rank if rank is None else rank
         now = self.now
-        member.history.arrived(now, round_number, rank)
-        self._perform(session.submit(now, rank, round_number, submission, member.mailbox), session)
+        member.history.arrived(now, round_number, submission.ranks)
+        self._perform(session.submit(now, round_number, submission, member.mailbox), session)
 
     def leave(self, member: Member, *, finished: tuple[int, ...] = (), call: bool = False) -> None:
         """Forgets a stream or, with `call`, a call; `finished`: its ranks, if they will not come back."""

@@ -5,10 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import repeat
 
 from evenkeel.protocol import balancer_pb2 as pb
+from services.balancer.decisions import Decision
 from services.balancer.effects import Answer
-from services.balancer.encoding import answer_bytes, error_message, group_bytes, response_bytes
+from services.balancer.encoding import (
+    answer_bytes,
+    error_message,
+    group_bytes,
+    member_bytes,
+    response_bytes,
+)
+from services.balancer.node_answers import node_bytes
 from services.balancer.refusals import Refusal
 from services.balancer.shares import Holder
 
@@ -19,11 +29,13 @@ class StreamMailbox:
     Attributes:
         holder: Whose it is.
         heard_at: When the stream began or last brought a whole message, by the loop's clock.
+        by_node: The client takes what its ranks are told as arrays.
     """
 
     def __init__(self, instance: int) -> None:
         self.holder: Holder = ("", "")
         self.heard_at = asyncio.get_running_loop().time()
+        self.by_node = False
         self._instance = instance
         self._outgoing: deque[pb.BalanceResponse | Answer] = deque()
         self._changed: asyncio.Future[None] | None = None  # while `next` waits
@@ -39,9 +51,9 @@ class StreamMailbox:
         """From now on answers leave together, as the clients of several ranks expect."""
         self._grouped = True
 
-    def expect(self, round_number: int, rank: int) -> None:
-        """Notes that an answer is owed."""
-        self._awaited.add((round_number, rank))
+    def expect(self, round_number: int, ranks: tuple[int, ...]) -> None:
+        """Notes that answers are owed."""
+        self._awaited.update(zip(repeat(round_number), ranks, strict=False))
 
     def send(self, message: pb.BalanceResponse | Answer) -> None:
         """Queues a message."""
@@ -51,8 +63,12 @@ class StreamMailbox:
 
     def deliver(self, answer: Answer) -> None:
         """Queues the answer to a round."""
-        self._awaited.discard((answer.round, answer.rank))
-        self.send(answer)
+        self._awaited.difference_update(zip(repeat(answer.round), answer.ranks, strict=False))
+        if self.by_node or len(answer.ranks) == 1:
+            self.send(answer)
+            return
+        for rank in answer.ranks:
+            self.send(Answer(answer.asker, answer.round, (rank,), answer.result))
 
     def close(self, refusal: Refusal) -> None:
         """Queues a last message."""
@@ -105,10 +121,16 @@ class StreamMailbox:
         first = self._outgoing.popleft()
         if not isinstance(first, Answer):
             return first.SerializeToString()
-        if not self._grouped:
-            return response_bytes(self._encode(first))
+        if not (self._grouped or self.by_node):
+            return response_bytes(answer_bytes(self._instance, first.round, first.ranks[0], first.result))
         answers = [self._encode(first)]
         size = len(answers[0])
+        while size > _GROUP_BYTES and len(first.ranks) > 1:  # it is more than one message may hold
+            half = len(first.ranks) // 2
+            self._outgoing.appendleft(replace(first, ranks=first.ranks[half:]))
+            first = replace(first, ranks=first.ranks[:half])
+            answers = [self._encode(first)]
+            size = len(answers[0])
         while self._outgoing and isinstance(self._outgoing[0], Answer) and size < _GROUP_BYTES and not is_over():
             answers.append(self._encode(self._outgoing.popleft()))  # type: ignore[arg-type]
             size += len(answers[-1])
@@ -126,7 +148,9 @@ class StreamMailbox:
             self._changed = None
 
     def _encode(self, answer: Answer) -> bytes:
-        return answer_bytes(self._instance, answer.round, answer.rank, answer.result)
+        if self.by_node and isinstance(answer.result, Decision):
+            return node_bytes(self._instance, answer.round, answer.ranks, answer.result)
+        return b"".join(member_bytes(self._instance, answer.round, rank, answer.result) for rank in answer.ranks)
 
 
 class CallMailbox:
@@ -139,7 +163,7 @@ class CallMailbox:
     def deliver(self, answer: Answer) -> None:
         """Hands the answer over."""
         if not self.answer.done():
-            packed = answer_bytes(self._instance, answer.round, answer.rank, answer.result)
+            packed = answer_bytes(self._instance, answer.round, answer.ranks[0], answer.result)
             self.answer.set_result(pb.Answer.FromString(packed))
 
     def close(self, refusal: Refusal) -> None:

@@ -78,3 +78,23 @@ def conflict(rank: int, round_number: int) -> Refusal:
         value=f"{round_number}, for which rank {rank} submitted other samples before",
         remedy="resubmit a round unchanged, or go on with the next",
     )
+
+
+def too_far(rank: int, round_number: int, ahead: int) -> Refusal:
+    """A rank goes on to new rounds while too many are undecided."""
+    return Refusal(
+        code=Code.ROUND_OUT_OF_RANGE,
+        field="round",
+        value=f"{round_number} while {ahead} rounds of rank {rank} are undecided (max_rounds_ahead)",
+        remedy="wait for an answer before submitting further rounds",
+    )
+
+
+def too_high(round_number: int, highest: int, jump: int) -> Refusal:
+    """The number of a round is taken for an error."""
+    return Refusal(
+        code=Code.ROUND_OUT_OF_RANGE,
+        field="round",
+        value=f"{round_number}, more than {jump} beyond round {highest}",
+        remedy="number rounds consecutively",
+    )

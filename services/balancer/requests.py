@@ -7,26 +7,35 @@ Small messages are parsed so. Of larger ones the parts are looked at first, and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
 from evenkeel.protocol import balancer_pb2 as pb
 
+Part = TypeVar("Part", pb.Submit, pb.SubmitNode)
+
 SMALL_BYTES = 1 << 16
 """A message up to which is parsed as it is: in the worst case that takes some 3 ms."""
 
-_MAX_PARTS = 256  # of a submission: its fields, and the sizes of a window's batches one by one
+_MAX_PARTS = 256  # beside a group's submissions
 _SMALL_PART_BYTES = 1024
 _JOIN_PARTS = 512
 _JOIN_BYTES = 1 << 20
 
 _REQUESTS = pb.BalanceRequest.DESCRIPTOR.fields_by_name
 _JOIN, _SUBMIT, _SUBMITS = (_REQUESTS[name].number for name in ("join", "submit", "submits"))
-_MEMBER = pb.SubmitGroup.DESCRIPTOR.fields_by_name["submits"].number
+_SUBMITTED, _NODE = (pb.SubmitGroup.DESCRIPTOR.fields_by_name[name].number for name in ("submits", "nodes"))
 _SCHEMA = pb.Join.DESCRIPTOR.fields_by_name["schema"].number
-_ARRAYS = frozenset(
-    field.number for field in pb.Submit.DESCRIPTOR.fields if field.type == field.TYPE_BYTES
-)  # of any size: taken as they are
+_ARRAYS = {
+    kind.DESCRIPTOR.name: (
+        frozenset(each.number for each in kind.DESCRIPTOR.fields if each.type == each.TYPE_BYTES),
+        most,
+    )
+    for kind, most in ((pb.Submit, 256), (pb.SubmitNode, 4096 + 64))
+}
+"""The fields of any size, and how many parts there may be: sizes of a window's batches, or traces, come one by one."""
 _BYTES = 2  # the wire type of what tells its length
 
 
@@ -34,7 +43,7 @@ class OversizedError(DecodeError):
     """A message, or a part of it, that is larger than anything that makes sense there."""
 
 
-def read_request(data: bytes, *, max_fields: int) -> pb.Join | Iterator[pb.Submit] | None:
+def read_request(data: bytes, *, max_fields: int) -> pb.Join | Iterator[pb.Submit | pb.SubmitNode] | None:
     """A Join, the submissions of a message one after another, or None for an empty request.
 
     Args:
@@ -52,7 +61,7 @@ def read_request(data: bytes, *, max_fields: int) -> pb.Join | Iterator[pb.Submi
             return request.join
         if kind == "submit":
             return iter((request.submit,))
-        return iter(request.submits.submits) if kind == "submits" else None
+        return chain(request.submits.submits, request.submits.nodes) if kind == "submits" else None
     parts = [part for part in walk(data, 0, len(data), most=8) if part[0] in (_JOIN, _SUBMIT, _SUBMITS)]
     if len(parts) != 1 or parts[0][1] != _BYTES:
         raise DecodeError("not one request")
@@ -60,7 +69,7 @@ def read_request(data: bytes, *, max_fields: int) -> pb.Join | Iterator[pb.Submi
     if number == _JOIN:
         return read_join_message(data[begin:end], max_fields=max_fields)
     if number == _SUBMIT:
-        return iter((read_submit_message(data[begin:end]),))
+        return iter((read_submit_message(data[begin:end], pb.Submit),))
     return _members(data, begin, end)
 
 
@@ -81,18 +90,20 @@ def read_join_message(data: bytes, *, max_fields: int) -> pb.Join:
     return pb.Join.FromString(data)
 
 
-def read_submit_message(data: bytes) -> pb.Submit:
-    """A Submit.
+def read_submit_message(data: bytes, kind: type[Part]) -> Part:
+    """A Submit, or a SubmitNode.
 
     Raises:
         DecodeError: If it is none.
         OversizedError: If it holds more than its arrays.
     """
     if len(data) > SMALL_BYTES // 16:
-        for number, kind, begin, end in walk(data, 0, len(data), most=_MAX_PARTS):
-            if kind == _BYTES and end - begin > _SMALL_PART_BYTES and number not in _ARRAYS:
-                raise OversizedError(f"field {number} of a Submit takes {end - begin} bytes")
-    return pb.Submit.FromString(data)
+        name = kind.DESCRIPTOR.name
+        arrays, most = _ARRAYS[name]
+        for number, wire, begin, end in walk(data, 0, len(data), most=most):
+            if wire == _BYTES and end - begin > _SMALL_PART_BYTES and number not in arrays:
+                raise OversizedError(f"field {number} of a {name} takes {end - begin} bytes")
+    return kind.FromString(data)
 
 
 def read_round_message(data: bytes, *, max_fields: int) -> pb.BalanceRoundRequest:
@@ -109,7 +120,7 @@ def read_round_message(data: bytes, *, max_fields: int) -> pb.BalanceRoundReques
         if number == 1 and kind == _BYTES:
             request.join.MergeFrom(read_join_message(data[begin:end], max_fields=max_fields))
         elif number == 2 and kind == _BYTES:
-            request.submit.MergeFrom(read_submit_message(data[begin:end]))
+            request.submit.MergeFrom(read_submit_message(data[begin:end], pb.Submit))
     return request
 
 
@@ -142,11 +153,16 @@ def walk(data: bytes, begin: int, end: int, *, most: int) -> Iterator[tuple[int,
         begin = after
 
 
-def _members(data: bytes, begin: int, end: int) -> Iterator[pb.Submit]:
+def _members(data: bytes, begin: int, end: int) -> Iterator[pb.Submit | pb.SubmitNode]:
     others = 0
     for number, kind, first, last in walk(data, begin, end, most=end):
-        if number == _MEMBER and kind == _BYTES:
-            yield read_submit_message(data[first:last])
+        if number in (_SUBMITTED, _NODE) and kind == _BYTES:
+            part = data[first:last]
+            yield (
+                read_submit_message(part, pb.Submit)
+                if number == _SUBMITTED
+                else read_submit_message(part, pb.SubmitNode)
+            )
             continue
         others += 1
         if others > _MAX_PARTS:

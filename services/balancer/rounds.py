@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.rounds import Figures
+from evenkeel.partitioning.samples import RoundSamples
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
-from services.balancer.decisions import Decision, Reason
+from services.balancer.decisions import Decision, Reason, identity
 from services.balancer.effects import Asker
 from services.balancer.shares import Account
 from services.balancer.submissions import Submission
@@ -23,13 +25,14 @@ class OpenRound:
     Attributes:
         opened_at: Time of the first submission.
         deadline: When it is decided without the ranks that are missing.
-        submissions: By rank.
+        submissions: By rank; one of several ranks stands with each of them.
         waiters: Who is to be told, with the ranks it asked for; a rank that reconnected can have several.
         num_waiting: Answers that are owed to them.
         partition_started_at: When its plan was asked for; None while ranks are missing.
         running_since: When a worker began with its plan; None while it waits for one.
         nbytes: Memory of the submissions.
         traces: By rank that traces the round: when it came, and the context of its trace.
+        said: The submissions, each once.
     """
 
     opened_at: float
@@ -41,23 +44,36 @@ class OpenRound:
     nbytes: int = 0
     traces: dict[int, tuple[float, str]] = field(default_factory=dict)
     running_since: float | None = None
+    said: list[Submission] = field(default_factory=list)
 
-    def add(self, rank: int, submission: Submission, asker: Asker) -> bool:
-        """Takes a rank's part. Returns False when the rank has said something different before."""
-        earlier = self.submissions.get(rank)
-        if earlier is not None and earlier != submission:
-            return False
-        if earlier is None:
-            self.submissions[rank] = submission
-            self.nbytes += submission.nbytes
-        self.deadline = min(self.deadline, self.opened_at + submission.timeout)
-        ranks = self.waiters.get(asker)
-        if ranks is None:
-            ranks = self.waiters[asker] = {}
-        if rank not in ranks:
-            ranks[rank] = None
-            self.num_waiting += 1
-        return True
+    def add(self, now: float, submission: Submission) -> None:
+        """Takes the part of ranks of which none has come before."""
+        self.said.append(submission)
+        self.submissions.update(dict.fromkeys(submission.ranks, submission))
+        self.nbytes += submission.nbytes
+        for rank, traceparent in submission.traceparents.items():
+            self.traces[rank] = (now, traceparent)
+
+    def wait(self, asker: Asker, ranks: tuple[int, ...], timeout: float) -> None:
+        """Notes whom to tell about ranks that have come, now or before."""
+        self.deadline = min(self.deadline, self.opened_at + timeout)
+        waiting = self.waiters.setdefault(asker, {})
+        self.num_waiting -= len(waiting)
+        waiting.update(dict.fromkeys(ranks))
+        self.num_waiting += len(waiting)
+
+    def fingerprints(self) -> dict[int, int]:
+        """Of what each rank said that has come."""
+        found: dict[int, int] = {}
+        for submission in self.said:
+            found.update(submission.fingerprints)
+        return found
+
+    def parts(self) -> tuple[RoundSamples, ...]:
+        """What all of them said of their samples, in the order of the ranks."""
+        found = [part for submission in self.said for part in submission.parts()]
+        found.sort(key=itemgetter(0))
+        return tuple(part for _, part in found)
 
     def is_complete(self, world_size: int) -> bool:
         """Whether every rank has come."""
@@ -73,17 +89,36 @@ class OpenRound:
             return self.deadline
         return min(self.deadline, self.running_since + partition_timeout)
 
+    def give_up(self, now: float, world_size: int, partition_timeout: float) -> Decision:
+        """What is decided when its time is up."""
+        waited = now - self.opened_at
+        missing = self.missing(world_size)
+        if missing:
+            detail = f"rank(s) {describe_ranks(missing)} did not come within {waited:.3g} s"
+            return identity(Reason.DEADLINE, detail, missing)
+        if self.partition_started_at is None:
+            return identity(Reason.DEADLINE, "all ranks came, but none waited for the plan any more")
+        if self.running_since is None:
+            detail = f"all ranks came, but no worker was free for {now - self.partition_started_at:.3g} s"
+            return identity(Reason.QUEUED, detail)
+        ran = now - self.running_since
+        if ran >= partition_timeout:
+            detail = f"the search had not ended after {ran:.3g} s, and its process was killed"
+            return identity(Reason.WORKER_STUCK, detail)
+        detail = f"all ranks came, but of the round's {waited:.3g} s the last {ran:.3g} s were too few for the search"
+        return identity(Reason.DEADLINE, detail)
+
     def forget(self, asker: Asker) -> None:
         """Stops telling `asker`; what it submitted stays."""
         self.num_waiting -= len(self.waiters.pop(asker, ()))
 
-    def owed(self) -> list[tuple[Asker, int]]:
-        """Everybody who is to be told, with the rank that it asked for."""
-        return [(asker, rank) for asker, ranks in self.waiters.items() for rank in ranks]
+    def owed(self) -> list[tuple[Asker, tuple[int, ...]]]:
+        """Everybody who is to be told, with the ranks that it asked for."""
+        return [(asker, tuple(ranks)) for asker, ranks in self.waiters.items()]
 
     def snapshot(self) -> Hashable:
         """The state as one comparable value."""
-        said = frozenset((rank, submission.fingerprint) for rank, submission in self.submissions.items())
+        said = frozenset(self.fingerprints().items())
         times = (self.opened_at, self.deadline, self.partition_started_at, self.running_since)
         return (*times, said, frozenset(self.owed()))
 
@@ -99,6 +134,7 @@ class OpenRound:
             self.nbytes,
             dict(self.traces),
             self.running_since,
+            list(self.said),
         )
 
 
@@ -119,12 +155,16 @@ class DecidedRound:
         """Memory that it takes without its plan, about."""
         return 1000 + 40 * len(self.decision.missing_ranks) + _FINGERPRINT_BYTES * len(self.fingerprints)
 
-    def agrees(self, rank: int, submission: Submission, memory: Account) -> bool:
-        """Whether the rank says what it said before, or speaks for the first time."""
-        earlier = self.fingerprints.get(rank)
-        if earlier is None and memory.take(_FINGERPRINT_BYTES):  # without room for it, its repeat is taken on trust
-            self.fingerprints[rank] = submission.fingerprint
-        return earlier in (None, submission.fingerprint)
+    def differing(self, submission: Submission, memory: Account) -> list[int]:
+        """The ranks that say something else than before; what others say is noted, if they are late."""
+        differ = []
+        for rank, fingerprint in submission.fingerprints.items():
+            earlier = self.fingerprints.get(rank)
+            if earlier is None and memory.take(_FINGERPRINT_BYTES):  # without room, its repeat is taken on trust
+                self.fingerprints[rank] = fingerprint
+            if earlier not in (None, fingerprint):
+                differ.append(rank)
+        return differ
 
     def snapshot(self) -> Hashable:
         """The state as one comparable value; equal plans count as equal."""

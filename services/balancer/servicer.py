@@ -13,6 +13,7 @@ from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.balancer.access import Guard, denied
 from services.balancer.encoding import error_message, limits_message, statistics_message
 from services.balancer.hub import Hub, Member
+from services.balancer.joins import PROTOCOL_VERSIONS, read_join
 from services.balancer.loop_turns import LoopTurns
 from services.balancer.mailboxes import CallMailbox
 from services.balancer.refusals import Refusal, RefusedError, out_of_memory
@@ -20,7 +21,7 @@ from services.balancer.requests import read_round_message
 from services.balancer.shares import Account, Holder, Shares
 from services.balancer.streams import StreamOptions, Streams
 from services.balancer.submissions import Joining
-from services.balancer.validation import PROTOCOL_VERSIONS, read_join, read_submission
+from services.balancer.validation import read_submission
 from services.balancer.views import Views, as_json
 
 _CALL_BYTES = 1 << 14
@@ -184,7 +185,7 @@ class BalancerServicer(pb_grpc.BalancerServiceServicer):
                 raise RefusedError(admitted)
             member = admitted
             response.joined.CopyFrom(self._joined(joining.protocol_version))
-            submission = read_submission(request.submit, joining.terms, self._hub.registry.limits)
+            submission = read_submission(request.submit, joining.terms, self._hub.registry.limits, joining.rank)
             self._hub.submit(member, round_number, submission)
             self.turns.end(holder, began)
             began = None
@@ -214,6 +215,7 @@ class BalancerServicer(pb_grpc.BalancerServiceServicer):
             instance=self._options.instance,
             server_version=self._options.version,
             limits=limits_message(self._hub.registry.limits, self._options.max_message_bytes),
+            takes_nodes=True,
         )
 
 

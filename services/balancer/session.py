@@ -13,12 +13,12 @@ A round goes through these states, and only forwards:
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 from evenkeel.partitioning.rounds import RoundPlan
 from evenkeel.partitioning.speeds import ALL_EQUAL
-from services.balancer.decisions import Decision, PlanFailure, Reason, balanced, drained, identity
+from services.balancer.decisions import Decision, PlanFailure, balanced, drained, identity
 from services.balancer.effects import (
     Answer,
     Asker,
@@ -31,7 +31,7 @@ from services.balancer.effects import (
     Wake,
 )
 from services.balancer.limits import Limits
-from services.balancer.refusals import Code, Refusal, conflict, out_of_memory
+from services.balancer.refusals import Code, Refusal, conflict, out_of_memory, too_far, too_high
 from services.balancer.rounds import DecidedRound, OpenRound, SessionStatistics, describe_ranks
 from services.balancer.shares import Account
 from services.balancer.submissions import Submission, Terms
@@ -126,30 +126,48 @@ class Session:
         self.abandoned_at = math.inf
         return None
 
-    def submit(self, now: float, rank: int, round_number: int, submission: Submission, asker: Asker) -> list[Effect]:
-        """Takes a rank's part in a round: an answer at once, or later to the same asker."""
+    def submit(self, now: float, round_number: int, submission: Submission, asker: Asker) -> list[Effect]:
+        """Takes the part of some ranks in a round: answers at once, or later to the same asker."""
         self.last_message_at = now
         decided = self.decided.get(round_number)
         if decided is not None:
-            agrees = decided.agrees(rank, submission, self.memory)
-            return [Answer(asker, round_number, rank, decided.decision if agrees else conflict(rank, round_number))]
+            differ = decided.differing(submission, self.memory)
+            agreeing = tuple(rank for rank in submission.ranks if rank not in differ)
+            answers = _conflicts(asker, round_number, differ)
+            return [*answers, Answer(asker, round_number, agreeing, decided.decision)] if agreeing else answers
         current = self.open_rounds.get(round_number)
-        refusal = self._refuse(rank, round_number, submission, current)
+        refusal = self._refuse(round_number, current)
         if refusal is not None:
-            return [Answer(asker, round_number, rank, refusal)]
+            return [Answer(asker, round_number, submission.ranks, refusal)]
+        known = () if current is None else current.submissions.keys() & submission.ranks
+        effects, ranks, fresh = list[Effect](), submission.ranks, None if known else submission
+        if known:
+            assert current is not None
+            said = submission.fingerprints
+            differ = [rank for rank in known if current.submissions[rank].fingerprints[rank] != said[rank]]
+            effects += _conflicts(asker, round_number, differ)
+            ranks = tuple(rank for rank in ranks if rank not in differ)
+            if len(known) < len(submission.ranks):
+                fresh = submission.of(said.keys() - known)
+        if fresh is not None:
+            refused = self._no_room(round_number, current, fresh)
+            effects += [Answer(asker, round_number, of_ranks, refusal) for of_ranks, refusal in refused]
+            without = {rank for of_ranks, _ in refused for rank in of_ranks}
+            if without:
+                ranks = tuple(rank for rank in ranks if rank not in without)
+                fresh = None if without.issuperset(fresh.ranks) else fresh.of(set(fresh.ranks) - without)
+        if not ranks:
+            return effects
         if current is None:
-            current = OpenRound(opened_at=now, deadline=math.inf)
-            self.open_rounds[round_number] = current
-        deadline, before = current.deadline, current.nbytes
-        if not current.add(rank, submission, asker):
-            return [Answer(asker, round_number, rank, conflict(rank, round_number))]
-        if current.nbytes != before:
-            self._ahead[rank] = self._ahead.get(rank, 0) + 1
-        if submission.traceparent:
-            current.traces.setdefault(rank, (now, submission.traceparent))
+            current = self.open_rounds[round_number] = OpenRound(opened_at=now, deadline=math.inf)
+        if fresh is not None:
+            current.add(now, fresh)
+            for rank in fresh.ranks:
+                self._ahead[rank] = self._ahead.get(rank, 0) + 1
+        deadline = current.deadline
+        current.wait(asker, ranks, submission.timeout)
         if self.draining:
-            return self._decide(now, round_number, drained())
-        effects: list[Effect] = []
+            return [*effects, *self._decide(now, round_number, drained())]
         if current.partition_started_at is None and current.is_complete(self.terms.world_size):
             current.partition_started_at = now
             effects.append(StartPartition(self.id, round_number, self._inputs(current), current.deadline))
@@ -164,6 +182,7 @@ class Session:
         if current is None:
             return []
         current.running_since = now
+        current.fingerprints()  # while nobody waits for them
         return [Wake(current.due(self._limits.partition_timeout))]
 
     def is_wanted(self, round_number: int) -> bool:
@@ -191,7 +210,9 @@ class Session:
         for round_number, current in list(self.open_rounds.items()):
             due = current.due(self._limits.partition_timeout)
             if due <= now:
-                effects += self._decide(now, round_number, self._give_up(now, current))
+                effects += self._decide(
+                    now, round_number, current.give_up(now, self.terms.world_size, self._limits.partition_timeout)
+                )
         return effects
 
     def leave(self, asker: Asker) -> None:
@@ -215,9 +236,9 @@ class Session:
     def end(self, refusal: Refusal) -> list[Effect]:
         """Tells everybody who waits that the session is over."""
         effects: list[Effect] = [
-            Answer(asker, round_number, rank, refusal)
+            Answer(asker, round_number, ranks, refusal)
             for round_number, current in self.open_rounds.items()
-            for asker, rank in current.owed()
+            for asker, ranks in current.owed()
         ]
         self.open_rounds.clear()
         self.close()
@@ -250,8 +271,8 @@ class Session:
         other.decided = {number: decided.copy() for number, decided in self.decided.items()}
         other.floor, other.highest, other.draining = self.floor, self.highest, self.draining
         other.abandoned_at = self.abandoned_at
-        other.finished = set(self.finished)
         other._ahead = dict(self._ahead)
+        other.finished = set(self.finished)
         other.statistics = replace(self.statistics, identity=dict(self.statistics.identity))
         return other
 
@@ -271,9 +292,7 @@ class Session:
 
     # ------------------------------------------------------------------ inside
 
-    def _refuse(
-        self, rank: int, round_number: int, submission: Submission, current: OpenRound | None
-    ) -> Refusal | None:
+    def _refuse(self, round_number: int, current: OpenRound | None) -> Refusal | None:
         if round_number <= self.floor:
             return Refusal(
                 code=Code.ROUND_OUT_OF_RANGE,
@@ -282,12 +301,7 @@ class Session:
                 remedy=f"go on with a round above {self.floor}",
             )
         if self.highest >= 0 and round_number - self.highest > self._limits.max_round_jump:
-            return Refusal(
-                code=Code.ROUND_OUT_OF_RANGE,
-                field="round",
-                value=f"{round_number}, more than {self._limits.max_round_jump} beyond round {self.highest}",
-                remedy="number rounds consecutively",
-            )
+            return too_high(round_number, self.highest, self._limits.max_round_jump)
         if current is not None and current.num_waiting >= 2 * self.terms.world_size + _SPARE_WAITERS:
             return Refusal(
                 code=Code.LIMIT_EXCEEDED,
@@ -295,74 +309,56 @@ class Session:
                 value=f"{round_number}, for which {current.num_waiting} answers are owed already",
                 remedy="ask on one stream a rank, and again when that has ended",
             )
-        if current is not None and rank in current.submissions:
-            return None
-        ahead = self._ahead.get(rank, 0)
-        if ahead >= self._limits.max_rounds_ahead:
-            return Refusal(
-                code=Code.ROUND_OUT_OF_RANGE,
-                field="round",
-                value=f"{round_number} while {ahead} rounds of rank {rank} are undecided (max_rounds_ahead)",
-                remedy="wait for an answer before submitting further rounds",
-            )
+        return None
+
+    def _no_room(
+        self, round_number: int, current: OpenRound | None, fresh: Submission
+    ) -> list[tuple[tuple[int, ...], Refusal]]:
+        """Whom of those that come to a round for the first time there is no room for, and why; takes the memory."""
+        far = {rank for rank in fresh.ranks if self._ahead.get(rank, 0) >= self._limits.max_rounds_ahead}
+        if far:
+            left = set(fresh.ranks) - far
+            refused = [((rank,), too_far(rank, round_number, self._ahead[rank])) for rank in sorted(far)]
+            return [*refused, *(self._no_room(round_number, current, fresh.of(left)) if left else ())]
         if current is None and len(self.open_rounds) >= self._limits.max_open_rounds:
-            return Refusal(
+            refusal = Refusal(
                 code=Code.ROUND_OUT_OF_RANGE,
                 field="round",
                 value=f"{round_number} while {len(self.open_rounds)} rounds of the session are undecided",
                 remedy="submit to the rounds that the other ranks are in (twice max_rounds_ahead may be undecided)",
             )
+            return [(fresh.ranks, refusal)]
         # While its plan is computed a round takes as much again.
-        while not self.memory.take(2 * submission.nbytes):
+        while not self.memory.take(2 * fresh.nbytes):
             if len(self.decided) < _FEW_DECISIONS:
-                return out_of_memory(f"a submission of {submission.nbytes} bytes")
+                return [(fresh.ranks, out_of_memory(f"a submission of {fresh.nbytes} bytes"))]
             self._forget_oldest()
-        return None
+        return []
 
     def _inputs(self, current: OpenRound) -> PlanInput:
-        ranks = range(self.terms.world_size)
         learned = current.submissions[0].learned
         return PlanInput(
-            submissions=tuple(current.submissions[rank] for rank in ranks),
+            parts=current.parts(),
             options=replace(self.terms.options, learned=learned) if learned else self.terms.options,
-            nodes=tuple(self.nodes.get(rank, "") for rank in ranks),
+            nodes=tuple(self.nodes.get(rank, "") for rank in range(self.terms.world_size)),
             window=self.terms.window,
             roles=self.terms.roles,
         )
 
-    def _give_up(self, now: float, current: OpenRound) -> Decision:
-        waited = now - current.opened_at
-        missing = current.missing(self.terms.world_size)
-        if missing:
-            detail = f"rank(s) {describe_ranks(missing)} did not come within {waited:.3g} s"
-            return identity(Reason.DEADLINE, detail, missing)
-        if current.partition_started_at is None:
-            return identity(Reason.DEADLINE, "all ranks came, but none waited for the plan any more")
-        if current.running_since is None:
-            detail = f"all ranks came, but no worker was free for {now - current.partition_started_at:.3g} s"
-            return identity(Reason.QUEUED, detail)
-        ran = now - current.running_since
-        if ran >= self._limits.partition_timeout:
-            detail = f"the search had not ended after {ran:.3g} s, and its process was killed"
-            return identity(Reason.WORKER_STUCK, detail)
-        detail = f"all ranks came, but of the round's {waited:.3g} s the last {ran:.3g} s were too few for the search"
-        return identity(Reason.DEADLINE, detail)
-
     def _decide(self, now: float, round_number: int, decision: Decision) -> list[Effect]:
         current = self.open_rounds.pop(round_number)
-        fingerprints = {rank: submission.fingerprint for rank, submission in current.submissions.items()}
-        for rank in fingerprints:
+        for rank in current.submissions:
             left = self._ahead[rank] - 1
             if left:
                 self._ahead[rank] = left
             else:
                 del self._ahead[rank]
         self.memory.give(2 * current.nbytes)
-        self._remember(round_number, DecidedRound(decision, fingerprints))
+        self._remember(round_number, DecidedRound(decision, current.fingerprints()))
         waited = now - current.opened_at
         first = current.submissions.get(0)
         self.statistics.count(round_number, decision, waited, ALL_EQUAL if first is None else first.learned)
-        answers = [Answer(asker, round_number, rank, decision) for asker, rank in current.owed()]
+        answers = [Answer(asker, round_number, ranks, decision) for asker, ranks in current.owed()]
         timeline = None
         if current.traces:
             timeline = Timeline(
@@ -393,6 +389,10 @@ class Session:
         # A round that was open for long may be decided after later ones were forgotten: the floor never sinks.
         self.floor = max(self.floor, oldest)
         self.memory.give(self.decided.pop(oldest).nbytes)
+
+
+def _conflicts(asker: Asker, round_number: int, ranks: Iterable[int]) -> list[Effect]:
+    return [Answer(asker, round_number, (rank,), conflict(rank, round_number)) for rank in sorted(ranks)]
 
 
 _RANK_BYTES = 200

@@ -17,13 +17,14 @@ from services.balancer.access import Guard
 from services.balancer.effects import Answer
 from services.balancer.encoding import error_message
 from services.balancer.hub import Hub, Member
+from services.balancer.joins import read_ranks
 from services.balancer.loop_turns import LoopTurns
 from services.balancer.mailboxes import StreamMailbox
 from services.balancer.refusals import Code, Refusal, RefusedError, out_of_memory, shorten
 from services.balancer.requests import OversizedError, read_request
 from services.balancer.shares import Account, Holder, Shares
 from services.balancer.submissions import Joining
-from services.balancer.validation import read_ranks, read_submission
+from services.balancer.validation import read_node, read_submission
 
 log = structlog.get_logger(__name__)
 
@@ -255,7 +256,7 @@ class Streams:
             if messages is None or isinstance(messages, pb.Join):
                 raise RefusedError(_not_submitted("nothing" if messages is None else "join"))
             for message in messages:
-                count += 1
+                count += len(stream.ranks) if isinstance(message, pb.SubmitNode) else 1
                 if count > rounds * len(stream.ranks):
                     raise RefusedError(_too_many_submissions(rounds * len(stream.ranks), len(stream.ranks)))
                 self._take_submit(stream, message)
@@ -270,19 +271,27 @@ class Streams:
                 stream.memory.give(len(data))
         stream.context.charge(count / len(stream.ranks) - 1)
 
-    def _take_submit(self, stream: _Stream, message: pb.Submit) -> None:
-        joining, mailbox = stream.member.joining, stream.mailbox
-        # The stream of one rank need not name it.
-        rank = message.rank if len(stream.ranks) > 1 else joining.rank
+    def _take_submit(self, stream: _Stream, message: pb.Submit | pb.SubmitNode) -> None:
+        joining, mailbox, limits = stream.member.joining, stream.mailbox, self._hub.registry.limits
+        ranks, number = joining.all_ranks, message.round
+        submission, refused = None, list[tuple[tuple[int, ...], Refusal]]()
         try:
-            if rank not in stream.ranks:
-                raise RefusedError(_other_rank(rank))
-            submission = read_submission(message, joining.terms, self._hub.registry.limits)
+            if isinstance(message, pb.SubmitNode):
+                mailbox.by_node = True
+                submission, refused = read_node(message, ranks, joining.terms, limits)
+            else:
+                if len(ranks) > 1:  # the stream of one rank need not name it
+                    ranks = (message.rank,)
+                if ranks[0] not in stream.ranks:
+                    raise RefusedError(_other_rank(message.rank))
+                submission = read_submission(message, joining.terms, limits, ranks[0])
         except RefusedError as error:
-            mailbox.deliver(Answer(mailbox, message.round, rank, error.refusal))
-            return
-        mailbox.expect(message.round, rank)
-        self._hub.submit(stream.member, message.round, submission, rank)
+            refused = [(ranks, error.refusal)]
+        for of_ranks, refusal in refused:
+            mailbox.deliver(Answer(mailbox, number, of_ranks, refusal))
+        if submission is not None:
+            mailbox.expect(number, submission.ranks)
+            self._hub.submit(stream.member, number, submission)
 
 
 _UNREADABLE = Refusal(

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel.partitioning.rounds import RoundOptions
-from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.samples import RoundSamples
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 
 SUBMISSION_BYTES = 700
@@ -113,44 +121,122 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Submission:
-    """One rank's part in one round. Two are equal when they say the same about the samples.
+    """The part of a rank, or of several ranks of a node, in one round.
 
     Attributes:
-        samples: What it says of its samples.
-        exhausted: The rank's data has ended.
+        ranks: Whose it is.
+        samples: What they say of their samples, one rank after another.
+        exhausted: Whether each rank's data has ended, one byte each; empty: none's has.
         timeout: Seconds from the round's first submission to its deadline.
-        traceparent: Context of the rank's trace of this round; empty: none.
-        learned: What the ranks know of their speeds, on rank 0.
-        fingerprint: Hash of what it says about the samples, within this process.
+        traceparents: Contexts of the traces of this round, of the ranks that have one.
+        learned: What the ranks know of their speeds, if rank 0 is among these.
     """
 
-    samples: RankSamples
-    exhausted: bool = False
+    ranks: tuple[int, ...]
+    samples: RoundSamples
+    exhausted: bytes = b""
     timeout: float = 1.0
-    traceparent: str = ""
+    traceparents: Mapping[int, str] = field(default_factory=dict)
     learned: LearnedSpeeds = ALL_EQUAL
-    fingerprint: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.fingerprint:
-            object.__setattr__(self, "fingerprint", self._fingerprint())
+    _said: list[int] = field(default_factory=list, init=False, repr=False)
 
     @property
     def num_samples(self) -> int:
         """Number of samples; also none."""
-        return len(self.samples)
+        return len(self.samples.costs)
 
     @property
     def nbytes(self) -> int:
         """Memory of its arrays, and of all that goes with them."""
-        return SUBMISSION_BYTES + self.samples.nbytes + 200 * len(self.learned.stragglers)
+        return SUBMISSION_BYTES * len(self.ranks) + self.samples.nbytes + 200 * len(self.learned.stragglers)
 
-    def _fingerprint(self) -> int:
-        contents = tuple(None if a is None else (a.dtype.char, a.shape, a.tobytes()) for a in self.samples.arrays)
-        return hash((self.exhausted, self.samples.batch_sizes, contents, self.learned))
+    @property
+    def fingerprints(self) -> dict[int, int]:
+        """By rank, a number that is the same when it says the same about its samples, whoever else is with it."""
+        if not self._said:
+            self._said.extend(self._fingerprints())
+        return dict(zip(self.ranks, self._said, strict=True))
+
+    def parts(self) -> list[tuple[int, RoundSamples]]:
+        """The samples of ranks that follow one another, with the first of these; ascending where the ranks are."""
+        return [(self.ranks[begin], self.samples.part(begin, end)) for begin, end in runs_of(self.ranks)]
+
+    def of(self, ranks: Collection[int]) -> Submission:
+        """What it says of some of its ranks."""
+        places = [at for at, rank in enumerate(self.ranks) if rank in ranks]
+        chosen = [self.samples.part(at, at + 1) for at in places]
+        return replace(
+            self,
+            ranks=tuple(self.ranks[at] for at in places),
+            samples=RoundSamples.joined(chosen),
+            exhausted=bytes(self.exhausted[at] for at in places) if self.exhausted else b"",
+        )
+
+    def _fingerprints(self) -> list[int]:
+        """Sums of products with fixed random numbers: the same for narrow and for wide integers."""
+        samples = self.samples
+        counts = samples.counts_at_home
+        words = _bits(samples.costs) * _FACTORS[0]
+        for factor, amounts in zip(_FACTORS[1:], (samples.sizes, samples.memory), strict=False):
+            if amounts is not None:
+                words += _bits(amounts) * factor + factor  # zeros are more than nothing
+        num_fields = samples.lengths.shape[1]
+        words += samples.lengths.astype(np.uint64) @ _random(num_fields, 1)
+        sums = counts.astype(np.uint64)
+        longest = int(counts.max(initial=0))
+        if longest and int(counts.min()) == longest:
+            sums += words.reshape(-1, longest) @ _random(longest, 2)
+        elif longest:
+            ends = np.cumsum(counts)
+            within = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+            running = np.concatenate((_ZERO, np.cumsum(words * _random(longest, 2)[within])))
+            sums += running[ends] - running[ends - counts]
+        if samples.num_batches > 1:
+            sums += samples.batch_sizes.astype(np.uint64) @ _random(samples.num_batches, 3)
+        said: list[int] = sums.tolist()
+        if self.exhausted:
+            said = [one ^ _ENDED if ended else one for one, ended in zip(said, self.exhausted, strict=True)]
+        if samples.divisible is not None or self.learned:
+            own = (samples.part(at, at + 1).divisible for at in range(len(said)))
+            tables = [b"" if table is None else table.tobytes() for table in own]
+            more = [
+                (table, self.learned if rank == 0 else ALL_EQUAL)
+                for table, rank in zip(tables, self.ranks, strict=True)
+            ]
+            said = [one ^ hash(each) if any(each) else one for one, each in zip(said, more, strict=True)]
+        return said
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Submission) and self.fingerprint == other.fingerprint
+        return isinstance(other, Submission) and self.fingerprints == other.fingerprints
 
     def __hash__(self) -> int:
-        return self.fingerprint
+        return hash(tuple(self.fingerprints.items()))
+
+
+def runs_of(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The places in a tuple of ranks, from begin to end, where each rank follows the one before."""
+    first, count = ranks[0], len(ranks)
+    if ranks == tuple(range(first, first + count)):
+        return [(0, count)]
+    starts = [at for at in range(count) if at == 0 or ranks[at] != ranks[at - 1] + 1]
+    return list(pairwise([*starts, count]))
+
+
+def _bits(amounts: NDArray[Any]) -> NDArray[np.uint64]:
+    return amounts.view(np.uint64) if amounts.dtype.kind == "f" else amounts.astype(np.uint64)
+
+
+def _random(size: int, what: int) -> NDArray[np.uint64]:
+    """The first odd numbers of a sequence."""
+    return _sequence(1 << size.bit_length(), what)[:size]
+
+
+@lru_cache(maxsize=32)
+def _sequence(size: int, what: int) -> NDArray[np.uint64]:
+    return np.random.PCG64([_SEED, what]).random_raw(size) | np.uint64(1)
+
+
+_SEED = secrets.randbits(64)  # so that nobody can find two submissions that are taken for one
+_ENDED = secrets.randbits(63)
+_FACTORS = _random(3, 0)
+_ZERO = np.zeros(1, np.uint64)

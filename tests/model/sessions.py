@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.harness.plans import make_plan
+from benchmarks.harness.plans import make_plan, said
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan
 from evenkeel.partitioning.samples import RankSamples
 from services.balancer.decisions import Decision, PlanFailure, Reason
@@ -95,7 +95,7 @@ class Sessions:
             session = self._sessions[number].copy()
             self._deliveries[where] = None if waits else self._step(
                 f"submission of rank {rank} to round {round_number} arrives", number, session,
-                session.submit(0.0, rank, round_number, self.submissions[rank, round_number], rank),
+                session.submit(0.0, round_number, self.submissions[rank, round_number], rank),
             )  # fmt: skip
         return self._deliveries[where]
 
@@ -112,7 +112,7 @@ class Sessions:
     def inputs(self, round_number: int) -> PlanInput:
         """What a plan of a round is made from."""
         return PlanInput(
-            submissions=tuple(self.submissions[rank, round_number] for rank in range(self._ranks)),
+            parts=tuple(self.submissions[rank, round_number].samples for rank in range(self._ranks)),
             options=self._terms.options,
             nodes=("",) * self._ranks,
         )
@@ -153,8 +153,10 @@ class Sessions:
                     assert self._sessions[number].open_rounds.get(opened) is None or (
                         self._sessions[number].open_rounds[opened].partition_started_at is None
                     ), "partitioned twice"
-                    assert inputs.submissions == self.inputs(opened).submissions
-                case Answer(rank=rank, round=opened, result=Decision() as decision):
+                    for mine, other in zip(inputs.parts, self.inputs(opened).parts, strict=True):
+                        np.testing.assert_array_equal(mine.costs, other.costs)
+                        np.testing.assert_array_equal(mine.lengths, other.lengths)
+                case Answer(ranks=(rank,), round=opened, result=Decision() as decision):
                     answers.append((rank, opened, name(decision)))
                 case Decided(round=opened):
                     assert opened not in after.open_rounds
@@ -188,11 +190,11 @@ _plans: dict[tuple[int, ...], RoundPlan] = {}
 
 def plan_of(inputs: PlanInput) -> RoundPlan:
     """The real plan, checked once to keep every sample."""
-    key = tuple(submission.fingerprint for submission in inputs.submissions)
+    key = tuple(tuple(part.costs.tolist()) for part in inputs.parts)
     if key not in _plans:
         plan = make_plan(inputs)
         assert isinstance(plan, RoundPlan)
-        counts = np.array([submission.num_samples for submission in inputs.submissions])
+        counts = np.array([len(part.costs) for part in inputs.parts])
         received = np.zeros_like(counts)
         for rank in range(len(counts)):
             piece = plan.slices[rank]
@@ -208,4 +210,4 @@ def make_submission(rank: int, number: int) -> Submission:
     """Two or three samples, of which some must move."""
     costs = np.array([100 * (rank == number % 2), 7 + rank, 3 * number], np.int64)[: 3 - rank % 2]
     lengths = (np.arange(len(costs), dtype=np.uint32) + np.uint32(rank + 1)).reshape(-1, 1)
-    return Submission(samples=RankSamples(costs=costs, lengths=lengths), timeout=TIMEOUT * (number + 1))
+    return said(RankSamples(costs=costs, lengths=lengths), rank, timeout=TIMEOUT * (number + 1))

@@ -70,9 +70,9 @@ def test_a_rank_that_goes_by_its_own_answer_is_found_out(monkeypatch: pytest.Mon
 def test_a_balancer_that_decides_again_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Session.submit
 
-    def forgetful(self: Session, now: float, rank: int, round_number: int, *rest: Any) -> Any:
+    def forgetful(self: Session, now: float, round_number: int, *rest: Any) -> Any:
         self.decided.pop(round_number, None)
-        return real(self, now, rank, round_number, *rest)
+        return real(self, now, round_number, *rest)
 
     monkeypatch.setattr(Session, "submit", forgetful)
     with pytest.raises(ViolationError, match="two decisions of one round"):

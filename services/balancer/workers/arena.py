@@ -214,8 +214,7 @@ def read_result(arena: Arena, nbytes: int) -> RoundPlan | PlanFailure:
 def columns_of(inputs: PlanInput) -> dict[str, Column]:
     """The arrays of a round's samples by name, not joined yet: whoever joins them says where."""
     return RoundSamples.columns(
-        [submission.samples for submission in inputs.submissions],
-        inputs.window,
+        inputs.parts,
         _numbered(inputs.nodes),
         with_memory=bool(inputs.options.memory_caps),
         roles=np.array(inputs.roles, np.int64) if inputs.roles else None,

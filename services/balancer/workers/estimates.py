@@ -36,10 +36,9 @@ class Size:
     @classmethod
     def of(cls, inputs: PlanInput) -> Size:
         """The size of a round."""
-        submissions = inputs.submissions
-        samples = sum(submission.num_samples for submission in submissions)
-        fields = submissions[0].samples.lengths.shape[1]
-        return cls(len(submissions), samples, samples * fields, inputs.window, inputs.options.strategy)
+        samples = sum(len(part.costs) for part in inputs.parts)
+        fields = inputs.parts[0].lengths.shape[1]
+        return cls(len(inputs.nodes), samples, samples * fields, inputs.window, inputs.options.strategy)
 
 
 def full_seconds(size: Size) -> float:

@@ -155,8 +155,7 @@ class WorkerPool:
         busy = Busy(worker, task, choice, self._available(task, now), now)
         task.busy = self._busy[worker.number] = busy
         inputs, arena = task.inputs, worker.rounds
-        nbytes = sum(submission.nbytes for submission in inputs.submissions)
-        self._copy(busy, nbytes, lambda: write_round(arena, inputs), self._ask)
+        self._copy(busy, inputs.nbytes, lambda: write_round(arena, inputs), self._ask)
 
     def _choose(self, task: Task, now: float) -> Choice | PlanFailure:
         remaining = self._quarantine.remaining(now, task.session)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness.plans import said
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.divisible import Divisible, check_table
 from evenkeel.partitioning.rounds import RankPlan, RoundOptions, RoundPlan, digest_of, plan_round
@@ -54,7 +55,9 @@ def rank_samples(items: list[list[int]], rng: np.random.Generator) -> RankSample
 
 
 def round_of(ranks: list[RankSamples], num_batches: int, options: RoundOptions, nodes: Any = None) -> Round:
-    columns = RoundSamples.columns(ranks, num_batches, nodes, with_memory=bool(options.memory_caps), roles=ROLES)
+    columns = RoundSamples.columns(
+        [said(ranks, window=num_batches).samples], nodes, with_memory=bool(options.memory_caps), roles=ROLES
+    )
     samples = RoundSamples(**{name: column.joined() for name, column in columns.items()})
     return Round(ranks, samples, options)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.plans import said
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
@@ -25,11 +27,19 @@ def joining(rank: int, world_size: int = 3, **changes: Any) -> Joining:
     return Joining(**{**defaults, **changes})
 
 
-def submission(*costs: float, timeout: float = 10.0, dtype: Any = np.int64, **changes: Any) -> Submission:
-    said = {name: changes.pop(name) for name in ("sizes", "memory", "batch_sizes") if name in changes}
+def submission(
+    *costs: float, rank: int = 0, window: int = 1, timeout: float = 10.0, dtype: Any = np.int64, **changes: Any
+) -> Submission:
+    more = {name: changes.pop(name) for name in ("sizes", "memory", "batch_sizes") if name in changes}
     lengths = changes.pop("lengths", np.ones((len(costs), 1), np.uint32))
-    samples = RankSamples(costs=np.array(costs, dtype), lengths=lengths, **said)
-    return Submission(samples=samples, timeout=timeout, **changes)
+    samples = RankSamples(costs=np.array(costs, dtype), lengths=lengths, **more)
+    return said(samples, rank, window=window, timeout=timeout, **changes)
+
+
+def node(*ranks: int, costs: Sequence[float] = (1,), **changes: Any) -> Submission:
+    """What ranks of a node say together, all the same."""
+    own = RankSamples(costs=np.array(costs, np.int64), lengths=np.ones((len(costs), 1), np.uint32))
+    return said([own] * len(ranks), *ranks, **{"timeout": 10.0, **changes})
 
 
 def options(**changes: Any) -> RoundOptions:

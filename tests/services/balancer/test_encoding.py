@@ -7,15 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.harness.plans import make_plan
+from benchmarks.harness.plans import make_plan, said
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import Decision, Reason, balanced, identity
 from services.balancer.effects import PlanInput
-from services.balancer.encoding import answer_bytes, error_message, group_bytes, response_bytes
+from services.balancer.encoding import answer_bytes, error_message, group_bytes, member_bytes, response_bytes
+from services.balancer.node_answers import node_bytes
 from services.balancer.refusals import Code, Refusal
-from services.balancer.submissions import Submission
+from trainer_client.balancing.service.joining import split_answer
+from trainer_client.balancing.service.messages import MalformedAnswerError
 
 REFUSAL = Refusal(code=Code.CONFLICTING_SUBMIT, field="round", value="7", remedy="resubmit it unchanged")
 BATCH = st.lists(st.integers(0, 1000), max_size=40)
@@ -28,9 +30,9 @@ def plan_of(costs: list[list[list[int]]], num_fields: int) -> Decision:
         flat = np.array([cost for batch in own for cost in batch], np.int64)
         lengths = np.arange(len(flat) * num_fields, dtype=np.uint32).reshape(len(flat), num_fields)
         samples = RankSamples(costs=flat, lengths=lengths, batch_sizes=tuple(map(len, own)))
-        submissions.append(Submission(samples=samples))
+        submissions.append(said(samples, window=len(own)).samples)
     window, nodes = len(costs[0]), ("node",) * len(costs)
-    inputs = PlanInput(submissions=tuple(submissions), options=RoundOptions(), nodes=nodes, window=window)
+    inputs = PlanInput(parts=tuple(submissions), options=RoundOptions(), nodes=nodes, window=window)
     plan = make_plan(inputs)
     assert isinstance(plan, RoundPlan)
     return balanced(plan)
@@ -88,6 +90,38 @@ def test_every_rank_reads_what_the_message_says(
         assert pb.Answer.FromString(answer_bytes(instance, number, rank, decision)) == expected
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    costs=st.integers(1, 4).flatmap(
+        lambda window: st.lists(st.lists(BATCH, min_size=window, max_size=window), min_size=1, max_size=6)
+    ),
+    num_fields=st.integers(0, 5),
+    data=st.data(),
+)
+def test_ranks_of_a_node_read_what_each_would_alone(
+    costs: list[list[list[int]]], num_fields: int, data: st.DataObject
+) -> None:
+    ranks = tuple(data.draw(st.lists(st.integers(0, len(costs) - 1), min_size=1, unique=True)))
+    for decision in (plan_of(costs, num_fields), identity(Reason.DEADLINE, "rank 1 did not come", (1,))):
+        told = pb.AnswerGroup.FromString(node_bytes(5, 300, ranks, decision)).nodes[0]
+        assert split_answer(told) == [answer_message(5, 300, rank, decision) for rank in ranks]
+
+
+def test_arrays_of_a_node_that_do_not_fit_each_other_are_refused() -> None:
+    decision = plan_of([[[5, 1] * 60], [[2]], [[]]], 2)
+    told = pb.AnswerGroup.FromString(node_bytes(5, 300, (0, 1), decision)).nodes[0]
+    for name in ("ranks", "num_parts", "num_sources", "loads"):
+        wrong = pb.AnswerNode.FromString(told.SerializeToString())
+        setattr(wrong, name, getattr(wrong, name)[:-1])
+        with pytest.raises(MalformedAnswerError, match=name if name != "ranks" else "ranks|num"):
+            split_answer(wrong)
+    for name in ("destinations", "sources", "source_counts", "source_totals"):
+        wrong = pb.AnswerNode.FromString(told.SerializeToString())
+        setattr(wrong.decision, name, getattr(wrong.decision, name)[:-1])
+        with pytest.raises(MalformedAnswerError, match=name):
+            split_answer(wrong)
+
+
 @pytest.mark.parametrize("result", [REFUSAL, identity(Reason.DEADLINE, "rank 1 did not come", (1,))])
 def test_outcomes_without_a_plan(result: Decision | Refusal) -> None:
     assert pb.Answer.FromString(answer_bytes(5, 300, 200, result)) == answer_message(5, 300, 200, result)
@@ -99,4 +133,5 @@ def test_envelopes() -> None:
     answers = [answer_bytes(5, 300, rank, decision) for rank in range(3)]
     assert pb.BalanceResponse.FromString(response_bytes(answers[0])) == pb.BalanceResponse(answer=messages[0])
     grouped = pb.BalanceResponse(answers=pb.AnswerGroup(answers=messages))
-    assert pb.BalanceResponse.FromString(group_bytes(answers)) == grouped
+    members = [member_bytes(5, 300, rank, decision) for rank in range(3)]
+    assert pb.BalanceResponse.FromString(group_bytes(members)) == grouped

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.harness.plans import said
 from evenkeel.partitioning.rounds import RoundOptions, plan_round
 from evenkeel.partitioning.samples import RankSamples, RoundSamples
 from services.balancer.decisions import Reason, balanced, identity
 from services.balancer.effects import Decided, PlanInput, SessionId
 from services.balancer.history import COLUMNS, ROUNDS, History, heaviest
-from services.balancer.submissions import SessionKey, Submission
+from services.balancer.submissions import SessionKey
 
 SESSION = SessionId(SessionKey("job", "default", "train"), "run", 0)
 COSTS = ((9, 1, 5, 5), (1, 1, 1, 1))
@@ -22,7 +23,7 @@ COSTS = ((9, 1, 5, 5), (1, 1, 1, 1))
 
 def planned(costs: tuple[tuple[int, ...], ...] = COSTS) -> Any:
     ranks = [RankSamples(costs=np.array(own), lengths=np.ones((len(own), 1), np.int64)) for own in costs]
-    columns = RoundSamples.columns(ranks, 1, None, with_memory=False)
+    columns = RoundSamples.columns([said(ranks).samples], None, with_memory=False)
     return plan_round(RoundSamples(**{name: column.joined() for name, column in columns.items()}), RoundOptions())
 
 
@@ -87,28 +88,26 @@ def test_a_rank_that_comes_last_is_known_by_its_lateness() -> None:
     for number in range(50):
         now += 1.0
         for rank, late in ((1, 0.0), (0, 0.001), (2, 0.3)):
-            history.arrived(now + late, number, rank)
-        history.arrived(now + 0.9, number, 1)  # asks again after a reconnect: it came when it came first
+            history.arrived(now + late, number, (rank,))
+        history.arrived(now + 0.9, number, (1,))  # asks again after a reconnect: it came when it came first
         history.decided(now + 0.3, 1e9, round_of(number, balanced(plan)))
     assert history.late == {0: pytest.approx(0.001), 1: 0.0, 2: pytest.approx(0.3)}
 
 
 def test_a_round_that_is_never_decided_is_given_up() -> None:
     history, plan = History(2), planned()
-    history.arrived(0.0, 0, 0)
+    history.arrived(0.0, 0, (0,))
     for number in range(1, 100):
-        history.arrived(number * 1.0, number, 0)
-        history.arrived(number + 0.5, number, 1)
+        history.arrived(number * 1.0, number, (0,))
+        history.arrived(number + 0.5, number, (1,))
         history.decided(number + 0.5, 1e9, round_of(number, balanced(plan)))
     assert history.late == {0: 0.0, 1: pytest.approx(0.5)}
 
 
 def test_the_heaviest_samples_are_found_when_somebody_looks() -> None:
     history, plan = History(2), planned()
-    submissions = tuple(
-        Submission(samples=RankSamples(costs=np.array(own), lengths=np.ones((len(own), 1), np.int64))) for own in COSTS
-    )
-    inputs = PlanInput(submissions=submissions, options=RoundOptions(), nodes=("a", "b"))
+    ranks = [RankSamples(costs=np.array(own), lengths=np.ones((len(own), 1), np.int64)) for own in COSTS]
+    inputs = PlanInput(parts=(said(ranks).samples,), options=RoundOptions(), nodes=("a", "b"))
     first, second, *_ = heaviest((0, inputs, plan), 3)
     assert (first["cost"], first["home"], first["share"]) == (9.0, 0, pytest.approx(0.75))
     assert (second["cost"], second["home"]) == (5.0, 0)

@@ -13,7 +13,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.effects import Answer, Effect, StartPartition
@@ -22,9 +21,9 @@ from services.balancer.refusals import RefusedError
 from services.balancer.registry import Registry
 from services.balancer.requests import OversizedError, read_join_message, read_request, walk
 from services.balancer.session import Session
-from services.balancer.submissions import SessionKey, Submission
+from services.balancer.submissions import SessionKey
 from services.balancer.validation import read_submission
-from tests.services.balancer.samples import joining, submission, submit_message, terms
+from tests.services.balancer.samples import joining, node, submission, submit_message, terms
 
 LIMITS = Limits(max_sessions=16, max_memory=4 << 20, max_rounds_ahead=4, remembered_rounds=4, session_expiry=50.0)
 NAMES = st.integers(0, 11)
@@ -79,19 +78,17 @@ class Hostile(RuleBasedStateMachine):
         if isinstance(outcome, Session):
             self.streams.append((caller, outcome, asker))
 
-    @rule(at=st.integers(0, 1000), rank=RANKS, number=st.integers(0, 1 << 40) | st.integers(0, 12),
-          samples=st.sampled_from([0, 1, 8, 2000]), timeout=st.sampled_from([0.5, 5.0, 60.0]))  # fmt: skip
-    def submit(self, at: int, rank: int, number: int, samples: int, timeout: float) -> None:
+    @rule(at=st.integers(0, 1000), ranks=st.lists(RANKS, min_size=1, unique=True),
+          number=st.integers(0, 1 << 40) | st.integers(0, 12), samples=st.sampled_from([0, 1, 8, 2000]),
+          timeout=st.sampled_from([0.5, 5.0, 60.0]))  # fmt: skip
+    def submit(self, at: int, ranks: list[int], number: int, samples: int, timeout: float) -> None:
         if not self.streams:
             return
         _, session, asker = self.streams[at % len(self.streams)]
-        if self.registry.find(session.id) is not session or rank >= session.terms.world_size:
+        if self.registry.find(session.id) is not session or max(ranks) >= session.terms.world_size:
             return
-        said = Submission(
-            samples=RankSamples(costs=np.ones(samples, np.int64), lengths=np.ones((samples, 1), np.uint32)),
-            timeout=timeout,
-        )
-        effects = self.bounded(lambda: session.submit(self.now, rank, number, said, asker), 1500)
+        said = node(*ranks, costs=[1] * samples, timeout=timeout)
+        effects = self.bounded(lambda: session.submit(self.now, number, said, asker), 1500)
         assert len(effects) <= 2 * session.terms.world_size + 70
 
     @rule(at=st.integers(0, 1000), finished=st.booleans())
@@ -125,7 +122,7 @@ class Hostile(RuleBasedStateMachine):
         asker = self.next_asker = self.next_asker + 1
         session, _ = self.registry.join(self.now, who, asker)
         assert isinstance(session, Session), session
-        effects: list[Effect] = session.submit(self.now, 0, 0, submission(1, 2), asker)
+        effects: list[Effect] = session.submit(self.now, 0, submission(1, 2), asker)
         assert any(isinstance(effect, StartPartition) for effect in effects)
         effects = session.partitioned(self.now, 0, PlanFailure(reason=Reason.NOT_FOUND, detail=""))
         assert any(isinstance(effect, Answer) for effect in effects)
@@ -141,7 +138,8 @@ class Hostile(RuleBasedStateMachine):
         for session in self.registry:
             assert len(session.open_rounds) <= LIMITS.max_open_rounds
             owed = sum(current.num_waiting for current in session.open_rounds.values())
-            assert owed == sum(len(current.owed()) for current in session.open_rounds.values())
+            waiting = (ranks for current in session.open_rounds.values() for _, ranks in current.owed())
+            assert owed == sum(map(len, waiting))
 
     def teardown(self) -> None:
         for session in list(self.registry):
@@ -161,9 +159,9 @@ def test_a_submission_takes_as_many_steps_whatever_else_is_open() -> None:
         session, _ = registry.join(0.0, joining(0, 2, ranks=(0, 1), terms=terms(2)), "a")
         assert isinstance(session, Session)
         for number in range(1, num_open):
-            session.submit(0.0, 0, number, submission(1), "a")
-        taken = [count_lines(lambda: session.submit(0.0, 0, 0, submission(1), "b"))[1]]
-        taken.append(count_lines(lambda: session.submit(0.0, 1, 0, submission(1), "b"))[1])
+            session.submit(0.0, number, submission(1), "a")
+        taken = [count_lines(lambda: session.submit(0.0, 0, submission(1), "b"))[1]]
+        taken.append(count_lines(lambda: session.submit(0.0, 0, submission(1, rank=1), "b"))[1])
         taken.append(count_lines(lambda: registry.leave(0.0, session.id, "b"))[1])
         return taken
 
@@ -178,7 +176,7 @@ def test_a_session_has_so_many_undecided_rounds_whatever_its_ranks_submit_to() -
     refused = 0
     for rank in range(world):
         for number in range(4):
-            for effect in session.submit(0.0, rank, 100 * rank + number, submission(1), "a"):
+            for effect in session.submit(0.0, 100 * rank + number, submission(1, rank=rank), "a"):
                 refused += isinstance(effect, Answer)
     assert len(session.open_rounds) == 8
     assert refused == 4 * world - 8

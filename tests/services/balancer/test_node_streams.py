@@ -6,7 +6,8 @@ import pytest
 from evenkeel.protocol import balancer_pb2 as pb
 from tests.services.balancer.conftest import StartServer
 from tests.services.balancer.ranks import Rank
-from tests.services.balancer.samples import submit_message
+from tests.services.balancer.samples import join_message, submit_message
+from trainer_client.balancing.service.joining import join_submits, split_answer
 
 
 async def test_a_stream_may_speak_for_all_ranks_of_a_node(start_server: StartServer) -> None:
@@ -29,6 +30,38 @@ async def test_a_stream_may_speak_for_all_ranks_of_a_node(start_server: StartSer
         assert (refused.error.field, refused.rank, refused.round) == ("rank", 1, 3)
         statistics = await alone.stub.GetSessionStats(pb.GetSessionStatsRequest(), timeout=60)
         assert statistics.sessions[0].joined_ranks == 4
+
+
+async def test_ranks_of_a_node_may_submit_arrays(start_server: StartServer) -> None:
+    server = await start_server()
+    async with Rank(server.port, 1, 4) as alone, Rank(server.port, 0, 4, ranks=[0, 2, 3]) as node:
+        join = join_message(0, world_size=4, ranks=[0, 2, 3])
+        for number in range(3):
+            submits = [submit_message(number, [rank + 1.0, 2], rank=rank) for rank in (0, 2, 3)]
+            late = submits[1:2] if number == 1 else []
+            nodes, _ = join_submits([one for one in submits if one not in late], join)
+            await node.call.write(pb.BalanceRequest(submits=pb.SubmitGroup(nodes=nodes)))
+            for one in late:
+                nodes, _ = join_submits([one], join)
+                await node.call.write(pb.BalanceRequest(submits=pb.SubmitGroup(nodes=nodes)))
+            mine = (await alone.round(number, [9, 1])).decision
+            (told,) = (await node.receive()).answers.nodes
+            group = split_answer(told)
+            assert sorted(answer.rank for answer in group) == [0, 2, 3]
+            assert {answer.round for answer in group} == {number}
+            assert {answer.decision.digest for answer in group} == {mine.digest}
+            received = [mine, *(answer.decision for answer in group)]
+            assert sum(np.frombuffer(decision.source_counts, "<i4").sum() for decision in received) == 8
+        submits = [submit_message(3, [rank - 2.0], rank=rank) for rank in (0, 2, 3)]
+        nodes, _ = join_submits(submits, join)
+        await node.call.write(pb.BalanceRequest(submits=pb.SubmitGroup(nodes=nodes)))
+        (refused,) = (await node.receive()).answers.answers
+        assert (refused.error.field, refused.rank, refused.round) == ("costs_int[0]", 0, 3)
+        assert "-2 on rank 0" in refused.error.value
+        (again,), _ = join_submits([submit_message(3, [1.0], rank=0)], join)
+        await node.call.write(pb.BalanceRequest(submits=pb.SubmitGroup(nodes=[again])))
+        assert (await alone.round(3, [9, 1])).decision.outcome == pb.Decision.OUTCOME_BALANCED
+        assert len(split_answer((await node.receive()).answers.nodes[0])) == 3
 
 
 @pytest.mark.parametrize("ranks", [[1, 2], [0, 0], [0, 9]])

@@ -118,7 +118,7 @@ def _plan_of(submissions: list[Submission], terms: Terms, nodes: tuple[str, ...]
     effects: list[Any] = []
     for rank, submission in enumerate(submissions):
         assert session.join(0.0, rank, nodes[rank], terms) is None
-        effects += session.submit(0.0, rank, 0, submission, rank)
+        effects += session.submit(0.0, 0, submission, rank)
     (start,) = [effect for effect in effects if isinstance(effect, StartPartition)]
     memory = Arena.create("one-core")
     samples, options = read_round(memory, write_round(memory, start.inputs))

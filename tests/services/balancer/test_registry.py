@@ -45,7 +45,7 @@ def test_a_restart_supersedes_and_the_old_ranks_are_told() -> None:
     registry = Registry(Limits())
     old = admit(registry, 0.0, joining(0), "a")
     admit(registry, 0.0, joining(1), "b")
-    old.submit(0.0, 0, 5, submission(1), "a")
+    old.submit(0.0, 5, submission(1), "a")
     new, effects = registry.join(1.0, joining(0, world_size=2, restart_count=1), "c")
     assert isinstance(new, Session)
     assert new is not old
@@ -65,7 +65,7 @@ def test_another_run_of_the_name_is_refused_and_the_first_unharmed_until_it_has_
     assert refused.code is Code.JOB_NAME_TAKEN
     assert "'run'" in refused.value
     assert registry.sessions[KEY] is first
-    first.submit(60.0, 0, 0, submission(1, timeout=1000), "a")
+    first.submit(60.0, 0, submission(1, timeout=1000), "a")
     assert refuse(registry, 159.0, joining(0, run_id="other")).code is Code.JOB_NAME_TAKEN
     second, effects = registry.join(160.0, joining(0, run_id="other"), "b")
     assert isinstance(second, Session)
@@ -127,7 +127,7 @@ def test_calls_between_which_there_is_no_stream_keep_the_name() -> None:
 def test_what_a_run_starts_again_under_the_same_count_waits_for_the_old_streams_and_starts_afresh() -> None:
     registry = Registry(Limits(abandoned_expiry=10.0))
     old = admit(registry, 0.0, joining(0, opening=7), "a")
-    old.submit(0.0, 0, 5, submission(1), "a")
+    old.submit(0.0, 5, submission(1), "a")
     assert admit(registry, 0.0, joining(1, opening=7), "b") is old
     assert refuse(registry, 1.0, joining(0, world_size=2, opening=8)).code is Code.JOB_NAME_TAKEN
     for asker in ("a", "b"):

@@ -10,7 +10,7 @@ from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal
 from services.balancer.session import Session
 from services.balancer.shares import Account, Shares
-from tests.services.balancer.samples import KEY, options, submission, terms
+from tests.services.balancer.samples import KEY, node, options, submission, terms
 
 ID = SessionId(KEY, "run", 0)
 
@@ -33,10 +33,10 @@ def only_partition(effects: list[Effect]) -> StartPartition:
 
 def test_the_last_rank_starts_the_partition_and_its_plan_answers_all() -> None:
     session = make_session()
-    assert answers(session.submit(1.0, 2, 7, submission(5), "c")) == {}
-    assert answers(session.submit(1.1, 0, 7, submission(1, 2), "a")) == {}
-    start = only_partition(session.submit(1.2, 1, 7, submission(), "b"))
-    assert [s.samples.costs.tolist() for s in start.inputs.submissions] == [[1, 2], [], [5]]
+    assert answers(session.submit(1.0, 7, submission(5, rank=2), "c")) == {}
+    assert answers(session.submit(1.1, 7, submission(1, 2), "a")) == {}
+    start = only_partition(session.submit(1.2, 7, submission(rank=1), "b"))
+    assert [part.costs.tolist() for part in start.inputs.parts] == [[1, 2], [], [5]]
     told = answers(session.partitioned(1.3, 7, make_plan(start.inputs)))
     assert told.keys() == {"a", "b", "c"}
     assert len({id(decision) for decision in told.values()}) == 1
@@ -45,8 +45,8 @@ def test_the_last_rank_starts_the_partition_and_its_plan_answers_all() -> None:
 
 def test_the_deadline_counts_from_the_first_submission_and_is_the_shortest() -> None:
     session = make_session()
-    assert Wake(11.0) in session.submit(1.0, 0, 0, submission(1, timeout=10), "a")
-    assert Wake(3.0) in session.submit(2.0, 1, 0, submission(1, timeout=2), "b")
+    assert Wake(11.0) in session.submit(1.0, 0, submission(1, timeout=10), "a")
+    assert Wake(3.0) in session.submit(2.0, 0, submission(1, timeout=2, rank=1), "b")
     assert session.next_wake() == 3.0
     assert session.tick(2.99) == []
     told = answers(session.tick(3.0))
@@ -60,45 +60,45 @@ def test_the_deadline_counts_from_the_first_submission_and_is_the_shortest() -> 
 
 def test_a_late_rank_and_a_rank_that_asks_again_are_told_the_same() -> None:
     session = make_session()
-    session.submit(0.0, 0, 0, submission(1, timeout=1), "a")
+    session.submit(0.0, 0, submission(1, timeout=1), "a")
     first = answers(session.tick(1.0))["a"]
-    assert answers(session.submit(5.0, 1, 0, submission(4), "late"))["late"] is first
-    assert answers(session.submit(6.0, 0, 0, submission(1), "again"))["again"] is first
+    assert answers(session.submit(5.0, 0, submission(4, rank=1), "late"))["late"] is first
+    assert answers(session.submit(6.0, 0, submission(1), "again"))["again"] is first
 
 
 def test_an_identical_repeat_is_harmless_and_another_is_refused_before_and_after_the_decision() -> None:
     session = make_session()
-    session.submit(0.0, 0, 0, submission(1, timeout=1), "a")
-    assert answers(session.submit(0.1, 0, 0, submission(1, timeout=0.7), "reconnected")) == {}
-    refused = answers(session.submit(0.1, 0, 0, submission(2), "liar"))["liar"]
+    session.submit(0.0, 0, submission(1, timeout=1), "a")
+    assert answers(session.submit(0.1, 0, submission(1, timeout=0.7), "reconnected")) == {}
+    refused = answers(session.submit(0.1, 0, submission(2), "liar"))["liar"]
     assert isinstance(refused, Refusal)
     assert refused.code is Code.CONFLICTING_SUBMIT
     assert not refused.fatal
     told = answers(session.tick(1.0))
     assert told.keys() == {"a", "reconnected"}
-    refused = answers(session.submit(2.0, 0, 0, submission(2), "liar"))["liar"]
+    refused = answers(session.submit(2.0, 0, submission(2), "liar"))["liar"]
     assert isinstance(refused, Refusal)
-    late = answers(session.submit(2.0, 1, 0, submission(2), "late"))["late"]
+    late = answers(session.submit(2.0, 0, submission(2, rank=1), "late"))["late"]
     assert isinstance(late, Decision)
-    refused = answers(session.submit(2.0, 1, 0, submission(3), "late"))["late"]
+    refused = answers(session.submit(2.0, 0, submission(3, rank=1), "late"))["late"]
     assert isinstance(refused, Refusal)
 
 
 def test_a_stream_that_ends_is_not_told_but_what_it_said_counts() -> None:
     session = make_session(world_size=2)
-    session.submit(0.0, 0, 0, submission(1), "gone")
+    session.submit(0.0, 0, submission(1), "gone")
     session.leave("gone")
-    start = only_partition(session.submit(0.1, 1, 0, submission(1), "b"))
+    start = only_partition(session.submit(0.1, 0, submission(1, rank=1), "b"))
     assert answers(session.partitioned(0.2, 0, make_plan(start.inputs))).keys() == {"b"}
 
 
 def test_decisions_are_remembered_up_to_the_limit_and_never_made_twice() -> None:
     session = make_session(world_size=1, remembered_rounds=4)
     for number in range(10):
-        start = only_partition(session.submit(number, 0, number, submission(1), number))
+        start = only_partition(session.submit(number, number, submission(1), number))
         session.partitioned(number, number, make_plan(start.inputs))
     assert sorted(session.decided) == [6, 7, 8, 9]
-    refused = answers(session.submit(11.0, 0, 5, submission(1), "old"))["old"]
+    refused = answers(session.submit(11.0, 5, submission(1), "old"))["old"]
     assert isinstance(refused, Refusal)
     assert refused.code is Code.ROUND_OUT_OF_RANGE
     assert refused.field == "round"
@@ -109,7 +109,7 @@ def test_plans_are_forgotten_earlier_when_they_take_too_much_memory() -> None:
     session = Session(0.0, ID, terms(1), Limits(), memory=Account(memory, ("team", "job")))
     session.join(0.0, 0, "", terms(1))
     for number in range(20):
-        start = only_partition(session.submit(number, 0, number, submission(1), number))
+        start = only_partition(session.submit(number, number, submission(1), number))
         session.partitioned(number, number, make_plan(start.inputs))
         del start
     assert 1 <= len(session.decided) < 10
@@ -122,13 +122,13 @@ def test_plans_are_forgotten_earlier_when_they_take_too_much_memory() -> None:
 def test_a_rank_may_run_ahead_only_so_far() -> None:
     session = make_session(max_rounds_ahead=2)
     for number in (0, 1):
-        assert answers(session.submit(0.0, 0, number, submission(1), "a")) == {}
-    refused = answers(session.submit(0.0, 0, 2, submission(1), "a"))["a"]
+        assert answers(session.submit(0.0, number, submission(1), "a")) == {}
+    refused = answers(session.submit(0.0, 2, submission(1), "a"))["a"]
     assert isinstance(refused, Refusal)
     assert refused.code is Code.ROUND_OUT_OF_RANGE
     assert "max_rounds_ahead" in refused.value
-    assert answers(session.submit(0.0, 1, 2, submission(1), "b")) == {}, "the others are not held up"
-    assert answers(session.submit(0.0, 0, 1, submission(1), "a2")) == {}, "a repeat is no further round"
+    assert answers(session.submit(0.0, 2, submission(1, rank=1), "b")) == {}, "the others are not held up"
+    assert answers(session.submit(0.0, 1, submission(1), "a2")) == {}, "a repeat is no further round"
 
 
 def test_open_submissions_take_bounded_memory() -> None:
@@ -136,23 +136,21 @@ def test_open_submissions_take_bounded_memory() -> None:
     session = Session(0.0, ID, terms(3), Limits(), memory=Account(memory, ("team", "job")))
     for rank in range(3):
         session.join(0.0, rank, "", terms(3))
-    assert answers(session.submit(0.0, 0, 0, submission(1, 2), "a")) == {}
-    refused = answers(session.submit(0.0, 0, 1, submission(1, 2), "a"))["a"]
+    assert answers(session.submit(0.0, 0, submission(1, 2), "a")) == {}
+    refused = answers(session.submit(0.0, 1, submission(1, 2), "a"))["a"]
     assert isinstance(refused, Refusal)
     assert refused.code is Code.LIMIT_EXCEEDED
     assert refused.field == "max_memory"
     session.drain(1.0)
-    assert answers(session.submit(2.0, 0, 1, submission(1, 2), "a"))["a"].reason is Reason.DRAINING, (
-        "there is room again"
-    )
+    assert answers(session.submit(2.0, 1, submission(1, 2), "a"))["a"].reason is Reason.DRAINING, "there is room again"
 
 
 def test_a_wild_round_number_is_refused_once_the_session_has_decided_one() -> None:
     session = make_session(world_size=1, max_round_jump=100)
-    assert only_partition(session.submit(0.0, 0, 5000, submission(1), "a")), "any number may be the first"
+    assert only_partition(session.submit(0.0, 5000, submission(1), "a")), "any number may be the first"
     session.partitioned(0.0, 5000, PlanFailure(reason=Reason.OVERLOADED, detail=""))
-    assert only_partition(session.submit(0.0, 0, 5100, submission(1), "a"))
-    refused = answers(session.submit(0.0, 0, 5101, submission(1), "a"))["a"]
+    assert only_partition(session.submit(0.0, 5100, submission(1), "a"))
+    refused = answers(session.submit(0.0, 5101, submission(1), "a"))["a"]
     assert isinstance(refused, Refusal)
     assert refused.code is Code.ROUND_OUT_OF_RANGE
 
@@ -162,7 +160,7 @@ def test_a_wild_round_number_is_refused_once_the_session_has_decided_one() -> No
 )
 def test_a_partition_that_does_not_end_is_given_up(timeout: float, reason: Reason) -> None:
     session = make_session(world_size=1, partition_timeout=2.0)
-    start = only_partition(session.submit(0.0, 0, 0, submission(1, timeout=timeout), "a"))
+    start = only_partition(session.submit(0.0, 0, submission(1, timeout=timeout), "a"))
     assert start.deadline == timeout
     (wake,) = session.started(0.5, 0)
     assert wake == Wake(min(2.5, timeout))
@@ -171,12 +169,12 @@ def test_a_partition_that_does_not_end_is_given_up(timeout: float, reason: Reaso
     assert decision.reason is reason
     assert decision.missing_ranks == ()
     assert session.partitioned(5.0, 0, make_plan(start.inputs)) == [], "the plan comes too late"
-    assert answers(session.submit(6.0, 0, 0, submission(1), "b"))["b"] is decision
+    assert answers(session.submit(6.0, 0, submission(1), "b"))["b"] is decision
 
 
 def test_a_round_that_waits_for_a_worker_is_not_taken_for_stuck() -> None:
     session = make_session(world_size=1, partition_timeout=2.0)
-    session.submit(0.0, 0, 0, submission(1, timeout=10.0), "a")
+    session.submit(0.0, 0, submission(1, timeout=10.0), "a")
     assert session.tick(9.9) == [], "its search has not begun: the partition's time does not count"
     decision = answers(session.tick(10.0))["a"]
     assert isinstance(decision, Decision)
@@ -186,18 +184,18 @@ def test_a_round_that_waits_for_a_worker_is_not_taken_for_stuck() -> None:
 
 def test_a_round_that_nobody_waits_for_is_planned_when_somebody_comes_back() -> None:
     session = make_session(world_size=1)
-    session.submit(0.0, 0, 0, submission(1), "a")
+    session.submit(0.0, 0, submission(1), "a")
     assert session.is_wanted(0)
     session.leave("a")
     assert not session.is_wanted(0)
     assert session.partitioned(0.1, 0, None) == []
-    start = only_partition(session.submit(0.2, 0, 0, submission(1), "b"))
+    start = only_partition(session.submit(0.2, 0, submission(1), "b"))
     assert answers(session.partitioned(0.3, 0, make_plan(start.inputs))).keys() == {"b"}
 
 
 def test_a_failed_partition_is_identity_with_its_reason() -> None:
     session = make_session(world_size=1)
-    session.submit(0.0, 0, 0, submission(1), "a")
+    session.submit(0.0, 0, submission(1), "a")
     failure = PlanFailure(reason=Reason.NOT_FOUND, detail="impossible, 3 short")
     decision = answers(session.partitioned(0.1, 0, failure))["a"]
     assert isinstance(decision, Decision)
@@ -211,12 +209,12 @@ def test_a_failed_partition_is_identity_with_its_reason() -> None:
 
 def test_draining_answers_who_waits_and_whoever_comes() -> None:
     session = make_session(world_size=2)
-    session.submit(0.0, 0, 0, submission(1), "a")
-    only_partition([*session.submit(0.0, 0, 1, submission(1), "a"), *session.submit(0.0, 1, 1, submission(1), "b")])
+    session.submit(0.0, 0, submission(1), "a")
+    only_partition([*session.submit(0.0, 1, submission(1), "a"), *session.submit(0.0, 1, submission(1, rank=1), "b")])
     effects = session.drain(1.0)
     drained = [effect for effect in effects if isinstance(effect, Answer)]
     assert [(answer.round, answer.asker) for answer in drained] == [(0, "a"), (1, "a"), (1, "b")]
-    effects = session.submit(2.0, 1, 2, submission(1), "late")
+    effects = session.submit(2.0, 2, submission(1, rank=1), "late")
     for effect in [*drained, *(e for e in effects if isinstance(e, Answer))]:
         assert isinstance(effect.result, Decision)
         assert effect.result.reason is Reason.DRAINING
@@ -249,9 +247,9 @@ def test_ranks_that_differ_are_told_both_values() -> None:
 
 def test_statistics_count_rounds_by_outcome() -> None:
     session = make_session(world_size=1)
-    start = only_partition(session.submit(0.0, 0, 0, submission(1), "a"))
+    start = only_partition(session.submit(0.0, 0, submission(1), "a"))
     session.partitioned(0.5, 0, make_plan(start.inputs))
-    session.submit(1.0, 0, 1, submission(1), "a")
+    session.submit(1.0, 1, submission(1), "a")
     session.drain(2.5)
     statistics = session.statistics
     assert statistics.balanced == 1
@@ -262,7 +260,7 @@ def test_statistics_count_rounds_by_outcome() -> None:
 
 def test_a_copy_is_independent() -> None:
     session = make_session(world_size=2)
-    session.submit(0.0, 0, 0, submission(1, timeout=1), "a")
+    session.submit(0.0, 0, submission(1, timeout=1), "a")
     copy = session.copy()
     copy.tick(2.0)
     assert sorted(copy.decided) == [0]
@@ -280,7 +278,7 @@ def test_fingerprints_tell_submissions_apart() -> None:
     different = [
         submission(2, 1),
         submission(1, 2, dtype=np.float64),
-        submission(1, 2, exhausted=True),
+        submission(1, 2, exhausted=b"\1"),
         submission(1, 2, sizes=np.array([1, 1])),
         submission(1, 2, memory=np.array([1.0, 1.0])),
         submission(1, 2, lengths=np.array([[1], [2]], np.uint32)),
@@ -289,14 +287,54 @@ def test_fingerprints_tell_submissions_apart() -> None:
     assert len({base, *different}) == 1 + len(different)
 
 
+def test_a_node_comes_together_and_its_late_rank_alone() -> None:
+    session = make_session(world_size=4)
+    assert answers(session.submit(0.0, 0, node(0, 3), "node")) == {}
+    assert answers(session.submit(0.1, 0, submission(1, rank=1), "alone")) == {}
+    start = only_partition(session.submit(0.2, 0, node(2), "node"))
+    assert sum(part.num_ranks for part in start.inputs.parts) == 4
+    plan = make_plan(start.inputs)
+    told = [effect for effect in session.partitioned(0.3, 0, plan) if isinstance(effect, Answer)]
+    assert [(one.asker, one.ranks) for one in told] == [("node", (0, 3, 2)), ("alone", (1,))]
+
+
+def test_ranks_may_say_again_with_others_what_they_said() -> None:
+    session = make_session(world_size=4)
+    session.submit(0.0, 0, node(0, 1, 2, timeout=1), "before")
+    again = node(1, 2, 3, costs=(1,))
+    assert only_partition(session.submit(0.1, 0, again, "after"))
+    told = [effect for effect in session.tick(5.0) if isinstance(effect, Answer)]
+    assert [(one.asker, one.ranks) for one in told] == [("before", (0, 1, 2)), ("after", (1, 2, 3))]
+    liar = [*session.submit(6.0, 0, node(0, 1, costs=(2,)), "liar"), *session.submit(6.0, 0, node(0, 3), "again")]
+    told = [effect for effect in liar if isinstance(effect, Answer)]
+    assert [one.ranks for one in told] == [(0,), (1,), (0, 3)]
+    assert [isinstance(one.result, Refusal) for one in told] == [True, True, False]
+
+
+def test_of_a_node_only_who_contradicts_itself_or_is_too_far_ahead_is_refused() -> None:
+    session = make_session(world_size=4, max_rounds_ahead=2)
+    session.submit(0.0, 0, node(0, 1), "a")
+    told = [one for one in session.submit(0.0, 0, node(1, 2, costs=(2,)), "b") if isinstance(one, Answer)]
+    assert [(one.ranks, one.result.code) for one in told if isinstance(one.result, Refusal)] == [
+        ((1,), Code.CONFLICTING_SUBMIT)
+    ]
+    assert session.open_rounds[0].submissions.keys() == {0, 1, 2}
+    session.submit(0.0, 1, node(0), "a")
+    told = [one for one in session.submit(0.0, 2, node(0, 1, 3), "a") if isinstance(one, Answer)]
+    assert [(one.ranks, one.result.code) for one in told if isinstance(one.result, Refusal)] == [
+        ((0,), Code.ROUND_OUT_OF_RANGE)
+    ]
+    assert session.open_rounds[2].submissions.keys() == {1, 3}
+
+
 def test_a_round_decided_after_later_ones_were_forgotten_does_not_bring_them_back() -> None:
     session = make_session(world_size=2, remembered_rounds=2)
-    session.submit(0.0, 0, 0, submission(1, timeout=9), "slow")
+    session.submit(0.0, 0, submission(1, timeout=9), "slow")
     for number in (5, 6, 7):
-        session.submit(0.0, 0, number, submission(1, timeout=1), "a")
+        session.submit(0.0, number, submission(1, timeout=1), "a")
     session.tick(1.0)
     assert session.floor == 5
     assert answers(session.tick(9.0)).keys() == {"slow"}
     assert session.floor == 5
-    refused = answers(session.submit(9.0, 1, 5, submission(1), "late"))["late"]
+    refused = answers(session.submit(9.0, 5, submission(1, rank=1), "late"))["late"]
     assert isinstance(refused, Refusal)

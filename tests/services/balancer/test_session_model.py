@@ -56,9 +56,9 @@ class SessionModel(RuleBasedStateMachine):
     def submit(self, rank: int, number: int, costs: list[int], timeout: float) -> None:
         asker = self.next_asker
         self.next_asker += 1
-        said = submission(*costs, timeout=timeout)
+        said = submission(*costs, rank=rank, timeout=timeout)
         self.asked[(number, asker)] = self.now + timeout
-        effects = self.session.submit(self.now, rank, number, said, asker)
+        effects = self.session.submit(self.now, number, said, asker)
         refusals = [e.result for e in effects if isinstance(e, Answer) and isinstance(e.result, Refusal)]
         conflict = any(refusal.code is Code.CONFLICTING_SUBMIT for refusal in refusals)
         earlier = self.first_said.get((number, rank))
@@ -78,7 +78,7 @@ class SessionModel(RuleBasedStateMachine):
         asker = self.next_asker
         self.next_asker += 1
         self.asked[(number, asker)] = self.now + said.timeout  # type: ignore[attr-defined]
-        effects = self.session.submit(self.now, rank, number, said, asker)  # type: ignore[arg-type]
+        effects = self.session.submit(self.now, number, said, asker)  # type: ignore[arg-type]
         for effect in effects:
             if isinstance(effect, Answer) and isinstance(effect.result, Refusal):
                 assert effect.result.code is Code.ROUND_OUT_OF_RANGE

@@ -19,15 +19,18 @@ from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import balanced
 from services.balancer.effects import PlanInput
 from services.balancer.encoding import answer_bytes
+from services.balancer.joins import read_join
 from services.balancer.limits import Limits
+from services.balancer.node_answers import node_bytes
 from services.balancer.refusals import RefusedError
 from services.balancer.submissions import Terms
-from services.balancer.validation import read_join, read_submission
+from services.balancer.validation import read_node, read_submission
 from services.balancer.workers.arena import Arena, MessageError, read_result, read_round, write_result, write_round
 from services.balancer.workers.worker import plan_or_failure
 from tests.evenkeel.partitioning.test_split_rounds import ROLES, Round, carried_out, giants, rounds
 from tests.services.balancer.samples import join_message
 from trainer_client.balancing.opening import SessionName
+from trainer_client.balancing.service.joining import join_submits, split_answer
 from trainer_client.balancing.service.messages import (
     MalformedAnswerError,
     ServiceDecision,
@@ -40,13 +43,17 @@ from trainer_client.balancing.votes import transfer_checksum
 SESSION = SessionName(job="job", group="", loader="train", run_id="run", restart_count=0, opening=1)
 
 
-def joined(done: Round) -> Terms:
-    """The session's terms, as the wire tells them."""
+def _join(done: Round) -> pb.Join:
     fields = [(f"field{number}", "int64", "jagged", ()) for number in range(ROLES.size)]
-    message = join_request(
+    return join_request(
         SESSION, world_size=len(done.ranks), rank=0, node="", options=done.options, schema_hash=b"",
         schema_fields=fields, roles=ROLES.tolist(), window=done.samples.num_batches,
     )  # fmt: skip
+
+
+def joined(done: Round) -> Terms:
+    """The session's terms, as the wire tells them."""
+    message = _join(done)
     return read_join(pb.Join.FromString(message.SerializeToString()), Limits(), ("minimal_move",), "minimal_move").terms
 
 
@@ -54,14 +61,24 @@ def served(done: Round) -> list[ServiceDecision] | None:
     """What ranks read of a round that went over the wire, through a worker's memory and back; None without a plan."""
     terms = joined(done)
     assert terms.options == done.options
-    submissions = []
+    submissions, messages = [], []
     for rank, own in enumerate(done.ranks):
         message = submit_request(0, rank, own, exhausted=False, timeout_ms=1000)
+        messages.append(message)
         submissions.append(read_submission(pb.Submit.FromString(message.SerializeToString()), terms, Limits()))
+    joined_ones, odd = join_submits(messages, _join(done))
+    assert not odd
+    read = [read_node(one, tuple(range(len(done.ranks))), terms, Limits()) for one in joined_ones]
+    said = {rank: number for one, refused in read if one is not None for rank, number in one.fingerprints.items()}
+    assert said == {rank: number for one in submissions for rank, number in one.fingerprints.items()}
     nodes = done.samples.nodes
     names = tuple("" if nodes is None else f"node {nodes[rank]}" for rank in range(len(done.ranks)))
     inputs = PlanInput(
-        submissions=tuple(submissions), options=terms.options, nodes=names, window=terms.window, roles=terms.roles
+        parts=tuple(each.samples for each in submissions),
+        options=terms.options,
+        nodes=names,
+        window=terms.window,
+        roles=terms.roles,
     )
     memory = Arena.create("test")
     samples, options = read_round(memory, write_round(memory, inputs))
@@ -72,7 +89,10 @@ def served(done: Round) -> list[ServiceDecision] | None:
     back.close()
     if not isinstance(result, RoundPlan):
         return None
-    answers = [pb.Answer.FromString(answer_bytes(7, 0, rank, balanced(result))) for rank in range(len(done.ranks))]
+    ranks = tuple(range(len(done.ranks)))
+    answers = [pb.Answer.FromString(answer_bytes(7, 0, rank, balanced(result))) for rank in ranks]
+    together = pb.AnswerGroup.FromString(node_bytes(7, 0, ranks, balanced(result))).nodes[0]
+    assert split_answer(together) == answers
     return [
         read_decision(
             answer.decision, rank=rank, world_size=len(done.ranks), lengths=done.ranks[rank].lengths,
@@ -136,7 +156,7 @@ def test_an_older_service_or_client_has_whole_samples() -> None:
         message = submit_request(0, rank, own, exhausted=False, timeout_ms=1000)
         message.ClearField("divisible")
         submissions.append(read_submission(message, terms, Limits()))
-    inputs = PlanInput(submissions=tuple(submissions), options=terms.options, nodes=("",) * 4)
+    inputs = PlanInput(parts=tuple(each.samples for each in submissions), options=terms.options, nodes=("",) * 4)
     plan = make_plan(inputs)
     assert isinstance(plan, RoundPlan)
     told = pb.Answer.FromString(answer_bytes(7, 0, 0, balanced(plan))).decision

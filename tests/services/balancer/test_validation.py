@@ -1,13 +1,17 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import Outcome, Reason
+from services.balancer.joins import read_join
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal, RefusedError
 from services.balancer.submissions import Joining, Submission
-from services.balancer.validation import read_join, read_submission
+from services.balancer.validation import read_node, read_submission
 from tests.services.balancer.samples import join_message, options, submit_message, terms
+from trainer_client.balancing.service.joining import join_submits
 
 STRATEGIES = ("minimal_move", "karmarkar_karp", "lpt")
 
@@ -165,3 +169,100 @@ def test_enumerations_are_those_of_the_wire() -> None:
     assert {reason.name: reason.value for reason in Reason if reason} == reasons
     outcomes = {name.removeprefix("OUTCOME_"): number for name, number in pb.Decision.Outcome.items() if number}
     assert {outcome.name: outcome.value for outcome in Outcome} == outcomes
+
+
+def whole(rank: int, costs: list[float], **changes: Any) -> pb.Submit:
+    return submit_message(7, costs, rank=rank, sizes=i64(*range(len(costs))), **changes)
+
+
+def joined(*messages: pb.Submit, ranks: tuple[int, ...]) -> pb.SubmitNode:
+    """What a leader sends of them."""
+    (node,), odd = join_submits(messages, join_message(ranks[0], world_size=8, ranks=list(ranks)))
+    assert not odd
+    return pb.SubmitNode.FromString(node.SerializeToString())
+
+
+def read_of_node(node: pb.SubmitNode, *ranks: int, **limits: int) -> tuple[Submission | None, dict[int, Refusal]]:
+    found, refused = read_node(node, ranks, terms(8), Limits(**limits))  # type: ignore[arg-type]
+    return found, {rank: refusal for of_ranks, refusal in refused for rank in of_ranks}
+
+
+@pytest.mark.parametrize("largest", [200, 60_000, 4_000_000_000, 2**40])
+def test_a_nodes_ranks_say_together_what_each_says_alone(largest: int) -> None:
+    messages = [whole(2, [1, largest]), whole(5, []), whole(3, [7] * 40, exhausted=True, traceparent="00-x")]
+    node = joined(*(one for one in messages if one.num_samples), ranks=(2, 3))
+    found, refused = read_of_node(node, 2, 3)
+    assert found is not None
+    assert not refused
+    alone = [read_submission(one, terms(8), Limits()) for one in messages]
+    assert found.fingerprints == {**alone[0].fingerprints, **alone[2].fingerprints}
+    assert found.samples.lengths.itemsize == 1, "lengths travel as narrow as they are"
+    assert found.traceparents == {3: "00-x"}
+    ((first, own),) = found.parts()
+    assert (first, own.costs.tolist(), own.counts_at_home.tolist()) == (2, [1, largest, *[7] * 40], [2, 40])
+    assert found.of([3]).fingerprints == alone[2].fingerprints
+    assert found.of([3]).parts()[0][1].sizes.tolist() == list(range(40))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "said"),
+    [
+        ({"costs": [1, -2, 3]}, "costs_int[1]", "-2 on rank 3"),
+        ({"costs": [3 * 2**57, 3 * 2**57]}, "costs_int", "in sum on rank 3"),
+        ({"costs": [1] * 20}, "num_samples", "20 on rank 3"),
+    ],
+)
+def test_a_rank_that_lies_is_named_and_the_rest_of_its_node_goes_on(
+    changes: dict[str, Any], field: str, said: str
+) -> None:
+    honest = [whole(rank, [1, 2]) for rank in (2, 4)]
+    node = joined(honest[0], whole(3, **changes), honest[1], ranks=(2, 3, 4))
+    found, refused = read_of_node(node, 2, 3, 4, max_samples_per_rank=10)
+    assert found is not None
+    assert found.ranks == (2, 4)
+    assert found.fingerprints == {
+        rank: number for one in honest for rank, number in read_submission(one, terms(8), Limits()).fingerprints.items()
+    }
+    assert refused.keys() == {3}
+    assert refused[3].field == field
+    assert said in refused[3].value
+    assert not refused[3].fatal
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"ranks": np.array([2, 9], "<u4").tobytes()}, "ranks"),
+        ({"ranks": np.array([2, 2], "<u4").tobytes()}, "ranks"),
+        ({"ranks": b"123"}, "ranks"),
+        ({"num_samples": b"\0" * 12}, "num_samples"),
+        ({"costs_int": b"1"}, "costs_int"),
+        ({"costs_f64": b"1"}, "costs_f64"),
+        ({"lengths": b"1"}, "lengths"),
+        ({"sizes": b"1"}, "sizes"),
+        ({"memory": b"1"}, "memory"),
+        ({"batch_sizes": b"1"}, "batch_sizes"),
+        ({"exhausted": b"1"}, "exhausted"),
+        ({"traceparents": ["a"]}, "traceparents"),
+        ({"divisible": b"1"}, "divisible"),
+    ],
+)
+def test_arrays_that_cannot_be_told_apart_are_refused_by_field(changes: dict[str, Any], field: str) -> None:
+    node = joined(whole(2, [1, 2]), whole(3, [3]), ranks=(2, 3))
+    for name, value in changes.items():
+        if isinstance(value, list):
+            node.traceparents.extend(value)
+        else:
+            setattr(node, name, value)
+    with pytest.raises(RefusedError) as error:
+        read_of_node(node, 2, 3)
+    assert refusal_of(error).field == field
+    assert not error.value.refusal.fatal
+
+
+def test_a_submission_that_contradicts_itself_is_sent_alone() -> None:
+    wrong = whole(3, [1, 2])
+    wrong.lengths = b"123"
+    nodes, odd = join_submits([whole(2, [1]), wrong], join_message(2, world_size=8, ranks=[2, 3]))
+    assert [np.frombuffer(node.ranks, "<u4").tolist() for node in nodes] == [[2]]
+    assert odd == [wrong]

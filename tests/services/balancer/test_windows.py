@@ -22,9 +22,11 @@ BATCHES = st.lists(st.integers(0, 1000), max_size=4)
 @given(st.integers(1, 3), st.integers(2, 4), st.data())
 def test_the_batches_of_a_plan_fit_together(num_ranks: int, window: int, data: st.DataObject) -> None:
     ranks = [data.draw(st.lists(BATCHES, max_size=window)) for _ in range(num_ranks)]
-    submissions = [_submission(batches) for batches in ranks]
+    submissions = [_submission(batches, window) for batches in ranks]
     plan = make_plan(
-        PlanInput(submissions=tuple(submissions), options=options(), nodes=("",) * num_ranks, window=window)
+        PlanInput(
+            parts=tuple(each.samples for each in submissions), options=options(), nodes=("",) * num_ranks, window=window
+        )
     )
     assert isinstance(plan, RoundPlan)
     assert plan.slices.steps is not None
@@ -82,6 +84,6 @@ async def test_the_same_samples_in_other_batches_are_another_submission(start_se
         assert answer.error.code == pb.ERROR_CODE_CONFLICTING_SUBMIT
 
 
-def _submission(batches: list[list[int]]) -> Submission:
+def _submission(batches: list[list[int]], window: int) -> Submission:
     costs = [cost for batch in batches for cost in batch]
-    return submission(*costs, batch_sizes=tuple(len(batch) for batch in batches))
+    return submission(*costs, window=window, batch_sizes=tuple(len(batch) for batch in batches))

@@ -112,11 +112,11 @@ def _inputs(window: int = 1, **changes: Any) -> PlanInput:
         costs = rng.integers(1, 1000, n) * (1.5 if changes.get("mixed") and rank == 2 else 1)
         dtype = np.float64 if changes.get("mixed") and rank == 2 else np.int64
         lengths = rng.integers(0, 50, (n, 2)).astype(np.uint32)
-        submissions.append(submission(*costs, dtype=dtype, lengths=lengths, **more))
+        submissions.append(submission(*costs, window=window, dtype=dtype, lengths=lengths, **more))
     caps = {"memory_caps": changes["memory_caps"]} if "memory_caps" in changes else {}
     nodes = changes.get("nodes", ("",) * 4)
     chosen = options(counts="free", speeds=changes.get("speeds", ()), **caps)
-    return PlanInput(submissions=tuple(submissions), options=chosen, nodes=nodes, window=window)
+    return PlanInput(parts=tuple(each.samples for each in submissions), options=chosen, nodes=nodes, window=window)
 
 
 def _arrays(value: object) -> list[NDArray[Any]]:

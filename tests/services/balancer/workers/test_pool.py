@@ -61,7 +61,9 @@ class Pool:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         submissions = (submission(*(costs or [5, 3, 2])), submission(1, 1))
-        inputs = PlanInput(submissions=submissions, options=RoundOptions(strategy=strategy), nodes=("", ""))
+        inputs = PlanInput(
+            parts=tuple(each.samples for each in submissions), options=RoundOptions(strategy=strategy), nodes=("", "")
+        )
         task = Task(
             session=SessionKey(job, "", ""), inputs=inputs, deadline=loop.time() + seconds,
             started=lambda: None, done=future.set_result,

@@ -15,7 +15,7 @@ RANKS = st.lists(st.lists(st.integers(0, 50), max_size=6), min_size=1, max_size=
 
 def inputs(submissions: list[Submission], **changes: object) -> PlanInput:
     nodes = changes.pop("nodes", ("",) * len(submissions))
-    return PlanInput(submissions=tuple(submissions), options=options(**changes), nodes=nodes)  # type: ignore[arg-type]
+    return PlanInput(parts=tuple(each.samples for each in submissions), options=options(**changes), nodes=nodes)  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,126 @@
+"""What several ranks are told of a round: pieces of arrays that are laid out once for all ranks of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.partitioning.rounds import RoundPlan
+from evenkeel.protocol import balancer_pb2 as pb
+from services.balancer.decisions import Decision, Outcome
+from services.balancer.encoding import as_bytes, balance_message, identity_bytes, tag_of, varint
+from services.balancer.submissions import runs_of
+
+
+class _Column(NamedTuple):
+    """An array of which each rank is told a part, one rank after another."""
+
+    tag: bytes
+    data: memoryview
+    width: int  # bytes of an element
+    begins: Sequence[int]  # element with which each rank's part begins, and the end
+
+
+class _Told(NamedTuple):
+    """All that ranks are told of a plan."""
+
+    head: bytes  # of the decision
+    arrays: list[_Column]  # of the decision
+    beside: list[_Column]
+    num_fields: bytes
+
+
+def node_bytes(instance: int, round_number: int, ranks: tuple[int, ...], decision: Decision) -> bytes:
+    """A `pb.AnswerNode` as a part of a group, serialised.
+
+    Args:
+        instance: The balancer's.
+        round_number: The round.
+        ranks: Whose answer it is.
+        decision: The round's.
+    """
+    named = np.array(ranks, "<u4").tobytes()
+    parts: list[bytes | memoryview] = [_ROUND, varint(round_number), _RANKS, varint(len(named)), named]
+    if decision.plan is None:
+        content = identity_bytes(instance, decision)
+        parts += (_DECISION, varint(len(content)), content)
+    else:
+        told = _told(instance, decision.plan)
+        runs = [(ranks[begin], ranks[end - 1] + 1) for begin, end in runs_of(ranks)]
+        own = _cut(told.arrays, runs)
+        parts += (_DECISION, varint(len(told.head) + sum(map(len, own))), told.head, *own)
+        parts += _cut(told.beside, runs)
+        parts.append(told.num_fields)
+    return b"".join((_NODE, varint(sum(map(len, parts))), *parts))
+
+
+def _cut(columns: list[_Column], runs: list[tuple[int, int]]) -> list[bytes | memoryview]:
+    """The fields with the parts of ranks: of those from begin to before end, for each such pair."""
+    parts: list[bytes | memoryview] = []
+    for tag, data, width, begins in columns:
+        pieces = [data[width * begins[begin] : width * begins[end]] for begin, end in runs]
+        size = sum(map(len, pieces))
+        if size:
+            parts += (tag, varint(size), *pieces)
+    return parts
+
+
+@lru_cache(maxsize=4)
+def _told(instance: int, plan: RoundPlan) -> _Told:
+    slices, parts, windowed = plan.slices, plan.parts, plan.slices.steps is not None
+    decision = pb.Decision(
+        instance=instance,
+        outcome=int(Outcome.BALANCED),  # type: ignore[arg-type]
+        digest=plan.digest,
+        detail=plan.detail,
+        pieces=b"" if parts is None else bytes(as_bytes(parts.pieces, "<i8")),
+        balance=balance_message(plan.figures, plan.seconds),
+        batch_balances=[balance_message(figures, plan.seconds) for figures in plan.batches] if windowed else (),
+    )
+    num_ranks, batches, totals = len(slices), slices.num_batches, slices.source_totals
+    ranks, homes = range(num_ranks + 1), slices.home_begin.tolist()
+    sources = slices.source_begin[::batches].tolist()
+    arrays = [
+        _narrow("destinations", slices.destinations, homes),
+        _narrow("sources", slices.sources, sources),
+        _narrow("source_counts", slices.source_counts, sources),
+        _narrow("source_totals", totals, sources),
+    ]
+    shown = [plan.worst, *(range(batches) if windowed else ())]
+    loads = np.stack((plan.loads_before[shown].T, plan.loads_after[shown].T), axis=2)
+    beside = [
+        _column(pb.AnswerNode, "num_parts", np.diff(slices.home_begin), "<u4", ranks),
+        _column(pb.AnswerNode, "num_sources", np.diff(slices.source_begin).reshape(num_ranks, batches), "<u4", ranks),
+        _column(pb.AnswerNode, "loads", loads.reshape(num_ranks, -1), "<f8", ranks),
+    ]
+    if slices.steps is not None:
+        arrays.append(_narrow("destination_steps", slices.steps, homes))
+    if parts is not None:
+        further = parts.begins > 0
+        cuts = np.concatenate(([0], np.cumsum(further)))[slices.home_begin]
+        rows = np.stack([parts.samples[further], parts.begins[further]], axis=1)
+        arrays.append(_column(pb.Decision, "cuts", rows, "<i8", cuts.tolist()))
+        beside.append(_column(pb.AnswerNode, "num_cuts", np.diff(cuts), "<u4", ranks))
+    return _Told(decision.SerializeToString(), arrays, beside, _NUM_FIELDS + varint(totals.shape[1]))
+
+
+def _narrow(field: str, array: NDArray[Any], begins: Sequence[int]) -> _Column:
+    """A field of the decision in the narrowest type that holds it."""
+    most = int(array.max(initial=0))
+    width = next(width for width in (1, 2, 4, 8) if most < 1 << 8 * width - (width == 8))
+    return _column(pb.Decision, field, array, "<i8" if width == 8 else f"<u{width}", begins)
+
+
+def _column(message: type, field: str, array: NDArray[Any], dtype: str, begins: Sequence[int]) -> _Column:
+    width = int(dtype[-1]) * int(np.prod(array.shape[1:]))
+    return _Column(tag_of(message, field), as_bytes(array, dtype), width, begins)
+
+
+_NODE = tag_of(pb.AnswerGroup, "nodes")
+_ROUND, _RANKS, _DECISION, _NUM_FIELDS = (
+    tag_of(pb.AnswerNode, field) for field in ("round", "ranks", "decision", "num_fields")
+)
