@@ -238,6 +238,7 @@ class Guard:
         self._access = access
         self._authorization = authorization
         self._context = context
+        self.write, self._read, self._done = context.write, context.read, context.done  # what each message needs
         self._peer: str = context.peer()
         self._bucket = access.bucket()
         self._withdraw: Callable[[Refusal], None] | None = None
@@ -252,14 +253,14 @@ class Guard:
     @property
     def is_over(self) -> bool:
         """Whether the call has ended: the client is gone, or has been told its status."""
-        return bool(self._context.done())
+        return bool(self._done())
 
     async def read(self) -> bytes | None:
         """The next message, when it may be read; None when the client has ended its requests."""
         delay = self._bucket.take(self._access.now())
         if delay > 0:
             await asyncio.sleep(delay)
-        message = await self._context.read()
+        message = await self._read()
         return None if message is grpc.aio.EOF else message
 
     def charge(self, messages: float) -> None:

@@ -1,10 +1,14 @@
-"""What a state machine wants done: the only way in which it reaches the world."""
+"""What a state machine wants done: the only way in which it reaches the world.
+
+There are dozens of these a round: they are tuples, which Python makes, compares and hashes without running code.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RoundSamples
@@ -16,8 +20,7 @@ Asker = Hashable
 """Where answers go: one stream, which may speak for several ranks, or one call. Equal tokens are the same place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Tell `asker` the outcome of its submissions to a round, for some of its ranks."""
 
     asker: Asker
@@ -26,16 +29,14 @@ class Answer:
     result: Decision | Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(NamedTuple):
     """End the stream of `asker` with an error."""
 
     asker: Asker
     refusal: Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(NamedTuple):
     """Call `tick` at this time or a little later."""
 
     at: float
@@ -65,8 +66,7 @@ class PlanInput:
         return sum(part.nbytes for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class StartPartition:
+class StartPartition(NamedTuple):
     """Compute the plan of a complete round before its deadline: call `started`, then `partitioned`."""
 
     session: SessionId
@@ -92,8 +92,7 @@ class Timeline:
     arrivals: dict[int, tuple[float, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(NamedTuple):
     """A round was decided; for logs and metrics.
 
     Attributes:
@@ -113,8 +112,7 @@ class Decided:
     caller: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionId:
+class SessionId(NamedTuple):
     """One incarnation of a session: it starts at round 0.
 
     Attributes:

@@ -97,6 +97,7 @@ class Hub:
         self._observer = observer
         self._tasks: dict[tuple[SessionId, int], Task] = {}
         self._traced = traced
+        self._log = log.bind()  # once: where nobody reads about single rounds, what is logged of each costs nothing
         self._loop = asyncio.get_running_loop()
         self._wakes: dict[SessionId, asyncio.TimerHandle] = {}
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_SECONDS, self._keep_house)
@@ -217,7 +218,7 @@ class Hub:
         task = self._tasks.pop((event.session, event.round), None)
         if task is not None:
             self._pool.cancel(task)
-        log.debug(
+        self._log.debug(
             "round decided",
             job=event.session.key.job,
             session=str(event.session.key),

@@ -1,7 +1,8 @@
 """Who may use the event loop next: what has to be done for callers is done in short pieces, in turn.
 
-While there is time, everybody goes on at once. Where there is more to do than there is time for, the caller that has
-used the loop least of late comes first, and under one caller its jobs take turns. Who takes much of the loop while
+While there is time, everybody goes on at once. Where there is more to do than there is time for, the one comes first
+whose caller and whose job have used the loop least of late: neither a caller of many jobs gets more of it than others,
+nor a job of a thousand ranks, from hundreds of addresses, more than one of eight. Who takes much of the loop while
 others use it too gets it in shorter slices, between which the others' steps fit.
 """
 
@@ -12,12 +13,13 @@ import contextlib
 import heapq
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from services.balancer.shares import Holder
 
-_Waiting = OrderedDict[str, deque["asyncio.Future[None]"]]
+_Claim = tuple[float, float]
+"""The more that caller or job has used, then what the job has: whose is least comes first."""
 
 
 class LoopTurns:
@@ -39,15 +41,21 @@ class LoopTurns:
 
         Args:
             slice_seconds: Time that pieces may take together before the loop looks at everything else.
-            memory_seconds: How long what a caller used counts: after it, a third of it.
+            memory_seconds: How long what was used counts: after it, a third of it.
             clock: Seconds.
         """
         self.waiting = 0
         self.longest = 0.0
         self._loop = asyncio.get_running_loop()
         self._slice, self._memory, self._clock = slice_seconds, memory_seconds, clock
-        self._callers: dict[str, _Waiting] = {}
-        self._used: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._lanes: dict[Holder, deque[asyncio.Future[None]]] = {}
+        self._least = _NOBODY  # claim of those that wait
+        # What was used, by caller and by job, counts less and less. What is added is made larger instead, by the time
+        # since `_epoch`: so claims can be compared as they are.
+        self._callers: dict[str, float] = {}
+        self._jobs: dict[str, float] = {}
+        self._total = 0.0
+        self._epoch = clock()
         self._left = slice_seconds
         self._piece = slice_seconds / 4  # of who has the turn
         self._mean = 1e-4  # of a piece
@@ -60,19 +68,22 @@ class LoopTurns:
     async def begin(self, holder: Holder) -> float:
         """Waits for a turn; returns when it began, for `end`."""
         woken = False
-        while self._left <= 0 or (not woken and self._callers and not self._is_first(holder[0])):
+        while self._left <= 0 or (not woken and self._lanes and self._claim(holder) >= self._least):
             woken = True
             future: asyncio.Future[None] = self._loop.create_future()
-            jobs = self._callers.setdefault(holder[0], OrderedDict())
-            jobs.setdefault(holder[1], deque()).append(future)
+            lane = self._lanes.get(holder)
+            if lane is None:
+                lane = self._lanes[holder] = deque()
+                self._least = min(self._least, self._claim(holder))
+            lane.append(future)
             self.waiting += 1
             self._renew()
             await future
-        self._renew()
+        if not self._renewing:
+            self._renew()
         now = self._clock()
-        # Others come back for each step of theirs, and find a greedy caller's piece in their way.
-        greedy = self._used_by(holder[0], now) > _GREEDY * self._memory and self._are_others(holder[0], now)
-        self._piece = self._slice / (16 if greedy else 4)
+        # Others come back for each step of theirs, and find a greedy one's piece in their way.
+        self._piece = self._slice / (16 if self._is_greedy(self._claim(holder)[0], now) else 4)
         return now
 
     @contextlib.asynccontextmanager
@@ -93,21 +104,46 @@ class LoopTurns:
         self._left -= took
         self._mean += (took - self._mean) / 64
         self.longest = max(self.longest, took)
-        self._used[holder[0]] = (self._used_by(holder[0], now) + took, now)
-        self._used.move_to_end(holder[0])
-        if len(self._used) > _MOST_CALLERS:
-            self._used.popitem(last=False)
+        used = (took + _LEAST_SECONDS) * self._weight(now)
+        self._total += used
+        caller, job = holder
+        self._callers[caller] = self._callers.get(caller, 0.0) + used
+        if job:
+            self._jobs[job] = self._jobs.get(job, 0.0) + used
+        if len(self._callers) > _MOST or len(self._jobs) > _MOST:
+            self._forget()
 
     # ------------------------------------------------------------------ inside
 
-    def _used_by(self, caller: str, now: float) -> float:
-        used, at = self._used.get(caller, (0.0, now))
-        return used * math.exp((at - now) / self._memory)
+    def _claim(self, holder: Holder) -> _Claim:
+        of_caller, of_job = self._callers.get(holder[0], 0.0), self._jobs.get(holder[1], 0.0)
+        return (of_caller if of_caller > of_job else of_job), of_job
 
-    def _is_first(self, caller: str) -> bool:
-        now = self._clock()
-        mine = self._used_by(caller, now)
-        return all(mine < self._used_by(other, now) for other in self._callers)
+    def _weight(self, now: float) -> float:
+        """By how much what is used now counts more than what was used at the epoch."""
+        age = (now - self._epoch) / self._memory
+        if age > _MOST_AGE:
+            shrink = math.exp(-age)
+            for used in (self._callers, self._jobs):
+                for name in used:
+                    used[name] *= shrink
+            self._total *= shrink
+            self._epoch = now
+            self._forget()
+            return 1.0
+        return math.exp(age)
+
+    def _forget(self) -> None:
+        """Keeps those who have used most."""
+        for used in (self._callers, self._jobs):
+            for name in sorted(used, key=used.__getitem__, reverse=True)[_MOST // 2 :]:
+                del used[name]
+        self._total = sum(self._callers.values())
+
+    def _is_greedy(self, used: float, now: float) -> bool:
+        """Whether who has used so much takes much of the loop, while others use it too."""
+        weight = self._weight(now)
+        return used > _GREEDY * self._memory * weight and self._total - used > _LEAST_SECONDS / 3 * weight
 
     def _renew(self) -> None:
         if not self._renewing:
@@ -118,46 +154,38 @@ class LoopTurns:
         """The loop has come round: wakes as many as the slice has time for."""
         self._renewing = False
         self._left = self._slice
-        if not self._callers:
+        if not self._lanes:
             return
         now = self._clock()
-        order = [(self._used_by(caller, now), caller) for caller in self._callers]
+        order = [(*self._claim(holder), place, holder) for place, holder in enumerate(self._lanes)]
         heapq.heapify(order)
-        least, first = order[0]
-        if least > _GREEDY * self._memory and self._are_others(first, now):
+        if self._is_greedy(order[0][0], now):
             self._left = self._slice / 16
+        step = self._mean * self._weight(now)
         for _ in range(max(1, int(self._left / max(self._mean, 1e-5)))):
             if not order:
                 break
-            used, caller = order[0]
-            self._wake_one(caller)
-            if caller in self._callers:
-                heapq.heapreplace(order, (used + self._mean, caller))
+            used, of_job, place, holder = order[0]
+            self._wake_one(holder)
+            if holder in self._lanes:
+                heapq.heapreplace(order, (used + step, of_job + step, place + len(order), holder))
             else:
                 heapq.heappop(order)
+        self._least = order[0][:2] if order else _NOBODY
         self._renew()
 
-    def _are_others(self, greedy: str, now: float) -> bool:
-        """Whether callers that do not wait now have used the loop of late, other than the one that is greedy."""
-        for caller, (_, at) in reversed(self._used.items()):
-            if now - at >= self._memory:
-                return False
-            if caller != greedy and caller not in self._callers:
-                return True
-        return False
-
-    def _wake_one(self, caller: str) -> None:
-        jobs = self._callers[caller]
-        job, futures = jobs.popitem(last=False)
-        future = futures.popleft()
+    def _wake_one(self, holder: Holder) -> None:
+        lane = self._lanes[holder]
+        future = lane.popleft()
         self.waiting -= 1
-        if futures:
-            jobs[job] = futures  # behind the caller's other jobs
-        if not jobs:
-            del self._callers[caller]
+        if not lane:
+            del self._lanes[holder]
         if not future.done():
             future.set_result(None)
 
 
-_MOST_CALLERS = 4096
+_MOST = 4096  # callers, and jobs, of which it is known what they have used
+_MOST_AGE = 20.0
 _GREEDY = 0.25  # of the loop's time
+_LEAST_SECONDS = 1e-6  # that a piece counts
+_NOBODY = (math.inf, math.inf)

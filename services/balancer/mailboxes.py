@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import repeat
 
 from evenkeel.protocol import balancer_pb2 as pb
@@ -127,8 +126,8 @@ class StreamMailbox:
         size = len(answers[0])
         while size > _GROUP_BYTES and len(first.ranks) > 1:  # it is more than one message may hold
             half = len(first.ranks) // 2
-            self._outgoing.appendleft(replace(first, ranks=first.ranks[half:]))
-            first = replace(first, ranks=first.ranks[:half])
+            self._outgoing.appendleft(first._replace(ranks=first.ranks[half:]))
+            first = first._replace(ranks=first.ranks[:half])
             answers = [self._encode(first)]
             size = len(answers[0])
         while self._outgoing and isinstance(self._outgoing[0], Answer) and size < _GROUP_BYTES and not is_over():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.balancer.decisions import Reason
+from services.balancer.decisions import Outcome, Reason
 from services.balancer.effects import Decided
 from services.balancer.shares import Shares
 from services.operations.http import OperationsServer, Site
@@ -36,7 +36,7 @@ class Metrics:
         add_process_metrics(self.registry, service="balancer", version=version)
         self.lag = EventLoopLag(self.registry, service="balancer")
         self._labels = Shares(max_jobs)
-        self._jobs: set[str] = set()
+        self._jobs: dict[str, _OfJob] = {}
         self._rounds = Counter(
             "evenkeel_balancer_rounds_total",
             "Decided rounds.",
@@ -139,23 +139,23 @@ class Metrics:
 
     def decided(self, event: Decided) -> None:
         """A round was decided."""
-        job = self._label(event.session.key.job, event.caller)
-        decision = event.decision
-        self._rounds.labels(job, decision.outcome.name.lower(), decision.reason.label).inc()
-        self._wait.labels(job).observe(event.waited)
-        self._late.labels(job).inc(len(decision.missing_ranks))
+        of_job, decision = self._of_job(event.session.key.job, event.caller), event.decision
+        of_job.rounds(decision.outcome, decision.reason).inc()
+        of_job.wait.observe(event.waited)
         if decision.plan is None:
+            of_job.late.inc(len(decision.missing_ranks))
             return
         figures = decision.plan.figures
         self._partition.observe(decision.plan.seconds)
-        self._excess.labels(job, "before").observe(figures.imbalance_before - 1)
-        self._excess.labels(job, "after").observe(figures.imbalance_after - 1)
+        of_job.before.observe(figures.imbalance_before - 1)
+        of_job.after.observe(figures.imbalance_after - 1)
         even = figures.imbalance_after * figures.mean_load
         if figures.mean_load and abs(even - figures.max_load_after) <= 1e-9 * even:  # ranks of equal speed
-            self._excess.labels(job, "bound").observe(max(0.0, figures.lower_bound / figures.mean_load - 1))
-        self._samples.labels(job).inc(figures.samples)
-        self._moved.labels(job).inc(figures.moved_samples)
-        self._split.labels(job).inc(figures.split_samples)
+            of_job.bound.observe(max(0.0, figures.lower_bound / figures.mean_load - 1))
+        of_job.samples.inc(figures.samples)
+        of_job.moved.inc(figures.moved_samples)
+        if figures.split_samples:
+            of_job.split.inc(figures.split_samples)
 
     def worker_lost(self, cause: str) -> None:
         """A worker has `died`, or was killed: `stuck`, `unwanted`."""
@@ -195,9 +195,35 @@ class Metrics:
             f"{prefix}_largest_caller{unit}", f"What the greediest caller holds: {what}.", lambda: shares.largest
         )
 
-    def _label(self, job: str, caller: str) -> str:
-        if job not in self._jobs:
+    def _of_job(self, job: str, caller: str) -> _OfJob:
+        of_job = self._jobs.get(job)
+        if of_job is None:
+            label = job
             if not self._labels.take((caller, "")):
-                return _OTHER
-            self._jobs.add(job)
-        return job
+                label, of_job = _OTHER, self._jobs.get(_OTHER)
+            if of_job is None:
+                of_job = self._jobs[label] = _OfJob(self, label)
+        return of_job
+
+
+class _OfJob:
+    """The metrics of one job, each looked up by its label once: a round counts in eight of them."""
+
+    def __init__(self, metrics: Metrics, job: str) -> None:
+        self._job, self._rounds = job, metrics._rounds
+        self._by_outcome: dict[tuple[Outcome, Reason], Counter] = {}
+        self.wait = metrics._wait.labels(job)
+        self.late = metrics._late.labels(job)
+        self.before, self.after, self.bound = (
+            metrics._excess.labels(job, when) for when in ("before", "after", "bound")
+        )
+        self.samples, self.moved = metrics._samples.labels(job), metrics._moved.labels(job)
+        self.split = metrics._split.labels(job)
+
+    def rounds(self, outcome: Outcome, reason: Reason) -> Counter:
+        """The count of rounds that ended so."""
+        counter = self._by_outcome.get((outcome, reason))
+        if counter is None:
+            counter = self._rounds.labels(self._job, outcome.name.lower(), reason.label)
+            self._by_outcome[outcome, reason] = counter
+        return counter

@@ -29,6 +29,7 @@ class Shares:
         self._callers: dict[str, int] = {}
         self._jobs: dict[Holder, int] = {}
         self._returned: deque[tuple[Holder, int]] = deque()
+        self._entrusted: set[weakref.ref[object]] = set()
 
     def take(self, holder: Holder, amount: int = 1) -> bool:
         """Takes `amount` for a job of a caller, if then neither holds more than was free for it."""
@@ -58,6 +59,15 @@ class Shares:
     def give_later(self, holder: Holder, amount: int) -> None:
         """The same from any thread, and from finalisers, which may run in the middle of anything."""
         self._returned.append((holder, amount))
+
+    def give_with(self, thing: object, holder: Holder, amount: int) -> None:
+        """Gives back what was taken when nothing holds the thing any more."""
+
+        def gone(reference: weakref.ref[object]) -> None:
+            self._entrusted.discard(reference)
+            self.give_later(holder, amount)
+
+        self._entrusted.add(weakref.ref(thing, gone))
 
     def held(self, caller: str) -> int:
         """What a caller holds."""
@@ -117,7 +127,7 @@ class Account:
         """Hands a part of it to a thing, which gives it back when nothing holds the thing any more."""
         self.held -= amount
         if self._shares is not None:
-            weakref.finalize(thing, self._shares.give_later, self._holder, amount).atexit = False
+            self._shares.give_with(thing, self._holder, amount)
 
     def close(self) -> None:
         """Gives all of it back."""

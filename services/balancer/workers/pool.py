@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,6 +27,7 @@ SHORT_SECONDS = 0.03
 
 _INLINE_BYTES = 2 << 20  # above which rounds and plans are copied off the loop
 _PATIENCE_SECONDS = 0.05  # and four times its estimate, after which a task no longer holds up others
+_AT_ONCE_SECONDS = 1e-3  # within which nothing has changed about a task
 _SHARE_OF_TIME = 0.9  # of what is left of a round's time may be planned with
 _MAX_TRUSTED = 4096
 
@@ -58,6 +60,7 @@ class WorkerPool:
         self._trusted: dict[Hashable, None] = {}  # jobs whose last partition ended well
         self._busy: dict[int, Busy] = {}
         self._closed = False
+        self._alarm: asyncio.TimerHandle | None = None  # for the first that is late or out of time
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="round-copier")
 
     @property
@@ -90,6 +93,7 @@ class WorkerPool:
         choice = self._choose(task, now)
         if isinstance(choice, PlanFailure):
             return choice
+        task.choice = choice
         task.is_short = choice.seconds <= SHORT_SECONDS
         dropped = self._queue_of(task).push(task.session.job, task, choice.seconds)
         if dropped is not None:
@@ -116,8 +120,9 @@ class WorkerPool:
         """Ends the workers; does not wait for them."""
         self._closed = True
         self._staff.close()
+        if self._alarm is not None:
+            self._alarm.cancel()
         for busy in self._busy.values():
-            self._stop_timers(busy)
             self._part(busy)
         self._copier.shutdown(wait=False)
 
@@ -140,7 +145,9 @@ class WorkerPool:
 
     def _begin(self, task: Task) -> None:
         now = self._now()
-        choice = self._choose(task, now) if task.is_wanted() else None
+        choice: Choice | PlanFailure | None = None
+        if task.is_wanted():
+            choice = task.choice if now - task.asked_at < _AT_ONCE_SECONDS else self._choose(task, now)
         if not isinstance(choice, Choice):
             self._queue_of(task).done(task.session.job)
             task.done(choice)
@@ -222,11 +229,8 @@ class WorkerPool:
             task.done(self._refuse(Reason.OVERLOADED, f"no memory for the round: {nbytes}"))
             return
         busy.since = self._now()
-        loop = asyncio.get_running_loop()
-        busy.timers = [
-            loop.call_later(self._options.budget, self._give_up, busy),
-            loop.call_later(_patience(busy), self._let_others_pass, busy),
-        ]
+        busy.due = busy.since + min(_patience(busy), self._options.budget)
+        self._wake(busy.due)
         with contextlib.suppress(OSError):  # it has just ended, of which the zygote will tell
             busy.worker.ask(nbytes, is_cheap=busy.choice.is_cheap)
         task.started()
@@ -234,7 +238,7 @@ class WorkerPool:
     def worker_answered(self, worker: Worker, nbytes: int) -> None:
         """The worker has written its plan."""
         busy = self._busy[worker.number]
-        self._stop_timers(busy)
+        busy.due = math.inf
         self._copy(busy, nbytes, lambda: read_result(worker.plans, nbytes), self._take)
 
     def _take(self, busy: Busy, result: RoundPlan | PlanFailure | BaseException) -> None:
@@ -261,6 +265,25 @@ class WorkerPool:
         self._tell(busy, result)
 
     # ------------------------------------------------------------------ tasks that end badly
+
+    def _wake(self, at: float) -> None:
+        """One timer for all tasks, for the first that is due: when it rings, the next is asked for."""
+        if self._alarm is None or at < self._alarm.when():
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = asyncio.get_running_loop().call_at(at, self._look)
+
+    def _look(self) -> None:
+        self._alarm = None
+        for busy in [each for each in self._busy.values() if each.due <= self._now()]:
+            if self._now() >= busy.since + self._options.budget:
+                self._give_up(busy)
+            else:
+                busy.due = busy.since + self._options.budget
+                self._let_others_pass(busy)
+        due = min((busy.due for busy in self._busy.values()), default=math.inf)
+        if due < math.inf:
+            self._wake(due)
 
     def _let_others_pass(self, busy: Busy) -> None:
         """It takes longer than expected: it goes on, but no longer in the way of others, if anybody wants its plan."""
@@ -338,7 +361,6 @@ class WorkerPool:
         self._dispatch()
 
     def _forget(self, busy: Busy) -> None:
-        self._stop_timers(busy)
         del self._busy[busy.worker.number]
         busy.task.busy = None
         self._queue_of(busy.task).done(busy.task.session.job)
@@ -348,11 +370,6 @@ class WorkerPool:
         busy.is_gone = True
         if not busy.is_copying:
             busy.worker.close()
-
-    def _stop_timers(self, busy: Busy) -> None:
-        for timer in busy.timers:
-            timer.cancel()
-        busy.timers.clear()
 
     def _tell(self, busy: Busy, result: RoundPlan | PlanFailure) -> None:
         if not busy.is_cancelled:

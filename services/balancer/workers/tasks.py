@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -69,6 +69,7 @@ class Task:
     is_wanted: Callable[[], bool] = lambda: True
     size: Size = field(init=False)
     asked_at: float = 0.0
+    choice: Choice | None = None
     is_short: bool = True
     busy: Busy | None = None
 
@@ -86,7 +87,7 @@ class Busy:
         choice: The search.
         available: Seconds that there were for it.
         since: When the search began.
-        timers: What is to happen if it goes on for long.
+        due: When it is to be looked at: it may be late then, or out of time; infinity while its search does not run.
         is_copying: Another thread reads or writes the worker's memory.
         is_overdue: Others need no longer wait for it.
         is_cancelled: Nobody waits for its task any more.
@@ -98,7 +99,7 @@ class Busy:
     choice: Choice
     available: float
     since: float
-    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    due: float = math.inf
     is_copying: bool = False
     is_overdue: bool = False
     is_cancelled: bool = False

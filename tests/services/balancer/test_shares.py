@@ -59,8 +59,28 @@ async def test_who_has_used_the_loop_least_comes_first() -> None:
 
     names = [("greedy", "a"), ("greedy", "a"), ("greedy", "a"), ("greedy", "b"), ("modest", "modest")]
     await asyncio.gather(*(work(caller, job, 2.0) for caller, job in names))  # each uses up its slice
-    assert order == ["a", "modest", "a", "b", "a"], "the least used caller first; the jobs of a caller take turns"
+    assert order == ["a", "modest", "b", "a", "a"], "the least used caller first, of a caller's jobs the least used"
     assert turns.waiting == 0
+
+
+async def test_a_job_of_many_callers_has_used_what_all_of_them_have() -> None:
+    clock = 0.0
+    turns = LoopTurns(slice_seconds=1.0, memory_seconds=10.0, clock=lambda: clock)
+    order: list[str] = []
+
+    async def work(caller: str, job: str, seconds: float) -> None:
+        nonlocal clock
+        began = await turns.begin((caller, job))
+        order.append(job)
+        clock += seconds
+        turns.end((caller, job), began)
+
+    await work("small node", "small", 2.0)  # more than any node of the large job
+    await asyncio.gather(*(work(f"node {number}", "large", 1.5) for number in range(4)), work("small node", "small", 2))
+    assert order == ["small", "large", "large", "small", "large", "large"]
+    clock += 1e4  # after which nobody remembers
+    await asyncio.gather(*(work("node 0", "large", 2.0) for _ in range(2)), work("small node", "small", 2.0))
+    assert order[6:] == ["large", "small", "large"]
 
 
 async def test_while_there_is_time_nobody_waits() -> None:
@@ -93,8 +113,8 @@ async def test_a_greedy_caller_gets_shorter_slices_while_others_come_and_go() ->
 
     async def modest() -> None:
         while working:
-            began = await turns.begin(("modest", "job"))
-            turns.end(("modest", "job"), began)
+            began = await turns.begin(("modest", "another job"))
+            turns.end(("modest", "another job"), began)
             await asyncio.sleep(0)
 
     looking = asyncio.create_task(look())
