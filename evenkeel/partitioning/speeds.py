@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evenkeel.partitioning.delays import Delay
 from evenkeel.partitioning.ranges import SPEEDS
 
 Numbers = NDArray[np.float64]
@@ -56,13 +57,21 @@ class LearnedSpeeds:
     Attributes:
         stragglers: The slow ranks, ascending; all others are as fast as the median one.
         fixed: What a step takes besides its load, in units of cost, as far as that is known; 0 without stragglers.
+        delays: The ranks whose batches come late, by rank and cause; no plan depends on it.
     """
 
     stragglers: tuple[Straggler, ...] = ()
     fixed: float = 0.0
+    delays: tuple[Delay, ...] = ()
 
     def __bool__(self) -> bool:
+        """Whether plans differ from those for equal ranks."""
         return bool(self.stragglers)
+
+    @property
+    def num_slow(self) -> int:
+        """Ranks that are slow in anything."""
+        return len({one.rank for one in self.stragglers} | {one.rank for one in self.delays})
 
     def to_plan(self, mean_load: float, num_ranks: int) -> Numbers:
         """(ranks,) speeds to plan a batch with: loads over them are to be equal, so that all ranks take as long.

@@ -204,12 +204,34 @@ class Submit(_message.Message):
     def __init__(self, round: _Optional[int] = ..., num_samples: _Optional[int] = ..., costs_i64: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., exhausted: bool = ..., timeout_ms: _Optional[int] = ..., measurement: _Optional[_Union[Measurement, _Mapping]] = ..., rank: _Optional[int] = ..., traceparent: _Optional[str] = ..., divisible: _Optional[bytes] = ..., learned: _Optional[_Union[LearnedSpeeds, _Mapping]] = ...) -> None: ...
 
 class LearnedSpeeds(_message.Message):
-    __slots__ = ("stragglers", "fixed")
+    __slots__ = ("stragglers", "fixed", "delays")
     STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
     FIXED_FIELD_NUMBER: _ClassVar[int]
+    DELAYS_FIELD_NUMBER: _ClassVar[int]
     stragglers: _containers.RepeatedCompositeFieldContainer[Straggler]
     fixed: float
-    def __init__(self, stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., fixed: _Optional[float] = ...) -> None: ...
+    delays: _containers.RepeatedCompositeFieldContainer[Delay]
+    def __init__(self, stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., fixed: _Optional[float] = ..., delays: _Optional[_Iterable[_Union[Delay, _Mapping]]] = ...) -> None: ...
+
+class Delay(_message.Message):
+    __slots__ = ("rank", "cause", "share", "since")
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CAUSE_UNSPECIFIED: _ClassVar[Delay.Cause]
+        CAUSE_LOADING: _ClassVar[Delay.Cause]
+        CAUSE_NETWORK: _ClassVar[Delay.Cause]
+    CAUSE_UNSPECIFIED: Delay.Cause
+    CAUSE_LOADING: Delay.Cause
+    CAUSE_NETWORK: Delay.Cause
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    cause: Delay.Cause
+    share: float
+    since: int
+    def __init__(self, rank: _Optional[int] = ..., cause: _Optional[_Union[Delay.Cause, str]] = ..., share: _Optional[float] = ..., since: _Optional[int] = ...) -> None: ...
 
 class Straggler(_message.Message):
     __slots__ = ("rank", "speed", "since")

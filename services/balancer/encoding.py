@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.rounds import FIGURES, Figures, RoundPlan
+from evenkeel.partitioning.speeds import ALL_EQUAL
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import Decision, Outcome
 from services.balancer.limits import Limits
@@ -94,7 +95,7 @@ def statistics_message(session: Session, now: float, joined_ranks: int) -> pb.Se
         message.last_balance.CopyFrom(balance_message(figures, seconds))
         message.last_loads_before = before.astype("<f8").tobytes()
         message.last_loads_after = after.astype("<f8").tobytes()
-    if statistics.last_learned:
+    if statistics.last_learned != ALL_EQUAL:
         message.last_learned.CopyFrom(pb.LearnedSpeeds(**asdict(statistics.last_learned)))
     return message
 

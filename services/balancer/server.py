@@ -177,8 +177,10 @@ class BalancerServer:
             "evenkeel_balancer_queued_partitions", "Plans that wait for a worker.", lambda: self._pool.queued
         )
         self.metrics.observe(
-            "evenkeel_balancer_slow_ranks", "Ranks known to compute more slowly than their job's median.", self._slow
-        )  # fmt: skip
+            "evenkeel_balancer_slow_ranks",
+            "Ranks known to compute more slowly than their job's median, or to get their batches later.",
+            self._slow,
+        )
         self.metrics.observe("evenkeel_balancer_streams", "Open streams.", lambda: len(self.servicer.streams))
         registry, servicer = self.hub.registry, self.servicer
         for what, unit, shares in (
@@ -221,7 +223,7 @@ class BalancerServer:
 
     def _slow(self) -> float:
         sessions = list(self.hub.registry.sessions.values())
-        return sum(len(session.statistics.last_learned.stragglers) for session in sessions)
+        return sum(session.statistics.last_learned.num_slow for session in sessions)
 
     def _build(self) -> grpc.aio.Server:
         settings = self._settings

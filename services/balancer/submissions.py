@@ -147,7 +147,8 @@ class Submission:
     @property
     def nbytes(self) -> int:
         """Memory of its arrays, and of all that goes with them."""
-        return SUBMISSION_BYTES * len(self.ranks) + self.samples.nbytes + 200 * len(self.learned.stragglers)
+        learned = len(self.learned.stragglers) + len(self.learned.delays)
+        return SUBMISSION_BYTES * len(self.ranks) + self.samples.nbytes + 200 * learned
 
     @property
     def fingerprints(self) -> dict[int, int]:

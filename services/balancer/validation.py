@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.delays import MOST as MOST_LATE
+from evenkeel.partitioning.delays import Cause, Delay
 from evenkeel.partitioning.divisible import MOST, WIDTH, check_table
 from evenkeel.partitioning.ranges import MAX_TOTAL, share_of_total
 from evenkeel.partitioning.samples import RoundSamples
@@ -26,6 +28,7 @@ _LENGTHS = (np.dtype("<u1"), np.dtype("<u2"), U4)
 _INTEGERS = (*_LENGTHS, I8)
 _NONE: dict[int, str] = {}
 _DOUBLE, _DOUBLE_BITS = struct.Struct("<d"), struct.Struct("<Q")
+_CAUSES = frozenset(map(int, Cause))
 
 
 class _Said(NamedTuple):
@@ -254,7 +257,22 @@ def _read_learned(message: pb.LearnedSpeeds, world_size: int) -> LearnedSpeeds:
         slow.append(Straggler(rank=one.rank, speed=one.speed, since=one.since))
     if not 0 <= message.fixed <= MAX_TOTAL:
         raise wrong("learned.fixed", message.fixed, f"use units of cost, 0 to {MAX_TOTAL:.3g}", fatal=False)
-    return LearnedSpeeds(stragglers=tuple(slow), fixed=message.fixed)
+    return LearnedSpeeds(stragglers=tuple(slow), fixed=message.fixed, delays=_read_delays(message.delays, world_size))
+
+
+def _read_delays(message: Sequence[pb.Delay], world_size: int) -> tuple[Delay, ...]:
+    before, late = (-1, 0), []
+    for at, one in enumerate(message):
+        if one.cause not in _CAUSES:
+            continue  # of a newer client
+        if not (before < (one.rank, one.cause) and one.rank < world_size):
+            remedy = f"name ranks below the world size, {world_size}, ascending, each cause once"
+            raise wrong(f"learned.delays[{at}].rank", one.rank, remedy, fatal=False)
+        if not 0 <= one.share <= MOST_LATE:
+            raise wrong(f"learned.delays[{at}].share", one.share, f"use 0 to {MOST_LATE:g}", fatal=False)
+        before = one.rank, one.cause
+        late.append(Delay(rank=one.rank, cause=Cause(one.cause), share=one.share, since=one.since))
+    return tuple(late)
 
 
 def _check_amounts(values: NDArray[Any], said: _Said, name: str, limit: float, refused: dict[int, Refusal]) -> None:

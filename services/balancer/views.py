@@ -217,11 +217,14 @@ def _ranks(session: Session, history: History, most: int | None) -> tuple[dict[s
     nodes, late, missed = dict(session.nodes), dict(history.late), dict(history.missed)
     balance = session.statistics.last_balance
     before, after = (None, None) if balance is None else (balance[2], balance[3])
-    slow = {one.rank: one for one in session.statistics.last_learned.stragglers}
+    learned = session.statistics.last_learned
+    slow = {one.rank: one for one in learned.stragglers}
+    waits = {one.rank: one for one in sorted(learned.delays, key=lambda one: one.share)}  # the longer of a rank's two
     shown: Iterable[int] = range(size)
     if most is not None and size > most:
         third = most // 3
         picked = dict.fromkeys(sorted(slow, key=lambda rank: slow[rank].speed)[:third])
+        picked |= dict.fromkeys([*waits][::-1][:third])
         picked |= dict.fromkeys(sorted(late, key=lambda rank: -late[rank])[:third])
         if after is not None:
             order = np.argsort(after, kind="stable").tolist()
@@ -241,6 +244,9 @@ def _ranks(session: Session, history: History, most: int | None) -> tuple[dict[s
         "missed": [missed.get(rank, 0) for rank in ranks],
         "speed": [_number(slow[rank].speed) if rank in slow else 1.0 for rank in ranks],
         "slow_since": [slow[rank].since if rank in slow else None for rank in ranks],
+        "delay": [waits[rank].cause.label if rank in waits else None for rank in ranks],
+        "delay_share": [_number(waits[rank].share) if rank in waits else None for rank in ranks],
+        "delay_since": [waits[rank].since if rank in waits else None for rank in ranks],
     }
     return columns, size - len(ranks)
 

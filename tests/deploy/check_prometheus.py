@@ -67,6 +67,16 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f"evenkeel_trainer_speed_ratio{{{RANK}}}": "0.8x60"},
         {f"evenkeel_trainer_speed_ratio{{{RANK}}}": "1x20 0.8x4 1x40"},
     ),
+    **{
+        alert: (
+            {f'evenkeel_trainer_late_ratio{{{RANK},cause="{cause}"}}': "0.3x60"},
+            {f'evenkeel_trainer_late_ratio{{{RANK},cause="{cause}"}}': "0x20 0.3x4 0x40",
+             f'evenkeel_trainer_late_ratio{{{RANK},cause="{other}"}}': "0.3x60"},
+        )
+        for alert, cause, other in (
+            ("EvenkeelRankLoadsSlowly", "loading", "network"), ("EvenkeelRankNetworkSlow", "network", "loading"),
+        )
+    },
     "EvenkeelBreakerOpen": (
         {f"evenkeel_trainer_breaker_open{{{RANK}}}": "1x60"},
         {f"evenkeel_trainer_breaker_open{{{RANK}}}": "0x20 1x3 0x40"},

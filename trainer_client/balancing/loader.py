@@ -124,7 +124,7 @@ class BalancedLoader(WrappedLoader, Generic[B]):
             raise RuntimeError("no batch has been yielded yet; report tells about the latest batch")
         return self._report
 
-    def took(self, seconds: float, load: float | None = None) -> None:
+    def took(self, seconds: float, load: float | None = None, *, late: float = 0.0, loading: float = 0.0) -> None:
         """Notes how long this rank's own computation of a batch took, without waiting for other ranks.
 
         Ranks that turn out slower than the others get less to do (`BalanceOptions.learn_speeds`). Not every batch needs
@@ -133,8 +133,12 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         Args:
             seconds: That it took; ignored if that is no positive number.
             load: Of the batch, its `report.own_load`; default: of the batch that was yielded last.
+            late: Seconds from the end of the step before until the device had the batch, without those in which the
+                host waited for other ranks (`counters.exposed_seconds`). A rank whose batches come later than the
+                others' is named, with the cause.
+            loading: Seconds in which the host waited meanwhile for the wrapped loader (`counters.loading_seconds`).
         """
-        self._stream.measured.add(self.report.own_load if load is None else load, seconds)
+        self._stream.measured.add(self.report.own_load if load is None else load, seconds, late, loading)
 
     @property
     def splits(self) -> tuple[SplitSample, ...]:
@@ -281,7 +285,9 @@ class BalancedLoader(WrappedLoader, Generic[B]):
                     held = left + len(collected) + len(submitted) * stream.options.window
                     if held >= stream.options.depth * stream.options.window:
                         break
+                    started = time.perf_counter()
                     batch: Any = next(source, _NO_MORE)
+                    stream.counters.loading_seconds += time.perf_counter() - started
                     has_data = batch is not _NO_MORE
                     stream.open(batch if has_data else None, self._spec, self._device)
                     collected.append(batch)  # also nothing: a rank that has ended submits when the others do

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import evenness
+from evenkeel.partitioning.delays import Delay
 from evenkeel.partitioning.rounds import Figures, RankPlan
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, Straggler, planned_speeds
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
@@ -95,6 +96,11 @@ class RoundReport:
         return tuple(sorted(self.learned.stragglers, key=lambda slow: slow.speed))
 
     @property
+    def delays(self) -> tuple[Delay, ...]:
+        """The ranks known to get their batches later than the others, and why, the latest first."""
+        return tuple(sorted(self.learned.delays, key=lambda late: -late.share))
+
+    @property
     def loss_scale(self) -> float:
         """World size over the samples of the global batch: the factor for a loss that is a sum over samples."""
         return len(self.home_loads) / self.samples if self.samples else 0.0
@@ -126,6 +132,7 @@ class Counters:
         dropped_samples: Samples that this rank loaded and nobody trained because of `drop_last`.
         exposed_seconds: Sum of the time that the training thread waited for an agreement.
         redistribution_seconds: Sum of the time that the training thread spent in starting and finishing moves.
+        loading_seconds: Sum of the time that the training thread waited for the wrapped loader.
     """
 
     rounds: Counter[tuple[Mode, Reason]] = field(default_factory=Counter)
@@ -134,6 +141,7 @@ class Counters:
     wait_seconds: float = 0.0
     exposed_seconds: float = 0.0
     redistribution_seconds: float = 0.0
+    loading_seconds: float = 0.0
 
 
 def report_round(

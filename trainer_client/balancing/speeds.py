@@ -5,12 +5,24 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
+from evenkeel.partitioning.delays import Cause, Delay, DelayEstimator
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, SpeedEstimator
 from trainer_client.balancing.votes import Vote
 
 logger = logging.getLogger(__name__)
+
+
+class Measure(NamedTuple):
+    """Batches of a rank in the mean: their load, and seconds as in a `Vote`."""
+
+    load: float = 0.0
+    seconds: float = 0.0
+    late: float = 0.0
+    loading: float = 0.0
 
 
 class Measured:
@@ -18,25 +30,25 @@ class Measured:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._batches, self._load, self._seconds = 0, 0.0, 0.0
+        self._batches, self._sums = 0, Measure()
 
-    def add(self, load: float, seconds: float) -> None:
-        """Notes a batch; one without load, or whose time is no positive number, tells nothing."""
-        if not (0 < load < math.inf and 0 < seconds < math.inf):
+    def add(self, load: float, seconds: float, late: float = 0.0, loading: float = 0.0) -> None:
+        """Notes a batch; one without load, or with a time that is none, tells nothing."""
+        new = Measure(load, seconds, late, loading)
+        if not (load > 0 and seconds > 0 and late >= 0 and loading >= 0 and all(map(math.isfinite, new))):
             return
         with self._lock:
             self._batches += 1
-            self._load += load
-            self._seconds += seconds
+            self._sums = Measure(*(before + more for before, more in zip(self._sums, new, strict=True)))
 
-    def take(self) -> tuple[float, float]:
-        """Mean load and seconds of the batches noted since the last call; zeros if there were none."""
+    def take(self) -> Measure:
+        """The batches noted since the last call; zeros if there were none."""
         if not self._batches:
-            return 0.0, 0.0
+            return Measure()
         with self._lock:
-            number, load, seconds = self._batches, self._load, self._seconds
-            self._batches, self._load, self._seconds = 0, 0.0, 0.0
-        return load / number, seconds / number
+            number, sums = self._batches, self._sums
+            self._batches, self._sums = 0, Measure()
+        return Measure(*(value / number for value in sums))
 
 
 class SpeedKeeper:
@@ -55,20 +67,24 @@ class SpeedKeeper:
         self._rank = rank
         self._nodes = nodes
         self._given = given
-        self._estimator: SpeedEstimator | None = None  # from the first time that anybody has measured
+        self._estimators: tuple[SpeedEstimator, DelayEstimator] | None = None  # once anybody has measured
         self.learned = ALL_EQUAL
 
     def note(self, number: int, votes: Sequence[Vote]) -> LearnedSpeeds:
         """Takes a round's votes into account; what is known after it."""
-        if self._estimator is None:
+        if self._estimators is None:
             if not any(vote.measured_seconds for vote in votes):
                 return ALL_EQUAL
-            self._estimator = SpeedEstimator(len(votes))
+            self._estimators = SpeedEstimator(len(votes)), DelayEstimator(len(votes))
+        speeds, delays = self._estimators
         loads = [vote.measured_load for vote in votes]
         if self._given is not None:  # what users say of speeds is known already
             loads = [load / speed for load, speed in zip(loads, self._given, strict=True)]
-        if self._estimator.note(loads, [vote.measured_seconds for vote in votes], number):
-            before, self.learned = self.learned, self._estimator.learned
+        seconds = [vote.measured_seconds for vote in votes]
+        changed = speeds.note(loads, seconds, number)
+        late, loading = [vote.measured_late for vote in votes], [vote.measured_loading for vote in votes]
+        if delays.note(number, seconds, late, loading) or changed:
+            before, self.learned = self.learned, replace(speeds.learned, delays=delays.delays)
             self._tell(number, before)
         return self.learned
 
@@ -89,3 +105,27 @@ class SpeedKeeper:
                     level, "%s: rank %d on %s is as fast as the others again, after round %d (slow since round %d)",
                     self._name, rank, self._nodes[rank], number, then[rank].since,
                 )  # fmt: skip
+        for one, is_late in _turned(before.delays, self.learned.delays):
+            level = logging.WARNING if self._rank in (0, one.rank) else logging.DEBUG
+            if is_late:
+                logger.log(
+                    level, "%s: rank %d on %s holds the others up: %s, and its steps begin later by %.0f %% of what "
+                    "the median rank computes (round %d)",
+                    self._name, one.rank, self._nodes[one.rank], _WHY[one.cause], 100 * one.share, number,
+                )  # fmt: skip
+            else:
+                logger.log(
+                    level, "%s: rank %d on %s is as soon in %s as the others again, after round %d (late since %d)",
+                    self._name, one.rank, self._nodes[one.rank], _WHAT[one.cause], number, one.since,
+                )  # fmt: skip
+
+
+_WHY = {Cause.LOADING: "it loads data too slowly", Cause.NETWORK: "its samples come late over the network"}
+_WHAT = {Cause.LOADING: "loading data", Cause.NETWORK: "exchanging samples"}
+
+
+def _turned(before: Sequence[Delay], after: Sequence[Delay]) -> Iterator[tuple[Delay, bool]]:
+    """Delays that have begun, and those that are over."""
+    then, now = ({(one.rank, one.cause): one for one in delays} for delays in (before, after))
+    for key in sorted(then.keys() ^ now.keys()):
+        yield (now[key], True) if key in now else (then[key], False)

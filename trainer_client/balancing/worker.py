@@ -39,7 +39,7 @@ from trainer_client.balancing.peers import PeersDifferError, Twin
 from trainer_client.balancing.positions import HalfWindow, plain_window
 from trainer_client.balancing.report import Counters, report_round
 from trainer_client.balancing.resume import raise_differing, tokens_differ
-from trainer_client.balancing.speeds import Measured, SpeedKeeper
+from trainer_client.balancing.speeds import Measure, Measured, SpeedKeeper
 from trainer_client.balancing.telling import Causes, raise_mismatch, raise_shared_differ, tell_breaker, tell_dropped
 from trainer_client.balancing.tickets import Leaving, Outcome, Ticket, read_nothing, roles_of
 from trainer_client.balancing.turns import Turns
@@ -269,10 +269,11 @@ class RoundWorker:
         answered = time.time_ns() if trace is not None else 0
         schema = ticket.schema if len(ticket.samples) else self._template.schema
         own = vote_on(ticket, decision, window=self._options.window, ready=self._ready, schema=schema)
-        load, seconds = (0.0, 0.0) if self._speeds is None else self._measured.take()
+        measured = Measure() if self._speeds is None else self._measured.take()
         votes = self._gather(
             replace(
-                own, peers_differ=bool(differ), compiling=compiling, measured_load=load, measured_seconds=seconds
+                own, peers_differ=bool(differ), compiling=compiling, measured_load=measured.load,
+                measured_seconds=measured.seconds, measured_late=measured.late, measured_loading=measured.loading,
             )
         )  # fmt: skip
         resumed = ticket.resumed

@@ -102,10 +102,10 @@ def render_job(document: dict[str, Any], width: int) -> RenderableType:
 
 
 def _ranks(document: dict[str, Any], width: int) -> RenderableType:
-    """Ranks, those that come last first; a column only where there is something to say in it."""
+    """Ranks, the slow ones first, then those that come last; a column only where there is something to say in it."""
     ranks = document["ranks"]
     rows = [dict(zip(ranks, row, strict=True)) for row in zip(*ranks.values(), strict=True)]
-    rows.sort(key=lambda one: -(one["late_seconds"] or 0.0))
+    rows.sort(key=lambda one: (not _slow_in(one), -(one["late_seconds"] or 0.0)))
     left_out = document["ranks_left_out"] + max(0, len(rows) - _SHOWN_RANKS)
     rows = rows[:_SHOWN_RANKS]
     largest = max((value for value in ranks["load_after"] if value), default=0.0)
@@ -113,7 +113,7 @@ def _ranks(document: dict[str, Any], width: int) -> RenderableType:
         "rank": [str(one["rank"]) for one in rows],
         "late": [_milliseconds(one["late_seconds"]) for one in rows],
         "missed": [str(one["missed"] or "") for one in rows],
-        "speed": [f"{one['speed']:.2f}" if one.get("speed", 1.0) < 1 else "" for one in rows],
+        "slow in": [_slow_in(one) for one in rows],
     }
     cells = {name: column for name, column in cells.items() if any(column)}
     sizes = {name: max(map(len, (name, *column))) for name, column in cells.items()}
@@ -134,6 +134,14 @@ def _ranks(document: dict[str, Any], width: int) -> RenderableType:
             cells["rank"][at], escape(one["node"] or ""), "█" * filled, *(cells[n][at] for n in list(cells)[1:])
         )
     return Group(Text(f"ranks, the latest first{f'; {left_out} left out' if left_out else ''}"), table)
+
+
+def _slow_in(row: dict[str, Any]) -> str:
+    """In what a rank is slower than the others, what costs most; a balancer may be older, and not say it."""
+    speed, delay = row.get("speed", 1.0), row.get("delay_share") or 0.0
+    if delay > 1 / speed - 1:
+        return f"{row['delay']} +{delay:.0%}"
+    return f"computing {speed:.2f}×" if speed < 1 else ""
 
 
 def _sparkline(values: Sequence[float | None], largest: float, base: float = 1.0) -> str:

@@ -7,6 +7,7 @@ import math
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from evenkeel import __version__
+from evenkeel.partitioning.delays import Cause
 from trainer_client.balancing import RoundReport
 
 # Steps take from a few milliseconds to minutes; balancing a hundredth of that.
@@ -59,6 +60,11 @@ class RankMeasures:
             "speed_ratio", "How fast this rank computes, relative to the median rank; 1 unless known to be slower.",
             "loader",
         )  # fmt: skip
+        self._late = self._gauge(
+            "late_ratio",
+            "How much later this rank's batches come than the median rank's, in what that computes; 0 unless known.",
+            "loader", "cause",
+        )  # fmt: skip
         self._samples = self._counter("samples_total", "Samples that this rank trained.", "loader")
         self._excess = self._histogram(
             "imbalance_excess_ratio",
@@ -95,6 +101,9 @@ class RankMeasures:
             "Time that the training thread spent in starting and ending moves.",
             "loader",
         )
+        self._loading = self._counter(
+            "loading_wait_seconds_total", "Time that the training thread waited for the wrapped loader.", "loader"
+        )
         self._saved = self._counter(
             "saved_seconds_total",
             "Estimate of the time that balancing saved: step time x (imbalance before / after - 1).", "loader",
@@ -123,6 +132,9 @@ class RankMeasures:
         own = int(self._rank)
         speed = next((slow.speed for slow in report.learned.stragglers if slow.rank == own), 1.0)
         self._speed.labels(self._job, self._rank, loader).set(speed)
+        delays = {late.cause: late.share for late in report.learned.delays if late.rank == own}
+        for cause in Cause:
+            self._late.labels(self._job, self._rank, loader, cause.label).set(delays.get(cause, 0.0))
         self._samples.labels(self._job, self._rank, loader).inc(report.own_samples)
         bound = report.lower_bound / mean if mean else 1.0
         for when, value in (("before", report.imbalance_before), ("after", report.imbalance), ("bound", bound)):
@@ -147,11 +159,12 @@ class RankMeasures:
         """Training waited for its next batch; on a GPU, the device did."""
         self._exposed.labels(self._job, self._rank, self._loaders.label(loader)).inc(max(0.0, seconds))
 
-    def parts(self, loader: str, *, agreement: float = 0.0, redistribution: float = 0.0) -> None:
-        """The training thread waited for the agreement and for the end of a move."""
+    def parts(self, loader: str, *, agreement: float = 0.0, redistribution: float = 0.0, loading: float = 0.0) -> None:
+        """The training thread waited for the agreement, for the end of a move, for the wrapped loader."""
         labels = self._job, self._rank, self._loaders.label(loader)
         self._agreement.labels(*labels).inc(max(0.0, agreement))
         self._redistribution.labels(*labels).inc(max(0.0, redistribution))
+        self._loading.labels(*labels).inc(max(0.0, loading))
 
     def breaker(self, loader: str, *, open_: bool, changes: int) -> None:
         """The breaker's state, and how often it has changed since the last call."""

@@ -152,7 +152,7 @@ class RankExporter:
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         device = torch.device(device)
         batches = iter(loader)
-        changes, agreement, moving = 0, 0.0, 0.0
+        changes, agreement, moving, loading = 0, 0.0, 0.0, 0.0
         while True:
             asked = mark(device)
             try:
@@ -163,12 +163,12 @@ class RankExporter:
             report, counters = loader.report, loader.counters
             self.measures.parts(
                 name, agreement=counters.exposed_seconds - agreement,
-                redistribution=counters.redistribution_seconds - moving,
+                redistribution=counters.redistribution_seconds - moving, loading=counters.loading_seconds - loading,
             )  # fmt: skip
             self.measures.breaker(name, open_=loader.breaker_open, changes=counters.breaker_changes - changes)
             self.measures.batch(name, report)
             changes, agreement = counters.breaker_changes, counters.exposed_seconds
-            moving = counters.redistribution_seconds
+            moving, loading = counters.redistribution_seconds, counters.loading_seconds
             yield batch
             self._steps.append((name, report, asked, got, mark(device)))
             self._read_steps()

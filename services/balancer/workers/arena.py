@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -138,7 +138,7 @@ def write_round(arena: Arena, inputs: PlanInput) -> int:
     if options.split is not None:
         header["split"] = asdict(options.split)
     if options.learned:
-        header["learned"] = asdict(options.learned)
+        header["learned"] = asdict(replace(options.learned, delays=()))
     limits = (np.array(getattr(options, name), np.float64) for name in _PER_RANK)
     return arena.write(header, [*columns.values(), *map(Column.of, limits)])
 

@@ -140,6 +140,8 @@ def test_one_job_is_shown_live_with_rounds_ranks_samples_and_reasons(page: Page)
     assert f"rounds {GAP[0]} to {GAP[1] - 1} did not come here" in text(page, "#fallbacks")
     # Of one round of a busy machine, another rank may come late as well.
     page.wait(lambda: f"Rank {LATE} on gpu01 comes last" in text(page, "#ranks-text"))
+    said = f"Rank {LATE} on gpu01 loads data too slowly since round 3, by 50.0 % of the median rank's computing time."
+    page.wait(lambda: said in text(page, "#ranks-text"))
     page.wait(lambda: "straggler" in attribute(page, f"#ranks .rank:nth-child({LATE + 1})", "class"))
     widths = page.run("return [...document.querySelectorAll('.bars .after')].map((bar) => parseFloat(bar.style.width))")
     assert max(widths) / min(widths) < 1.2  # as trained they are even

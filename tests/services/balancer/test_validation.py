@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evenkeel.partitioning.delays import Cause
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import Outcome, Reason
 from services.balancer.joins import read_join
@@ -22,6 +23,12 @@ def read(message: pb.Join, **limits: int) -> Joining:
 
 def learned(*slow: tuple[int, float], fixed: float = 0.0) -> pb.LearnedSpeeds:
     return pb.LearnedSpeeds(stragglers=[pb.Straggler(rank=rank, speed=speed) for rank, speed in slow], fixed=fixed)
+
+
+def late(*ranks: tuple[int, int, float]) -> pb.LearnedSpeeds:
+    return pb.LearnedSpeeds(
+        delays=[pb.Delay(rank=rank, cause=cause, share=share) for rank, cause, share in ranks]  # type: ignore[arg-type]
+    )
 
 
 def read_round(message: pb.Submit, **limits: int) -> Submission:
@@ -119,6 +126,10 @@ def test_a_tolerance_of_0_is_0_and_none_is_the_default() -> None:
         ({"learned": learned((1, 0.29))}, "learned.stragglers[0].speed"),
         ({"learned": learned((1, 1.01))}, "learned.stragglers[0].speed"),
         ({"learned": learned((1, float("nan")))}, "learned.stragglers[0].speed"),
+        ({"learned": late((1, 1, 0.5), (1, 1, 0.5))}, "learned.delays[1].rank"),
+        ({"learned": late((2, 1, 0.5))}, "learned.delays[0].rank"),
+        ({"learned": late((1, 1, 16.5))}, "learned.delays[0].share"),
+        ({"learned": late((1, 2, float("nan")))}, "learned.delays[0].share"),
         ({"learned": learned(fixed=-1.0)}, "learned.fixed"),
         ({"learned": learned(fixed=float("inf"))}, "learned.fixed"),
     ],
@@ -129,6 +140,13 @@ def test_a_wrong_submission_is_refused_by_field_and_ends_no_stream(changes: dict
     refusal = refusal_of(error)
     assert refusal.field == field
     assert not refusal.fatal
+
+
+def test_a_cause_of_delay_that_a_newer_client_knows_is_left_out() -> None:
+    read = read_round(submit_message(0, [1, 2, 3], learned=late((0, 1, 0.5), (1, 1, 0.2), (1, 77, 9e9))))
+    assert [(one.rank, one.cause, one.share) for one in read.learned.delays] == [
+        (0, Cause.LOADING, 0.5), (1, Cause.LOADING, 0.2),
+    ]  # fmt: skip
 
 
 def test_too_many_samples_name_the_limit() -> None:

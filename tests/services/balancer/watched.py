@@ -1,4 +1,4 @@
-"""A job to look at: ranks in threads that speak the wire, one of them late, with a gap in its rounds."""
+"""A job to look at: ranks in threads that speak the wire, one of them known to load late, with a gap in its rounds."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ class WatchedJob:
 
     def _rank(self, rank: int) -> None:
         draw = np.random.default_rng([rank, self._size])
+        delay = pb.Delay(rank=self._late, cause=pb.Delay.CAUSE_LOADING, share=0.5, since=3)
+        learned = None if rank else pb.LearnedSpeeds(delays=[delay])
         outbox: SimpleQueue[pb.BalanceRequest | None] = SimpleQueue()
         schema = pb.Schema(hash=b"12345678", fields=[pb.Field(path="x", dtype="int64", kind=pb.Field.KIND_JAGGED)])
         outbox.put(
@@ -71,7 +73,7 @@ class WatchedJob:
                     pb.BalanceRequest(
                         submit=pb.Submit(
                             round=number, num_samples=SAMPLES, costs_i64=costs.tobytes(),
-                            lengths=costs.astype("<u4").tobytes(), timeout_ms=10_000,
+                            lengths=costs.astype("<u4").tobytes(), timeout_ms=10_000, learned=learned,
                         )
                     )
                 )  # fmt: skip

@@ -19,7 +19,7 @@ from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.speeds import ALL_EQUAL
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.balancing.speeds import Measured
+from trainer_client.balancing.speeds import Measure, Measured
 from trainer_client.observing.measurement import StepTimer
 
 SIZE = 24
@@ -186,10 +186,18 @@ def test_rank_0_and_the_straggler_say_who_it_is(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_measure_is_told_once_and_is_the_mean_of_several() -> None:
     measured = Measured()
-    assert measured.take() == (0.0, 0.0)
-    measured.add(10, 1.0)
-    measured.add(30, 2.0)
-    for load, seconds in ((0, 1.0), (5, 0.0), (5, -1.0), (5, math.nan), (math.inf, 1.0)):
-        measured.add(load, seconds)
-    assert measured.take() == (20.0, 1.5)
-    assert measured.take() == (0.0, 0.0)
+    assert measured.take() == Measure()
+    measured.add(10, 1.0, 0.5)
+    measured.add(30, 2.0, 0.7, 0.4)
+    for told in (
+        (0, 1.0),
+        (5, 0.0),
+        (5, -1.0),
+        (5, math.nan),
+        (math.inf, 1.0),
+        (5, 1.0, -1.0),
+        (5, 1.0, 0.0, math.nan),
+    ):
+        measured.add(*told)
+    assert measured.take() == pytest.approx((20.0, 1.5, 0.6, 0.2))
+    assert measured.take() == Measure()

@@ -88,6 +88,12 @@ def test_one_job_is_shown_with_rounds_and_ranks_and_saved(balancer: ServiceProce
         first = next(line for line in ranks if "gpu0" in line)
         assert first.replace("│", " ").split()[:2] == ["2", "gpu01"]  # who comes last stands first
         assert "█" in first
+        assert "loading +50%" in first
+        slow = {**document, "ranks": {**document["ranks"], "speed": [0.5, 1.0, 1.0, 1.0]}}
+        console.print(render_job(slow, width))
+        text = console.export_text()
+        assert all(len(line) <= width for line in text.splitlines())
+        assert "computing 0.50×" in text
 
 
 def test_a_file_that_cannot_be_written_is_named(balancer: ServiceProcess, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def submit_request(
         traceparent=traceparent,
         divisible=b"" if samples.divisible is None else samples.divisible.astype("<f8").tobytes(),
     )
-    if learned and rank == 0:  # all ranks know the same
+    if learned != ALL_EQUAL and rank == 0:  # all ranks know the same
         message.learned.CopyFrom(pb.LearnedSpeeds(**asdict(learned)))
     if costs.dtype == np.float64:
         message.costs_f64 = costs.astype("<f8").tobytes()

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -106,13 +106,25 @@ class Timed(Protocol):
     """A loader that wants to know how long its batches take, as `BalancedLoader` does."""
 
     @property
+    def counters(self) -> Any:
+        """What this rank's host has waited for so far: `loading_seconds`, and `exposed_seconds` for other ranks."""
+        ...
+
+    @property
     def report(self) -> Any:
         """About the batch that was yielded last; its `own_load` is what this rank has to do for it."""
         ...
 
-    def took(self, seconds: float, load: float) -> None:
-        """This rank's own computation of a batch took so long."""
+    def took(self, seconds: float, load: float, *, late: float, loading: float) -> None:
+        """This rank's own computation of a batch took so long; it came so late, and so much of that from the loader."""
         ...
+
+
+class _Waits(NamedTuple):
+    """Seconds that the host has waited, in all or for a batch."""
+
+    loading: float = 0.0
+    others: float = 0.0
 
 
 class StepTimer:
@@ -147,7 +159,8 @@ class StepTimer:
         self._device = torch.device(device)
         self._loader = loader
         self._fetched: deque[float] = deque(maxlen=ahead + 1)  # loads of the latest batches
-        self._untold: deque[tuple[float, dict[str, Mark]]] = deque()
+        self._untold: deque[tuple[float, _Waits, Mark, dict[str, Mark]]] = deque()
+        self._waited, self._waits = _Waits(), _Waits()  # until the latest batch, and for it
         self._number = 0
         self._gradients = 0
         self._begin = mark(self._device)
@@ -177,6 +190,9 @@ class StepTimer:
         """The batch is there."""
         if self._loader is not None:
             self._fetched.append(float(self._loader.report.own_load))
+            before, counters = self._waited, self._loader.counters
+            self._waited = now = _Waits(counters.loading_seconds, counters.exposed_seconds)
+            self._waits = _Waits(now.loading - before.loading, now.others - before.others)
         self._marks["data"] = mark(self._device)
 
     def compute_done(self) -> None:
@@ -195,7 +211,7 @@ class StepTimer:
         self._marks["optimizer"] = end
         if self._loader is not None:
             if len(self._fetched) == self._fetched.maxlen and "compute" in self._marks and "data" in self._marks:
-                self._untold.append((self._fetched[0], self._marks))
+                self._untold.append((self._fetched[0], self._waits, self._begin, self._marks))
             self._tell(self._loader)
             while len(self._pending) >= _MOST_PENDING:  # where the loop wants nothing of them but this
                 self._pending.popleft()
@@ -205,10 +221,13 @@ class StepTimer:
 
     def _tell(self, loader: Timed) -> None:
         """Tells the loader of the batches that the device has finished, without waiting for it."""
-        while self._untold and self._untold[0][1]["compute"].ready():
-            load, marks = self._untold.popleft()
+        while self._untold and self._untold[0][-1]["compute"].ready():
+            load, waits, begin, marks = self._untold.popleft()
             if marks["compute"] is not marks.get("communication"):
-                loader.took(marks["compute"].since(marks["data"]) / 1e3, load)
+                late = marks["data"].since(begin) / 1e3 - waits.others
+                loader.took(
+                    marks["compute"].since(marks["data"]) / 1e3, load, late=max(0.0, late), loading=waits.loading
+                )
 
     def finished(self) -> list[StepTimes]:
         """The steps that the device has finished since the last call."""

@@ -113,10 +113,13 @@ class Noting:
 
     def __init__(self) -> None:
         self.report = SimpleNamespace(own_load=0.0)
+        self.counters = SimpleNamespace(loading_seconds=0.0, exposed_seconds=0.0)
         self.told: list[tuple[float, float]] = []
+        self.waits: list[tuple[float, float]] = []
 
-    def took(self, seconds: float, load: float) -> None:
+    def took(self, seconds: float, load: float, *, late: float, loading: float) -> None:
         self.told.append((load, seconds))
+        self.waits.append((late, loading))
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -134,6 +137,24 @@ def test_a_loader_is_told_what_each_batch_took_to_compute(ahead: int) -> None:
     assert loads == [10.0 * step for step in range(ahead, 6) if step != 4]  # without a mark of its own nothing is known
     computed = [step.compute / 1e3 for step in timer.finished()]
     assert [seconds for _, seconds in loader.told] == [computed[int(load) // 10] for load in loads]
+
+
+def test_a_loader_is_told_how_late_each_batch_was_but_for_other_ranks() -> None:
+    loader = Noting()
+    timer = StepTimer("cpu", loader=loader)
+    for loading, others in ((0.0, 0.0), (SLOW, 0.0), (0.0, SLOW), (0.0, 10.0)):
+        time.sleep(2 * max(loading, min(others, SLOW)))
+        loader.counters.loading_seconds += loading
+        loader.counters.exposed_seconds += others
+        timer.batch_ready()
+        timer.compute_done()
+        timer.end_step()
+    late, loaded = zip(*loader.waits, strict=True)
+    assert loaded == pytest.approx((0.0, SLOW, 0.0, 0.0))
+    data = [step.data / 1e3 for step in timer.finished()]
+    assert late == pytest.approx((data[0], data[1], data[2] - SLOW, 0.0))
+    assert late[1] >= 2 * SLOW
+    assert late[2] >= SLOW
 
 
 def test_a_timer_that_tells_a_loader_does_not_hoard_steps() -> None:

@@ -1,0 +1,140 @@
+"""A rank that holds the others up has a name and a kind: slow in computing, in loading data, or in the network."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
+from evenkeel.partitioning.delays import Cause
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.observing.measurement import StepTimer
+from trainer_client.observing.measures import RankMeasures
+
+RANKS, SLOW, SIZE, STEPS = 3, 1, 16, 60
+COMPUTES = 0.02  # seconds of a step with a mean load
+BYTES = {"network": 1 << 16}  # of a sample; else 1
+RATE = 4_000_000  # bytes a second of a slow link
+_MAX_PACING_RATE = 47  # SO_MAX_PACING_RATE, which the module `socket` has no name for
+
+
+class Served(NamedTuple):
+    """A balancer, and where its page is."""
+
+    balancer: ServiceProcess
+    url: str
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    port = tmp_path_factory.mktemp("delays") / "port"
+    with running_balancer("--metrics-port", "0", "--metrics-port-file", str(port)) as balancer:
+        yield Served(balancer, f"http://127.0.0.1:{port.read_text().strip()}")
+
+
+class Source:
+    """Batches of which rank SLOW loads few heavy samples, so that it gets some of the others' in every step."""
+
+    def __init__(self, rank: int, slow_in: str) -> None:
+        self._rank, self._bytes = rank, BYTES.get(slow_in, 1)
+        self._heavy, self._pause = rank != SLOW, COMPUTES if (rank, slow_in) == (SLOW, "loading") else 0.0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for step in itertools.count():
+            time.sleep(self._pause)
+            costs = torch.randint(100, 200, (SIZE,), generator=torch.Generator().manual_seed(step + 1000 * self._rank))
+            yield {
+                "cost": costs if self._heavy else costs // 2,
+                "row": torch.zeros(SIZE, self._bytes, dtype=torch.uint8),
+            }
+
+
+def slow_down_what_comes_to(rank: int) -> None:
+    """Paces the connections of this rank to another one, as a slow link there does."""
+    sockets = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            one = socket.socket(fileno=os.dup(int(name)))
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                sockets.append((one, one.getsockname()[:2], one.getpeername()[:2]))
+    own: list[Any] = [None] * RANKS
+    dist.all_gather_object(own, [local for _, local, _ in sockets])
+    for one, _, peer in sockets:
+        if dist.get_rank() != rank and peer in own[rank]:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # which waits on the way, not at its sender
+            one.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, RATE)
+
+
+def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer_client.balancing.speeds").addHandler(handler)
+    options = BalanceOptions(timeout=timedelta(seconds=20), counts="free")
+    measures = RankMeasures(job=slow_in, rank=rank)
+    with Balancer.connect(address, job=slow_in, options=options) as balancer:
+        loader: BalancedLoader[Any] = BalancedLoader(Source(rank, slow_in), balancer, cost=lambda batch: batch["cost"])
+        timer = StepTimer("cpu", loader=loader)
+        for step, _ in enumerate(itertools.islice(loader, STEPS)):
+            timer.batch_ready()
+            slowness = 2.0 if (rank, slow_in) == (SLOW, "compute") else 1.0
+            time.sleep(COMPUTES * slowness * loader.report.own_load / float(loader.report.home_loads.mean()))
+            timer.compute_done()
+            dist.all_reduce(torch.zeros(1))  # as gradients are
+            timer.gradients_ready()
+            timer.end_step()
+            measures.batch("train", loader.report)
+            if step == 1 and slow_in == "network":
+                slow_down_what_comes_to(SLOW)
+            if step == STEPS - 5:
+                with urllib.request.urlopen(f"{url}/v1/session?job={slow_in}") as answer:
+                    document = json.load(answer)
+    return {
+        "learned": loader.report.learned, "stragglers": loader.report.stragglers, "delays": loader.report.delays,
+        "ranks": document["ranks"], "lines": lines,
+        "late": [
+            measures.registry.get_sample_value(
+                "evenkeel_trainer_late_ratio",
+                {"job": slow_in, "rank": str(rank), "loader": "train", "cause": cause.label},
+            )
+            for cause in Cause
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("slow_in", ["compute", "loading", "network"])
+def test_a_rank_that_is_slow_has_a_name_and_a_kind(served: Served, slow_in: str) -> None:
+    results = run_ranks(RANKS, run_job, served.balancer.address, served.url, slow_in)
+    first = results[0]
+    assert len({result["learned"] for result in results}) == 1
+    assert [slow.rank for slow in first["stragglers"]] == ([SLOW] if slow_in == "compute" else [])
+    kinds = [(late.rank, late.cause.label) for late in first["delays"]]
+    assert kinds == ([] if slow_in == "compute" else [(SLOW, slow_in)])
+    ranks = first["ranks"]
+    assert ranks["delay"] == [slow_in if (rank == SLOW and kinds) else None for rank in range(RANKS)]
+    assert [speed < 1 for speed in ranks["speed"]] == [rank == SLOW and not kinds for rank in range(RANKS)]
+    for rank, result in enumerate(results):
+        assert len(result["lines"]) == (rank in (0, SLOW))
+        late = dict(zip(Cause, result["late"], strict=True))
+        assert {cause.label for cause, share in late.items() if share} == (
+            {slow_in} if rank == SLOW and kinds else set()
+        )
+    assert f"rank {SLOW} on " in first["lines"][0]
+    if kinds:
+        assert {"loading": "loads data too slowly", "network": "late over the network"}[slow_in] in first["lines"][0]
+        assert ranks["delay_share"][SLOW] == first["delays"][0].share > 0.2
+        assert 10 <= ranks["delay_since"][SLOW] < STEPS
