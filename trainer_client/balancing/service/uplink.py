@@ -14,6 +14,7 @@ from evenkeel.addresses import resolve
 from evenkeel.credentials import Credentials
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
+from trainer_client.balancing.service.joining import join_submits, split_answer
 from trainer_client.balancing.service.messages import VersionError, check_version
 from trainer_client.balancing.service.outages import Backoff, Cause, is_superseded, of_call, of_refusal
 
@@ -79,6 +80,7 @@ class Uplink:
         self._superseded = False  # for good
         self._probed = ""  # the trouble whose cause has been looked for
         self._max_message_bytes = 0  # what the service takes; unknown before it has said so
+        self._takes_nodes = False  # and whether it takes the ranks of a node together
 
     @property
     def ready(self) -> bool:
@@ -197,11 +199,14 @@ class Uplink:
                     check_version(response.joined)
                     joined = True
                     self._max_message_bytes = response.joined.limits.max_message_bytes
+                    self._takes_nodes = response.joined.takes_nodes
                     self._enter(outbox, call)
                 elif kind == "answer":
                     self._listener.answered([response.answer])
                 elif kind == "answers":
                     self._listener.answered(response.answers.answers)
+                    for node in response.answers.nodes:
+                        self._answered(node)
                 elif kind == "error":
                     self._refused = response.error.code != pb.ERROR_CODE_DRAINING
                     self._superseded = is_superseded(response.error)
@@ -233,6 +238,14 @@ class Uplink:
             self._listener.lost(trouble)
         return joined
 
+    def _answered(self, node: pb.AnswerNode) -> None:
+        try:
+            answers = split_answer(node)
+        except ValueError as error:  # whatever a service may say, the job goes on
+            self._listener.noted(f"malformed answer to round {node.round}: {error}")
+        else:
+            self._listener.answered(answers)
+
     def _lose_patience(self, call: grpc.Call) -> None:
         self._timed_out = call
         call.cancel()
@@ -262,28 +275,25 @@ class Uplink:
 
     def _send(self, outbox: SimpleQueue[pb.BalanceRequest | None], messages: list[pb.Submit]) -> list[pb.Submit]:
         """Sends submissions in as few requests as the service's limit allows; returns those that exceed it alone."""
-        limit = self._max_message_bytes or 1 << 62
         if not self._join.ranks:
-            requests = [pb.BalanceRequest(submit=message) for message in messages]
-            too_large = [message for message, r in zip(messages, requests, strict=True) if r.ByteSize() > limit]
-            for request in requests:
-                if request.ByteSize() <= limit:
-                    outbox.put(request)
-            return too_large
-        too_large, group, nbytes = [], list[pb.Submit](), 0
-        for message in messages:
-            size = message.ByteSize() + _FRAMING_BYTES
-            if size > limit:
-                too_large.append(message)
-                continue
-            if nbytes + size > limit:
-                outbox.put(pb.BalanceRequest(submits=pb.SubmitGroup(submits=group)))
-                group, nbytes = [], 0
-            group.append(message)
-            nbytes += size
-        if group:
-            outbox.put(pb.BalanceRequest(submits=pb.SubmitGroup(submits=group)))
-        return too_large
+            return [one for message in messages for one in self._put(outbox, [message])]
+        return self._put(outbox, messages) if messages else []
+
+    def _put(self, outbox: SimpleQueue[pb.BalanceRequest | None], messages: list[pb.Submit]) -> list[pb.Submit]:
+        request = self._request(messages)
+        if not self._max_message_bytes or request.ByteSize() <= self._max_message_bytes:
+            outbox.put(request)
+            return []
+        half = len(messages) // 2
+        return [*self._put(outbox, messages[:half]), *self._put(outbox, messages[half:])] if half else messages
+
+    def _request(self, messages: list[pb.Submit]) -> pb.BalanceRequest:
+        if not self._join.ranks:
+            return pb.BalanceRequest(submit=messages[0])
+        if not self._takes_nodes:
+            return pb.BalanceRequest(submits=pb.SubmitGroup(submits=messages))
+        nodes, odd = join_submits(messages, self._join)
+        return pb.BalanceRequest(submits=pb.SubmitGroup(submits=odd, nodes=nodes))
 
     def _refuse(self, messages: list[pb.Submit]) -> None:
         """Answers here what would end the stream if it were sent."""
@@ -294,9 +304,6 @@ class Uplink:
             )
             error = pb.Error(field="max_message_bytes", message=said)
             self._listener.answered([pb.Answer(round=message.round, rank=message.rank, error=error)])
-
-
-_FRAMING_BYTES = 16  # at most, of a submission within its request
 
 
 def _require_descriptors() -> None:

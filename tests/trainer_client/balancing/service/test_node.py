@@ -117,6 +117,18 @@ def test_one_stream_speaks_for_all_ranks(balancer: ServiceProcess) -> None:
         assert leader_of(ranks)._uplink._unsettled == {}
 
 
+def test_an_older_balancer_is_told_of_each_rank_by_itself(balancer: ServiceProcess) -> None:
+    with node_of(balancer) as ranks:
+        uplink = leader_of(ranks)._uplink
+        assert uplink._takes_nodes
+        for number in range(6):  # also where it is replaced by a newer one, or by an older one
+            uplink._takes_nodes = number % 4 > 1
+            sent = uplink._request([pb.Submit(round=number, rank=rank) for rank in range(3)]).submits
+            assert (len(sent.nodes), len(sent.submits)) == ((1, 0) if uplink._takes_nodes else (0, 3))
+            take_round(ranks, number)
+        assert uplink.epoch == 1
+
+
 def test_a_late_rank_holds_the_others_back_only_a_while(balancer: ServiceProcess) -> None:
     with node_of(balancer, linger=0.05) as ranks:
         for rank in ranks[:2]:
@@ -180,12 +192,13 @@ def test_a_leader_that_does_not_get_to_it_is_a_missed_answer(balancer: ServicePr
 
 def test_large_submissions_are_split_and_too_large_ones_answered_here(balancer: ServiceProcess) -> None:
     with node_of(balancer) as ranks:
-        for rank, size in zip(ranks, (300, 300, 400), strict=True):  # 16 bytes a sample: 8192 hold one of them
+        sizes = (2000, 2000, 2400)  # 3 bytes a sample: 8192 hold one of them
+        for rank, size in zip(ranks, sizes, strict=True):
             submit(rank, 0, size)
-        assert all(decision(rank, 0, num_samples=n) is not None for rank, n in zip(ranks, (300, 300, 400), strict=True))
-        submit(ranks[2], 1, 600)
+        assert all(decision(rank, 0, num_samples=n) is not None for rank, n in zip(ranks, sizes, strict=True))
+        submit(ranks[2], 1, 3000)
         wait_until(lambda: "max_message_bytes" in ranks[2].trouble)
-        assert decision(ranks[2], 1, num_samples=600) is None
+        assert decision(ranks[2], 1, num_samples=3000) is None
         for rank in ranks:
             rank.settle(1)
         take_round(ranks, 2)
