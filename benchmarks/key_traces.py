@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float64]
 
 
-def _law(keys: int, exponent: float) -> FloatArray:
+def zipf_law(keys: int, exponent: float) -> FloatArray:
     weight = np.cumsum(np.arange(1, keys + 1) ** -exponent)
     law: FloatArray = weight / weight[-1]
     return law
@@ -22,7 +22,7 @@ def _law(keys: int, exponent: float) -> FloatArray:
 
 def zipf(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """Independent lookups of a Zipf law."""
-    law = _law(200_000, 1.0)
+    law = zipf_law(200_000, 1.0)
     for _ in range(steps):
         yield np.searchsorted(law, draw.random(lookups))
 
@@ -36,7 +36,7 @@ def uniform(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Arr
 def drift(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """A Zipf law whose keys exchange their popularity, three of ten in the whole time."""
     keys = 150_000
-    law, own = _law(keys, 0.9), draw.permutation(keys)
+    law, own = zipf_law(keys, 0.9), draw.permutation(keys)
     for _ in range(steps):
         chosen = draw.choice(keys, int(0.3 * keys / steps), replace=False)
         own[chosen] = own[draw.permutation(chosen)]
@@ -45,14 +45,14 @@ def drift(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array
 
 def shifting(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """A window of popular keys that moves on: old ones are never used again."""
-    law = _law(50_000, 0.8)
+    law = zipf_law(50_000, 0.8)
     for step in range(steps):
         yield np.searchsorted(law, draw.random(lookups)) * 7_919 % 50_000 + 150_000 * step // steps
 
 
 def sessions(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """Users who look up again what they looked up lately."""
-    law, users = _law(150_000, 0.9), 3_000
+    law, users = zipf_law(150_000, 0.9), 3_000
     recent = np.searchsorted(law, draw.random((users, 20)))
     for _ in range(steps):
         user, slot = draw.integers(0, users, lookups), draw.integers(0, 20, lookups)
@@ -64,7 +64,7 @@ def sessions(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Ar
 
 def visitors(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """Users who come, are active for a while, and leave: a key space without end."""
-    users, law = 4_000, _law(4_000, 0.7)
+    users, law = 4_000, zipf_law(4_000, 0.7)
     live = draw.integers(0, 2**40, users)
     for _ in range(steps):
         gone = draw.integers(0, users, max(1, users * 40 // steps))
@@ -83,7 +83,7 @@ def growing(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Arr
 
 def scan(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """A Zipf law, and a quarter of the lookups one after the other through a range, over and over."""
-    law, part = _law(100_000, 1.1), lookups // 4
+    law, part = zipf_law(100_000, 1.1), lookups // 4
     span = part * min(30, max(1, steps // 5))
     for step in range(steps):
         through = (step * part + np.arange(part)) % span + 100_000
@@ -92,7 +92,7 @@ def scan(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]
 
 def audiences(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """Two audiences in turn, day and night, with a third of the lookups in common."""
-    law, period = _law(60_000, 0.9), max(2, steps // 9)
+    law, period = zipf_law(60_000, 0.9), max(2, steps // 9)
     for step in range(steps):
         key, common = np.searchsorted(law, draw.random(lookups)), draw.random(lookups) < 0.33
         yield np.where(common, key, key + 60_000 * (1 + (step // period) % 2))
@@ -111,7 +111,7 @@ def bursts(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Arra
 
 def tastes(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """Users with tastes of their own; a batch is of few users, each with many lookups."""
-    law, users = _law(400, 0.9), _law(8_000, 0.5)
+    law, users = zipf_law(400, 0.9), zipf_law(8_000, 0.5)
     home = draw.integers(0, 100_000, 8_000)
     for _ in range(steps):
         user = np.searchsorted(users, draw.random(-(-lookups // 20)))
@@ -135,7 +135,7 @@ def walks(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array
 
 def once(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """Two of five lookups are of keys that never come again."""
-    law, fresh = _law(50_000, 0.8), 10**9
+    law, fresh = zipf_law(50_000, 0.8), 10**9
     for _ in range(steps):
         key, new = np.searchsorted(law, draw.random(lookups)), draw.random(lookups) < 0.4
         key[new] = fresh + np.arange(new.sum())
@@ -183,7 +183,7 @@ def seasons(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Arr
 
 def logs(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """Several features of click logs in one table, and identifiers of sessions that end."""
-    laws = ((_law(300, 1.2), 0, 0.4), (_law(30_000, 0.8), 1_000, 0.3), (_law(80_000, 0.3), 50_000, 0.2))
+    laws = ((zipf_law(300, 1.2), 0, 0.4), (zipf_law(30_000, 0.8), 1_000, 0.3), (zipf_law(80_000, 0.3), 50_000, 0.2))
     for step in range(steps):
         parts = [np.searchsorted(law, draw.random(int(lookups * part))) + first for law, first, part in laws]
         left = lookups - sum(map(len, parts))
@@ -194,7 +194,7 @@ def logs(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]
 
 def epochs(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """The same data three times over, in the same order."""
-    law, span = _law(90_000, 0.7), max(2, steps // 3)
+    law, span = zipf_law(90_000, 0.7), max(2, steps // 3)
     data = [np.searchsorted(law, draw.random(lookups)) for _ in range(min(span, steps))]
     for step in range(steps):
         yield data[step % span]

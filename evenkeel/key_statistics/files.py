@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from evenkeel.key_statistics.curves import LEAST_STEPS, MeasuredCurve, miss_curve
+from evenkeel.key_statistics.sets import SLOTS
 from evenkeel.key_statistics.trace import KeyTrace, merged
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.request import PlanRequest
@@ -139,6 +140,7 @@ def with_statistics(
         InvalidInputError: If the steps of a table are too few, once as many are joined as a step of the plan needs.
     """
     wanted = request.step.samples_per_rank * request.topology.ranks
+    slots = SLOTS[request.runtime]
     curves: dict[str, MeasuredCurve] = {}
     tables = []
     for table in request.tables:
@@ -153,7 +155,7 @@ def with_statistics(
         together = max(1, round(wanted / observed))
         joined = trace.joined(together)
         try:
-            curve = miss_curve(joined, table.rows, eviction=table.eviction, ahead=ahead)
+            curve = miss_curve(joined, table.rows, eviction=table.eviction, ahead=ahead, slots=slots)
         except InvalidInputError as error:
             what = f"of {table.name!r}, each of {observed:g} samples, are too few for steps of {wanted} samples"
             remedy = (

@@ -7,8 +7,10 @@ import pytest
 
 from benchmarks.key_traces import LATER, TRACES, simulated
 from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge, miss_curve
-from evenkeel.key_statistics.curves import checked, predicted
+from evenkeel.key_statistics.curves import checked
+from evenkeel.key_statistics.exchangeable import Exchangeable
 from evenkeel.key_statistics.ranks import observed
+from evenkeel.key_statistics.sets import in_sets
 from evenkeel.placement import Eviction, InvalidInputError
 
 STEPS, LOOKUPS = 80, 2_000
@@ -54,7 +56,7 @@ def test_the_second_half_is_predicted_from_the_first(name: str) -> None:
     keys = len(np.unique(np.concatenate(steps)))
     sizes = np.array([0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0]) * keys
     for most in (2_000_000, 60_000):
-        found = predicted(_trace(steps[:STEPS], most), Eviction.LRU, sizes, ahead=1.0, rows=1e12).rates
+        found = checked(_trace(steps[:STEPS], most), Eviction.LRU, sizes, ahead=1.0, rows=1e12)[0].rates
         actual = simulated(steps, sizes, STEPS, Eviction.LRU)
         assert found.tolist() == pytest.approx(actual.tolist(), abs=0.02 if most > 60_000 else 0.04)
 
@@ -64,8 +66,11 @@ def test_lfu_counts_what_it_gave_up(name: str) -> None:
     steps = list(TRACES[name](np.random.default_rng(5), 2 * STEPS, LOOKUPS))
     keys = len(np.unique(np.concatenate(steps)))
     sizes = np.array([0.02, 0.1, 0.25, 0.5, 1.0]) * keys
-    found = checked(_trace(steps[:STEPS]), Eviction.LFU, sizes, ahead=1.0, rows=1e12)[0].rates
-    assert found.tolist() == pytest.approx(simulated(steps, sizes, STEPS, Eviction.LFU).tolist(), abs=0.03)
+    found, error = checked(_trace(steps[:STEPS]), Eviction.LFU, sizes, ahead=1.0, rows=1e12)
+    actual = simulated(steps, sizes, STEPS, Eviction.LFU)
+    assert found.rates.tolist() == pytest.approx(actual.tolist(), abs=min(0.025, error))
+    exact = observed(_trace(steps), Eviction.LFU, sizes, STEPS, 2 * STEPS).rates
+    assert exact.tolist() == pytest.approx(actual.tolist(), abs=0.003)
 
 
 @pytest.mark.parametrize(("name", "within"), [("scan", 0.08), ("richer", 0.02)])
@@ -75,6 +80,44 @@ def test_lfu_is_predicted_where_counts_are_alike_for_long(name: str, within: flo
     sizes = np.array([0.02, 0.1, 0.25, 0.5, 0.75, 1.0]) * keys
     found = checked(_trace(steps[:75]), Eviction.LFU, sizes, ahead=1.0, rows=keys)[0].rates
     assert found.tolist() == pytest.approx(simulated(steps, sizes, 75, Eviction.LFU).tolist(), abs=within)
+
+
+def test_keys_of_constant_rates_are_told_from_their_counts() -> None:
+    steps = list(TRACES["zipf"](np.random.default_rng(4), 2 * STEPS, LOOKUPS))
+    keys = len(np.unique(np.concatenate(steps)))
+    found = Exchangeable(_trace(steps[:STEPS]))
+    assert found.keys(0.0) == pytest.approx(len(np.unique(np.concatenate(steps[:STEPS]))), rel=0.01)
+    assert found.keys(1.0) == pytest.approx(keys, rel=0.02)
+    sizes = np.array([0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0]) * keys
+    assert found.lfu(sizes, 1.0).tolist() == pytest.approx(
+        simulated(steps, sizes, STEPS, Eviction.LFU).tolist(), abs=0.015
+    )
+    nothing = Exchangeable(_trace([np.zeros(0, dtype=np.int64)] * 10))
+    assert nothing.lfu(sizes, 1.0).tolist() == [1.0] * len(sizes)
+
+
+def test_caches_in_sets_miss_more() -> None:
+    steps = list(TRACES["zipf"](np.random.default_rng(4), STEPS, LOOKUPS))
+    sizes = np.geomspace(32, 40_000, 160)
+    anywhere = observed(_trace(steps), Eviction.LRU, sizes, STEPS // 2, STEPS).rates
+    found = in_sets(sizes, anywhere, 32)
+    draw = np.random.default_rng(0)
+    for size in (3_200, 12_800, 32_000):
+        own = draw.permutation(200_000) % (size // 32)
+        sets = [OrderedDict[int, None]() for _ in range(size // 32)]
+        missed = total = 0
+        for step, keys in enumerate(steps):
+            unique = draw.permutation(np.unique(keys)).tolist()
+            if step >= STEPS // 2:
+                total, missed = total + len(unique), missed + sum(key not in sets[own[key]] for key in unique)
+            for key in unique:
+                sets[own[key]][key] = None
+                sets[own[key]].move_to_end(key)
+            for each in sets:
+                while len(each) > 32:
+                    each.popitem(last=False)
+        assert float(np.interp(size, sizes, found)) == pytest.approx(missed / total, abs=0.004)
+    assert float(np.max(found - anywhere)) > 0.005
 
 
 def test_ranks_make_one_trace_of_what_each_of_them_saw() -> None:
@@ -88,6 +131,11 @@ def test_ranks_make_one_trace_of_what_each_of_them_saw() -> None:
         whole.times.tolist(),
     )
     assert (one.samples, one.lookups, one.steps) == (whole.samples, whole.lookups, whole.steps)
+    uneven = [_trace(steps, most=9_000 * (rank + 1), rank=rank, ranks=4) for rank in range(4)]
+    few = merge({"table": part} for part in uneven)["table"]
+    assert few.limit == min(part.limit for part in uneven) < whole.limit
+    for field in ("step", "key", "times"):
+        assert getattr(few, field).tolist() == getattr(whole.thinned(few.limit), field).tolist()
 
 
 def test_a_small_sample_knows_how_many_keys_a_step_has() -> None:
