@@ -7,8 +7,10 @@ Windows of eight batches are planned as a balancer plans them: of whole samples,
 may change their batch; and with samples in parts. The figure is the largest time of a rank over an even division of the
 same work, summed over the batches. Time is predicted: FLOPs of a bf16 HSTU of 8 layers, width 1024 and 4 heads of 256,
 at a given rate; the exchange of keys and values, forward, and of their gradients, backward, at the rates of the profile
-`h200` within and between nodes, of 8 ranks or 64 as the table says, overlapped with nothing. So the table depends on
-these three rates and not on the machine, but for the time of a decision, which is processor time of one thread.
+`h200` within and between nodes, of 8 ranks or 64 as the table says, overlapped with nothing. Beside
+it stands the least that any plan can take, and any that keeps each giant inside a node, if counts are free
+(`benchmarks.references.least_splits`). So the table depends on these three rates and not on the machine, but for the
+time of a decision, which is processor time of one thread.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.references.least_splits import least_time
 from benchmarks.windows import lengths_of
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.divisible import MOST, SHARE, Divisible
@@ -87,7 +90,7 @@ def samples_of(batches: NDArray[np.int64], node: int) -> RoundSamples:
 def measure(kind: str, ranks: int, samples: int, node: int, counts: str, seeds: int) -> dict[str, Any]:
     """One row: sums over the seeds' batches, over an even division."""
     split, options = prices(), RoundOptions(counts=counts)
-    sums = dict.fromkeys(("even", "off", "bound", *WAYS, "split: load"), 0.0)
+    sums = dict.fromkeys(("even", "off", "bound", *WAYS, "split: load", "split: least", "split: least in a node"), 0.0)
     counted = dict.fromkeys(("split_samples", "pieces", "exchanged", "exchanged_between_nodes"), 0)
     seconds: dict[str, list[float]] = {"whole": [], "split": []}
     least = 0
@@ -104,6 +107,10 @@ def measure(kind: str, ranks: int, samples: int, node: int, counts: str, seeds: 
             sums["whole"] += whole.max_load_after
             sums["split"] += found.max_load_after
             sums["split: load"] += float(plan.loads_after.max())
+            assert one.divisible is not None
+            told = one.costs.astype(np.float64), Divisible.of_table(one.divisible), ranks, split.within
+            sums["split: least"] += least_time(*told, ranks)
+            sums["split: least in a node"] += least_time(*told, min(node, ranks))
             for name in counted:
                 counted[name] += getattr(found, name)
             least += least_exchange(plan, one)
@@ -150,11 +157,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     heads = (
         "lengths", "ranks × samples", "ranks of a node", "counts", "off", "bound of whole samples", "whole",
-        f"windows of {WINDOW}", "split: load", "with exchange", "windows and split", "samples split", "parts each",
+        f"windows of {WINDOW}", "split: load", "with exchange", "at least",
+        "at least, giants in a node", "windows and split", "samples split", "parts each",
         "GB within, between", "decision, CPU ms: whole, split (worst)",
     )  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    ratios = ("bound", "whole", "windows", "split: load", "split", "windows and split")
+    ratios = (
+        "bound", "whole", "windows", "split: load", "split", "split: least", "split: least in a node",
+        "windows and split",
+    )  # fmt: skip
     for row in rows:
         cells = [
             row["lengths"], f"{row['ranks']} × {row['samples']}", str(row["ranks_of_a_node"]), row["counts"],

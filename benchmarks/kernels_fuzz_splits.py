@@ -12,7 +12,8 @@ from evenkeel.partitioning.divisible import Divisible, check_table
 from evenkeel.partitioning.ranges import share_of_total
 from evenkeel.partitioning.spans import SpanCosts
 from evenkeel.partitioning.split_options import SplitOptions
-from evenkeel.partitioning.splitting import SplitPartition, split_partition
+from evenkeel.partitioning.split_partition import SplitPartition
+from evenkeel.partitioning.splitting import split_partition
 
 
 def _positions(rng: np.random.Generator, n: int) -> NDArray[np.int64]:

@@ -39,7 +39,8 @@ def _before(table: Floats, sample: int, position: float) -> float:
 
 
 @step
-def _cost(table: Floats, sample: int, begin: float, end: float) -> float:
+def cost_of(table: Floats, sample: int, begin: float, end: float) -> float:
+    """What the positions from `begin` to before `end` of a sample cost; of the last with what is fixed."""
     cost = _before(table, sample, np.float64(end)) - _before(table, sample, np.float64(begin))
     return cost + table[sample, 7] if end >= table[sample, 0] else cost
 
@@ -105,7 +106,7 @@ def measure(
     loads, sent, received = base.copy(), np.zeros(base.size), np.zeros(base.size)
     for s in range(firsts.size - 1):
         for i in range(firsts[s], firsts[s + 1]):
-            loads[ranks[i]] += _cost(table, s, begins[i], ends[i])
+            loads[ranks[i]] += cost_of(table, s, begins[i], ends[i])
     near, far = _exchange(table, firsts, ranks, begins, ends, nodes, within, between, sent, received)
     return loads, np.maximum(sent, received), near, far
 
@@ -146,27 +147,28 @@ def recut(
     nodes: Integers,
     within: float,
     between: float,
+    costs: Floats,
     passes: int,
 ) -> float:
     """Cuts the samples one after the other where their ranks get equally much to do, some passes over all of them.
 
-    Args as for `measure`; `speeds` are the ranks', and `begins` and `ends` take the best cuts. A sample in p pieces can
-    be cut in p - 1 places at least.
+    Args as for `measure`; `speeds` are the ranks', `begins` and `ends` take the best cuts, and `costs` are what the
+    pieces had better cost in the first turn. A sample in p pieces can be cut in p - 1 places at least.
 
     Returns:
         The largest time of a rank.
     """
     num_ranks = base.size
     sent, received, busy = np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks)
-    shares, costs = np.zeros(num_ranks), np.zeros(ranks.size)
+    shares, costs = np.zeros(num_ranks), costs.copy()
     best, best_begins, best_ends = np.inf, begins.copy(), ends.copy()
     for turn in range(passes + 1):
-        for s in range(firsts.size - 1):  # the first turn takes the pieces as equal, and cuts them so
+        for s in range(firsts.size - 1):
             first, last = firsts[s], firsts[s + 1]
-            total = _cost(table, s, 0.0, table[s, 0])
+            total = cost_of(table, s, 0.0, table[s, 0])
             if turn == 0:
                 for i in range(first, last):
-                    shares[i - first] = total / (last - first)
+                    shares[i - first] = costs[i]
             else:
                 _exchange(table, firsts, ranks, begins, ends, nodes, within, between, sent, received)
                 for r in range(num_ranks):
@@ -192,7 +194,7 @@ def recut(
                     shares[i - first] = max(high - busy[ranks[i]], 0.0) * speeds[ranks[i]]
             _cut(table, s, first, last, shares, begins, ends)
             for i in range(first, last):
-                costs[i] = _cost(table, s, begins[i], ends[i])
+                costs[i] = cost_of(table, s, begins[i], ends[i])
         _exchange(table, firsts, ranks, begins, ends, nodes, within, between, sent, received)
         busy[:] = base
         for i in range(ranks.size):

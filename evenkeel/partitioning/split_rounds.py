@@ -14,8 +14,9 @@ from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.parts import PIECE_WIDTH, RoundParts
 from evenkeel.partitioning.samples import RoundSamples
 from evenkeel.partitioning.split_options import SplitOptions
+from evenkeel.partitioning.split_partition import SplitPartition
 from evenkeel.partitioning.splits import Cuts, part_lengths
-from evenkeel.partitioning.splitting import SplitPartition, split_partition, wants_splits
+from evenkeel.partitioning.splitting import split_partition, wants_splits
 from evenkeel.partitioning.windows import WindowPartition
 
 _OF_SAMPLES = ("sizes", "memory")

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.api import DEFAULT_STRATEGY, DEFAULT_TOLERANCE, Partition, partition
 from evenkeel.partitioning.divisible import Divisible
 from evenkeel.partitioning.errors import PartitionError
+from evenkeel.partitioning.levels import divide, pieces_at, place_pieces
 from evenkeel.partitioning.recutting import measure, recut, table_of
 from evenkeel.partitioning.split_options import SplitOptions
+from evenkeel.partitioning.split_partition import SplitPartition
 
-# A rank's part of a split sample, as a share of an even division: the smaller, the more pieces, the more exchange.
-SHARES = (1.0, 0.7, 0.45, 1.5, 2.2)
+# Times of ranks, over an even division, at which samples have as few pieces as may be: the lower, the more pieces.
+LEVELS = (1.0, 1.04, 1.08, 1.13, 1.2, 1.35, 0.7)
 # Beside the samples that are too heavy, so many of the next heaviest are split as well where that helps.
 MORE = (0, 1, 2, 4, 8, 16, 32, 64)
 NEAR = 1.005  # times an even division, where the search ends
@@ -37,58 +39,6 @@ HELD = 1 + 1e-9  # times a memory cap, for rounding
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SplitPartition:
-    """Which rank trains which positions of which samples of a batch. A sample that is whole is one part.
-
-    Attributes:
-        samples: (m,) int64, the sample of each part, ascending; parts of a sample in the order of positions.
-        begins: (m,) int64, first position; 0 of a sample that is whole.
-        ends: (m,) int64, the one after the last; 0 of a sample that is whole.
-        ranks: (m,) int32, the rank that trains it; a rank has one part of a sample at most.
-        loads: (num_ranks,) float64, summed cost of each rank.
-        exchange: (num_ranks,) float64, what its keys and values take: the more of what it sends and what it receives.
-        within: Positions whose keys and values go to another rank of the same node, counted for each rank.
-        between: Positions whose keys and values go to another node.
-        moved_parts: Parts that leave their home.
-        moved_size: Their summed size.
-        moved_size_between_nodes: The part of it that crosses nodes.
-        speeds: (num_ranks,) float64.
-        time: Largest sum of load over speed and exchange.
-        heaviest: A bound of whole samples: an even division, or the heaviest of them on the fastest rank.
-    """
-
-    samples: Integers
-    begins: Integers
-    ends: Integers
-    ranks: NDArray[np.int32]
-    loads: Floats
-    exchange: Floats
-    within: int
-    between: int
-    moved_parts: int
-    moved_size: float
-    moved_size_between_nodes: float
-    speeds: Floats
-    time: float
-    heaviest: float
-
-    @property
-    def num_samples(self) -> int:
-        """Samples, whole or not."""
-        return int(np.count_nonzero(self.begins == 0))
-
-    @property
-    def num_pieces(self) -> int:
-        """Parts of samples that are split."""
-        return int(np.count_nonzero(self.ends))
-
-    @property
-    def num_split(self) -> int:
-        """Samples that are split."""
-        return int(np.count_nonzero((self.ends > 0) & (self.begins == 0)))
 
 
 def wants_splits(found: Partition | PartitionError, options: SplitOptions) -> bool:
@@ -143,6 +93,7 @@ class _Plan:
     begins: Integers
     ends: Integers
     time: float
+    level: float
 
 
 class _Search:
@@ -162,7 +113,8 @@ class _Search:
         self._prices = float(split.within), float(split.between)
         speeds, nodes, sizes = options.get("speeds"), options.get("nodes"), options.get("sizes")
         self._speeds = np.ones(num_ranks) if speeds is None else np.array(speeds, np.float64)
-        self._nodes = np.zeros(num_ranks, np.int64) if nodes is None else np.array(nodes, np.int64)
+        named = np.zeros(num_ranks, np.int64) if nodes is None else np.asarray(nodes)
+        _, self._nodes, self._node_sizes = np.unique(named, return_inverse=True, return_counts=True)
         self._sizes = self._costs if sizes is None else np.asarray(sizes, np.float64)
         # sums in a fixed order, since those of arrays may depend on the machine
         total = sum(np.bincount(homes, self._costs, num_ranks).tolist())
@@ -172,6 +124,10 @@ class _Search:
             self._memory = np.asarray(options["memory"], np.float64)
             self._caps = np.asarray(options["memory_caps"], np.float64)
         self._own = self._costs[divisible.samples]  # costs of those that may be split
+        self._table, self._mean_speed = table_of(divisible.spans), float(sum(self._speeds.tolist())) / num_ranks
+        self._price = self._prices[0 if int(self._node_sizes.max()) > 1 else 1] * self._mean_speed
+        self._least: dict[tuple[int, float], int] = {}
+        self._known: dict[tuple[int, float, int], Floats] = {}
 
     def time_of(self, loads: NDArray[Any]) -> float:
         """The largest load over speed."""
@@ -199,7 +155,9 @@ class _Search:
             return None
         best = self._refined(best)
         # what was asked for leaves most samples where they are, and often has less to do for the slowest rank too
-        careful = self._attempt(best.split, np.diff(best.firsts), str(self._options.get("strategy", DEFAULT_STRATEGY)))
+        careful = self._attempt(
+            best.split, np.diff(best.firsts), best.level, str(self._options.get("strategy", DEFAULT_STRATEGY))
+        )
         return careful if careful is not None and careful.time <= min(SLACK * best.time, enough) else best
 
     def _refined(self, best: _Plan) -> _Plan:
@@ -215,7 +173,7 @@ class _Search:
                     if not 2 <= counts[place] <= most or tries <= 0:
                         continue
                     tries -= 1
-                    found = self._attempt(best.split, counts, QUICK)
+                    found = self._attempt(best.split, counts, best.level, QUICK)
                     if found is not None and found.time < best.time * (1 - 1e-3):
                         best, improved = found, True
                         break
@@ -224,52 +182,73 @@ class _Search:
     def _with_split(self, split: Integers) -> Iterator[_Plan]:
         """Plans in which these samples, numbers among those that may be split, are split."""
         tried = set()
-        largest_node = int(np.unique(self._nodes, return_counts=True)[1].max())
-        for share in SHARES:
-            wanted = self._counts(split, share)
+        largest_node = int(self._node_sizes.max())
+        for level in LEVELS:
+            wanted = self._counts(split, level)
             for counts in (wanted, tuple(min(count, largest_node) for count in wanted)):
-                if counts in tried or min(counts) < 2:
+                if (level, counts) in tried or min(counts) < 2:
                     continue
-                tried.add(counts)
-                found = self._attempt(split, np.array(counts), QUICK)
+                tried.add((level, counts))
+                found = self._attempt(split, np.array(counts), level, QUICK)
                 if found is not None:
                     yield found
 
-    def _counts(self, split: Integers, share: float) -> tuple[int, ...]:
-        """Pieces of each."""
-        mean_speed = float(sum(self._speeds.tolist())) / self._num_ranks
-        wanted = self._own[split] / max(share * self._even * mean_speed, np.finfo(np.float64).tiny)
+    def _counts(self, split: Integers, level: float) -> tuple[int, ...]:
+        """The fewest pieces of each at a level, as many as there may be where it takes more."""
+        most = np.minimum(self._spans.num_cuts[split] + 1, self._num_ranks)
+        wanted = np.array([self._fewest(sample, level) for sample in split.tolist()])
         if self._memory is not None and self._caps is not None:
             largest = float(self._caps.max())
             if 0 < largest < math.inf:
                 held = self._memory[self._divisible.samples[split]]
-                wanted = np.maximum(wanted, held / (min(share, 1.0) * largest))
-        most = np.minimum(self._spans.num_cuts[split] + 1, self._num_ranks)
-        return tuple(np.clip(np.ceil(np.minimum(wanted, most)), 2, most).astype(np.int64).tolist())
+                wanted = np.maximum(wanted, np.ceil(np.minimum(held / (min(level, 1.0) * largest), self._num_ranks)))
+        return tuple(np.clip(wanted, 2, most).astype(np.int64).tolist())
 
-    def _attempt(self, split: Integers, counts: Integers, strategy: str) -> _Plan | None:
+    def _fewest(self, sample: int, level: float) -> int:
+        if (sample, level) not in self._least:
+            room = np.empty((2, self._num_ranks))
+            work = level * self._even * self._mean_speed
+            self._least[sample, level] = pieces_at(self._table, sample, work, self._price, self._num_ranks, *room)
+        return self._least[sample, level]
+
+    def _pieces(self, sample: int, level: float, count: int) -> Floats:
+        """(2, count) what the pieces of a sample take and cost, first to last."""
+        key = sample, level, count
+        if key not in self._known:
+            found = np.empty((2, count))
+            divide(self._table, sample, level * self._even * self._mean_speed, self._price, *found)
+            found[0] /= self._mean_speed
+            self._known[key] = found
+        return self._known[key]
+
+    def _attempt(self, split: Integers, counts: Integers, level: float, strategy: str) -> _Plan | None:
         """Places pieces first, and whole samples in the room that they leave."""
         is_whole = np.ones(self._costs.size, np.bool_)
         is_whole[self._divisible.samples[split]] = False
-        whole, numbers = np.flatnonzero(is_whole), np.repeat(np.arange(split.size), counts)
-        placed = np.concatenate(self._places(split, counts))
+        whole = np.flatnonzero(is_whole)
+        each = zip(split.tolist(), counts.tolist(), strict=True)
+        times, costs = np.concatenate([self._pieces(sample, level, count) for sample, count in each], axis=1)
+        firsts = np.concatenate([[0], np.cumsum(counts)])
+        placed = place_pieces(
+            np.argsort(-self._own[split], kind="stable"), self._homes[self._divisible.samples[split]].astype(np.int64),
+            firsts, times, self._speeds, self._even * self._speeds, self._nodes, self._node_sizes,
+        )  # fmt: skip
         memory = None
         if self._memory is not None:
             memory = np.repeat(self._memory[self._divisible.samples[split]] / counts, counts)
         try:
-            costs = np.repeat(self._own[split] / counts, counts)
-            whole_ranks = self._around(whole, placed, costs, memory, strategy)
+            whole_ranks = self._around(whole, placed, times * self._speeds[placed], memory, strategy)
         except PartitionError:
             return None
-        placed = np.ascontiguousarray(placed[np.lexsort((placed, self._nodes[placed], numbers))])
-        firsts = np.concatenate([[0], np.cumsum(counts)])
-        return self._cut(whole, whole_ranks, split, firsts, placed)
+        return self._cut(whole, whole_ranks, split, firsts, placed, costs, level)
 
     def _around(
         self, whole: Integers, placed: Integers, costs: Floats, memory: Floats | None, strategy: str
     ) -> Integers:
         """Ranks of the whole samples, where pieces that cost so much are placed already: as if these were slower."""
-        room = np.maximum(self._even * self._speeds - np.bincount(placed, costs, self._num_ranks), LEAST * self._even)
+        held = np.bincount(placed, costs, self._num_ranks)
+        level = _filled(held / self._speeds, self._speeds, float(self._costs[whole].sum()))
+        room = np.maximum(level * self._speeds - held, LEAST * self._even)
         how: dict[str, Any] = {**self._options, "sizes": self._sizes[whole], "strategy": strategy}
         how["speeds"] = np.clip(room / max(float(room.max()), np.finfo(np.float64).tiny), 1e-6, 1.0)
         how["tolerance"] = max(self._options.get("tolerance", DEFAULT_TOLERANCE), TOLERANCE)
@@ -279,17 +258,24 @@ class _Search:
         return partition(self._costs[whole], self._homes[whole], self._num_ranks, **how).destinations.astype(np.int64)
 
     def _cut(
-        self, whole: Integers, whole_ranks: Integers, split: Integers, firsts: Integers, ranks: Integers
+        self,
+        whole: Integers,
+        whole_ranks: Integers,
+        split: Integers,
+        firsts: Integers,
+        ranks: Integers,
+        costs: Floats,
+        level: float,
     ) -> _Plan | None:
         """Cuts the samples by work; where the memory caps do not hold that, by positions; None if they hold neither."""
         table = table_of(self._spans.take(split))
         base = np.bincount(whole_ranks, self._costs[whole], self._num_ranks).astype(np.float64)
         begins, ends = np.zeros(ranks.size, np.int64), np.zeros(ranks.size, np.int64)
         ends[firsts[1:] - 1] = table[:, 0]
-        time = recut(base, self._speeds, table, firsts, ranks, begins, ends, self._nodes, *self._prices, PASSES)
+        time = recut(base, self._speeds, table, firsts, ranks, begins, ends, self._nodes, *self._prices, costs, PASSES)
         plan = _Plan(
             whole=whole, whole_ranks=whole_ranks, split=split, firsts=firsts, ranks=ranks, begins=begins, ends=ends,
-            time=time,
+            time=time, level=level,
         )  # fmt: skip
         if self._fits(plan):
             return plan
@@ -302,26 +288,9 @@ class _Search:
         loads, exchange, _, _ = measure(base, table, firsts, ranks, begins, ends, self._nodes, *self._prices)
         plan = _Plan(
             whole=whole, whole_ranks=whole_ranks, split=split, firsts=firsts, ranks=ranks, begins=begins, ends=ends,
-            time=float((loads / self._speeds + exchange).max()),
+            time=float((loads / self._speeds + exchange).max()), level=level,
         )  # fmt: skip
         return plan if self._fits(plan) else None
-
-    def _places(self, split: Integers, counts: Integers) -> list[Integers]:
-        """Where each sample's pieces had best go, the first ones first: to ranks with room, of one node if that has."""
-        room = self._even * self._speeds
-        numbers, members, sizes = np.unique(self._nodes, return_inverse=True, return_counts=True)
-        result = []
-        homes = self._homes[self._divisible.samples[split]].tolist()
-        for sample, home, count in zip(split.tolist(), homes, counts.tolist(), strict=True):
-            at_home = np.arange(numbers.size) == members[home]
-            nodes = np.lexsort((numbers, ~at_home, -np.bincount(members, room), sizes < count))
-            place = np.empty(numbers.size, np.int64)
-            place[nodes] = np.arange(numbers.size)
-            ranks = np.arange(self._num_ranks)
-            chosen = np.lexsort((ranks, ranks != home, -room, place[members]))[:count]
-            room[chosen] -= self._own[sample] / count
-            result.append(chosen)
-        return result
 
     def _shares(self, plan: _Plan) -> tuple[Integers, Floats]:
         """(pieces,) the sample of each piece, and the share of its positions that the piece has."""
@@ -368,3 +337,12 @@ class _Search:
             time=plan.time,
             heaviest=max(self._even, float(self._costs.max() / self._speeds.max())),
         )
+
+
+def _filled(held: Floats, speeds: Floats, work: float) -> float:
+    """The level to which work fills ranks that are busy for so long already."""
+    order = np.argsort(held, kind="stable")
+    ascending, fast = held[order], np.cumsum(speeds[order])
+    needed = ascending * fast - np.cumsum(ascending * speeds[order])  # to fill all before a rank up to it
+    last = int(np.searchsorted(needed, work, side="right")) - 1
+    return float(ascending[last] + (work - needed[last]) / fast[last])

@@ -16,6 +16,7 @@ from evenkeel.partitioning.exchanging import exchange_plainly
 from evenkeel.partitioning.exhaustive import least_overflow
 from evenkeel.partitioning.greedy import place_longest_first
 from evenkeel.partitioning.groups import everyone
+from evenkeel.partitioning.levels import divide, pieces_at, place_pieces
 from evenkeel.partitioning.matching import EXACT, match_sets
 from evenkeel.partitioning.minimal_move import largest_load, moved_share
 from evenkeel.partitioning.preparing import KernelSet, ready
@@ -97,8 +98,12 @@ def compile_starts() -> None:
 def _cut() -> None:
     table, firsts, ranks = table_of(SpanCosts.of([9], per_position=1)), np.array([0, 2]), np.arange(2)
     begins, ends, nodes = np.array([0, 4]), np.array([4, 9]), np.zeros(2, np.int64)
-    recut(np.zeros(2), np.ones(2), table, firsts, ranks, begins, ends, nodes, 0.0, 0.0, 1)
+    recut(np.zeros(2), np.ones(2), table, firsts, ranks, begins, ends, nodes, 0.0, 0.0, np.ones(ranks.size), 1)
     measure(np.zeros(2), table, firsts, ranks, begins, ends, nodes, 0.0, 0.0)
+    times, costs = np.zeros(2), np.zeros(2)
+    pieces_at(table, 0, 1.0, 0.0, 2, times, costs)
+    divide(table, 0, 1.0, 0.0, times, costs)
+    place_pieces(nodes[:1], nodes[:1], firsts, times, np.ones(2), np.ones(2), nodes, np.array([2]))
 
 
 def _example() -> tuple[Terms, NDArray[np.int32], NDArray[np.int32]]:
