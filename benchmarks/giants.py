@@ -9,7 +9,8 @@ same work, summed over the batches. Time is predicted: FLOPs of a bf16 HSTU of 8
 at a given rate; the exchange of keys and values, forward, and of their gradients, backward, at the rates of the profile
 `h200` within and between nodes, of 8 ranks or 64 as the table says, overlapped with nothing. Beside
 it stands the least that any plan can take, and any that keeps each giant inside a node, if counts are free
-(`benchmarks.references.least_splits`). So the table depends on these three rates and not on the machine, but for the
+(`benchmarks.references.least_splits`). With all it takes, a split step takes what was measured on two H200 beside the
+exchange (`benchmarks.giants_prices`). So the table depends on these four numbers and not on the machine, but for the
 time of a decision, which is processor time of one thread.
 """
 
@@ -32,7 +33,7 @@ from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.divisible import MOST, SHARE, Divisible
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, plan_round
 from evenkeel.partitioning.samples import RoundSamples
-from evenkeel.partitioning.split_options import SplitOptions
+from evenkeel.partitioning.split_options import STEP_SECONDS, SplitOptions
 from evenkeel.placement.hardware import builtin_profile
 from trainer_client.balancing.costs import HSTUCost
 
@@ -90,7 +91,8 @@ def samples_of(batches: NDArray[np.int64], node: int) -> RoundSamples:
 def measure(kind: str, ranks: int, samples: int, node: int, counts: str, seeds: int) -> dict[str, Any]:
     """One row: sums over the seeds' batches, over an even division."""
     split, options = prices(), RoundOptions(counts=counts)
-    sums = dict.fromkeys(("even", "off", "bound", *WAYS, "split: load", "split: least", "split: least in a node"), 0.0)
+    figures = ("split: load", "split: exchange", "split: least", "split: least in a node")
+    sums = dict.fromkeys(("even", "off", "bound", *WAYS, *figures), 0.0)
     counted = dict.fromkeys(("split_samples", "pieces", "exchanged", "exchanged_between_nodes"), 0)
     seconds: dict[str, list[float]] = {"whole": [], "split": []}
     least = 0
@@ -107,6 +109,7 @@ def measure(kind: str, ranks: int, samples: int, node: int, counts: str, seeds: 
             sums["whole"] += whole.max_load_after
             sums["split"] += found.max_load_after
             sums["split: load"] += float(plan.loads_after.max())
+            sums["split: exchange"] += found.max_load_after - (split.fixed if found.split_samples else 0.0)
             assert one.divisible is not None
             told = one.costs.astype(np.float64), Divisible.of_table(one.divisible), ranks, split.within
             sums["split: least"] += least_time(*told, ranks)
@@ -158,13 +161,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     heads = (
         "lengths", "ranks × samples", "ranks of a node", "counts", "off", "bound of whole samples", "whole",
         f"windows of {WINDOW}", "split: load", "with exchange", "at least",
-        "at least, giants in a node", "windows and split", "samples split", "parts each",
+        "at least, giants in a node", "with all it takes", "windows and split", "samples split", "parts each",
         "GB within, between", "decision, CPU ms: whole, split (worst)",
     )  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     ratios = (
-        "bound", "whole", "windows", "split: load", "split", "split: least", "split: least in a node",
-        "windows and split",
+        "bound", "whole", "windows", "split: load", "split: exchange", "split: least", "split: least in a node",
+        "split", "windows and split",
     )  # fmt: skip
     for row in rows:
         cells = [
@@ -198,6 +201,7 @@ def main() -> None:
         "rates": {
             "flops": FLOPS, "bytes_within": profile.intra_host_bytes_per_s,
             "bytes_between": profile.inter_host_bytes_per_s, "bytes_of_a_position": POSITION,
+            "step_seconds": STEP_SECONDS,
         },
         "rows": rows,
     }  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.giants_gpu_data import TimedCost
+from evenkeel.partitioning.split_options import STEP_SECONDS
 from evenkeel.partitioning.splits import SplitSample
 from examples.datasets import SequenceBatch
 from examples.hstu.attention import Attention, choose_kernel
@@ -23,7 +24,7 @@ from examples.hstu.training import Trainer
 from trainer_client.balancing import BalancedLoader, BalanceOptions, Balancer, SplitOptions
 from trainer_client.observing.measurement import StepTimer
 
-EXCHANGE_RATE = 75e9  # bytes a second and rank, as steps saw it on two H200, of which the planner knows
+EXCHANGE_RATE = 130e9  # bytes a second and rank, as steps saw it on two H200 (`benchmarks.giants_prices`)
 WINDOW = 8
 LONGEST = 131_072 + 64
 
@@ -104,7 +105,7 @@ class Bench:
         if setting not in self._balancers:
             split = None
             if setting == "split":
-                split = SplitOptions(above=0.02, within=self.exchange_price())
+                split = SplitOptions(above=0.02, within=self.exchange_price(), fixed=1e3 * STEP_SECONDS)
             window = WINDOW if setting == "window" else 1
             choices = BalanceOptions(counts="free", split=split, window=window, timeout=timedelta(seconds=60))
             self._balancers[setting] = Balancer.embedded(job=setting, options=choices)

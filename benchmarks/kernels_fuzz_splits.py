@@ -67,8 +67,9 @@ def check_split(rng: np.random.Generator) -> str:
     which = np.flatnonzero(rng.random(n) < 0.8)
     divisible = Divisible(samples=which, first_items=spans.head[which], spans=spans.take(which))
     assert check_table(divisible.table, spans.whole) == ""
-    prices = np.where(rng.random(2) < 0.5, 0.0, 10.0 ** rng.uniform(-20, 20, 2)).tolist()
-    split = SplitOptions(above=float(rng.choice([0.0, 0.05, 1.0])), within=prices[0], between=prices[1])
+    prices = np.where(rng.random(3) < 0.5, 0.0, 10.0 ** rng.uniform(-20, 20, 3)).tolist()
+    above, fixed = float(rng.choice([0.0, 0.05, 1.0])), prices[2]
+    split = SplitOptions(above=above, within=prices[0], between=prices[1], fixed=fixed)
     try:
         found: Any = partition(spans.whole, homes, num_ranks, **options)
     except PartitionError as error:

@@ -147,7 +147,7 @@ def split_options(model: ModelOptions, device: torch.device) -> SplitOptions:
     if device.type != "cuda":
         return SplitOptions()
     numbers = 4 * model.num_layers * model.num_heads * model.head_dim
-    return SplitOptions.at_rates(position_bytes=2 * numbers, within=75e9, between=30e9, cost_per_second=280e12)
+    return SplitOptions.at_rates(position_bytes=2 * numbers, within=130e9, between=30e9, cost_per_second=280e12)
 
 
 def make_balancer(options: argparse.Namespace, choices: BalanceOptions, split: SplitOptions | None = None) -> Balancer:

@@ -12,6 +12,7 @@ import os
 FUNCTIONS = (
     "tests/benchmarks/test_data.py",
     "tests/benchmarks/test_end_to_end_ideal.py",
+    "tests/benchmarks/test_giants_prices.py",
     "tests/benchmarks/test_kernels_fuzz.py",
     "tests/benchmarks/test_make_bench.py",
     "tests/evenkeel/partitioning/",

@@ -73,7 +73,7 @@ class Figures:
     Attributes:
         mean_load: Mean over the ranks.
         max_load_before: Largest load over speed, as loaded.
-        max_load_after: Largest load over speed, as planned, with what the exchange of split samples takes.
+        max_load_after: Largest load over speed, as planned, with what splitting samples takes.
         imbalance_before: Max/mean of load over speed, as loaded.
         imbalance_after: The same as planned.
         lower_bound: No assignment of whole samples has a smaller maximum of load over speed.

@@ -28,7 +28,7 @@ class SplitPartition:
         moved_size: Their summed size.
         moved_size_between_nodes: The part of it that crosses nodes.
         speeds: (num_ranks,) float64.
-        time: Largest sum of load over speed and exchange.
+        time: Largest sum of load over speed and exchange, and what splitting takes in any step.
         heaviest: A bound of whole samples: an even division, or the heaviest of them on the fastest rank.
     """
 

@@ -110,7 +110,7 @@ class _Search:
     ) -> None:
         self._costs, self._homes, self._num_ranks = costs.astype(np.float64), homes, num_ranks
         self._divisible, self._spans, self._options = divisible, divisible.spans, options
-        self._prices = float(split.within), float(split.between)
+        self._prices, self._fixed = (float(split.within), float(split.between)), float(split.fixed)
         speeds, nodes, sizes = options.get("speeds"), options.get("nodes"), options.get("sizes")
         self._speeds = np.ones(num_ranks) if speeds is None else np.array(speeds, np.float64)
         named = np.zeros(num_ranks, np.int64) if nodes is None else np.asarray(nodes)
@@ -134,7 +134,14 @@ class _Search:
         return float((loads / self._speeds).max())
 
     def best(self, time: float) -> _Plan | None:
-        """The plan with samples in pieces that takes the least time; None if none takes less than whole samples do."""
+        """The plan with samples in pieces that takes the least time.
+
+        Args:
+            time: That of whole samples.
+
+        Returns:
+            None if none takes less.
+        """
         count = len(self._divisible)
         too_large = np.zeros(count, np.bool_)
         if self._memory is not None and self._caps is not None:
@@ -143,14 +150,14 @@ class _Search:
         order = np.lexsort((np.arange(count), -self._own, ~too_large, ~heavy))
         order = order[self._spans.num_cuts[order] > 0]
         least, futile, best = max(int(np.count_nonzero(heavy[order])), 1), 0, None
-        enough = BETTER * time
+        time = enough = BETTER * time - self._fixed  # what a plan may take beside
         for more in MORE:
-            if least + more > order.size or futile >= FUTILE or time <= NEAR * self._even:
+            if least + more > order.size or futile >= FUTILE or time <= BETTER * NEAR * self._even:
                 break
             futile += 1
             for found in self._with_split(np.sort(order[: least + more])):
-                if found.time < BETTER * time:
-                    best, time, futile = found, found.time, 0
+                if found.time < time:
+                    best, time, futile = found, BETTER * found.time, 0
         if best is None:
             return None
         best = self._refined(best)
@@ -334,7 +341,7 @@ class _Search:
             moved_size=float(sizes[ranks != homes].sum()),
             moved_size_between_nodes=float(sizes[far].sum()),
             speeds=self._speeds,
-            time=plan.time,
+            time=plan.time + self._fixed,
             heaviest=max(self._even, float(self._costs.max() / self._speeds.max())),
         )
 

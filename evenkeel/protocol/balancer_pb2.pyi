@@ -100,14 +100,16 @@ class PartitionOptions(_message.Message):
     def __init__(self, strategy: _Optional[str] = ..., counts: _Optional[_Union[Counts, str]] = ..., tolerance: _Optional[float] = ..., speeds: _Optional[bytes] = ..., memory_caps: _Optional[bytes] = ..., min_samples: _Optional[int] = ..., move_price: _Optional[float] = ..., split: _Optional[_Union[Split, _Mapping]] = ...) -> None: ...
 
 class Split(_message.Message):
-    __slots__ = ("above", "within", "between")
+    __slots__ = ("above", "within", "between", "fixed")
     ABOVE_FIELD_NUMBER: _ClassVar[int]
     WITHIN_FIELD_NUMBER: _ClassVar[int]
     BETWEEN_FIELD_NUMBER: _ClassVar[int]
+    FIXED_FIELD_NUMBER: _ClassVar[int]
     above: float
     within: float
     between: float
-    def __init__(self, above: _Optional[float] = ..., within: _Optional[float] = ..., between: _Optional[float] = ...) -> None: ...
+    fixed: float
+    def __init__(self, above: _Optional[float] = ..., within: _Optional[float] = ..., between: _Optional[float] = ..., fixed: _Optional[float] = ...) -> None: ...
 
 class Schema(_message.Message):
     __slots__ = ("hash", "fields", "roles")

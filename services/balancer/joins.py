@@ -141,7 +141,8 @@ def _read_options(
     split = None
     if options.HasField("split"):
         try:
-            split = SplitOptions(above=options.split.above, within=options.split.within, between=options.split.between)
+            told = options.split
+            split = SplitOptions(above=told.above, within=told.within, between=told.between, fixed=told.fixed)
         except ValueError as error:
             raise refused("options.split", shorten(str(error)), "use numbers in range") from error
     speeds = _per_rank(options.speeds, world_size, "options.speeds", SPEEDS)

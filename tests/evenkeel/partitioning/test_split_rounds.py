@@ -75,7 +75,11 @@ def rounds(draw: st.DrawFn) -> Round:
         ranks.append(rank_samples([one.tolist() for one in items], rng))
     options = RoundOptions(
         counts=draw(st.sampled_from(["equal", "free"])),
-        split=SplitOptions(above=draw(st.sampled_from([0.0, 0.1])), within=draw(st.sampled_from([0.0, 5.0]))),
+        split=SplitOptions(
+            above=draw(st.sampled_from([0.0, 0.1])),
+            within=draw(st.sampled_from([0.0, 5.0])),
+            fixed=draw(st.sampled_from([0.0, 30_000.0])),
+        ),
         speeds=tuple(rng.uniform(0.5, 2, num_ranks).tolist()) if draw(st.booleans()) else (),
         memory_caps=(900.0,) * num_ranks if draw(st.booleans()) else (),
     )

@@ -71,6 +71,7 @@ def rounds(draw: st.DrawFn) -> dict[str, Any]:
             above=draw(st.sampled_from([0.0, 0.05, 0.5])),
             within=draw(st.sampled_from([0.0, 20.0])),
             between=draw(st.sampled_from([0.0, 100.0])),
+            fixed=draw(st.sampled_from([0.0, 500.0])),
         ),
         "counts": draw(st.sampled_from(["equal", "free"])),
         "sizes": spans.positions,
@@ -134,7 +135,8 @@ def test_every_position_once_and_never_longer_than_whole(call: dict[str, Any]) -
     assert isinstance(found, Partition)
     speeds = np.ones(call["num_ranks"]) if found.speeds is None else found.speeds
     even = spans.whole.sum() / speeds.sum()
-    np.testing.assert_allclose(plan.time, (plan.loads / speeds + plan.exchange).max(), rtol=1e-9)
+    fixed = call["split"].fixed
+    np.testing.assert_allclose(plan.time, (plan.loads / speeds + plan.exchange).max() + fixed, rtol=1e-9)
     assert even * (1 - 1e-9) <= plan.time < float((found.loads / speeds).max())
     assert found.lower_bound > (1 + call["split"].above) * even * (1 - 1e-9)
     again = planned(**call)[1]
@@ -210,6 +212,8 @@ def test_where_the_exchange_takes_longer_samples_stay_whole() -> None:
     assert planned(spans, homes, 4, SplitOptions())[1] is not None
     assert planned(spans, homes, 4, SplitOptions(within=10.0))[1] is None
     assert planned(spans, homes, 4, SplitOptions(above=3.0))[1] is None
+    assert planned(spans, homes, 4, SplitOptions(fixed=700.0))[1] is not None
+    assert planned(spans, homes, 4, SplitOptions(fixed=800.0))[1] is None  # of 1000, an even division saves 743
     assert planned(spans, homes, 4, SplitOptions(), which=[1, 2])[1] is None
     assert planned(spans, [0] * 4, 1, SplitOptions())[1] is None
 
@@ -241,6 +245,7 @@ def test_memory_caps_hold_where_equal_work_would_break_them() -> None:
         ({"above": -1}, r"split.above is -1; use a share of an even division, 0 to 1000"),
         ({"within": float("nan")}, r"split.within is nan; use units of cost, 0 to 1e\+100"),
         ({"between": "fast"}, r"split.between is 'fast'; use units of cost"),
+        ({"fixed": -1.0}, r"split.fixed is -1.0; use units of cost, 0 to"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:

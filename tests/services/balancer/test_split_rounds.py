@@ -244,8 +244,8 @@ def test_sessions_whose_ranks_differ_about_splitting_are_told_so() -> None:
     other = joined(replace(done, options=replace(done.options, split=SplitOptions(above=0.2))))
     assert terms.difference(other) == (
         "options.split",
-        "SplitOptions(above=0.05, within=0.0, between=0.0)",
-        "SplitOptions(above=0.2, within=0.0, between=0.0)",
+        "SplitOptions(above=0.05, within=0.0, between=0.0, fixed=0.0)",
+        "SplitOptions(above=0.2, within=0.0, between=0.0, fixed=0.0)",
     )
     assert terms.difference(replace(terms, roles=(1, 2, 0, -1, 0))) == (
         "schema.roles",
@@ -259,6 +259,7 @@ def test_sessions_whose_ranks_differ_about_splitting_are_told_so() -> None:
     [
         (pb.PartitionOptions(split=pb.Split(above=-1)), [], "options.split"),
         (pb.PartitionOptions(split=pb.Split(within=float("inf"))), [], "options.split"),
+        (pb.PartitionOptions(split=pb.Split(fixed=-1)), [], "options.split"),
         (pb.PartitionOptions(split=pb.Split()), [1, 2], "schema.roles"),
         (pb.PartitionOptions(split=pb.Split()), [-3], "schema.roles"),
     ],

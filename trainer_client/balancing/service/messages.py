@@ -119,7 +119,7 @@ def join_request(
             speeds=_f64(options.speeds),
             memory_caps=_f64(options.memory_caps),
             min_samples=options.min_samples,
-            split=None if split is None else pb.Split(above=split.above, within=split.within, between=split.between),
+            split=None if split is None else pb.Split(**asdict(split)),
         ),
         schema=pb.Schema(
             hash=schema_hash,
