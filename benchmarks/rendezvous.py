@@ -1,15 +1,18 @@
-"""Time of a full round at 8 to 1024 ranks, with a plain gRPC echo of the same messages beside it in the same run.
+"""Time of a full round at 8 to 4096 ranks, with a plain gRPC echo of the same messages beside it in the same run.
 
     python -m benchmarks.rendezvous --json benchmarks/results/rendezvous.json --png benchmarks/results/rendezvous.png
 
 A round is timed from the first rank's submission to the last rank's decision. The floor is a server in the same
 framework that answers every message at once with bytes of a decision's size: it neither waits, nor reads, nor decides.
-Server and ranks share this machine's cores, so the ranks' own work is part of both. The direct part feeds rounds to the
-state machine without sockets: the time of all that the balancer itself does.
+Server and ranks share this machine's cores, so the ranks' own work is part of both. Ranks that share a stream submit
+arrays, as a node's leader does. The processor's time of the balancer is that of its own process; that of its workers,
+in which partitions run, stands apart. The direct part feeds rounds to the state machine without sockets: the time of
+all that the balancer itself does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -50,6 +53,7 @@ from services.operations.launch import ServiceProcess, running_service
 
 _SPAWN = multiprocessing.get_context("spawn")
 _STARTUP_SECONDS = 300.0
+_MOST_STREAMS = 1024
 
 
 def balancer_process(arguments: list[str], module: str = "services.balancer") -> AbstractContextManager[ServiceProcess]:
@@ -108,6 +112,16 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def workers_seconds(pid: int) -> float:
+    """The same of a balancer's workers, as far as they still live."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    zygotes = {child for child, parent in parents.items() if parent == pid}
+    return sum(cpu_seconds(child) for child, parent in parents.items() if parent in zygotes)
+
+
 def resident_bytes(pid: int) -> int:
     """Memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -117,9 +131,10 @@ def measure_sockets(load: Load, num_processes: int, arguments: list[str]) -> dic
     """One size: the balancer, then the floor."""
     with balancer_process(arguments) as balancer:
         port, pid = balancer.port, balancer.running.pid
-        resident, cpu = resident_bytes(pid), cpu_seconds(pid)
+        resident, cpu, workers = resident_bytes(pid), cpu_seconds(pid), workers_seconds(pid)
         ours = run_load(replace(load, port=port), num_processes)
-        cpu, grown = cpu_seconds(pid) - cpu, resident_bytes(pid) - resident
+        cpu, workers = cpu_seconds(pid) - cpu, workers_seconds(pid) - workers
+        grown = resident_bytes(pid) - resident
     balanced = sum(t.balanced for t in ours)
     if balanced != load.world_size:
         raise RuntimeError(f"{load.world_size - balanced} ranks got no plan in the last round")
@@ -140,7 +155,9 @@ def measure_sockets(load: Load, num_processes: int, arguments: list[str]) -> dic
         "sent_bytes_per_rank": statistics.mean(t.sent_bytes for t in ours),
         "received_bytes_per_rank": reply,
         "cpu_ms_per_round": 1e3 * cpu / (load.rounds + WARM_UP_ROUNDS),
-        "echo_cpu_ms_per_round": 1e3 * echo_cpu / (load.rounds + WARM_UP_ROUNDS),
+        "cpu_us_per_rank": 1e6 * cpu / (load.rounds + WARM_UP_ROUNDS) / load.world_size,
+        "workers_cpu_us_per_rank": 1e6 * workers / (load.rounds + WARM_UP_ROUNDS) / load.world_size,
+        "echo_cpu_us_per_rank": 1e6 * echo_cpu / (load.rounds + WARM_UP_ROUNDS) / load.world_size,
         "server_memory_growth_bytes": grown,
     }
 
@@ -229,14 +246,16 @@ def measure_direct(num_ranks: int, samples: int, fields: int, rounds: int, node_
 
 
 def main(
-    ranks: Annotated[list[int], typer.Option(help="numbers of ranks, over sockets")] = [8, 64, 256, 1024],  # noqa: B006
+    ranks: Annotated[list[int], typer.Option(help="numbers of ranks, over sockets")] = [8, 64, 256, 1024, 4096],  # noqa: B006
     direct: Annotated[list[int], typer.Option(help="numbers of ranks, without sockets")] = [8, 64, 256, 1024, 4096],  # noqa: B006
     samples: Annotated[int, typer.Option(help="samples per rank")] = 128,
     fields: Annotated[int, typer.Option(help="jagged fields")] = 4,
     rounds: Annotated[int, typer.Option(help="measured rounds; a quarter of it from 256 ranks on")] = 200,
     processes: Annotated[int, typer.Option(help="processes that the ranks live in")] = 2,
     node_size: Annotated[int, typer.Option(help="ranks per host")] = 8,
-    per_stream: Annotated[list[int], typer.Option(help="ranks that share a stream")] = [1, 8],  # noqa: B006
+    per_stream: Annotated[
+        list[int], typer.Option(help="ranks that share a stream; a stream a rank up to 1024 ranks")
+    ] = [1, 8],  # noqa: B006
     seed: int = 1,
     server: Annotated[str, typer.Option(help="further flags for the balancer")] = "",
     profile: Annotated[Path | None, typer.Option(help="where the time of the largest size goes, by py-spy")] = None,
@@ -248,11 +267,13 @@ def main(
     if quick:
         ranks, direct, rounds = [8, 64], [8, 64], 40
     warm_up()
-    console = Console(width=120)
+    console = Console(width=140)
     over_sockets, without = [], []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("rounds", total=len(ranks) * len(per_stream) + len(direct))
         for size, shared in itertools.product(ranks, per_stream):
+            if shared == 1 and size > _MOST_STREAMS:
+                continue
             few = rounds if size < 256 else max(20, rounds // 4)
             load = Load(
                 port=0, ranks=range(size), world_size=size, samples=samples, fields=fields,
@@ -274,6 +295,7 @@ def main(
         plan = by_size.get(row["ranks"], {}).get("plan_ms", 0.0)
         row["plan_ms"] = plan
         row["over_floor"] = row["p50_ms"] / (row["echo_p50_ms"] + plan)
+        row["over_plan"] = row["p50_ms"] / plan if plan else 0.0
     show(console, over_sockets, without)
     result = {
         "command": "python -m benchmarks.rendezvous " + " ".join(sys.argv[1:]),
@@ -299,7 +321,7 @@ def main(
 
 def show(console: Console, over_sockets: list[dict[str, Any]], without: list[dict[str, Any]]) -> None:
     """Prints both tables."""
-    table = Table(title="Full rounds over sockets (ms); ratio: p50 over echo p50 + plan")
+    table = Table(title="Full rounds over sockets (ms; CPU of the balancer, its workers and the echo: µs a rank)")
     for name in (
         "ranks",
         "per stream",
@@ -308,20 +330,23 @@ def show(console: Console, over_sockets: list[dict[str, Any]], without: list[dic
         "echo p50",
         "echo p99",
         "plan",
-        "ratio",
-        "server CPU",
-        "echo CPU",
+        "p50 / plan",
+        "p50 / (echo + plan)",
+        "CPU",
+        "workers' CPU",
+        "echo's CPU",
         "sent B",
         "received B",
     ):
         table.add_column(name, justify="right")
-    keys = ("p50_ms", "p99_ms", "echo_p50_ms", "echo_p99_ms", "plan_ms", "over_floor", "cpu_ms_per_round")
+    keys = ("p50_ms", "p99_ms", "echo_p50_ms", "echo_p99_ms", "plan_ms", "over_plan", "over_floor")
+    cpu = ("cpu_us_per_rank", "workers_cpu_us_per_rank", "echo_cpu_us_per_rank")
     for row in over_sockets:
         table.add_row(
             str(row["ranks"]),
             str(row["ranks_per_stream"]),
-            *(f"{row[key]:.2f}" for key in (*keys, "echo_cpu_ms_per_round")),
-            *(f"{row[key]:.0f}" for key in ("sent_bytes_per_rank", "received_bytes_per_rank")),
+            *(f"{row[key]:.2f}" for key in keys),
+            *(f"{row[key]:.0f}" for key in (*cpu, "sent_bytes_per_rank", "received_bytes_per_rank")),
         )
     console.print(table)
     table = Table(title="Rounds without sockets (ms on one core, medians)")

@@ -25,6 +25,7 @@ from services.balancer.workers.tasks import Task
 log = structlog.get_logger(__name__)
 
 _HOUSEKEEPING_SECONDS = 0.5
+_PIECE = 32  # submissions whose contents are noted at a time
 
 
 class Mailbox(Protocol):
@@ -199,6 +200,17 @@ class Hub:
         failure = self._pool.submit(task)
         if failure is not None:
             done(failure)
+        else:
+            self._loop.call_soon(self._note_contents, start.session, start.round)
+
+    def _note_contents(self, session_id: SessionId, round_number: int, begin: int = 0) -> None:
+        """What ranks are known by that say something again: found while the plan is made, in short pieces."""
+        session = self.registry.find(session_id)
+        current = None if session is None else session.open_rounds.get(round_number)
+        if current is not None and begin < len(current.said):
+            for submission in current.said[begin : begin + _PIECE]:
+                submission.fingerprints  # noqa: B018
+            self._loop.call_soon(self._note_contents, session_id, round_number, begin + _PIECE)
 
     def _finish(self, start: StartPartition, result: RoundPlan | PlanFailure | None) -> None:
         session = self.registry.find(start.session)

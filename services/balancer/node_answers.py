@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ def node_bytes(instance: int, round_number: int, ranks: tuple[int, ...], decisio
         ranks: Whose answer it is.
         decision: The round's.
     """
-    named = np.array(ranks, "<u4").tobytes()
+    named = struct.pack(f"<{len(ranks)}I", *ranks)
     parts: list[bytes | memoryview] = [_ROUND, varint(round_number), _RANKS, varint(len(named)), named]
     if decision.plan is None:
         content = identity_bytes(instance, decision)
@@ -61,11 +62,13 @@ def node_bytes(instance: int, round_number: int, ranks: tuple[int, ...], decisio
 def _cut(columns: list[_Column], runs: list[tuple[int, int]]) -> list[bytes | memoryview]:
     """The fields with the parts of ranks: of those from begin to before end, for each such pair."""
     parts: list[bytes | memoryview] = []
+    first, last = runs[0]
     for tag, data, width, begins in columns:
-        pieces = [data[width * begins[begin] : width * begins[end]] for begin, end in runs]
-        size = sum(map(len, pieces))
-        if size:
-            parts += (tag, varint(size), *pieces)
+        piece: bytes | memoryview = data[width * begins[first] : width * begins[last]]
+        if len(runs) > 1:
+            piece = b"".join(data[width * begins[begin] : width * begins[end]] for begin, end in runs)
+        if piece:
+            parts += (tag, varint(len(piece)), piece)
     return parts
 
 

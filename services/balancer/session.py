@@ -182,7 +182,6 @@ class Session:
         if current is None:
             return []
         current.running_since = now
-        current.fingerprints()  # while nobody waits for them
         return [Wake(current.due(self._limits.partition_timeout))]
 
     def is_wanted(self, round_number: int) -> bool:
@@ -329,9 +328,10 @@ class Session:
             )
             return [(fresh.ranks, refusal)]
         # While its plan is computed a round takes as much again.
-        while not self.memory.take(2 * fresh.nbytes):
+        nbytes = fresh.nbytes
+        while not self.memory.take(2 * nbytes):
             if len(self.decided) < _FEW_DECISIONS:
-                return [(fresh.ranks, out_of_memory(f"a submission of {fresh.nbytes} bytes"))]
+                return [(fresh.ranks, out_of_memory(f"a submission of {nbytes} bytes"))]
             self._forget_oldest()
         return []
 

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -175,24 +175,13 @@ class Submission:
     def _fingerprints(self) -> list[int]:
         """Sums of products with fixed random numbers: the same for narrow and for wide integers."""
         samples = self.samples
-        counts = samples.counts_at_home
-        words = _bits(samples.costs) * _FACTORS[0]
-        for factor, amounts in zip(_FACTORS[1:], (samples.sizes, samples.memory), strict=False):
+        sums = samples.counts_at_home.astype(np.uint64)
+        counts: list[int] = sums.tolist()
+        for what, amounts in enumerate((samples.costs, samples.lengths, samples.sizes, samples.memory)):
             if amounts is not None:
-                words += _bits(amounts) * factor + factor  # zeros are more than nothing
-        num_fields = samples.lengths.shape[1]
-        words += samples.lengths.astype(np.uint64) @ _random(num_fields, 1)
-        sums = counts.astype(np.uint64)
-        longest = int(counts.max(initial=0))
-        if longest and int(counts.min()) == longest:
-            sums += words.reshape(-1, longest) @ _random(longest, 2)
-        elif longest:
-            ends = np.cumsum(counts)
-            within = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-            running = np.concatenate((_ZERO, np.cumsum(words * _random(longest, 2)[within])))
-            sums += running[ends] - running[ends - counts]
+                sums += _weighed(amounts, counts, what)
         if samples.num_batches > 1:
-            sums += samples.batch_sizes.astype(np.uint64) @ _random(samples.num_batches, 3)
+            sums += samples.batch_sizes.astype(np.uint64) @ _random(samples.num_batches, 4)
         said: list[int] = sums.tolist()
         if self.exhausted:
             said = [one ^ _ENDED if ended else one for one, ended in zip(said, self.exhausted, strict=True)]
@@ -222,8 +211,21 @@ def runs_of(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(pairwise([*starts, count]))
 
 
-def _bits(amounts: NDArray[Any]) -> NDArray[np.uint64]:
-    return amounts.view(np.uint64) if amounts.dtype.kind == "f" else amounts.astype(np.uint64)
+def _weighed(amounts: NDArray[Any], counts: list[int], what: int) -> NDArray[np.uint64]:
+    """(ranks,) a weighted sum of the words of each rank's rows; also of none it is more than nothing."""
+    words = amounts.view(np.uint64) if amounts.dtype.kind == "f" else amounts.astype(np.uint64)
+    width, words = words.size // max(1, len(words)), words.reshape(-1)
+    longest = max(counts)
+    weights = _random(longest * width + 1, what)
+    others = weights[1:]
+    sums: NDArray[np.uint64]
+    if words.size and counts.count(longest) == len(counts):
+        sums = words.reshape(len(counts), -1) @ others
+    else:
+        ends = accumulate((count * width for count in counts), initial=0)
+        sums = np.array([words[a:b] @ others[: b - a] for a, b in pairwise(ends)], np.uint64)
+    sums += weights[0]
+    return sums
 
 
 def _random(size: int, what: int) -> NDArray[np.uint64]:
@@ -238,5 +240,3 @@ def _sequence(size: int, what: int) -> NDArray[np.uint64]:
 
 _SEED = secrets.randbits(64)  # so that nobody can find two submissions that are taken for one
 _ENDED = secrets.randbits(63)
-_FACTORS = _random(3, 0)
-_ZERO = np.zeros(1, np.uint64)

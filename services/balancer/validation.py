@@ -108,7 +108,7 @@ def read_node(
         if len(set(named)) != len(named) or not set(ranks).issuperset(named):
             raise wrong("ranks", shorten(named[:16]), "name ranks of the stream's Join, each once", fatal=False)
         ranks = named
-    counts = read_array(message.num_samples, len(ranks), "num_samples", (U4,))
+    counts = read_array(message.num_samples, len(ranks), "num_samples", (U4,)).tolist()
     exhausted, tables = message.exhausted, message.num_divisible
     if exhausted and len(exhausted) != len(ranks):
         raise wrong("exhausted", f"{len(exhausted)} bytes", f"pack one for each of {len(ranks)} ranks", fatal=False)
@@ -120,7 +120,7 @@ def read_node(
     return _read(
         _Said(
             ranks=ranks,
-            counts=tuple(counts.tolist()),
+            counts=tuple(counts),
             costs_name="costs_f64" if is_float else "costs_int",
             costs=message.costs_f64 if is_float else message.costs_int,
             memory=message.memory,
@@ -176,8 +176,9 @@ def _read(
             if total != counts[at]:
                 refused.setdefault(at, _wrong_batches(batch_sizes[at].tolist(), terms, counts[at]).refusal)
     else:
-        batch_sizes = np.zeros((len(counts), terms.window), np.int64)
-        batch_sizes[:, 0] = counts
+        batch_sizes = np.array(counts, np.int64).reshape(-1, 1)
+        if terms.window > 1:
+            batch_sizes = np.pad(batch_sizes, ((0, 0), (0, terms.window - 1)))
     if said.divisible:
         divisible = _read_divisible(said, costs, terms, refused)
     learned = ALL_EQUAL
