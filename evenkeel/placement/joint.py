@@ -56,6 +56,7 @@ def solve_joint(
     gap: float,
     start: tuple[IntArray, ...] | None,
     nodes: int | None = None,
+    enough: float | None = None,
     watch: Watch,
 ) -> JointResult:
     """The cheapest choice among the kept modules of each group.
@@ -66,6 +67,7 @@ def solve_joint(
         gap: Relative gap to prove.
         start: A choice to start from, if all of it is kept.
         nodes: Nodes of the search at most; as many as it takes where `None`.
+        enough: A cost of interest: whether there is a choice that costs at most this is all that is asked for.
         watch: Once its time is up, the best found is returned.
     """
     program = _Program(problem)
@@ -84,6 +86,7 @@ def solve_joint(
         gap=gap,
         start=None if start is None else program.values(start),
         nodes=nodes,
+        enough=None if enough is None else enough * scale,
         watch=watch,
     )
     bound = result.bound / scale if np.isfinite(result.bound) else result.bound

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -133,7 +133,8 @@ def solve_knapsack(
     problem = without_dominated(problem, watch)
     # A bound above the dearest choice there is proves that no choice is feasible.
     dearest = float(np.where(np.isfinite(problem.cost), problem.cost, -np.inf).max(axis=1).sum())
-    cutoff = min(cutoff, dearest + 1e-9 * abs(dearest) + 1e-12)
+    dearest += 1e-9 * abs(dearest) + 1e-12
+    cutoff = min(cutoff, dearest)
     few = len(problem.cost) <= 24 and np.prod(np.isfinite(problem.cost).sum(axis=1, dtype=np.float64)) <= _FEW_CHOICES
     if few:
         return _try_all(problem, cutoff)
@@ -146,8 +147,10 @@ def solve_knapsack(
 
     dual = maximise_dual(evaluate, price_scale(problem.cost, problem.budget), cutoff=cutoff, is_over=watch.is_over)
     if dual.best.value >= cutoff:
-        return KnapsackResult(None, np.inf, dual.best.value, True)
-    return _finish(problem, dual, incumbent, gap, watch)
+        found = KnapsackResult(None, np.inf, dual.best.value, True)
+    else:
+        found = _finish(problem, dual, incumbent, gap, watch)
+    return replace(found, bound=np.inf) if found.proved and found.bound >= dearest else found
 
 
 def _try_all(problem: Knapsack, cutoff: float) -> KnapsackResult:

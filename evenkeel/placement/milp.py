@@ -14,6 +14,8 @@ from evenkeel.placement.limits import SolveCancelledError, Watch
 
 FloatArray = npt.NDArray[np.float64]
 
+_ABOVE = 1e-6
+"""Relative distance above what is enough at which points are of no interest: rounding is far less."""
 MOST_COLUMNS = 50_000
 """Columns of a program at most: HiGHS takes some 8 kB of memory for each."""
 
@@ -46,6 +48,7 @@ def solve_milp(
     gap: float = 0.0,
     start: FloatArray | None = None,
     nodes: int | None = None,
+    enough: float | None = None,
     watch: Watch | None = None,
 ) -> MilpResult:
     """Minimise `cost @ x` with `row_lower <= matrix @ x <= row_upper` and `0 <= x <= upper`.
@@ -60,6 +63,7 @@ def solve_milp(
         gap: Relative gap at which to stop.
         start: A feasible point to start from.
         nodes: Nodes of the search at most; as many as it takes where `None`.
+        enough: An objective of interest: all that is asked for is a point with at most this, or that there is none.
         watch: Once its time is up, the best found is returned with its bound; a minute by default.
 
     Raises:
@@ -79,6 +83,11 @@ def solve_milp(
         ("mip_max_nodes", highspy.kHighsIInf if nodes is None else nodes),
     ):
         solver.setOptionValue(option, value)
+    above = np.inf
+    if enough is not None:
+        above = enough + _ABOVE * abs(enough)
+        solver.setOptionValue("objective_target", enough)
+        solver.setOptionValue("objective_bound", above)
     solver.passModel(_model(cost, matrix, row_lower, row_upper, integer, upper))
     if start is not None:
         point = highspy.HighsSolution()
@@ -94,10 +103,11 @@ def solve_milp(
     proved = status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if not found:
-        return MilpResult(None, np.inf, np.inf if proved else -np.inf, proved)
+        return MilpResult(None, np.inf, above if proved else -np.inf, proved)
     values = np.array(solver.getSolution().col_value)
     objective = float(info.objective_function_value)
-    bound = float(info.mip_dual_bound) if integer.any() else objective
+    # Where no point is below, HiGHS calls some point optimal that is above.
+    bound = min(above, float(info.mip_dual_bound) if integer.any() else objective)
     return MilpResult(values, objective, bound, proved)
 
 

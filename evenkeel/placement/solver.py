@@ -283,7 +283,7 @@ class _Search:
             whole = not any(bool((floor < cutoff).any()) for floor in left_out)
             watch = self.watch if whole else self.watch.part(_SHARE)
             gap = self.gap / 2 if whole else max(_ROUGH, self.gap)
-            result = solve_joint(self.problem, kept, gap=gap, start=self.best, watch=watch)
+            result = solve_joint(self.problem, kept, gap=gap, start=self.best, enough=self.enough, watch=watch)
             fits = result.modules is None or within_budget(self.problem, result.modules)
             if result.modules is not None and fits:
                 self._offer(result.modules)

@@ -20,6 +20,7 @@ def test_small_problems_are_solved_like_brute_force(items: int, options: int, se
     expected = brute_force_knapsack(problem)
     assert result.proved
     assert result.cost == pytest.approx(expected) if np.isfinite(expected) else result.choice is None
+    assert np.isfinite(result.bound) == np.isfinite(expected)  # nothing is cheap where nothing is feasible
     if result.choice is not None:
         rows = np.arange(items)
         assert np.all(problem.use[:, rows, result.choice].sum(axis=1) <= problem.budget + 1e-6)
@@ -52,6 +53,31 @@ def test_no_feasible_choice_is_missed_just_above_the_minimum(items: int, options
             tight = Knapsack(problem.cost, problem.use, np.array([budget, problem.budget[1]]))
             result = solve_knapsack(tight)
             assert result.cost == pytest.approx(brute_force_knapsack(tight))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_program_that_asks_for_little_is_answered_alike(seed: int) -> None:
+    problem = random_knapsack(12, 6, seed, 0.3)
+    items, options = problem.cost.shape
+    rows = [sp.kron(sp.eye(items), np.ones((1, options)))]
+    rows += [sp.csr_matrix(problem.use[b].reshape(1, -1)) for b in range(2)]
+    ones = np.ones(items)
+    program = (
+        problem.cost.ravel(),
+        sp.vstack(rows).tocsr(),
+        np.concatenate([ones, [-np.inf, -np.inf]]),
+        np.concatenate([ones, problem.budget]),
+        np.ones(items * options, dtype=bool),
+        np.ones(items * options),
+    )
+    least = solve_milp(*program).objective
+    for enough in (least, 1.1 * least):
+        found = solve_milp(*program, enough=enough)
+        assert least * (1 - 1e-9) <= found.objective <= enough * (1 + 1e-9)
+        assert found.bound <= least * (1 + 1e-9)
+    none = solve_milp(*program, enough=0.999 * least)
+    assert none.proved
+    assert 0.999 * least < none.bound <= least
 
 
 def test_dominated_options_go_and_one_of_equals_stays() -> None:
