@@ -49,6 +49,7 @@ class Tally:
     right: int = 0
     refused: int = 0
     samples: int = 0
+    parts: int = 0
     compared: int = 0
     features: Counter[str] = field(default_factory=Counter)
     rounds: Counter[str] = field(default_factory=Counter)
@@ -60,6 +61,7 @@ class Tally:
         """That of an earlier run, from its result file."""
         return cls(
             programs=result["programs"], right=result["right"], refused=result["refused"], samples=result["samples"],
+            parts=result["parts"],
             compared=result["training_steps_compared"], features=Counter(result["features"]),
             rounds=Counter(result["rounds"]), findings=result["findings"], seconds=result["seconds"],
         )  # fmt: skip
@@ -70,6 +72,7 @@ class Tally:
         self.right += not verdict.findings and not verdict.refused
         self.refused += verdict.refused
         self.samples += verdict.samples
+        self.parts += verdict.parts
         self.compared += verdict.compared
         self.rounds += verdict.rounds
         self.features.update(features(program))
@@ -140,7 +143,7 @@ def report(tally: Tally, options: argparse.Namespace, means: Means) -> dict[str,
         "kinds_of_balancers": means.kinds,
         "seed": options.seed, "programs": tally.programs, "seconds": round(tally.seconds, 1),
         "right": tally.right, "refused": tally.refused, "wrong": len(tally.findings),
-        "samples": tally.samples, "training_steps_compared": tally.compared,
+        "samples": tally.samples, "parts": tally.parts, "training_steps_compared": tally.compared,
         "features": dict(tally.features.most_common()), "rounds": dict(tally.rounds.most_common()),
         "findings": tally.findings,
     }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.programs.language import LoaderPlan
+from benchmarks.programs.language import BalancerPlan, LoaderPlan
 from trainer_client import BatchSpec, TokenCost
 
 KEYS = 53  # distinct keys of each table
@@ -46,6 +46,36 @@ def keys_of(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return counts, (owners * 31 + within * within * 7) % KEYS
 
 
+def build_parts(
+    ids: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor, tagged: str, width: int
+) -> dict[str, torch.Tensor]:
+    """The batch of these items of samples; `tagged` are the parts that have a sample's tags."""
+    lengths, totals = ends - begins, counts_of(ids)
+    owners = ids.repeat_interleave(lengths)
+    within = torch.arange(owners.numel(), device=ids.device) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    items = owners * _INDICES + within + begins.repeat_interleave(lengths)
+    has_tags = {"last": ends == totals, "first": begins == 0}.get(tagged, torch.ones_like(ids, dtype=torch.bool))
+    tags = torch.where(has_tags, ids % 3, 0)
+    batch = {
+        "id": ids, "count": lengths, "triple": 3 * lengths, "items": items,
+        "codes": (items[:, None] * 3 + torch.arange(3, device=ids.device)).reshape(-1),
+        "num_tags": tags, "tags": ids.repeat_interleave(tags),
+    }  # fmt: skip
+    return batch | ({"wide": _wide(ids, width)} if width else {})
+
+
+def parts_of(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n,) each, the first item of each sequence, counted in its sample, and the one after the last."""
+    lengths, items = batch["count"], batch["items"]
+    firsts = (lengths.cumsum(0) - lengths).clamp(max=max(items.numel() - 1, 0))
+    begins = torch.where(lengths > 0, items[firsts] % _INDICES, 0) if items.numel() else torch.zeros_like(lengths)
+    return begins, begins + lengths
+
+
+def _wide(ids: torch.Tensor, width: int) -> torch.Tensor:
+    return (ids[:, None] * torch.arange(1, width + 1, device=ids.device)).double()
+
+
 @dataclass
 class Nested:
     """A batch as some define it."""
@@ -58,7 +88,7 @@ class Nested:
 def build(layout: str, ids: torch.Tensor, width: int) -> Any:
     """The batch of samples; with a width, of rows of that many numbers in one field besides."""
     counts, values = keys_of(ids)
-    wide = (ids[:, None] * torch.arange(1, width + 1, device=ids.device)).double() if width else None
+    wide = _wide(ids, width) if width else None
     batch: Any
     match layout:
         case "plain":
@@ -88,6 +118,8 @@ def build(layout: str, ids: torch.Tensor, width: int) -> Any:
                 keys=["item", "shop"], values=torch.cat([values, values + 1]), lengths=torch.cat([counts, counts])
             )
             batch = {"id": ids, "features": twice}
+        case "parted":
+            return build_parts(ids, torch.zeros_like(ids), counts, "all", width)
         case _:
             raise AssertionError(layout)
     return batch if wide is None else batch | {"wide": wide}
@@ -97,8 +129,19 @@ SPECS = {
     "plain": BatchSpec(rows_per_sample={"values": "count"}),
     "nested": BatchSpec(rows_per_sample={"parts.0.values": "parts.0.count"}, batch_size=("size",)),
     "flat": BatchSpec(rows_per_sample={"labels": 2}, shared=("temperature",)),
+    "parted": BatchSpec(
+        sequence={"items": 1, "codes": 3}, rows_per_sample={"items": "count", "codes": "triple", "tags": "num_tags"}
+    ),
 }
-_COUNTS = {"plain": "count", "nested": "parts.0.count", "jagged": "1", "keyed": "features.item"}
+_COUNTS = {"plain": "count", "parted": "count", "nested": "parts.0.count", "jagged": "1", "keyed": "features.item"}
+
+
+def spec_of(plan: LoaderPlan, balancer: BalancerPlan) -> BatchSpec | None:
+    """How a loader's batches are laid out."""
+    spec = SPECS.get(plan.layout)
+    if spec is None or not balancer.split or plan.layout != "parted":
+        return spec
+    return replace(spec, parts={"tags": balancer.split})
 
 
 def ids_of(batch: Any) -> torch.Tensor:
@@ -180,7 +223,7 @@ def _as_it_is(batch: Any) -> Any:
 
 def cost_of(plan: LoaderPlan) -> Callable[[Any], Any]:
     """The cost function of a loader."""
-    if plan.cost == "tokens" and plan.layout in _COUNTS and not plan.fails:
+    if plan.cost == "tokens" and plan.layout in _COUNTS and not (plan.fails and plan.fails_in == "cost"):
         return TokenCost(tokens=_COUNTS[plan.layout], per_sample=1)
     if plan.fails and plan.fails_in == "cost":
         return partial(_failing_cost, plan)

@@ -91,13 +91,14 @@ class _Draw:
             fallback="identity" if self.chance(0.15) else "embedded",
             strategy=self.weigh({"minimal_move": 80, "karmarkar_karp": 10, "lpt": 10}),
             speeds=self.chance(0.15),
-            caps=self.weigh({"none": 88, "wide": 8, "narrow": 4}),
+            caps=self.weigh({"none": 84, "wide": 8, "tight": 4, "narrow": 4}),
             min_samples=self.weigh({0: 75, 1: 20, 2: 5}),
+            split=self.weigh({"": 75, "last": 13, "first": 6, "all": 6}),
         )
 
     def loader(self, number: int, others: Sequence[LoaderPlan], balancers: Sequence[BalancerPlan]) -> LoaderPlan:
         rng = self.rng
-        layouts: list[Layout] = ["plain", "nested", "dense", "flat"]
+        layouts: list[Layout] = ["plain", "nested", "dense", "flat", "parted"]
         layouts += ["jagged", "keyed"] if self.means.torchrec else []
         plan = LoaderPlan(
             balancer=rng.randrange(len(balancers)),
@@ -123,7 +124,7 @@ class _Draw:
         if others and self.chance(0.12):  # the same stream, mostly of like batches
             other = rng.choice(others)
             layout = other.layout if self.chance(0.7) else plan.layout
-            return replace(
+            plan = replace(
                 plan,
                 balancer=other.balancer,
                 name=other.name,
@@ -131,6 +132,9 @@ class _Draw:
                 changing=other.changing,
                 drop_last=other.drop_last,
             )
+        if balancers[plan.balancer].split:  # which asks for a sequence, and what its positions cost
+            tight = balancers[plan.balancer].caps == "tight"
+            plan = replace(plan, layout="parted", cost="tokens", fails_in="source", memory=plan.memory or tight)
         return plan
 
     def sizes(self) -> tuple[tuple[int, ...], ...]:

@@ -14,6 +14,8 @@ def features(program: Program) -> set[str]:
         found.add("window" if plan.window > 1 else "no window")
         if plan.min_samples:
             found.add("min_samples")
+        if plan.split:
+            found.add(f"split, tags with {plan.split}")
         if plan.speeds:
             found.add("speeds")
     streams = set()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.programs.crew import Outcome
-from benchmarks.programs.data import sample_id, split_id
+from benchmarks.programs.data import counts_of, sample_id, split_id
 from benchmarks.programs.language import Loop, Manual, Program, Resume, Statement, leaves_unevenly
 from benchmarks.programs.rank import MANUAL, Step
 from benchmarks.programs.training import Reference
@@ -27,12 +27,14 @@ class Verdict:
         findings: What must not be; empty if all is right.
         refused: Ended on all ranks by the same documented error.
         samples, compared: Samples followed, and training steps compared with the dense model.
+        parts: Of samples that lay on several ranks, each with its own rank.
         rounds: By mode and reason.
     """
 
     findings: list[str] = field(default_factory=list)
     refused: bool = False
     samples: int = 0
+    parts: int = 0
     compared: int = 0
     rounds: Counter[str] = field(default_factory=Counter)
 
@@ -65,6 +67,7 @@ def judge(program: Program, outcome: Outcome) -> Verdict:
         for step in answer["steps"]:
             by_path[step.path][rank].append(step)
             verdict.rounds[f"{step.mode}/{step.reason}"] += rank == 0
+            verdict.parts += len(step.parts)
             verdict.samples += len(step.ids)
     for path, loader, stops, total in _visits(program):
         verdict.findings += _Ledger(program, path, loader, stops, total).check(by_path.pop(path, [[] for _ in answers]))
@@ -211,8 +214,10 @@ class _Ledger:
             told = {(steps[number].mode, steps[number].reason, steps[number].samples) for steps in ranks}
             if len(told) > 1:
                 found.append(f"reports: ranks tell {sorted(told)} of batch {number} ({self.where})")
-            counts = [len(steps[number].ids) for steps in ranks]
-            if not self.has_caps and sum(counts) >= self.min_samples * len(ranks) > min(counts) * len(ranks):
+            found += self._check_parts([steps[number] for steps in ranks])
+            samples = sum(len(steps[number].ids) for steps in ranks)
+            counts = [_sequences(steps[number]) for steps in ranks]
+            if not self.has_caps and samples >= self.min_samples * len(ranks) > min(counts) * len(ranks):
                 found.append(f"too few: ranks got {counts} samples of batch {number} ({self.where})")
         return found
 
@@ -235,6 +240,17 @@ class _Ledger:
                 break
         return found
 
+    def _check_parts(self, steps: list[Step]) -> list[str]:
+        """Of a batch, each position of a sample that lies on several ranks is on one of them."""
+        reached: Counter[int] = Counter()
+        for number, begin, end in sorted(part for step in steps for part in step.parts):
+            if begin != reached[number]:
+                return [f"parts: sample {split_id(number)} goes on at {begin}, not {reached[number]} ({self.where})"]
+            reached[number] = end
+        totals = counts_of(torch.tensor(sorted(reached), dtype=torch.int64)).tolist()
+        short = [number for number, total in zip(sorted(reached), totals, strict=True) if reached[number] != total]
+        return [f"parts: sample {split_id(short[0])} ends at {reached[short[0]]} ({self.where})"] if short else []
+
     def _check_complete(self, ranks: list[list[Step]], common: int, seen: set[int], epoch: int) -> list[str]:
         """Of batches, or windows, that all ranks took to the end, nothing is missing."""
         whole = common if common == len(self.rounds) else common // self.window * self.window
@@ -249,6 +265,11 @@ class _Ledger:
         if lost:
             return [f"lost: {len(lost)} of {len(wanted)} samples, such as {split_id(lost[0])} ({self.where})"]
         return []
+
+
+def _sequences(step: Step) -> int:
+    """Whole samples and parts in a rank's batch."""
+    return len({*step.ids, *(number for number, _, _ in step.parts)})
 
 
 # ---------------------------------------------------------------------- the model

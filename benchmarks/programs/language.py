@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 Kind = Literal["embedded", "off", "service", "faulty", "gone"]
-Layout = Literal["plain", "nested", "dense", "jagged", "keyed", "flat"]
+Layout = Literal["plain", "nested", "dense", "jagged", "keyed", "flat", "parted"]
 Source = Literal["list", "generator", "workers"]
 Cost = Literal["square", "float", "bfloat16", "half", "zero", "list", "huge", "bad", "tokens"]
 Leave = Literal["break", "raise", "keep"]
@@ -22,8 +22,9 @@ class BalancerPlan:
         kind: `faulty` is a service behind a relay that loses, holds, forges and cuts; at `gone` there is none.
         window, depth, counts, fallback, strategy: Its options.
         speeds: Whether the ranks' speeds differ.
-        caps: Memory caps: none, some that can be met, or some that cannot.
+        caps: Memory caps: none, some that can be met, some that a large sample does not, or some that nothing does.
         min_samples: That each rank trains at least.
+        split: Samples may lie on several ranks; which part of one gets the tags, which are not cut. Empty: none may.
     """
 
     kind: Kind = "embedded"
@@ -33,8 +34,9 @@ class BalancerPlan:
     fallback: Literal["embedded", "identity"] = "embedded"
     strategy: Literal["minimal_move", "karmarkar_karp", "lpt"] = "minimal_move"
     speeds: bool = False
-    caps: Literal["none", "wide", "narrow"] = "none"
+    caps: Literal["none", "wide", "tight", "narrow"] = "none"
     min_samples: int = 0
+    split: Literal["", "last", "first", "all"] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

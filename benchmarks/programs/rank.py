@@ -25,19 +25,23 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.programs import language as lang
 from benchmarks.programs.data import (
-    SPECS,
     Source,
     UserError,
     build,
+    build_parts,
     cost_of,
+    counts_of,
     equal,
     ids_of,
     memory_of,
+    parts_of,
+    spec_of,
     split_id,
     width_at,
 )
 from benchmarks.programs.training import Training
-from trainer_client import BalancedLoader, BalanceOptions, Balancer, RoundReport
+from evenkeel.partitioning.splits import SplitSample
+from trainer_client import BalancedLoader, BalanceOptions, Balancer, RoundReport, SplitOptions
 
 SERVICE_SECONDS = 20.0  # a service without faults is waited for, so that its word is what is tested
 FAULTY_SECONDS = 0.25
@@ -70,7 +74,8 @@ class Step:
     Attributes:
         path: The statement's place, and which of its loaders.
         loader, epoch, number: Which batch it was to be: of this loader, its iteration, and the number in it.
-        ids: The samples, in order.
+        ids: The samples, in order; of one that lies on several ranks, where its last part is.
+        parts: Of those that do: sample, first item, and the one after the last.
         intact: Whether every field is that of these samples.
         mode, reason, samples: Of the report.
         use: What was done with it.
@@ -86,6 +91,7 @@ class Step:
     mode: str
     reason: str
     samples: int
+    parts: list[tuple[int, int, int]] = field(default_factory=list)
     use: str = "look"
     loss: float = 0.0
     gradients: list[float] = field(default_factory=list)
@@ -156,7 +162,10 @@ class Runner:
             window=plan.window, depth=plan.depth, counts=plan.counts, fallback=plan.fallback,
             strategy=plan.strategy, min_samples=plan.min_samples,
             speeds=[1.0, 0.3, 2.5, 1.0][:ranks] if plan.speeds else None,
-            memory_caps={"none": None, "wide": [1e6] * ranks, "narrow": [1.0] * ranks}[plan.caps],
+            memory_caps={"none": None, "wide": [1e6] * ranks, "tight": [36.0] * ranks, "narrow": [1.0] * ranks}[
+                plan.caps
+            ],
+            split=SplitOptions(above=0.02, within=0.1, fixed=0.5) if plan.split else None,
             timeout=timedelta(seconds=SERVICE_SECONDS if plan.kind == "service" else FAULTY_SECONDS),
             group_timeout=timedelta(seconds=self.setting.group_seconds),
         )  # fmt: skip
@@ -176,7 +185,7 @@ class Runner:
                 self._balancer(plan.balancer),
                 cost=self._costs[number],
                 memory=memory_of if plan.memory else None,
-                spec=SPECS.get(plan.layout),
+                spec=spec_of(plan, self.program.balancers[plan.balancer]),
                 device=None if self.device.type == "cpu" else self.device,
                 name=plan.name,
                 drop_last=plan.drop_last,
@@ -203,14 +212,17 @@ class Runner:
         for number, batches in enumerate(zip(*iterators, strict=False)):
             reports = [self._loader(loader).report for loader in loop.loaders]
             scales = [self._loader(loader).loss_scale for loader in loop.loaders]
+            splits = [self._loader(loader).splits for loader in loop.loaders]
             if not epochs:
                 epochs = [self._sources[loader].epochs - 1 for loader in loop.loaders]
             for inner, (at, statement) in enumerate(loop.inner):
                 if at == number:
                     self._run(statement, (*path, inner))
             for index, loader in enumerate(loop.loaders):
-                step = self._note((*path, -1 - index), loader, epochs[index], number, batches[index], reports[index])
-                self._use(loop.use, step, batches[index], scales[index])
+                step = self._note(
+                    (*path, -1 - index), loader, epochs[index], number, batches[index], reports[index], splits[index]
+                )
+                self._use(loop.use, step, scales[index])
             if stop is not None and number + 1 >= stop:
                 if loop.leave == "raise":
                     raise UserError
@@ -218,12 +230,12 @@ class Runner:
                     self._kept.append((set(loop.loaders), iterators))
                 return
 
-    def _use(self, use: str, step: Step, batch: Any, scale: float) -> None:
+    def _use(self, use: str, step: Step, scale: float) -> None:
         step.use = use
         if use == "look":
             return
         assert self.training is not None
-        ids = ids_of(batch)
+        ids = torch.tensor(step.ids, dtype=torch.int64, device=self.device)
         if use == "train":
             step.loss, step.gradients = self.training.step(ids, scale)
         else:
@@ -231,7 +243,8 @@ class Runner:
 
     def _manual(self, manual: lang.Manual, path: tuple[int, ...]) -> None:
         plan = self.program.loaders[manual.loader]
-        balancer, source, spec = self._balancer(plan.balancer), self._sources[manual.loader], SPECS.get(plan.layout)
+        balancer, source = self._balancer(plan.balancer), self._sources[manual.loader]
+        spec = spec_of(plan, self.program.balancers[plan.balancer])
         batches = iter(source)
         epoch = source.epochs - 1
         num_steps = max(len(plan.sizes_in(epoch, rank)) for rank in range(self.program.data_ranks))
@@ -253,11 +266,12 @@ class Runner:
                 if moved is None:
                     break
                 report = ticket.future.result().report
-                self._note((*path, MANUAL), manual.loader, epoch, number - manual.lag, moved, report)
+                self._note((*path, MANUAL), manual.loader, epoch, number - manual.lag, moved, report, ticket.splits)
 
     def _note(
-        self, path: tuple[int, ...], loader: int, epoch: int, number: int, batch: Any, report: RoundReport
-    ) -> Step:
+        self, path: tuple[int, ...], loader: int, epoch: int, number: int, batch: Any, report: RoundReport,
+        splits: tuple[SplitSample, ...],
+    ) -> Step:  # fmt: skip
         ids = ids_of(batch).cpu()
         plan = self.program.loaders[loader]
         rounds = self.program.rounds(loader, manual=path[-1] == MANUAL)
@@ -265,12 +279,28 @@ class Runner:
         window = self.program.balancers[plan.balancer].window
         # Of a round of empty batches only, a rank without one cannot know the shape.
         is_known = report.samples > 0 or home_step < len(plan.sizes_in(epoch, self.rank))
-        expected = build(
-            plan.layout, ids, width_at(plan, home_step, window)
-        )  # on the host, as it was: GPUs divide otherwise
+        width = width_at(plan, home_step, window)
+        told = {
+            piece.sequence: (piece.begin, piece.end)
+            for sample in splits
+            for piece in sample.pieces
+            if piece.rank == self.rank
+        }
+        parts: list[tuple[int, int, int]] = []
+        if plan.layout == "parted":
+            begins, ends = (each.cpu() for each in parts_of(batch))
+            expected = build_parts(ids, begins, ends, self.program.balancers[plan.balancer].split, width)
+            last = ends == counts_of(ids)
+            cut = torch.nonzero((begins > 0) | ~last)[:, 0].tolist()
+            parts = [(int(ids[row]), int(begins[row]), int(ends[row])) for row in cut]
+            agrees = told == {row: part[1:] for row, part in zip(cut, parts, strict=True)}
+            agrees = agrees and bool((ids.diff() > 0).all())  # all sequences are in order, and no two of one sample
+            ids = ids[last]
+        else:
+            expected, agrees = build(plan.layout, ids, width), not told  # on the host, as it was: GPUs divide otherwise
         step = Step(
-            path=path, loader=loader, epoch=epoch, number=number, ids=ids.tolist(),
-            intact=not is_known or equal(batch, expected),
+            path=path, loader=loader, epoch=epoch, number=number, ids=ids.tolist(), parts=parts,
+            intact=not is_known or (equal(batch, expected) and agrees),
             mode=report.mode.value, reason=report.reason.value, samples=report.samples,
         )  # fmt: skip
         self.steps.append(step)

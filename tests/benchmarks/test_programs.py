@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,6 +85,22 @@ def test_what_is_wrong_is_noticed(crew: Crew) -> None:
         assert any(finding.startswith(kind) for finding in found), (kind, found)
 
 
+def test_parts_that_are_missing_are_noticed(crew: Crew) -> None:
+    program = replace(
+        TRAINING,
+        balancers=(BalancerPlan(split="first", counts="free"),),
+        loaders=(LoaderPlan(layout="parted", cost="tokens", sizes=((3, 4), (0, 4))),),
+    )
+    outcome = crew.run(program)
+    verdict = judge(program, outcome)
+    assert not verdict.findings
+    assert verdict.parts > 0
+    assert verdict.compared == 4
+    cut = next(step for answer in outcome.answers if answer for step in answer["steps"] if step.parts)
+    cut.parts.pop()
+    assert any(finding.startswith("parts") for finding in judge(program, outcome).findings)
+
+
 def test_errors_are_right_only_if_they_are_documented_and_the_same_on_all_ranks() -> None:
     loop = Loop(loaders=(0,), stops=(1, 2))
     uneven = Program(seed=0, ranks=2, balancers=(BalancerPlan(),), loaders=TRAINING.loaders, statements=(loop,))
@@ -136,6 +153,7 @@ def test_draws_are_repeatable_and_cover_the_language() -> None:
         "balancer faulty", "balancer gone", "balancer service", "balancer off", "rank without data", "empty batches",
         "changing shapes", "two loaders under one name", "errors in the source", "errors in the cost", "window",
         "cost bfloat16", "cost bad", "cost huge", "source workers", "mesh of data and tensor parallel ranks", "4 ranks",
+        "split, tags with last", "split, tags with first", "split, tags with all", "caps tight",
     ):  # fmt: skip
         assert wanted in seen, wanted
 
