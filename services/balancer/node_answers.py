@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +95,8 @@ def _told(instance: int, plan: RoundPlan) -> _Told:
         _narrow("source_totals", totals, sources),
     ]
     shown = [plan.worst, *(range(batches) if windowed else ())]
-    loads = np.stack((plan.loads_before[shown].T, plan.loads_after[shown].T), axis=2)
+    loads = np.empty((num_ranks, len(shown), 2))
+    loads[:, :, 0], loads[:, :, 1] = plan.loads_before[shown].T, plan.loads_after[shown].T
     beside = [
         _column(pb.AnswerNode, "num_parts", np.diff(slices.home_begin), "<u4", ranks),
         _column(pb.AnswerNode, "num_sources", np.diff(slices.source_begin).reshape(num_ranks, batches), "<u4", ranks),
@@ -113,13 +115,13 @@ def _told(instance: int, plan: RoundPlan) -> _Told:
 
 def _narrow(field: str, array: NDArray[Any], begins: Sequence[int]) -> _Column:
     """A field of the decision in the narrowest type that holds it."""
-    most = int(array.max(initial=0))
-    width = next(width for width in (1, 2, 4, 8) if most < 1 << 8 * width - (width == 8))
-    return _column(pb.Decision, field, array, "<i8" if width == 8 else f"<u{width}", begins)
+    most = array.max(initial=0)
+    dtype = "<u1" if most < 1 << 8 else "<u2" if most < 1 << 16 else "<u4" if most < 1 << 32 else "<i8"
+    return _column(pb.Decision, field, array, dtype, begins)
 
 
 def _column(message: type, field: str, array: NDArray[Any], dtype: str, begins: Sequence[int]) -> _Column:
-    width = int(dtype[-1]) * int(np.prod(array.shape[1:]))
+    width = int(dtype[-1]) * prod(array.shape[1:])
     return _Column(tag_of(message, field), as_bytes(array, dtype), width, begins)
 
 

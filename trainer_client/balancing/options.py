@@ -52,8 +52,8 @@ class BalanceOptions:
         split: When a sample that outweighs a rank's share is split over several, or fits none: the model's attention
             must be able to work over pieces then (docs/pieces.md). `None`: samples stay whole.
         node_leader: Whether the ranks of a node speak to the service through one of them, the node's leader, over one
-            stream, which saves the service most of its work when there are hundreds. `auto`: from 32 ranks on, on the
-            nodes where the ranks can reach their leader; `True`: on every node with several ranks, or it is an error.
+            stream, which saves the service half of its work, or more. `auto`: from 8 ranks on, on the nodes where the
+            ranks can reach their leader; `True`: on every node with several ranks, or it is an error.
         require_service: Whether a job whose ranks do not all come to the service at the start ends there: at once when
             the cause does not pass by itself (authentication, certificates, options, versions), else after 30 s. Later
             outages are bridged as ever.
