@@ -105,11 +105,9 @@ def checked(
         rates = weights @ _ways(trace, found.rates, sizes, ahead, rows)
         rates += _TAKEN_OFF * np.interp(sizes / known, _PLACES, off - _CHANGE * change)
     rates = np.minimum.accumulate(np.clip(rates, 0.0, 1.0))
-    worst = float(np.abs(off).max())
-    error = max(worst, _LEAST_ERROR + _REPEATED * worst) + (1 - trace.share) / np.sqrt(
-        max(1, len(np.unique(trace.key)))
-    )
-    return MissRates(rates=rates, unique=found.unique), float(error)
+    by_sampling = (1 - trace.share) / np.sqrt(max(1, len(np.unique(trace.key))))
+    error = _LEAST_ERROR + float(np.abs(off).max()) + float(by_sampling)
+    return MissRates(rates=rates, unique=found.unique), error
 
 
 _PLACES = np.geomspace(0.001, 1.0, 160)
@@ -118,11 +116,8 @@ _PLACES = np.geomspace(0.001, 1.0, 160)
 _TAKEN_OFF, _CHANGE = 0.5, 0.7
 """Of what LFU was off by, what is taken off; of what LRU was off by, what LFU was off by for the same reason."""
 
-_LEAST_ERROR, _REPEATED = 0.012, 0.7
-"""The error of nine tables in ten is below the first, plus the second times what the first half was off by.
-
-Nor is it told to be less than that was; and a sample of some keys is off by chance.
-"""
+_LEAST_ERROR = 0.025
+"""With what the first half was off by at its worst size, and what a sample may be, nine tables of ten are below it."""
 
 _TENTHS = np.array([(a, b, 10 - a - b) for a in range(11) for b in range(11 - a)]) / 10
 

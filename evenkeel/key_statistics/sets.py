@@ -7,12 +7,11 @@ import numpy.typing as npt
 from scipy.special import gammainc
 
 from evenkeel.placement.model import Runtime
-from evenkeel.placement.storage import BUCKET_ROWS
 
 FloatArray = npt.NDArray[np.float64]
 
-SLOTS = {Runtime.TORCHREC: 32, Runtime.DYNAMICEMB: BUCKET_ROWS}
-"""Slots of a set, by what runs the tables."""
+SLOTS = {Runtime.TORCHREC: 32, Runtime.DYNAMICEMB: 1024}
+"""Slots of a set of a cache: ways of FBGEMM's; a bucket of DynamicEmb's, which are larger where a table is a cache."""
 _FINER = 4
 
 
@@ -27,6 +26,7 @@ def in_sets(sizes: FloatArray, rates: FloatArray, slots: int) -> FloatArray:
     edges = np.geomspace(sizes[0] / 4, sizes[-1], _FINER * len(sizes))
     falls = -np.diff(np.interp(edges, sizes, rates, left=1.0), prepend=1.0)
     places = np.append(edges[0], np.sqrt(edges[1:] * edges[:-1]))
-    full = gammainc(slots, places * slots / np.maximum(sizes, slots)[:, None])
+    own = sizes[:, None]
+    full = np.where(own <= slots, places > own, gammainc(slots, places * slots / own))
     spread: FloatArray = np.clip(rates[-1] + full @ falls, 0.0, 1.0)
     return np.minimum.accumulate(spread)

@@ -118,6 +118,8 @@ def test_caches_in_sets_miss_more() -> None:
                     each.popitem(last=False)
         assert float(np.interp(size, sizes, found)) == pytest.approx(missed / total, abs=0.004)
     assert float(np.max(found - anywhere)) > 0.005
+    one = in_sets(sizes, anywhere, 1 << 20)
+    assert one[1:].tolist() == pytest.approx(anywhere[1:].tolist(), abs=0.003)
 
 
 def test_ranks_make_one_trace_of_what_each_of_them_saw() -> None:
