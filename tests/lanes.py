@@ -32,6 +32,7 @@ FUNCTIONS = (
     "tests/trainer_client/embedding/checkpoint/test_convert.py",
     "tests/trainer_client/embedding/checkpoint/test_optimizers.py",
     "tests/trainer_client/balancing/costs/",
+    "tests/trainer_client/balancing/test_dividing.py",
     "tests/trainer_client/balancing/test_fingerprints.py",
     "tests/trainer_client/balancing/sampling/test_budgets.py",
     "tests/trainer_client/balancing/sampling/test_counted.py",

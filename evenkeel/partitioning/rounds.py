@@ -12,7 +12,14 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.api import DEFAULT_MOVE_PRICE, DEFAULT_TOLERANCE, Options, Partition, evenness
+from evenkeel.partitioning.api import (
+    DEFAULT_MOVE_PRICE,
+    DEFAULT_TOLERANCE,
+    Options,
+    Partition,
+    evenness,
+    imbalance_of_bound,
+)
 from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.parts import RoundParts, read_parts, read_splits
 from evenkeel.partitioning.samples import Lengths, RankSamples, RoundSamples
@@ -106,6 +113,11 @@ class Figures:
     exchanged: int = 0
     exchanged_between_nodes: int = 0
     max_load_whole: float = 0.0
+
+    @property
+    def imbalance_bound(self) -> float:
+        """What `imbalance_after` would be at the lower bound."""
+        return imbalance_of_bound(self.lower_bound, self.max_load_after, self.imbalance_after)
 
 
 FIGURES = tuple(field.name for field in fields(Figures))

@@ -147,16 +147,16 @@ class History:
                 self.missed[rank] = self.missed.get(rank, 0) + 1
         else:
             figures = plan.figures
-            before, after, bound = figures.max_load_before, figures.max_load_after, figures.lower_bound
             _ROW.pack_into(
-                self._ring, place, *head, plan.seconds, 0, figures.mean_load, before, after, bound,
-                figures.imbalance_before, figures.imbalance_after, figures.samples, figures.moved_samples,
-                figures.size, figures.moved_size,
+                self._ring, place, *head, plan.seconds, 0, figures.mean_load, figures.max_load_before,
+                figures.max_load_after, figures.lower_bound, figures.imbalance_before, figures.imbalance_after,
+                figures.samples, figures.moved_samples, figures.size, figures.moved_size,
             )  # fmt: skip
+            after = sum(batch.max_load_after for batch in plan.batches)
             if after > 0:
                 step = self.interval * self.world_size
-                self.saved_seconds += step * (before / after - 1)
-                self.lost_seconds += step * max(0.0, 1 - bound / after)
+                self.saved_seconds += step * (sum(batch.max_load_before for batch in plan.batches) / after - 1)
+                self.lost_seconds += step * max(0.0, 1 - sum(batch.lower_bound for batch in plan.batches) / after)
         self.rounds += 1
         if number == self._followed:
             self._learn_lateness(now)

@@ -149,9 +149,7 @@ class Metrics:
         self._partition.observe(decision.plan.seconds)
         of_job.before.observe(figures.imbalance_before - 1)
         of_job.after.observe(figures.imbalance_after - 1)
-        even = figures.imbalance_after * figures.mean_load
-        if figures.mean_load and abs(even - figures.max_load_after) <= 1e-9 * even:  # ranks of equal speed
-            of_job.bound.observe(max(0.0, figures.lower_bound / figures.mean_load - 1))
+        of_job.bound.observe(max(0.0, figures.imbalance_bound - 1))
         of_job.samples.inc(figures.samples)
         of_job.moved.inc(figures.moved_samples)
         if figures.split_samples:

@@ -104,7 +104,7 @@ class Views:
             "rounds_per_second": _number(1 / history.interval if history.interval else None),
             "imbalance_before": None if figures is None else _number(figures.imbalance_before),
             "imbalance_after": None if figures is None else _number(figures.imbalance_after),
-            "bound": None if not figures or not figures.mean_load else _number(figures.lower_bound / figures.mean_load),
+            "bound": None if figures is None else _number(figures.imbalance_bound),
             "moved_share": None if not figures or not figures.size else _number(figures.moved_size / figures.size),
             "wait_seconds": _number(statistics.mean_wait),
             "silent_seconds": _number(max(0.0, now - session.last_message_at)),

@@ -212,7 +212,8 @@ class Pieces:
         """(rows,) int64, where the rows of own pieces are; those of pieces that see earlier ones first.
 
         Raises:
-            ValueError: If a piece does not have as many rows as positions; where that can be seen without waiting.
+            ValueError: If a piece does not have as many rows as positions. On a GPU, which is not waited for, the
+                process ends with a failed assertion of the device instead.
         """
         if self._rows is not None and self._rows[0] is offsets:
             return self._rows[1]
@@ -223,6 +224,9 @@ class Pieces:
             [torch.tensor([piece.sequence for piece in self._pieces]), counts.cumsum(0) - counts, counts]
         )
         sequences, before, counts = _to(table, offsets.device)
+        if offsets.device.type == "cuda":
+            held = offsets[sequences + 1] - offsets[sequences]
+            torch._assert_async((held == counts).all(), "a piece does not have as many rows as positions")
         shift = torch.repeat_interleave(offsets[sequences].long() - before, counts, output_size=self.num_rows)
         rows = torch.arange(self.num_rows, device=offsets.device) + shift
         self._rows = offsets, rows

@@ -115,11 +115,12 @@ def _items(flat: FlatBatch, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
 def _first_items(spans: SpanCosts, items: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """The position of each sample's first item, and whether its items fill its positions at all.
 
-    Items may be all positions, or all but candidates or targets at the end, or contextual ones at the beginning.
+    Items may be all positions, or all but candidates or targets at the end, or contextual ones at the beginning. Where
+    there are as many of either, they are behind the context: costs count it beside the fields of the sequence.
     """
     filled = spans.granule * items
     firsts, fits = np.zeros(len(spans)), np.zeros(len(spans), np.bool_)
-    for first in (0.0, spans.head):
+    for first in (spans.head, 0.0):
         for tail in (0.0, spans.candidates, spans.targets):
             matches = ~fits & (first + filled + tail == spans.positions)
             firsts, fits = np.where(matches, first, firsts), fits | matches

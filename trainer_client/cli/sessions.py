@@ -271,8 +271,7 @@ def read_row(
         watched: What the balancer's page shows of it.
     """
     rounds, balance = decided(session), session.last_balance
-    mean = balance.mean_load
-    bound = balance.lower_bound / mean if mean else 1.0
+    after = balance.max_load_after
     return Row(
         balancer=balancer,
         name=f"{session.job}/{session.group}/{session.loader}",
@@ -284,7 +283,7 @@ def read_row(
         balanced=session.rounds_balanced / rounds if rounds else 0.0,
         before=balance.imbalance_before,
         after=balance.imbalance_after,
-        over_bound=balance.imbalance_after / bound - 1 if bound and balance.imbalance_after else 0.0,
+        over_bound=after / balance.lower_bound - 1 if balance.lower_bound and after else 0.0,
         moved=balance.moved_samples / balance.samples if balance.samples else 0.0,
         wait_seconds=session.mean_round_wait_seconds,
         silent_seconds=session.seconds_since_last_message,

@@ -7,6 +7,7 @@ import math
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from evenkeel import __version__
+from evenkeel.partitioning.api import imbalance_of_bound
 from evenkeel.partitioning.delays import Cause
 from trainer_client.balancing import RoundReport
 
@@ -136,7 +137,7 @@ class RankMeasures:
         for cause in Cause:
             self._late.labels(self._job, self._rank, loader, cause.label).set(delays.get(cause, 0.0))
         self._samples.labels(self._job, self._rank, loader).inc(report.own_samples)
-        bound = report.lower_bound / mean if mean else 1.0
+        bound = imbalance_of_bound(report.lower_bound, report.max_load, report.imbalance)
         for when, value in (("before", report.imbalance_before), ("after", report.imbalance), ("bound", bound)):
             if math.isfinite(value):
                 self._excess.labels(self._job, self._rank, loader, when).observe(max(0.0, value - 1))

@@ -4,6 +4,9 @@ import { percent, ratio, seconds, show, svg, whole } from "./drawing.js";
 const HEIGHT = 240;
 const EDGE = { left: 58, right: 12, top: 12, bottom: 28 };
 
+/** Max/mean load at the lower bound: over the same mean as that of the plan. */
+export const boundOf = (round) => (round.after ? (round.bound * round.imbalance_after) / round.after : null);
+
 /** What may be drawn of rounds. */
 export const CURVES = {
   imbalance: {
@@ -11,7 +14,7 @@ export const CURVES = {
     lines: [
       { class: "before", name: "as loaded", of: (round) => round.imbalance_before },
       { class: "after", name: "as trained", of: (round) => round.imbalance_after },
-      { class: "bound", name: "lower bound", of: (round) => (round.mean_load ? round.bound / round.mean_load : null) },
+      { class: "bound", name: "lower bound", of: (round) => boundOf(round) },
     ],
   },
   moved: { what: "Share of bytes moved", text: percent, base: 0, lines: [{ class: "after", name: "bytes that changed rank", of: (round) => (round.size ? round.moved_size / round.size : null) }] },

@@ -1,5 +1,5 @@
 // One job's stream: its figures, its rounds back in time, its ranks.
-import { CURVES, drawCurve } from "./curve.js";
+import { CURVES, boundOf, drawCurve } from "./curve.js";
 import { $, bytes, clock, html, number, percent, ratio, say, seconds, show, whole } from "./drawing.js";
 import { state } from "./jobs_view.js";
 import { drawRanks } from "./ranks.js";
@@ -106,7 +106,7 @@ export class JobView {
     say($("moment-text"), text);
     say($("moment-facts"), round.reason
       ? `No plan: ${round.reason}. The ranks waited ${seconds(round.wait_seconds)}.`
-      : `Max/mean load ${ratio(round.imbalance_before)} as loaded, ${ratio(round.imbalance_after)} as trained, at best ${ratio(round.mean_load ? round.bound / round.mean_load : null)}. `
+      : `Max/mean load ${ratio(round.imbalance_before)} as loaded, ${ratio(round.imbalance_after)} as trained, at best ${ratio(boundOf(round))}. `
         + `${whole(round.moved_samples)} of ${whole(round.samples)} samples moved, ${percent(movedShare(round))} of ${bytes(round.size)}. `
         + `Decided after ${seconds(round.wait_seconds)}, of which the search took ${seconds(round.search_seconds)}.`);
     let seen = this.snapshots.at(-1);
@@ -147,7 +147,7 @@ export class JobView {
     const rows = this.rounds.slice(-LISTED_ROUNDS).reverse();
     show(table.querySelector("div"), html("table", {}, html("thead", {}, html("tr", {}, ...head.map((name) => html("th", { scope: "col" }, name)))),
       html("tbody", {}, ...rows.map((round) => html("tr", {}, html("th", { scope: "row" }, whole(round.round)), html("td", {}, clock(round.time)),
-        html("td", {}, ratio(round.imbalance_before)), html("td", {}, ratio(round.imbalance_after)), html("td", {}, ratio(round.mean_load ? round.bound / round.mean_load : null)),
+        html("td", {}, ratio(round.imbalance_before)), html("td", {}, ratio(round.imbalance_after)), html("td", {}, ratio(boundOf(round))),
         html("td", {}, percent(movedShare(round))), html("td", {}, seconds(round.wait_seconds)), html("td", { class: "text" }, round.reason))))));
   }
 }

@@ -1,6 +1,7 @@
 // Events of the balancer, over one connection that is closed while nobody looks.
 const TOKEN = "evenkeel-balancer-token";
 const LONGEST_WAIT_S = 15;
+const GONE_WAIT_S = 5;
 /** Without an event for so long the connection is dead: the balancer sends one every 30 s at least. */
 const SILENT_MS = 45_000;
 
@@ -96,8 +97,9 @@ export function follow(path, told) {
       } catch (error) {
         if (now.aborted) continue;
         told.problem(error);
-        if ([400, 401, 403, 404].includes(error.status)) await pause(Infinity);
-        else await pause(1000 * wait);
+        if ([400, 401, 403].includes(error.status)) await pause(Infinity);
+        // A job that has ended may begin again under its name.
+        else await pause(1000 * (error.status === 404 ? GONE_WAIT_S : wait));
       }
       wait = Math.min(LONGEST_WAIT_S, 2 * wait);
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +22,15 @@ SESSION = SessionId(SessionKey("job", "default", "train"), "run", 0)
 COSTS = ((9, 1, 5, 5), (1, 1, 1, 1))
 
 
-def planned(costs: tuple[tuple[int, ...], ...] = COSTS) -> Any:
+def planned(
+    costs: tuple[tuple[int, ...], ...] = COSTS, batch_sizes: tuple[tuple[int, ...], ...] | None = None, **options: Any
+) -> Any:
     ranks = [RankSamples(costs=np.array(own), lengths=np.ones((len(own), 1), np.int64)) for own in costs]
+    if batch_sizes is not None:
+        ranks = [replace(rank, batch_sizes=sizes) for rank, sizes in zip(ranks, batch_sizes, strict=True)]
     columns = RoundSamples.columns([said(ranks).samples], None, with_memory=False)
-    return plan_round(RoundSamples(**{name: column.joined() for name, column in columns.items()}), RoundOptions())
+    samples = RoundSamples(**{name: column.joined() for name, column in columns.items()})
+    return plan_round(samples, RoundOptions(**options))
 
 
 def round_of(number: int, decision: Any, waited: float = 0.25) -> Decided:
@@ -60,6 +66,28 @@ def test_saved_time_is_that_of_the_step_without_balancing() -> None:
     assert history.lost_seconds == 0.0
     history.decided(20.0 + 3600, 1e9, round_of(11, balanced(plan)))  # a pause of an hour saves nothing
     assert history.saved_seconds < 12 * 2 * 2.0 * (20 / 12 - 1) * 1.4
+
+
+def test_all_batches_of_a_window_count() -> None:
+    """One batch that balancing makes even, and one that is even: the round saves what both of them do."""
+    plan = planned(((9, 3, 6, 6), (1, 1, 6, 6)), ((2, 2), (2, 2)))
+    before = sum(batch.max_load_before for batch in plan.batches)
+    after = sum(batch.max_load_after for batch in plan.batches)
+    assert after < before
+    history = History(2)
+    for number in range(11):
+        history.decided(2.0 * number, 1e9, round_of(number, balanced(plan)))
+    assert history.saved_seconds == pytest.approx(10 * 2 * 2.0 * (before / after - 1))
+    bound = sum(batch.lower_bound for batch in plan.batches)
+    assert history.lost_seconds == pytest.approx(10 * 2 * 2.0 * (1 - bound / after))
+
+
+def test_the_bound_is_in_the_measure_of_the_imbalance_where_ranks_differ_in_speed() -> None:
+    """Loads of 8 and 4 over speeds of 1 and 1/2 take 8 seconds on both: even, and no assignment is faster."""
+    figures = planned(((4, 2), (2, 4)), speeds=(1.0, 0.5), counts="free").figures
+    assert figures.max_load_after == figures.lower_bound == 8.0
+    assert figures.imbalance_after == figures.imbalance_bound == 1.0
+    assert figures.imbalance_before == pytest.approx(12 / 9)
 
 
 def test_rounds_without_a_plan_are_told_with_reason_and_ranks() -> None:

@@ -18,7 +18,7 @@ if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
 
 from selenium.webdriver.common.keys import Keys
 
-from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from services.security.tokens import hash_token
 from tests.services.balancer.watched import GAP, WatchedJob
 from tests.services.planner.browsing import browsing
@@ -38,15 +38,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opened(folder: Path) -> Iterator[Page]:
+def balancer(folder: Path) -> Iterator[ServiceProcess]:
     port, known = folder / "metrics_port", folder / "tokens.yml"
     known.write_text(yaml.safe_dump({"tokens": [{"name": "a", "sha256": hash_token(TOKEN), "jobs": ["a-*"]}]}))
+    with running_balancer(
+        "--metrics-port", "0", "--metrics-port-file", str(port), "--token-file", str(known)
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def opened(balancer: ServiceProcess, folder: Path) -> Iterator[Page]:
+    port = (folder / "metrics_port").read_text().strip()
     with (
-        running_balancer(
-            "--metrics-port", "0", "--metrics-port-file", str(port), "--token-file", str(known)
-        ) as balancer,
         WatchedJob(balancer.address, JOB, ranks=RANKS, late=LATE, token=TOKEN) as job,
-        browsing(f"http://127.0.0.1:{port.read_text().strip()}", folder) as page,
+        browsing(f"http://127.0.0.1:{port}", folder) as page,
     ):
         page.wait(lambda: job.decided > GAP[1] + 5)
         yield page
@@ -259,3 +265,11 @@ def test_a_hidden_page_asks_for_nothing(page: Page) -> None:
     page.run("window.away = false; document.dispatchEvent(new Event('visibilitychange'))")
     page.wait(lambda: page.settled > settled)
     assert page.run("return window.opened") == 1
+
+
+def test_a_job_that_has_ended_is_shown_again_when_it_comes_back(page: Page, balancer: ServiceProcess) -> None:
+    page.run("location.hash = 'job=a-again'")
+    page.wait(lambda: "It may have ended" in text(page, "#problem"))
+    with WatchedJob(balancer.address, "a-again", ranks=2, token=TOKEN):
+        page.wait(lambda: text(page, "#headline") == "a-again: balanced")
+        assert text(page, "#problem") == ""
