@@ -128,7 +128,8 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         """Notes how long this rank's own computation of a batch took, without waiting for other ranks.
 
         Ranks that turn out slower than the others get less to do (`BalanceOptions.learn_speeds`). Not every batch needs
-        a time. `StepTimer(device, loader=loader)` does this by itself.
+        a time, and none with split samples is taken: their attention waits for other ranks. `StepTimer(device,
+        loader=loader)` does this by itself.
 
         Args:
             seconds: That it took; ignored if that is no positive number.
@@ -138,7 +139,9 @@ class BalancedLoader(WrappedLoader, Generic[B]):
                 others' is named, with the cause.
             loading: Seconds in which the host waited meanwhile for the wrapped loader (`counters.loading_seconds`).
         """
-        self._stream.measured.add(self.report.own_load if load is None else load, seconds, late, loading)
+        if load is None:
+            load = 0.0 if self.report.split_samples else self.report.own_load
+        self._stream.measured.add(load, seconds, late, loading)
 
     @property
     def splits(self) -> tuple[SplitSample, ...]:

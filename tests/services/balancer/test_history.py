@@ -28,7 +28,9 @@ def planned(
     ranks = [RankSamples(costs=np.array(own), lengths=np.ones((len(own), 1), np.int64)) for own in costs]
     if batch_sizes is not None:
         ranks = [replace(rank, batch_sizes=sizes) for rank, sizes in zip(ranks, batch_sizes, strict=True)]
-    columns = RoundSamples.columns([said(ranks).samples], None, with_memory=False)
+    columns = RoundSamples.columns(
+        [said(ranks, window=len((batch_sizes or ((1,),))[0])).samples], None, with_memory=False
+    )
     samples = RoundSamples(**{name: column.joined() for name, column in columns.items()})
     return plan_round(samples, RoundOptions(**options))
 

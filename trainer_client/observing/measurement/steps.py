@@ -112,7 +112,7 @@ class Timed(Protocol):
 
     @property
     def report(self) -> Any:
-        """About the batch that was yielded last; its `own_load` is what this rank has to do for it."""
+        """About the batch that was yielded last: its `own_load` and `split_samples`."""
         ...
 
     def took(self, seconds: float, load: float, *, late: float, loading: float) -> None:
@@ -158,8 +158,8 @@ class StepTimer:
             raise ValueError(f"ahead is {ahead!r}; use a whole number of batches, 0 or more")
         self._device = torch.device(device)
         self._loader = loader
-        self._fetched: deque[float] = deque(maxlen=ahead + 1)  # loads of the latest batches
-        self._untold: deque[tuple[float, _Waits, Mark, dict[str, Mark]]] = deque()
+        self._fetched: deque[float | None] = deque(maxlen=ahead + 1)  # loads of the latest batches
+        self._untold: deque[tuple[float | None, _Waits, Mark, dict[str, Mark]]] = deque()
         self._waited, self._waits = _Waits(), _Waits()  # until the latest batch, and for it
         self._number = 0
         self._gradients = 0
@@ -189,7 +189,9 @@ class StepTimer:
     def batch_ready(self) -> None:
         """The batch is there."""
         if self._loader is not None:
-            self._fetched.append(float(self._loader.report.own_load))
+            report = self._loader.report
+            # The attention of split samples waits for other ranks: such a batch's time is not this rank's own.
+            self._fetched.append(None if report.split_samples else float(report.own_load))
             before, counters = self._waited, self._loader.counters
             self._waited = now = _Waits(counters.loading_seconds, counters.exposed_seconds)
             self._waits = _Waits(now.loading - before.loading, now.others - before.others)
@@ -223,7 +225,7 @@ class StepTimer:
         """Tells the loader of the batches that the device has finished, without waiting for it."""
         while self._untold and self._untold[0][-1]["compute"].ready():
             load, waits, begin, marks = self._untold.popleft()
-            if marks["compute"] is not marks.get("communication"):
+            if load is not None and marks["compute"] is not marks.get("communication"):
                 late = marks["data"].since(begin) / 1e3 - waits.others
                 loader.took(
                     marks["compute"].since(marks["data"]) / 1e3, load, late=max(0.0, late), loading=waits.loading

@@ -112,7 +112,7 @@ class Noting:
     """A loader that notes what it is told."""
 
     def __init__(self) -> None:
-        self.report = SimpleNamespace(own_load=0.0)
+        self.report = SimpleNamespace(own_load=0.0, split_samples=0)
         self.counters = SimpleNamespace(loading_seconds=0.0, exposed_seconds=0.0)
         self.told: list[tuple[float, float]] = []
         self.waits: list[tuple[float, float]] = []
@@ -128,13 +128,14 @@ def test_a_loader_is_told_what_each_batch_took_to_compute(ahead: int) -> None:
     timer = StepTimer("cpu", loader=loader, ahead=ahead)
     for number in range(6):
         loader.report.own_load = 10.0 * (number + ahead)  # a pipeline has fetched as many before the first step
+        loader.report.split_samples = int(number + ahead == 3)
         timer.batch_ready()
         if number != 4:
             timer.compute_done()
         timer.gradients_ready()
         timer.end_step()
     loads = [load for load, _ in loader.told]
-    assert loads == [10.0 * step for step in range(ahead, 6) if step != 4]  # without a mark of its own nothing is known
+    assert loads == [10.0 * step for step in range(ahead, 6) if step not in (3, 4)]  # nothing without a mark of its own
     computed = [step.compute / 1e3 for step in timer.finished()]
     assert [seconds for _, seconds in loader.told] == [computed[int(load) // 10] for load in loads]
 
