@@ -302,6 +302,7 @@ class _Parts:
     def __init__(self, flat: FlatBatch) -> None:
         self._flat = flat
         self._column = {path: column for column, path in enumerate(flat.structure.columns)}
+        self._offsets: dict[str, torch.Tensor] = {}
         self.device = flat.device
 
     @property
@@ -321,6 +322,14 @@ class _Parts:
             return table[begin:end].reshape(-1).to(dtype)
         # an index list would travel to the device and make the host wait for it
         return torch.cat([table[index] for index in indices]).to(dtype)
+
+    def offsets(self, column: str, alike: str | None) -> torch.Tensor:
+        if alike is not None and self.lengths_on_host(alike) == self.lengths_on_host(column):
+            column = alike
+        if column not in self._offsets:
+            lengths = self.lengths((column,), torch.int64)
+            self._offsets[column] = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
+        return self._offsets[column]
 
     def lengths_on_host(self, column: str) -> list[int]:
         lengths: list[int] = self._flat.lengths[:, self._column[column]].tolist()

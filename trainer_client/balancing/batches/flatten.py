@@ -344,7 +344,7 @@ def _step(value: Any, path: str) -> tuple[Any, str] | None:
             if name in value.keys():  # noqa: SIM118 - not a dict
                 return _keyed_lengths(value, name), rest
         elif isinstance(value, Mapping):
-            for key in value:
+            for key in value.keys():  # noqa: SIM118 - iterating over a TensorDict gives its samples
                 if str(key) == name:
                     return value[key], rest
         elif isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
@@ -364,7 +364,7 @@ def _describe(value: Any) -> str:
     if jagged.is_keyed_jagged_tensor(value):
         return f"a KeyedJaggedTensor of {', '.join(value.keys())}"
     if isinstance(value, Mapping):
-        return f"a dict of {', '.join(map(str, value))}"
+        return f"a dict of {', '.join(map(str, value.keys()))}"
     if isinstance(value, torch.Tensor):
         return f"a tensor {value.dtype} of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"

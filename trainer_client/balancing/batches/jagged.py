@@ -150,15 +150,21 @@ class KeyedNode:
 
 @dataclass(frozen=True, slots=True)
 class NestedNode:
-    """A nested tensor of torch in jagged layout."""
+    """A nested tensor of torch in jagged layout.
+
+    Attributes:
+        column: Its lengths.
+        values: The leaf of its values.
+        alike: The column of an earlier one whose offsets it shares, without which torch does not compute with both.
+    """
 
     column: str
     values: int
+    alike: str | None = None
 
     def build(self, parts: Parts) -> torch.Tensor:
         """Makes it again, around the tensors of `parts`."""
-        lengths = parts.lengths((self.column,), torch.int64)
-        offsets = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
+        offsets = parts.offsets(self.column, self.alike)
         nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(parts.tensor(self.values), offsets=offsets)
         return nested
 

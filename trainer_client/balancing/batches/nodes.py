@@ -29,6 +29,9 @@ class Parts(Protocol):
     def lengths(self, columns: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """Lengths of jagged columns, one column after the other: (columns × samples,)."""
 
+    def offsets(self, column: str, alike: str | None) -> torch.Tensor:
+        """(samples + 1,) where samples begin in a column; the tensor of `alike`, if that has the same lengths."""
+
     def lengths_on_host(self, column: str) -> Sequence[int]:
         """(samples,) lengths of one column."""
 

@@ -70,6 +70,7 @@ class Walk:
         self.shared_values: list[tuple[str, Any]] = []
         self.holds_values = False  # the nodes do: shared ones, of this batch alone
         self.reads_lengths = False  # nodes do, on the host
+        self._nested_offsets: list[tuple[str, torch.Tensor]] = []
         self.has_empty_lists = False
         self._empty_lists_are_objects = empty_lists_are_objects
         self._declarations = declarations
@@ -255,9 +256,11 @@ class Walk:
         values, offsets = jagged.nested_parts(value, path)
         self.jagged.append((path,))
         self._add_column(path, torch.diff(offsets), offsets.numel() - 1)
-        return jagged.NestedNode(
-            path, self._add(Draft(path=path, tensor=values, rows=0, columns=(path,), field_paths=(path,)))
-        )
+        alike = next((column for column, known in self._nested_offsets if known is offsets), None)
+        self._nested_offsets.append((path, offsets))
+        self.reads_lengths |= alike is not None
+        leaf = self._add(Draft(path=path, tensor=values, rows=0, columns=(path,), field_paths=(path,)))
+        return jagged.NestedNode(path, leaf, alike)
 
     def _refuse_rows(self, path: str) -> None:
         if self._declarations.rows(path) is not None:

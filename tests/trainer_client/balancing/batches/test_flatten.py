@@ -316,3 +316,12 @@ def test_lengths_by_path() -> None:
     pair = {"p": Pair(torch.arange(2), [torch.tensor([3, 4])])}
     assert read_lengths(pair, "p.left").tolist() == [0, 1]
     assert read_lengths(pair, "p.right.0").tolist() == [3, 4]
+
+
+def test_nested_tensors_that_share_their_offsets_do_so_again() -> None:
+    offsets = torch.tensor([0, 2, 2, 5])
+    one, other = (torch.nested.nested_tensor_from_jagged(torch.rand(5), offsets) for _ in range(2))
+    apart = torch.nested.nested_tensor_from_jagged(torch.rand(5), torch.tensor([0, 1, 2, 5]))
+    back = flatten({"one": one, "apart": apart, "other": other}).unflatten()
+    assert torch.equal((back["one"] + back["other"]).values(), (one + other).values())
+    assert back["one"].offsets() is back["other"].offsets() is not back["apart"].offsets()

@@ -286,3 +286,12 @@ def test_namespaces_are_classes_that_hold_tensors() -> None:
     found = picked(SimpleNamespace(x=x(), inner=SimpleNamespace(y=x() * 2), nothing=None), 2, 0)
     assert found.x.tolist() == [12, 10]
     assert found.inner.y.tolist() == [24, 20]
+
+
+def test_a_tensordict_has_its_fields_by_name() -> None:
+    from tensordict import TensorDict
+
+    batch = TensorDict({"count": torch.tensor([3, 1]), "other": torch.rand(2)}, batch_size=[2])
+    assert read_lengths(batch, "count").tolist() == [3, 1]
+    with pytest.raises(BatchError, match=r"the batch has no 'cuont': .* in a dict of count, other"):
+        read_lengths(batch, "cuont")
