@@ -214,17 +214,21 @@ def connect(
         groups: The ranks.
         options: Rank 0's options.
         template: An empty batch.
-        credentials: What this rank shows to the balancer.
+        credentials: What this rank shows to the balancer; None: what its environment says, as where rank 0 alone knew
+            of a balancer.
 
     Raises:
         ModuleNotFoundError: If grpcio is not installed.
+        ValueError: If a variable of the credentials is malformed.
     """
     try:
-        from trainer_client.balancing.service import Connection, join_request
+        from trainer_client.balancing.service import Connection, Credentials, join_request
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{error}; a balancer service needs grpcio: pip install 'evenkeel[trainer]'"
         ) from error
+    if credentials is None:
+        credentials = Credentials.from_env()
     join = join_request(
         session,
         world_size=groups.world_size,

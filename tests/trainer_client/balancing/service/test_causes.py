@@ -81,7 +81,11 @@ def train(rank: int, address: str, environments: list[dict[str, str]], job: str,
     kept = Kept()
     logging.getLogger("trainer_client").addHandler(kept)
     batches = [make_batch(rank, step, 5) for step in range(12)]
-    with Balancer.connect(address, job=job, options=options) as balancer:
+    if "EVENKEEL_JOB" in os.environ:
+        made = Balancer.from_env(options=options)
+    else:
+        made = Balancer.connect(address, job=job, options=options)
+    with made as balancer:
         loader = BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)
         modes = {loader.report.mode.value for _ in loader}
     return modes, kept.errors
@@ -90,6 +94,15 @@ def train(rank: int, address: str, environments: list[dict[str, str]], job: str,
 def test_connect_takes_credentials_from_the_environment(secured: Secured) -> None:
     options = BalanceOptions(require_service=True)
     for modes, errors in run_ranks(2, train, secured.address, [secured.environment] * 2, "mine-1", options):
+        assert modes == {"service"}
+        assert errors == []
+
+
+def test_a_rank_that_learns_of_the_balancer_from_rank_0_takes_its_own_credentials(secured: Secured) -> None:
+    options = BalanceOptions(require_service=True)
+    other = {**secured.environment, "EVENKEEL_JOB": "mine-7"}
+    first = {**other, "EVENKEEL_BALANCER": secured.address}
+    for modes, errors in run_ranks(2, train, "", [first, other], "", options):
         assert modes == {"service"}
         assert errors == []
 
