@@ -27,6 +27,7 @@ class WatchedJob:
     def __init__(
         self, address: str, job: str, *, ranks: int = 4, late: int = 2, token: str | None = None, pause: float = 0.02
     ) -> None:
+        assert late < ranks
         self.decided = 0
         self._address, self._job, self._size, self._late, self._pause = address, job, ranks, late, pause
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
