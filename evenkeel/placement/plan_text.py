@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from evenkeel.placement.model import Sharding
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.report import RankParts, Report
 
@@ -57,14 +58,16 @@ def _plan_parts(plan: Plan) -> Iterable[RenderableType]:
         return
     out = RichTable(title=f"{plan.seconds * 1e3:.3g} ms a step on {plan.hardware} with {plan.runtime.value}")
     out.add_column("table", overflow="fold")
-    out.add_column("mode", no_wrap=True)
-    for heading in ("ratio", "HBM GiB\na rank", "GiB\na host", "ms", "misses", "µs saved\na GiB"):
+    apart = any(p.sharding is not Sharding.ROW_WISE for p in plan.placements)
+    out.add_column("mode, ratio" if apart else "mode", no_wrap=True)
+    out.add_column("ranks" if apart else "ratio", no_wrap=True, justify="left" if apart else "right")
+    for heading in ("HBM GiB\na rank", "GiB\na host", "ms", "misses", "µs saved\na GiB"):
         out.add_column(heading, justify="right", no_wrap=True)
     for p in plan.placements:
         out.add_row(
             escape(p.table),
-            p.mode.value,
-            f"{p.ratio:.3f}",
+            p.mode.value + (f" {p.ratio:.3f}" if apart and 0 < p.ratio < 1 else ""),
+            f"{_SHORT[p.sharding.value]} {spans(tuple(sorted(p.ranks)))}".rstrip() if apart else f"{p.ratio:.3f}",
             f"{p.hbm_bytes / _GIB:.2f}",
             f"{p.host_bytes / _GIB:.2f}",
             f"{p.seconds * 1e3:.3g}",

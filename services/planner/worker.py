@@ -22,6 +22,7 @@ from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Table, Topo
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.hit_rates import step_keys
 from evenkeel.placement.pasted_lines import lines_to_paste
+from evenkeel.placement.plan_file import FORMAT
 from evenkeel.placement.report import make_report
 from services.operations import zygote
 from services.operations.children import ends_with_parent, limit_memory
@@ -115,7 +116,10 @@ class _Asked:
 
     def plans(self, kind: type[R]) -> R:
         """The request for plans in the body, with what is left of its time limit."""
-        asked = decode(kind, self.json())
+        given = self.json()
+        if isinstance(given, dict) and given.get("format") == FORMAT:  # a plan file: its request is planned again
+            given = given.get("request")
+        asked = decode(kind, given)
         if len(asked.tables) > self.job.max_tables:
             remedy = f"send at most {self.job.max_tables}"
             raise InvalidInputError("tables", len(asked.tables), "is too many tables for this service", remedy)

@@ -9,6 +9,7 @@ from torchrec.distributed.planner.stats import IMBALANCE_STAT_MEASURE
 
 from evenkeel.placement import Mode, Plan, PlanRequest, Runtime, Sharding, plan
 from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import Report, make_report
 from tests.evenkeel.placement.instances import random_tables, request
 
@@ -111,3 +112,19 @@ def test_a_report_is_plain_json_and_back() -> None:
 def test_nothing_that_fits_has_no_report() -> None:
     asked = request(random_tables(5, 0), hbm_gib=0.6, host_gib=0.1)
     assert make_report(asked, plan(asked)) is None
+
+
+def test_the_text_tells_the_ranks_of_tables_that_are_not_on_all() -> None:
+    first, second, third = random_tables(3, 0, pooled=True)
+    tables = (
+        replace(first, sharding=Sharding.TABLE_WISE, ratio=0.5),
+        replace(second, sharding=Sharding.COLUMN_WISE, column_shards=2, ratio=1.0),
+        replace(third, sharding=Sharding.DATA_PARALLEL),
+    )
+    found = plan(request(tables, hbm_gib=40, ranks=2, runtime="torchrec"))
+    lines = str(PlanText(found, None)).splitlines()
+    rows = [next(line for line in lines if table.name in line) for table in tables]
+    assert f"CACHING 0.500 │ TW {found.placements[0].ranks[0]}  " in rows[0]
+    assert "HBM_ONLY      │ CW 0-1" in rows[1]
+    assert "HBM_ONLY      │ DP" in rows[2]
+    assert "mode, ratio" not in str(PlanText(plan(request((replace(first, name="plain"),), hbm_gib=40)), None))

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.planner_attack import children
 from evenkeel.placement import Plan, PlanRequest, plan
 from evenkeel.placement.codec import decode
+from evenkeel.placement.plan_file import PlanFile, dumps
 from evenkeel.placement.report import Report, make_report
 from tests.services.planner.serving import Served, served
 
@@ -69,6 +70,8 @@ def test_a_plan_is_the_cores_plan(client: httpx.Client) -> None:
     assert "DynamicEmbTableOptions" in answer.json()["code"]
     assert decode(Report, answer.json()["report"]) == make_report(decode(PlanRequest, JOB), found)
     assert client.post("/v1/plans", json=JOB).content == answer.content
+    file = dumps(PlanFile(request=decode(PlanRequest, JOB), plan=found))
+    assert client.post("/v1/plans", content=file).content == answer.content
 
 
 def test_head_is_get_without_its_body(client: httpx.Client) -> None:
