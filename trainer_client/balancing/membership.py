@@ -169,8 +169,8 @@ def _backend(group: dist.ProcessGroup | None) -> str:
 
 
 AUTO_RANKS = 8
-"""From which world size on `node_leader="auto"` means yes: with eight ranks on a node a round is sooner decided that way,
-and takes about half of the balancer's time and less of the ranks'; with two it is neither."""
+"""From which world size on `node_leader="auto"` means yes: with eight ranks on a node a round is decided sooner that
+way, and takes about half of the balancer's time and less of the ranks'."""
 
 _REACH_SECONDS = 5.0
 _LINGER = 0.05  # of the timeout: less than what the service leaves of it for its answer's way back
