@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import sys
+from collections import Counter
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -51,15 +52,12 @@ def rounds_of(port: int) -> dict[str, pb.SessionStats]:
     return {one.job: one for one in reply.sessions}
 
 
-def check(port: int) -> None:
-    """Every round has had a plan.
-
-    Raises:
-        RuntimeError: If not.
-    """
-    for job, stats in rounds_of(port).items():
-        if stats.rounds_identity:
-            raise RuntimeError(f"{job}: rounds without a plan: {dict(stats.rounds_identity)}")
+def without_plan(port: int) -> dict[str, int]:
+    """Rounds that had no plan, by reason."""
+    found: Counter[str] = Counter()
+    for stats in rounds_of(port).values():
+        found.update(stats.rounds_identity)
+    return dict(found)
 
 
 def measure_jobs(count: int, per_stream: int, turns: int, seconds: float) -> dict[str, Any]:
@@ -89,7 +87,7 @@ def measure_jobs(count: int, per_stream: int, turns: int, seconds: float) -> dic
             echo = cpu_seconds(echo_pid)
             echoes.run(seconds / 2)
             found["echo"].append((cpu_seconds(echo_pid) - echo) * 1e6 / sum(len(job.times) for job in echoes.jobs))
-        check(balancer.port)
+        failures = without_plan(balancer.port)
         jobs.close()
         echoes.close()
     p50, p99 = percentiles([1e3 * time for time in times])
@@ -109,6 +107,7 @@ def measure_jobs(count: int, per_stream: int, turns: int, seconds: float) -> dic
         "client_us_per_round": middle["client"],
         "memory_bytes": [int(each) for each in found["memory"]],
         "least_share_of_a_job": middle["share"],
+        "rounds_without_plan": failures,
     }
 
 
@@ -137,12 +136,13 @@ def measure_fairness(turns: int, seconds: float) -> dict[str, Any]:
             beside += [time for job in both.jobs[:-1] for _, time in job.times]
             large += [time for _, time in both.jobs[-1].times]
         stats = rounds_of(balancer.port)["large-0"]
-        check(balancer.port)
+        failures = without_plan(balancer.port)
         both.close()
     result: dict[str, Any] = {"small_jobs": SMALL.count, "step_seconds": SMALL.step, "large_ranks": LARGE.ranks}
     for name, values in (("alone", alone), ("beside", beside), ("large", large)):
         p50, p99 = percentiles([1e3 * value for value in values])
         result[name] = {"rounds": len(values), "p50_ms": p50, "p99_ms": p99, "most_ms": 1e3 * max(values)}
+    result["rounds_without_plan"] = failures
     result["large_partition_ms"] = 1e3 * stats.last_balance.partition_seconds
     result["share_of_core"] = {name: seconds_used / (turns * seconds) for name, seconds_used in cpu.items()}
     return result

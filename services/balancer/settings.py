@@ -42,7 +42,7 @@ class Settings(ServiceSettings):
     """Processes for long partitions, beside one that takes short ones only; by default one per core, at most 4."""
     worker_memory_bytes: PositiveInt = 2 << 30
     """Memory that one partition may take; a round that wants more is decided IDENTITY."""
-    queue_size: PositiveInt = 256
+    queue_size: PositiveInt = 1024
     """Partitions that may wait for a worker; of more, the job with most of them loses its latest: decided IDENTITY."""
     partition_timeout_seconds: PositiveFloat = Limits().partition_timeout
     """Time that a partition may take; then its round is decided IDENTITY and its process killed."""

@@ -27,7 +27,7 @@ class PoolOptions:
     """
 
     workers: int = 1
-    queue_size: int = 256
+    queue_size: int = 1024
     budget: float = 2.0
     memory_bytes: int = 2 << 30
 
