@@ -153,7 +153,7 @@ def show(rows: list[dict[str, Any]], fairness: dict[str, Any]) -> None:
     console = Console(width=140)
     table = Table(title="Jobs of 8 ranks as fast as they are answered; microseconds of the processor a round")
     names = ("jobs", "a stream", "rounds/s", "p50 ms", "p99 ms", "main µs", "rounds/s and core", "workers µs",
-             "echo µs", "echo µs", "client µs", "least job's share")  # fmt: skip
+             "echo µs", "client µs", "least job's share")  # fmt: skip
     for name in names:
         table.add_column(name, justify="right")
     keys = ("main_us_per_round", "rounds_a_second_and_core", "workers_us_per_round", "echo_us_per_round",
