@@ -10,8 +10,8 @@ rounds in flight, and two more for a host that runs ahead. Speeds fall at one ro
 `down` is how many rounds after the fall 90 % of what the speeds allow is reached for good, where 100 % is the least
 time of loads in proportion to the speeds and 0 % that of the plan before the fall; `up`, how many after the rise the
 rank has 90 % of the load back that it had lost (of many ranks' time it makes no difference); medians and the worst of
-the seeds. `even` are ranks of one speed: the mean over all rounds of the step's time over that without learning, minus
-one, and how often a rank was taken for slow.
+the seeds, and how many of them took more than 20 down. `even` are ranks of one speed: the mean over all rounds of the
+step's time over that without learning, minus one, and how often a rank was taken for slow.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ LAG = 6
 BEFORE, DURING, AFTER = 100, 120, 120
 EVEN_LONG = 10_000
 MANY = 512  # ranks, of which fewer cases are run
+FEW = 8  # ranks, of which more seeds are
 
 
 def costs_of(rng: np.random.Generator, num_ranks: int) -> NDArray[np.float64]:
@@ -140,7 +141,7 @@ def save(options: argparse.Namespace, rows: list[dict[str, Any]], flat: list[dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 1024])
-    parser.add_argument("--seeds", type=int, default=3, help="one of 512 ranks or more")
+    parser.add_argument("--seeds", type=int, default=8, help="an eighth of more than 8 ranks")
     parser.add_argument("--even-rounds", type=int, default=EVEN_LONG)
     parser.add_argument("--json", type=Path, help="where the result goes")
     options = parser.parse_args()
@@ -154,12 +155,13 @@ def main() -> None:
         for slow in (0.83, 0.67, 0.5) if num_ranks < MANY else (0.83, 0.5):
             for noise in (0.005, 0.02, 0.04) if num_ranks < MANY else (0.02,):
                 for fixed in (0.0, 0.3) if num_ranks < MANY else (0.3,):
-                    seeds = range(options.seeds if num_ranks < MANY else 1)
+                    seeds = range(options.seeds if num_ranks <= FEW else max(1, options.seeds // 8))
                     found = [disturbed(num_ranks, slow, noise, fixed, seed) for seed in seeds]
                     row = {
                         "ranks": num_ranks, "speed": slow, "noise": noise, "fixed": fixed,
                         **{way: int(statistics.median(one[way] for one in found)) for way in ("down", "up")},
                         **{f"{way}_worst": max(one[way] for one in found) for way in ("down", "up")},
+                        "seeds": len(found), "down_over_20": sum(one["down"] > 20 for one in found),
                         "over_least": statistics.fmean(one["over_least_during"] for one in found),
                         "equal_over_least": (num_ranks - 1 + slow) / num_ranks / slow - 1,
                         "rounds_with_others_slow": sum(one["rounds_with_others_slow"] for one in found),

@@ -145,8 +145,27 @@ def test_what_is_learned_multiplies_what_users_give() -> None:
     assert tiny.tolist() == [1.0, 1e-6]
 
 
-def test_what_a_step_takes_besides_its_load_lets_a_slow_rank_do_less() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3, 64])
+def test_what_a_step_takes_besides_its_load_lets_a_slow_rank_do_less(num_ranks: int) -> None:
     learned = LearnedSpeeds(stragglers=(Straggler(rank=0, speed=0.75, since=0),), fixed=100.0)
-    planned = planned_speeds((), learned, [300.0, 100.0], num_batches=2)  # 100 a rank and batch
+    loads = [300.0] + [100.0] * (num_ranks - 1)
+    planned = planned_speeds((), learned, loads, num_batches=2)
     assert planned is not None
-    assert planned.tolist() == [0.5, 1.0]  # (100 + 50) / 0.75 == 100 + 100
+    shares = planned / planned.sum() * sum(loads) / 2
+    steps = (shares + 100.0) / np.array([0.75] + [1.0] * (num_ranks - 1))
+    assert steps.max() / steps.min() < 1.015  # all take as long; speeds are rounded
+
+
+def test_noise_hides_no_slow_rank_for_long_and_makes_none() -> None:
+    changes, alarms = [], 0
+    for seed in range(8):
+        times, estimator = _run(2, 260, slow=0.83, between=(100, 200), noise=0.04, seed=seed)
+        taken, least, equal = times.T
+        gained = (equal - taken)[100:200] / (equal - least)[100:200]
+        changes.append(int(np.argmax(gained >= 0.8)))
+        assert np.median(gained[40:]) >= 0.8
+        assert not estimator.learned
+        alarms += bool(_run(2, 1500, noise=0.04, seed=seed)[1].learned)
+    assert np.median(changes) <= 20
+    assert max(changes) <= 45
+    assert alarms == 0
