@@ -2,17 +2,19 @@
 
     python -m benchmarks.open_pages --json benchmarks/results/open_pages.json
 
-One job goes through rounds without a pause while pages are opened and closed in turns: none, some that read all that
-they are told, some that read nothing. A turn with pages is compared with the turns without any beside it; told are
-medians over all such pairs and their spread, of the rounds' times, which all else on the machine changes too, and of
-the processor's time that the balancer takes for a round. Beside it: what the balancer's memory of the last rounds takes
-of a round, by itself, on one core.
+One job goes through rounds without a pause while pages are opened and closed in many short turns: none, some that read
+all that they are told, some that read nothing. A turn with pages is compared with the turns without any beside it; told
+are medians over all such pairs, each with the bounds that hold it with 95 %, of the rounds' times, which all else on
+the machine changes too, and of the processor's time that the balancer takes for a round. A thread of its own writes to
+pages: its share of the processor's time is counted, not compared, and so hardly depends on what else runs. Beside it:
+what the balancer's memory of the last rounds takes of a round, by itself, on one core.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import socket
@@ -41,7 +43,7 @@ from services.balancer.submissions import SessionKey
 
 JOB = "watched"
 VIEWS = ("/v1/events", f"/v1/events?job={JOB}&group=&loader=")
-SETTLE_SECONDS = 0.5
+SETTLE_SECONDS = 0.3
 
 
 def open_pages(port: int, count: int) -> list[socket.socket]:
@@ -100,12 +102,20 @@ def processor_seconds(pid: int) -> dict[str, float]:
     return used
 
 
-def share_of_pages(spans: list[Span]) -> float:
-    """Share of a core that the thread takes which writes to pages: it begins with the first of them."""
+def shares_of_pages(spans: list[Span]) -> tuple[float, float]:
+    """Of a core, and of all that the balancer takes: the thread that writes to pages, which begins with the first."""
     reading = [span for span in spans if span.kind == "reading"]
     seconds = sum(span.last - span.first for span in reading)
     later = {thread for span in reading for thread in span.used} - spans[0].used.keys()
-    return max((sum(span.used.get(thread, 0.0) for span in reading) / seconds for thread in later), default=0.0)
+    taken = max((sum(span.used.get(thread, 0.0) for span in reading) for thread in later), default=0.0)
+    return taken / seconds, taken / sum(sum(span.used.values()) for span in reading)
+
+
+def median_within(values: list[float]) -> list[float]:
+    """The median, and the two of the values between which that of all there could be lies with 95 %."""
+    ordered, count = sorted(values), len(values)
+    low = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
+    return [statistics.median(ordered), ordered[low], ordered[count - 1 - low]]
 
 
 class Turns:
@@ -184,13 +194,13 @@ def main(
     ranks: Annotated[int, typer.Option(help="Of the job.")] = 8,
     samples: Annotated[int, typer.Option(help="Per rank and round.")] = 128,
     pages: Annotated[int, typer.Option(help="Open at a time.")] = 50,
-    seconds: Annotated[float, typer.Option(help="Of a turn.")] = 4.0,
-    turns: Annotated[int, typer.Option(help="Of each kind.")] = 6,
-    quick: Annotated[bool, typer.Option("--quick", help="Two short turns of each kind.")] = False,
+    seconds: Annotated[float, typer.Option(help="Of a turn.")] = 1.0,
+    turns: Annotated[int, typer.Option(help="Of each kind.")] = 60,
+    quick: Annotated[bool, typer.Option("--quick", help="Four turns of half a second of each kind.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Where the figures go.")] = None,
 ) -> None:
     """Measures, and prints the ratios."""
-    seconds, turns = (1.0, 2) if quick else (seconds, turns)
+    seconds, turns = (0.5, 4) if quick else (seconds, turns)
     load = Load(port=0, ranks=range(ranks), world_size=ranks, samples=samples, fields=4, rounds=1, node_size=8, seed=1,
                 job=JOB)  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +208,7 @@ def main(
         flags = ["--port", "0", "--metrics-port", "0", "--metrics-port-file", str(port_file)]
         with balancer_process(flags) as balancer:
             place = balancer.port, balancer.running.pid, int(port_file.read_text())
-            measured, share_of_core = measure(load, *place, pages, seconds, turns)
+            measured, (of_core, of_balancer) = measure(load, *place, pages, seconds, turns)
     table = Table("pages", "turns", "p50 ms", "p99 ms", "CPU ms", "p50 over none", "CPU over none")
     figures: dict[str, Any] = {}
     for kind, named in (("none", "none"), ("reading", f"{pages} that read"), ("idle", f"{pages} that do not")):
@@ -209,13 +219,14 @@ def main(
             figures[kind][f"{figure}_ms"] = middle = statistics.median(getattr(turn, figure) for turn in own)
             cells.append(f"{middle:.3f}")
         for figure in ("p50", "cpu"):
-            ratios = against_none(measured, kind, figure) or [1.0]
-            over = [statistics.median(ratios), min(ratios), max(ratios)]
+            over = median_within(against_none(measured, kind, figure) or [1.0])
             figures[kind][f"{figure}_over_none"] = over
             cells.append(f"{over[0]:.3f} ({over[1]:.3f} to {over[2]:.3f})")
         table.add_row(named, *cells)
     Console(width=120).print(table)
-    Console().print(f"the thread that writes to {pages} pages that read: {share_of_core:.2%} of a core")
+    Console().print(
+        f"the thread that writes to {pages} pages that read: {of_core:.2%} of a core, {of_balancer:.2%} of the balancer"
+    )
     share = {count: history_seconds(count, samples) for count in (ranks, 64, 1024)}
     for count, spent in share.items():
         Console().print(f"memory of a round of {count} ranks: {1e6 * spent:.1f} µs")
@@ -223,15 +234,15 @@ def main(
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
                    "python": platform.python_version()}  # fmt: skip
         content = {**machine, "ranks": ranks, "samples": samples, "pages": pages, "seconds": seconds, "kinds": figures,
-                   "pages_share_of_core": share_of_core, "history_seconds_per_round": share,
-                   "turns": [turn._asdict() for turn in measured]}  # fmt: skip
+                   "pages_share_of_core": of_core, "pages_share_of_balancer": of_balancer,
+                   "history_seconds_per_round": share, "turns": [turn._asdict() for turn in measured]}  # fmt: skip
         json_path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def measure(
     load: Load, port: int, pid: int, metrics_port: int, pages: int, seconds: float, turns: int
-) -> tuple[list[Turn], float]:
-    """Runs the job beside the turns; also the share of a core that the pages' thread took."""
+) -> tuple[list[Turn], tuple[float, float]]:
+    """Runs the job beside the turns; also the shares that the pages' thread took."""
     began = time.monotonic()
     run_load(replace(load, port=port, rounds=1000, job="beforehand"), 1)
     each = (time.monotonic() - began) / 1000
@@ -244,7 +255,7 @@ def measure(
     beside.run(turns)
     job.join()
     Console().print(f"pages that read were told {beside.told / 1e6:.1f} MB")
-    return by_turn(result[0], beside.spans), share_of_pages(beside.spans)
+    return by_turn(result[0], beside.spans), shares_of_pages(beside.spans)
 
 
 if __name__ == "__main__":
