@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evenkeel import __version__
 from trainer_client.balancing.agreement import ProgramOrderError
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.groups import Groups
@@ -21,6 +23,7 @@ from trainer_client.balancing.membership import Ranks, node_name, take_seat
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.telling import raise_mismatch, require_service
 from trainer_client.balancing.tracing import StreamTracer, tracer_of
+from trainer_client.balancing.votes import VOTE_BYTES
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
     from trainer_client.balancing.service import Connection, Credentials
@@ -249,6 +252,20 @@ def connect(
     )
 
 
+def check_versions(versions: Sequence[str]) -> None:
+    """Checks that all ranks run the same version of Evenkeel, since their votes must look alike.
+
+    Raises:
+        ValueError: If they do not; it names the first rank that differs from rank 0.
+    """
+    for rank, version in enumerate(versions):
+        if version != versions[0]:
+            raise ValueError(
+                f"rank {rank} runs evenkeel {version}, rank 0 runs {versions[0]}; install the same version on all "
+                "ranks (the balancer may be of another)"
+            )
+
+
 def meet(
     config: StreamConfig,
     groups: Groups,
@@ -302,7 +319,9 @@ def meet(
             config.loader, groups.rank, "cuda" if device is None and to_gpu else device,
             wait=options.memory_caps is not None or options.min_samples > 0 or resumes,
         )  # fmt: skip
-    names = groups.gather_objects(node_name())
+    told: list[Any] = groups.gather_objects((node_name(), f"{__version__}, votes of {VOTE_BYTES} bytes"))
+    check_versions([one[1] if isinstance(one, tuple) else "an older one" for one in told])
+    names = [one[0] for one in told]
     return Opened(
         template=template,
         options=options,

@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 from benchmarks.harness.authorities import channel as new_channel
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
+from evenkeel.protocol import balancer_pb2 as pb
+from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from tests.evenkeel.protocol.relay import old_server
 from tests.evenkeel.protocol.wire_v1 import Stub, enum_value, handler, message
 from tests.services.security.jobs import RunningJob, join
@@ -80,6 +82,19 @@ class OldStream:
         assert list(self._responses) == []
 
 
+class NewStream(OldStream):
+    """A stream of today's client."""
+
+    def __init__(self, channel: grpc.Channel, joining: Any) -> None:
+        self._outbox = SimpleQueue()
+        self.send(join=pb.Join.FromString(joining.SerializeToString()))
+        self._responses = pb_grpc.BalancerServiceStub(channel).Balance(iter(self._outbox.get, None), timeout=SECONDS)
+        self.first = next(self._responses)
+
+    def send(self, **parts: Any) -> None:
+        self._outbox.put(pb.BalanceRequest(**parts))
+
+
 def check_fit(decisions: list[Any], samples: int) -> None:
     """All ranks have one plan, and everything that is sent is received."""
     assert {decision.outcome for decision in decisions} == {BALANCED}
@@ -108,6 +123,32 @@ def test_an_old_client_goes_through_rounds(channel: grpc.Channel) -> None:
     assert (statistics.rounds_balanced, statistics.joined_ranks, statistics.last_round) == (5, 2, 4)
     assert statistics.last_balance.samples == 32
     assert 1 in call.GetServerInfo(message("GetServerInfoRequest")(), timeout=SECONDS).protocol_versions
+    for stream in streams:
+        stream.end()
+
+
+@pytest.mark.parametrize("newer", [0, 1])
+def test_a_rank_that_tells_of_speeds_beside_one_that_does_not(channel: grpc.Channel, newer: int) -> None:
+    options = message("PartitionOptions")(counts=enum_value("Counts", "COUNTS_FREE"))
+    streams = [
+        (NewStream if rank == newer else OldStream)(channel, old_join(f"speeds-{newer}", rank, 2, options=options))
+        for rank in range(2)
+    ]
+    learned = pb.LearnedSpeeds(
+        stragglers=[pb.Straggler(rank=1, speed=0.5, since=3)],
+        delays=[pb.Delay(rank=0, cause=pb.Delay.CAUSE_NETWORK, share=0.2, since=4)],
+    )
+    for number in range(3):
+        for rank, stream in enumerate(streams):
+            submit = old_submit(number, rank)
+            if rank == newer:
+                submit = pb.Submit.FromString(submit.SerializeToString())
+                submit.learned.CopyFrom(learned)
+            stream.send(submit=submit)
+        decisions = [stream.receive().answer.decision for stream in streams]
+        check_fit(decisions, 32)
+        loads = [decision.balance.own_load_after for decision in decisions]
+        assert loads[1] / sum(loads) == pytest.approx(1 / 3 if newer == 0 else 1 / 2, abs=0.02)  # rank 0's word holds
     for stream in streams:
         stream.end()
 

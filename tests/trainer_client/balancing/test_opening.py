@@ -1,6 +1,14 @@
 import pytest
 
-from trainer_client.balancing.opening import name_session
+from trainer_client.balancing.opening import check_versions, name_session
+
+
+def test_ranks_of_other_versions_are_named() -> None:
+    check_versions(["1.0, votes of 148 bytes"] * 3)
+    with pytest.raises(
+        ValueError, match=r"rank 2 runs evenkeel an older one, rank 0 runs 1.0, .* the same version on all"
+    ):
+        check_versions(["1.0, votes of 148 bytes", "1.0, votes of 148 bytes", "an older one"])
 
 
 def test_the_launcher_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

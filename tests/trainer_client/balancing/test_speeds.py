@@ -18,6 +18,7 @@ import torch
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.speeds import ALL_EQUAL
+from tests.evenkeel.protocol.relay import old_server
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.speeds import Measure, Measured
 from trainer_client.observing.measurement import StepTimer
@@ -125,6 +126,15 @@ def test_a_slow_rank_gets_less_to_do(balancer: ServiceProcess, mode: str) -> Non
     learned = [bool(record["learned"]) for record in results[0]]
     assert learned == sorted(learned)  # once, and for good
     assert learned.index(True) <= 25
+
+
+def test_an_older_balancer_goes_on_planning_for_equal_ranks(balancer: ServiceProcess) -> None:
+    with old_server(balancer.address) as address:  # which drops what it does not know
+        job = Job(address=address, name="slow-on-old", slow=(1e-6, 1e-6, 2e-6), steps=40)
+        results = run_ranks(3, run_job, job)
+    check_alike(results, "service")
+    assert results[0][-1]["stragglers"] == [(2, 0.5)]
+    assert np.allclose(shares(results, 2)[-5:], 1, atol=0.02)
 
 
 def test_what_a_timer_measures_of_real_steps_is_learned() -> None:
