@@ -64,6 +64,22 @@ def open_pages(port: int, count: int) -> list[socket.socket]:
     return pages
 
 
+def wait_for_job(port: int) -> None:
+    """Until the balancer knows the job, whose process takes a while to start; a minute at most."""
+    deadline = time.monotonic() + 60.0
+    while True:
+        time.sleep(1.0)
+        try:
+            pages = open_pages(port, 2)
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            for page in pages:
+                page.close()
+            return
+
+
 def read_all(pages: list[socket.socket]) -> int:
     """Reads what there is; how many bytes."""
     told = 0
@@ -250,7 +266,7 @@ def measure(
     result: list[list[Timing]] = []
     job = threading.Thread(target=lambda: result.append(run_load(replace(load, port=port, rounds=rounds), 1)))
     job.start()
-    time.sleep(4.0)  # its process starts, and its first rounds
+    wait_for_job(metrics_port)
     beside = Turns(pid, metrics_port, pages, seconds)
     beside.run(turns)
     job.join()

@@ -35,6 +35,7 @@ LOWEST = 0.3  # a rank's speed is taken to be no lower, as a share of the median
 STEPS = 256  # speeds are multiples of one over this
 HISTORY = 64  # rounds from which the fixed share of a step is learned
 FIT_EVERY = 16
+OTHER_UNIT = 1e3  # times a step's load: the cost has begun to count in another unit, as where it is fitted
 SPREAD = 1.15  # of the loads of these rounds, ninth to first decile, below which nothing is learned about it
 MOST_FIXED = 4.0  # times the mean load
 _DEVIATION = 1.0483  # standard deviation of rates, from the median of the steps from each to the next
@@ -201,6 +202,9 @@ class SpeedEstimator:
     def _note_step(self, load: Numbers, time: Numbers) -> None:
         """Notes the median rank's step; now and then learns what steps take besides their load."""
         median = np.argsort(load / time, kind="stable")[load.size // 2]
+        before = self._steps[(self.rounds - 1) % HISTORY, 0]
+        if load[median] > OTHER_UNIT * before or before > OTHER_UNIT * load[median]:
+            self._steps[:], self.fixed = np.nan, 0.0
         self._steps[self.rounds % HISTORY] = load[median], time[median]
         if self.rounds % FIT_EVERY or np.isnan(self._steps).any():
             return

@@ -98,6 +98,10 @@ _VARIES = 1e-3  # a term whose deviation is a smaller share of its mean tells no
 _OUTLIER = 4.0  # deviations of the error
 _PASSES = 10  # of reweighting
 _EXACT = 1e-3  # errors of a smaller share of the median time weigh alike
+_SLOW = (
+    1.05  # times the median rank's time for the same work, from which on a rank's own speed is not the cost's matter
+)
+_ROUNDS = 3  # in which ranks' speeds and coefficients are put right by each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +170,39 @@ def fit_times(
     )
 
 
+def fit_ranks(tables: Sequence[NDArray[np.float64]], upper: NDArray[np.float64] | None = None) -> Fit | None:
+    """The same for what several ranks measured, where some of them may compute more slowly than the others.
+
+    A rank that takes longer for all it does says nothing else of the cost: its times count as those of the median rank.
+
+    Args:
+        tables: Of each rank, (observations, terms + 1): sums over its batch, and milliseconds.
+        upper: (terms,) largest allowed coefficients; default: none.
+
+    Returns:
+        The fit; None as in `fit_times`.
+    """
+    tables = [table[np.isfinite(table).all(axis=1) & (table[:, -1] > 0)] for table in tables]
+    slowness = np.ones(len(tables))
+    fit = None
+    for _ in range(_ROUNDS):
+        table = np.concatenate(
+            [np.column_stack([t[:, :-1], t[:, -1] / s]) for t, s in zip(tables, slowness, strict=True)]
+        )
+        fit = fit_times(table[:, :-1], table[:, -1], upper)
+        if fit is None:
+            return None
+        taken = [np.median(t[:, -1] / (t[:, :-1] @ fit.coefficients + fit.fixed)) for t in tables if len(t)]
+        usual = sorted(taken)[(len(taken) - 1) // 2]  # of two ranks, the faster one's
+        found = iter(taken)
+        before = slowness
+        slowness = np.array([max(1.0, next(found) / usual) if len(t) else 1.0 for t in tables])
+        slowness[slowness < _SLOW] = 1.0
+        if np.allclose(slowness, before, rtol=1e-2):
+            break
+    return fit
+
+
 def _solve(
     table: NDArray[np.float64], milliseconds: NDArray[np.float64], bounds: tuple[NDArray[np.float64], ...]
 ) -> NDArray[np.float64]:
@@ -207,8 +244,8 @@ class CostFitter:
     """Fits the cost of samples to the compute times that all ranks measure.
 
     Pass `cost` to the `BalancedLoader`. It is `prior` until a fit is good enough; from then on the weighted sum of the
-    terms, in milliseconds. All ranks gather the same data in the same step, compute the same fit and switch together,
-    so a round never mixes costs.
+    terms, in milliseconds. All ranks show each other what they measured in the same step and take the first rank's fit
+    of it, so they switch together, and a round never mixes costs.
 
         fitter = CostFitter(terms, prior=HSTUCost(...))
         loader = BalancedLoader(loader, balancer, cost=fitter.cost)
@@ -306,12 +343,17 @@ class CostFitter:
         width = len(self._terms.names) + 1
         own = np.array(self._history, dtype=np.float64).reshape(-1, width)
         tables: list[Any] = [own]
-        if self._group is not None:
+        upper = None if self._options.upper is None else np.array(self._options.upper)
+        if self._group is None:
+            fit = fit_ranks(tables, upper)
+        else:
+            # Only the first rank's is taken: others, on other machines, might come to another one in the last digits.
+            first = dist.get_rank(self._group) == 0
             tables = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(tables, own, group=self._group)
-        table = np.concatenate(tables)
-        upper = None if self._options.upper is None else np.array(self._options.upper)
-        fit = fit_times(table[:, :-1], table[:, -1], upper)
+            told = [fit_ranks(tables, upper) if first else None]
+            dist.broadcast_object_list(told, dist.get_global_rank(self._group, 0), group=self._group)
+            fit = told[0]
         if fit is None:
             return
         self.fit = fit

@@ -156,6 +156,19 @@ def test_what_a_step_takes_besides_its_load_lets_a_slow_rank_do_less(num_ranks: 
     assert steps.max() / steps.min() < 1.015  # all take as long; speeds are rounded
 
 
+def test_what_a_step_takes_besides_is_learned_anew_in_another_unit_of_cost() -> None:
+    rng, estimator = np.random.default_rng(0), SpeedEstimator(2)
+    for number in range(300):
+        load = 1000 * np.exp(rng.normal(0, 0.2))
+        unit = 1e9 if number < 150 else 1e-3  # as when a fitted cost takes the place of one in FLOPs
+        estimator.note(np.full(2, load * unit), np.full(2, (load + 300) * 1e-6))
+        if number in (149, 299):
+            assert estimator.fixed == pytest.approx(300 * unit, rel=1e-3)
+        elif number in range(150, 210):
+            assert estimator.fixed == 0
+    assert not estimator.learned
+
+
 def test_noise_hides_no_slow_rank_for_long_and_makes_none() -> None:
     changes, alarms = [], 0
     for seed in range(8):

@@ -119,22 +119,22 @@ def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
 @pytest.mark.parametrize("slow_in", ["compute", "loading", "network"])
 def test_a_rank_that_is_slow_has_a_name_and_a_kind(served: Served, slow_in: str) -> None:
     results = run_ranks(RANKS, run_job, served.balancer.address, served.url, slow_in)
-    first = results[0]
+    # Of the others nothing is asserted: on a busy machine they may be slow, too.
+    first, is_late = results[0], slow_in != "compute"
     assert len({result["learned"] for result in results}) == 1
-    assert [slow.rank for slow in first["stragglers"]] == ([SLOW] if slow_in == "compute" else [])
-    kinds = [(late.rank, late.cause.label) for late in first["delays"]]
-    assert kinds == ([] if slow_in == "compute" else [(SLOW, slow_in)])
+    delays = [late for late in first["delays"] if late.rank == SLOW]
+    assert [late.cause.label for late in delays] == ([slow_in] if is_late else [])
+    assert is_late or SLOW in [slow.rank for slow in first["stragglers"]]
     ranks = first["ranks"]
-    assert ranks["delay"] == [slow_in if (rank == SLOW and kinds) else None for rank in range(RANKS)]
-    assert [speed < 1 for speed in ranks["speed"]] == [rank == SLOW and not kinds for rank in range(RANKS)]
-    for rank, result in enumerate(results):
-        assert len(result["lines"]) == (rank in (0, SLOW))
-        late = dict(zip(Cause, result["late"], strict=True))
-        assert {cause.label for cause, share in late.items() if share} == (
-            {slow_in} if rank == SLOW and kinds else set()
-        )
-    assert f"rank {SLOW} on " in first["lines"][0]
-    if kinds:
-        assert {"loading": "loads data too slowly", "network": "late over the network"}[slow_in] in first["lines"][0]
-        assert ranks["delay_share"][SLOW] == first["delays"][0].share > 0.2
+    assert ranks["delay"][SLOW] == (slow_in if is_late else None)
+    assert is_late or ranks["speed"][SLOW] < 1
+    late = [cause.label for cause, share in zip(Cause, results[SLOW]["late"], strict=True) if share]
+    assert late == ([slow_in] if is_late else [])
+    why = {"compute": "computes", "loading": "holds the others up: it loads data too slowly",
+           "network": "holds the others up: its samples come late over the network"}[slow_in]  # fmt: skip
+    for result in (first, results[SLOW]):
+        assert any(f"rank {SLOW} on " in line and why in line for line in result["lines"])
+    if is_late:
+        assert delays[0].share > 0.2
+        assert ranks["delay_share"][SLOW] > 0.2
         assert 10 <= ranks["delay_since"][SLOW] < STEPS
