@@ -101,6 +101,8 @@ _EXACT = 1e-3  # errors of a smaller share of the median time weigh alike
 _SLOW = (
     1.05  # times the median rank's time for the same work, from which on a rank's own speed is not the cost's matter
 )
+_SCATTERED = 2.0  # times the error of the fit in use, above which it is not believed any more
+_LITTLE = 0.05  # an error that is never too much for it
 _ROUNDS = 3  # in which ranks' speeds and coefficients are put right by each other
 
 
@@ -240,6 +242,22 @@ class FitOptions:
             raise ValueError(f"upper is {self.upper}; use milliseconds above 0, math.inf for no bound")
 
 
+def fit_in_force(fit: Fit, before: Fit | None, options: FitOptions) -> Fit | None:
+    """What the cost is to be: a new fit, the one before, or the prior.
+
+    A good cost makes all times alike, and then a new fit explains little, however right it is: the one that made them
+    so stays as long as times are no more scattered than they were.
+
+    Args:
+        fit: The new one.
+        before: Used so far; None: the prior is.
+        options: When to believe it.
+    """
+    if fit.explained >= options.min_explained and (fit.coefficients > 0).any():
+        return fit
+    return before if before is not None and fit.error <= max(_SCATTERED * before.error, _LITTLE) else None
+
+
 class CostFitter:
     """Fits the cost of samples to the compute times that all ranks measure.
 
@@ -280,6 +298,7 @@ class CostFitter:
         self._terms = terms
         self._prior = prior
         self._options = options or FitOptions()
+        self._used: Fit | None = None
         self._coefficients: NDArray[np.float64] | None = None
         self._observed: deque[tuple[int, torch.Tensor]] = deque()
         self._times: dict[int, float] = {}
@@ -358,8 +377,8 @@ class CostFitter:
             return
         self.fit = fit
         before = self.fitted
-        believable = fit.explained >= self._options.min_explained and bool((fit.coefficients > 0).any())
-        self._coefficients = fit.coefficients if believable else None
+        self._used = fit_in_force(fit, self._used, self._options)
+        self._coefficients = None if self._used is None else self._used.coefficients
         if self.fitted != before:
             named = ", ".join(
                 f"{value:.3g} ms per {name}" for name, value in zip(self._terms.names, fit.coefficients, strict=True)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_client.observing.fitting import fit_ranks, fit_times
+from trainer_client.observing.fitting import Fit, FitOptions, fit_in_force, fit_ranks, fit_times
 
 
 def _observations(seed: int, count: int = 200) -> np.ndarray:
@@ -50,6 +50,20 @@ def test_ranks_that_compute_slowly_do_not_count_for_the_cost(speeds: tuple[float
     assert fit is not None
     assert np.allclose(fit.coefficients / fit.coefficients[0], clock / clock[0], rtol=0.05)
     assert fit.explained > 0.98
+
+
+def test_a_fit_that_has_made_times_alike_stays_until_they_scatter() -> None:
+    def fit(explained: float, error: float) -> Fit:
+        return Fit(coefficients=np.array([1.0]), fixed=1.0, error=error, explained=explained, observations=100)
+
+    options, good = FitOptions(min_explained=0.8), fit(0.95, 0.04)
+    assert fit_in_force(fit(0.5, 0.01), None, options) is None
+    assert fit_in_force(good, None, options) is good
+    assert fit_in_force(fit(0.1, 0.03), good, options) is good  # balanced: there is nothing left to explain
+    assert fit_in_force(fit(0.1, 0.07), good, options) is good
+    assert fit_in_force(fit(0.1, 0.2), good, options) is None
+    newer = fit(0.9, 0.2)
+    assert fit_in_force(newer, good, options) is newer
 
 
 def test_colinear_terms_share_the_time() -> None:
