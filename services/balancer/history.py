@@ -33,6 +33,7 @@ _ROW = struct.Struct(f"<{len(COLUMNS)}d")
 _NAN = math.nan
 _SMOOTHING = 0.1  # of a new value, in means that forget
 _LONGEST_INTERVAL = 60.0
+_FIRST_ROUNDS = 10
 _PAUSE_FACTOR = 4.0  # a longer interval is a pause of the job, in which nothing is saved
 _FOLLOW_SECONDS = 0.05  # between two rounds of which each rank's arrival is noted
 _FOLLOW_RANK_SECONDS = 1e-4
@@ -196,9 +197,10 @@ class History:
         self.decided_at = now
         if not passed >= 0:  # the first
             return
-        usual = _PAUSE_FACTOR * self.interval or _LONGEST_INTERVAL
+        # The first rounds come in a burst, as ranks submit ahead: they tell nothing of what is usual.
+        usual = _PAUSE_FACTOR * self.interval if self.rounds >= _FIRST_ROUNDS else _LONGEST_INTERVAL
         passed = min(passed, usual)
-        self.interval += (_SMOOTHING if self.interval else 1.0) * (passed - self.interval)
+        self.interval += max(_SMOOTHING, 1 / max(1, self.rounds)) * (passed - self.interval)
 
     def _note_gap(self, number: int, clock: float) -> None:
         if number > self._highest + 1 and self._highest >= 0:

@@ -37,6 +37,8 @@ def read_join(message: pb.Join, limits: Limits, strategies: tuple[str, ...], def
         text = getattr(message, name)
         if len(text) > limits.max_text:
             raise refused(name, f"{len(text)} characters", f"use at most {limits.max_text}", code=Code.LIMIT_EXCEEDED)
+        if not text.isprintable():  # it is shown in terminals, logs and reports
+            raise refused(name, ascii(text), "use printable characters only")
     if not message.job:
         raise refused("job", "empty", "name the training job")
     if message.world_size < 1:

@@ -84,6 +84,8 @@ class Views:
         joined = hub.registry.num_members(session.id)
         balance = statistics.last_balance
         figures = None if balance is None else balance[0]
+        state = _state(session, history, now, joined)
+        rate = 1 / history.interval if history.interval else None
         reasons = {reason.label: count for reason, count in list(statistics.identity.items())}
         return {
             "job": key.job,
@@ -91,7 +93,7 @@ class Views:
             "loader": key.loader,
             "run_id": session.id.run_id,
             "restart_count": session.id.restart_count,
-            "state": _state(session, history, now, joined),
+            "state": state,
             "joined_ranks": joined,
             "ranks": session.terms.world_size,
             "window": session.terms.window,
@@ -101,7 +103,7 @@ class Views:
             "rounds_identity": reasons,
             "rounds_elsewhere": history.skipped,
             "breaker_openings": history.num_gaps,
-            "rounds_per_second": _number(1 / history.interval if history.interval else None),
+            "rounds_per_second": 0.0 if state in ("quiet", "left") else _number(rate),
             "imbalance_before": None if figures is None else _number(figures.imbalance_before),
             "imbalance_after": None if figures is None else _number(figures.imbalance_after),
             "bound": None if figures is None else _number(figures.imbalance_bound),

@@ -53,8 +53,8 @@ class Balancer:
         group = group if group is not None or membership is None else membership.group_name
         group = "default" if group is None else group
         for field, value in (("job", job), ("group", group)):
-            if not value or len(value) > 200:
-                raise ValueError(f"{field} is {value!r}; give a name of 1 to 200 characters")
+            if not value or len(value) > 200 or not value.isprintable():
+                raise ValueError(f"{field} is {value!r}; give a name of 1 to 200 printable characters")
         read_launch()  # what it says in vain is refused here, where all ranks are, not where rank 0 names a session
         self._address = address
         self._job = job

@@ -43,7 +43,7 @@ class Row:
         before: Max/mean load as loaded, of the last balanced round.
         after: The same as trained.
         over_bound: How far that is above the lower bound, relative.
-        moved: Share of the samples that changed rank.
+        moved: Share of the bytes that changed rank.
         wait_seconds: From a round's first submission to its decision, on average.
         silent_seconds: Since a rank said anything.
         reasons: Rounds without a plan, by reason.
@@ -249,6 +249,11 @@ def look(balancers: list[Calls], job: str, rates: Rates, seen: Seen) -> tuple[li
     return rows, silent
 
 
+def printable(text: str) -> str:
+    """What an older balancer lets others call a session, without what a terminal would obey."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
 def _key(session: Any) -> str:
     return f"{session.job}/{session.group}/{session.loader} {session.run_id}:{session.restart_count}"
 
@@ -274,8 +279,8 @@ def read_row(
     after = balance.max_load_after
     return Row(
         balancer=balancer,
-        name=f"{session.job}/{session.group}/{session.loader}",
-        run=f"{session.run_id}:{session.restart_count}",
+        name=printable(f"{session.job}/{session.group}/{session.loader}"),
+        run=printable(f"{session.run_id}:{session.restart_count}"),
         joined=session.joined_ranks,
         world_size=session.world_size,
         round=session.last_round,
@@ -284,7 +289,7 @@ def read_row(
         before=balance.imbalance_before,
         after=balance.imbalance_after,
         over_bound=after / balance.lower_bound - 1 if balance.lower_bound and after else 0.0,
-        moved=balance.moved_samples / balance.samples if balance.samples else 0.0,
+        moved=balance.moved_size / balance.size if balance.size else 0.0,
         wait_seconds=session.mean_round_wait_seconds,
         silent_seconds=session.seconds_since_last_message,
         reasons=dict(session.rounds_identity),

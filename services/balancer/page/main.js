@@ -39,7 +39,11 @@ const told = {
     settled();
   },
   problem(error) {
-    if (error.status === 401) askForToken(error.message);
+    if (error.status === 401) {
+      jobs.take({ sessions: [], sessions_left_out: 0 });
+      job.begin(named());
+      askForToken(error.message);
+    }
     problem(error.status === 404 ? `${error.message}. It may have ended.` : error.message);
     say($("headline"), error.status === 401 ? "Sign in to see jobs" : "Not connected");
     settled();
@@ -85,7 +89,10 @@ function save() {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-$("pause").addEventListener("click", () => pause(!paused));
+$("pause").addEventListener("click", () => {
+  pause(!paused);
+  if (!paused) stream.again(); // with the rounds that were decided meanwhile
+});
 $("save").addEventListener("click", save);
 window.addEventListener("hashchange", () => look({ focus: true }));
 bindLogin(() => look());

@@ -70,6 +70,13 @@ def test_saved_time_is_that_of_the_step_without_balancing() -> None:
     assert history.saved_seconds < 12 * 2 * 2.0 * (20 / 12 - 1) * 1.4
 
 
+def test_rounds_that_ranks_submit_ahead_do_not_tell_how_often_rounds_come() -> None:
+    history, plan = History(2), planned()
+    for number, now in enumerate((0.0, 0.001, 0.002, *(0.25 * step for step in range(1, 30)))):
+        history.decided(now, 1e9, round_of(number, balanced(plan)))
+    assert history.interval == pytest.approx(0.25, rel=0.1)
+
+
 def test_all_batches_of_a_window_count() -> None:
     """One batch that balancing makes even, and one that is even: the round saves what both of them do."""
     plan = planned(((9, 3, 6, 6), (1, 1, 6, 6)), ((2, 2), (2, 2)))

@@ -197,6 +197,11 @@ def test_a_pause_holds_what_is_shown_and_it_is_saved_as_it_is(page: Page, folder
     assert saved["rounds"]["number"] == list(range(saved["rounds"]["number"][0], saved["rounds"]["number"][-1] + 1))
     page.click("#pause")
     page.wait(lambda: text(page, "#moment-text") != shown)
+    file.unlink()
+    page.click("#save")
+    page.wait(file.exists)
+    numbers = json.loads(file.read_text())["rounds"]["number"]
+    assert numbers == list(range(saved["rounds"]["number"][0], numbers[-1] + 1))  # those of the pause among them
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

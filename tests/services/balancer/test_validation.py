@@ -58,6 +58,8 @@ def i64(*values: int) -> bytes:
         ({"protocol_versions": []}, "protocol_versions", Code.VERSION),
         ({"job": ""}, "job", Code.INVALID_ARGUMENT),
         ({"job": "x" * 257}, "job", Code.LIMIT_EXCEEDED),
+        ({"job": "train\x1b[2J"}, "job", Code.INVALID_ARGUMENT),
+        ({"node": "gpu01\nforged"}, "node", Code.INVALID_ARGUMENT),
         ({"node": "x" * 257}, "node", Code.LIMIT_EXCEEDED),
         ({"world_size": 0}, "world_size", Code.INVALID_ARGUMENT),
         ({"world_size": 5000}, "world_size", Code.LIMIT_EXCEEDED),

@@ -23,7 +23,7 @@ from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from tests.services.balancer.watched import GAP, WatchedJob
 from tests.services.security.jobs import RunningJob
 from trainer_client.cli import app
-from trainer_client.cli.sessions import Row, render
+from trainer_client.cli.sessions import Row, printable, render
 from trainer_client.cli.watching import render_job
 
 
@@ -127,6 +127,11 @@ def test_the_table_fits_the_terminal(width: int, several: bool) -> None:
         assert whole in text, whole  # neither cut nor folded
     assert ("over bound" in text) == (width == 140)
     assert ("10.0.0.1:50051" in text) == several
+
+
+def test_a_name_cannot_move_the_cursor() -> None:
+    assert printable("träin/grüppe/训练") == "träin/grüppe/训练"
+    assert printable("a\x1b[2J\nforged/default/train") == r"a\x1b[2J\nforged/default/train"
 
 
 def test_errors_say_what_to_do(balancer: ServiceProcess) -> None:
