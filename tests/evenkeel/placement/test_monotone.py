@@ -46,11 +46,15 @@ def test_row_wise_plans_never_get_slower(
         assert large.bound_seconds <= small.seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("sharding", [Sharding.TABLE_WISE, Sharding.COLUMN_WISE])
-def test_plans_of_whole_shards_get_no_slower_than_their_gap(sharding: Sharding) -> None:
-    tables = random_tables(12, 0, sharding=sharding, column_shards=2 if sharding is Sharding.COLUMN_WISE else 1)
+_CHOSEN = (Sharding.ROW_WISE, Sharding.TABLE_WISE, Sharding.COLUMN_WISE, Sharding.DATA_PARALLEL)
+
+
+@pytest.mark.parametrize("sharding", [Sharding.TABLE_WISE, Sharding.COLUMN_WISE, _CHOSEN])
+def test_plans_of_whole_shards_get_no_slower_than_their_gap(sharding: Sharding | tuple[Sharding, ...]) -> None:
+    cut = {Sharding.COLUMN_WISE: 2, _CHOSEN: 0}.get(sharding, 1)
+    tables = random_tables(12, 0, sharding=sharding, column_shards=cut, pooled=sharding == _CHOSEN)
     best = float("inf")
-    for hbm_gib in (4.5, 5, 5.5, 6, 6.5, 7):
+    for hbm_gib in (3.5, 5, 6.5) if sharding == _CHOSEN else (4.5, 5, 5.5, 6, 6.5, 7):
         asked = request(tables, hbm_gib=hbm_gib, runtime="torchrec", ranks=4, solver=SolverOptions(time_limit_s=3))
         found = plan(asked, split=False, clock=time.process_time)
         assert found.seconds is not None
