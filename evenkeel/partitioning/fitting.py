@@ -50,7 +50,8 @@ def check_possible(problem: Problem) -> None:
         lacking = _given(problem, int(terms.memory[largest]) - cap)
         raise ImpossiblePartitionError(
             f"memory[{largest}] is {_given(problem, terms.memory[largest]):g}, the largest of memory_caps "
-            f"{_given(problem, cap):g}: {lacking:g} short; raise that cap or shorten the sample",
+            f"{_given(problem, cap):g}: {lacking:g} short; raise that cap, shorten the sample, or let it be "
+            "split over ranks (split)",
             lacking,
         )
     if int(terms.caps.min()) < cap:

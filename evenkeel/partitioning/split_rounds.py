@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import Options, Partition, partition
 from evenkeel.partitioning.divisible import Divisible
-from evenkeel.partitioning.errors import PartitionError
+from evenkeel.partitioning.errors import PartitionError, PartitionNotFoundError
 from evenkeel.partitioning.parts import PIECE_WIDTH, RoundParts
 from evenkeel.partitioning.samples import RoundSamples
 from evenkeel.partitioning.split_options import SplitOptions
@@ -123,7 +123,7 @@ def split_window(
         parted = split_partition(found, costs, own_homes, samples.num_ranks, chosen, split, how)
         if parted is None and isinstance(found, PartitionError):
             if samples.given is None:
-                raise found
+                raise _not_in_parts_either(found, how) if len(chosen) else found
             assert isinstance(window, WindowPartition)
             found = window.partitions[batch]
         at_home = own if loaded is None else np.flatnonzero(loaded == batch)
@@ -133,6 +133,17 @@ def split_window(
     if not failed and not any(batch.split for _, batch in batches):
         return None
     return _assembled(batches, samples, homes, divisible, steps)
+
+
+def _not_in_parts_either(error: PartitionError, how: dict[str, Any]) -> PartitionError:
+    """Why neither whole samples nor parts of them keep within the memory caps."""
+    if float(np.sum(how["memory"])) > float(np.sum(how["memory_caps"])):
+        return error
+    why = str(error).partition("; ")[0]  # without what would help whole samples
+    return PartitionNotFoundError(
+        f"{why}; with samples split over ranks no assignment was found either; raise memory_caps, let counts be 'free',"
+        " or take fewer or shorter samples"
+    )
 
 
 def _assembled(

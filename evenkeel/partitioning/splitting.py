@@ -152,7 +152,8 @@ class _Search:
         least, futile, best = max(int(np.count_nonzero(heavy[order])), 1), 0, None
         time = enough = BETTER * time - self._fixed  # what a plan may take beside
         for more in MORE:
-            if least + more > order.size or futile >= FUTILE or time <= BETTER * NEAR * self._even:
+            found_none = futile >= FUTILE and time < math.inf
+            if least + more > order.size or found_none or time <= BETTER * NEAR * self._even:
                 break
             futile += 1
             for found in self._with_split(np.sort(order[: least + more])):
@@ -254,7 +255,7 @@ class _Search:
     ) -> Integers:
         """Ranks of the whole samples, where pieces that cost so much are placed already: as if these were slower."""
         held = np.bincount(placed, costs, self._num_ranks)
-        level = _filled(held / self._speeds, self._speeds, float(self._costs[whole].sum()))
+        level = _filled(held / self._speeds, self._speeds, float(sum(self._costs[whole].tolist())))
         room = np.maximum(level * self._speeds - held, LEAST * self._even)
         how: dict[str, Any] = {**self._options, "sizes": self._sizes[whole], "strategy": strategy}
         how["speeds"] = np.clip(room / max(float(room.max()), np.finfo(np.float64).tiny), 1e-6, 1.0)
@@ -274,7 +275,7 @@ class _Search:
         costs: Floats,
         level: float,
     ) -> _Plan | None:
-        """Cuts the samples by work; where the memory caps do not hold that, by positions; None if they hold neither."""
+        """Cuts the samples by work; where the caps do not hold that, by the room in them; None if they hold neither."""
         table = table_of(self._spans.take(split))
         base = np.bincount(whole_ranks, self._costs[whole], self._num_ranks).astype(np.float64)
         begins, ends = np.zeros(ranks.size, np.int64), np.zeros(ranks.size, np.int64)
@@ -286,12 +287,20 @@ class _Search:
         )  # fmt: skip
         if self._fits(plan):
             return plan
+        if self._memory is None or self._caps is None:
+            return None
+        room = self._caps - np.bincount(whole_ranks, self._memory[whole], self._num_ranks)
         begins, ends = begins.copy(), ends.copy()
-        for row, (first, last) in zip(table, np.stack([firsts[:-1], firsts[1:]], 1).tolist(), strict=True):
-            parts = np.arange(1, last - first)
-            wanted = (parts * row[0] / (last - first) - row[8]) / row[9]
-            places = np.clip(np.rint(wanted), parts - 1, row[10] - (last - first - parts))
+        for number, (first, last) in enumerate(zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True)):
+            share = np.cumsum(np.maximum(room[ranks[first:last]], np.finfo(np.float64).tiny))
+            share /= share[-1]
+            row, order = table[number], np.arange(last - first - 1)
+            places = np.rint((share[:-1] * row[0] - row[8]) / row[9])
+            places = np.maximum.accumulate(np.maximum(places, 0) - order) + order  # no two the same
+            places = np.minimum(places, row[10] - order.size + order)
             begins[first + 1 : last] = ends[first : last - 1] = row[8] + places * row[9]
+            held = self._memory[self._divisible.samples[split[number]]] / row[0]
+            room[ranks[first:last]] -= (ends[first:last] - begins[first:last]) * held
         loads, exchange, _, _ = measure(base, table, firsts, ranks, begins, ends, self._nodes, *self._prices)
         plan = _Plan(
             whole=whole, whole_ranks=whole_ranks, split=split, firsts=firsts, ranks=ranks, begins=begins, ends=ends,
@@ -305,6 +314,11 @@ class _Search:
         return self._divisible.samples[numbers], (plan.ends - plan.begins) / self._spans.positions[numbers]
 
     def _fits(self, plan: _Plan) -> bool:
+        fewest = int(self._options.get("min_samples", 0))
+        if fewest and self._costs.size >= fewest * self._num_ranks:
+            held_by = np.bincount(np.concatenate([plan.whole_ranks, plan.ranks]), minlength=self._num_ranks)
+            if int(held_by.min()) < fewest:
+                return False
         if self._memory is None or self._caps is None:
             return True
         samples, shares = self._shares(plan)

@@ -293,6 +293,8 @@ class RoundWorker:
         self._advance(votes, verdict, waited=waited, missed=waited and decision is None, problem=ticket.problem)
         agreed = time.time_ns() if trace is not None else 0
         plan = None
+        if verdict.reason is Reason.SERVICE_IDENTITY and decision is not None:
+            self._say_unplanned(ticket.round, decision.reason)
         if verdict.mode is Mode.SERVICE:
             assert decision is not None
             assert decision.plan is not None
@@ -338,11 +340,7 @@ class RoundWorker:
                 ticket.samples, votes, self._groups, self._options, self._nodes, learned=learned
             )  # fmt: skip
             if isinstance(result, PartitionError):
-                self._without_plan += 1
-                # Said by one rank, of the first, second, fourth, eighth…: all know the same, and it may be every round.
-                if self._groups.rank == 0 and self._without_plan.bit_count() == 1:
-                    said = "round %d of %s stays unbalanced (%d so far): %s"
-                    logger.warning(said, ticket.round, self._name, self._without_plan, result)
+                self._say_unplanned(ticket.round, str(result))
                 failed = replace(verdict, mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, ranks=(), moved=False)
                 verdict = spread(failed, votes, self._options.min_samples)
         if verdict.mode is Mode.SPREAD:
@@ -351,6 +349,13 @@ class RoundWorker:
             return verdict, None
         assert not isinstance(result, PartitionError)
         return replace(verdict, moved=result.moved_samples > 0), result  # the same plan on all ranks
+
+    def _say_unplanned(self, number: int, why: str) -> None:
+        """Said by one rank, of the first, second, fourth, eighth…: all know the same, and it may be every round."""
+        self._without_plan += 1
+        if self._groups.rank == 0 and self._without_plan.bit_count() == 1:
+            said = "round %d of %s stays unbalanced (%d so far): %s"
+            logger.warning(said, number, self._name, self._without_plan, why)
 
     def _advance(
         self, votes: list[Vote], verdict: Verdict, *, waited: bool, missed: bool = False, problem: str = ""

@@ -34,7 +34,8 @@ def planned(
     **options: Any,
 ) -> tuple[Partition | PartitionError, SplitPartition | None]:
     """The best assignment of whole samples, and what is made of it."""
-    options = {name: np.asarray(value) if name != "counts" else value for name, value in options.items()}
+    plain = ("counts", "min_samples")
+    options = {name: value if name in plain else np.asarray(value) for name, value in options.items()}
     where, costs = np.asarray(homes, np.int32), spans.whole
     found: Partition | PartitionError
     try:
@@ -74,6 +75,7 @@ def rounds(draw: st.DrawFn) -> dict[str, Any]:
             fixed=draw(st.sampled_from([0.0, 500.0])),
         ),
         "counts": draw(st.sampled_from(["equal", "free"])),
+        "min_samples": draw(st.sampled_from([0, 1, 2])),
         "sizes": spans.positions,
     }
     if draw(st.booleans()):
@@ -127,6 +129,9 @@ def test_every_position_once_and_never_longer_than_whole(call: dict[str, Any]) -
     assert len(set(zip(plan.samples.tolist(), plan.ranks.tolist(), strict=True))) == plan.samples.size
     assert plan.num_samples == len(spans)
     assert plan.num_pieces - plan.num_split == plan.samples.size - len(spans) > 0
+
+    sequences = np.bincount(plan.ranks, minlength=call["num_ranks"])
+    assert sequences.min() >= call["min_samples"] or len(spans) < call["min_samples"] * call["num_ranks"]
 
     loads, exchange, within, between = recounted(call, plan)
     np.testing.assert_allclose(plan.loads, loads, rtol=1e-9)
@@ -227,6 +232,15 @@ def test_what_fits_no_rank_is_split_for_that_reason() -> None:
     held = np.where(plan.ends > 0, plan.ends - plan.begins, spans.positions[plan.samples])
     assert np.bincount(plan.ranks, held).max() <= 40
     assert planned(spans, range(4), 4, SplitOptions(), memory_caps=[20.0] * 4, **how)[1] is None
+
+
+def test_parts_fill_what_different_memory_caps_leave() -> None:
+    spans = SpanCosts.of([1000, 100, 100], per_pair=1.0)
+    caps = np.array([800.0, 300.0, 110.0])
+    plan = planned(spans, [0, 1, 2], 3, SplitOptions(), memory=spans.positions, memory_caps=caps, counts="free")[1]
+    assert plan is not None
+    held = np.where(plan.ends > 0, plan.ends - plan.begins, spans.positions[plan.samples])
+    assert (np.bincount(plan.ranks, held, 3) <= caps).all()
 
 
 def test_memory_caps_hold_where_equal_work_would_break_them() -> None:

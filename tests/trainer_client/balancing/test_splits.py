@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -156,11 +157,31 @@ def test_an_older_service_leaves_samples_whole(balancer: ServiceProcess) -> None
     assert {(record["mode"], record["split"]) for record in results[0]} == {("service", 0)}
 
 
-def test_a_giant_that_fits_no_rank_is_split_though_nothing_is_gained() -> None:
-    caps = BalanceOptions(memory_caps=[5000.0] * 2, split=SplitOptions(above=100.0), counts="free")
-    results = run(Splits("caps", None, ranks=2, steps=2, tokens=True, options=caps))
-    assert [record["split"] for record in results[0]] == [1, 0]
-    assert results[0][0]["whole"] == 0
+def test_a_giant_that_fits_no_rank_is_split_though_nothing_is_gained(balancer: ServiceProcess) -> None:
+    caps = options(memory_caps=[5000.0] * 2, split=SplitOptions(above=100.0, fixed=1e9), counts="free")
+    embedded = Splits("caps", None, ranks=2, steps=2, tokens=True, options=caps)
+    for job in (embedded, replace(embedded, address=balancer.address)):
+        results = run(job)
+        assert [record["split"] for record in results[0]] == [1, 0]
+        assert results[0][0]["whole"] == 0
+
+
+def _said(rank: int, job: Splits) -> tuple[list[dict[str, Any]], str]:
+    """What a rank gets, and what it logs meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer_client").addHandler(handler)
+    return train(rank, job), "\n".join(said)
+
+
+def test_where_parts_do_not_fit_either_the_batch_stays_and_that_is_said(balancer: ServiceProcess) -> None:
+    caps = options(memory_caps=[3753.0] * 2, counts="free")
+    embedded = Splits("no caps", None, ranks=2, steps=1, tokens=True, options=caps)
+    for job in (embedded, replace(embedded, address=balancer.address)):
+        records, said = run_ranks(2, _said, job)[0]
+        assert [(record["mode"], record["split"]) for record in records] == [("identity", 0)]
+        assert "with samples split over ranks no assignment was found either" in said
 
 
 def test_rounds_that_nobody_balances_have_whole_samples(balancer: ServiceProcess) -> None:
