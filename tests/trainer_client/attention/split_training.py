@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,22 +127,57 @@ def train_split(case: Case) -> dict[str, Any]:
     averaged = case.world_size if case.parallel or case.sharded else 1  # so many times, for a sum over ranks
     losses: dict[int, float] = {}
     seen: dict[str, Any] = {"splits": [], "scales": [], "sequences": []}
+
+    def forward(batch: SequenceBatch, splits: tuple[SplitSample, ...], scale: float) -> Tensor:
+        pieces = _pieces[case.world_size].pieces(splits, contextual=False)
+        for layer in model.layers if case.causal_kernel else ():  # of whole samples PyTorch's needs a GPU
+            layer._kernel = "dense" if pieces is None else "varlen"
+        logits = checkpoint(run, batch, pieces, use_reentrant=False) if case.again else run(batch, pieces)
+        losses.update(_by_sample(logits, batch))
+        seen["splits"].append(splits)
+        seen["scales"].append(scale)
+        seen["sequences"].append(batch.size)
+        return loss_of(logits, batch) * averaged
+
     with Balancer.embedded(options=case.balancing(), process_group=group) as balancer:
         batches = list(case.batches(dist.get_rank(group)))
-        for batch, splits, scale in LOOPS[case.loop](case, batches, balancer):
-            pieces = _pieces[case.world_size].pieces(splits, contextual=False)
-            for layer in model.layers if case.causal_kernel else ():  # of whole samples PyTorch's needs a GPU
-                layer._kernel = "dense" if pieces is None else "varlen"
-            logits = checkpoint(run, batch, pieces, use_reentrant=False) if case.again else run(batch, pieces)
-            (loss_of(logits, batch) * averaged).backward()
-            losses |= _by_sample(logits, batch)
-            seen["splits"].append(splits)
-            seen["scales"].append(scale)
-            seen["sequences"].append(batch.size)
+        if case.loop == "torchrec":
+            _by_pipeline(_loader(case, batches, balancer), Step(model, forward))
+        else:
+            for step in LOOPS[case.loop](case, batches, balancer):
+                forward(*step).backward()
     return seen | {"losses": losses, "gradients": gradients(model)}
 
 
-Step = tuple[SequenceBatch, tuple[SplitSample, ...], float]
+Told = tuple[SequenceBatch, tuple[SplitSample, ...], float]
+
+
+class Step(torch.nn.Module):
+    """A model as TorchRec's pipelines call it: from a batch to its loss, and whatever else."""
+
+    def __init__(self, model: torch.nn.Module, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model, self._run = model, run
+
+    def forward(self, balanced: BalancedBatch[SequenceBatch]) -> tuple[Tensor, Tensor]:
+        loss = self._run(balanced.batch, balanced.splits, balanced.loss_scale)
+        return loss, loss.detach()
+
+
+class Summing(torch.optim.SGD):
+    """Leaves the parameters as they are, and their gradients to add up."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+def _by_pipeline(loader: BalancedLoader[SequenceBatch], step: Step) -> None:
+    from torchrec.distributed.train_pipeline import TrainPipelineBase  # takes seconds
+
+    pipeline = TrainPipelineBase(step, Summing(step.parameters(), lr=0.0), CPU)
+    batches = iter(balanced_batches(loader))
+    with contextlib.suppress(StopIteration):
+        while True:
+            pipeline.progress(batches)
 
 
 def _loader(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> BalancedLoader[SequenceBatch]:
@@ -151,13 +187,13 @@ def _loader(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Bal
     )  # fmt: skip
 
 
-def _by_loader(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Step]:
+def _by_loader(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Told]:
     loader = _loader(case, batches, balancer)
     for batch in loader:
         yield batch, loader.splits, loader.loss_scale
 
 
-def _ahead(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Step]:
+def _ahead(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Told]:
     """As pipelines do: each batch is trained when the next one has been fetched, and copied in between."""
     waiting: list[BalancedBatch[SequenceBatch]] = []
     for balanced in balanced_batches(_loader(case, batches, balancer)):
@@ -169,7 +205,7 @@ def _ahead(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iter
         yield last.batch, last.splits, last.loss_scale
 
 
-def _by_hand(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Step]:
+def _by_hand(case: Case, batches: list[SequenceBatch], balancer: Balancer) -> Iterator[Told]:
     cost, spec = case.options.cost(), SequenceBatch.spec()
     for batch in [*batches, *[None] * 9]:
         ticket = balancer.submit(batch, cost=cost, memory=case.options.tokens(), spec=spec)
