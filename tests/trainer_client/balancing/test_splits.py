@@ -102,6 +102,12 @@ def run(job: Splits) -> list[list[dict[str, Any]]]:
         found = [record for step in steps for record in (result[step] for result in results)]
         assert sorted(item for record in found for row in record["rows"] for item in row) == items
         assert sorted(tag for record in found for tag in record["tags"]) == tags
+    everything = [job.batch(rank, step) for step in range(job.steps) for rank in range(job.ranks)]
+    lengths = {
+        sample: count
+        for batch in everything
+        for sample, count in zip(batch["id"].tolist(), batch["count"].tolist(), strict=True)
+    }
     for step in range(job.steps):
         records = [result[step] for result in results]
         splits = records[0]["splits"]
@@ -113,8 +119,9 @@ def run(job: Splits) -> list[list[dict[str, Any]]]:
             rows = [records[piece.rank]["rows"][piece.sequence] for piece in sample.pieces]
             ids = {records[piece.rank]["ids"][piece.sequence] for piece in sample.pieces}
             assert len(ids) == 1
+            (sample_id,) = ids
             whole = [item for row in rows for item in row]
-            assert whole == list(range(whole[0], whole[0] + job.giant))
+            assert whole == list(range(1000 * sample_id, 1000 * sample_id + lengths[sample_id]))
             for number, (piece, row) in enumerate(zip(sample.pieces, rows, strict=True)):
                 context = 0 if job.tokens or number else 2
                 candidates = 0 if job.tokens or number + 1 < len(rows) else 3
