@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from benchmarks.references.least_splits import least_time
 from evenkeel.partitioning import Partition, PartitionError, partition
@@ -150,8 +151,14 @@ def test_every_position_once_and_never_longer_than_whole(call: dict[str, Any]) -
     assert all(np.array_equal(getattr(plan, name), getattr(again, name)) for name in names)
 
 
-def exhaustive(spans: SpanCosts, num_ranks: int, price: float) -> float:
-    """The least time of all plans, by trying each division of each sample, and each set of ranks."""
+def exhaustive(spans: SpanCosts, num_ranks: int, prices: NDArray[np.float64]) -> float:
+    """The least time of all plans, by trying each division of each sample, and each set of ranks.
+
+    Args:
+        spans: Of the samples.
+        num_ranks: Of equal speed.
+        prices: (num_ranks, num_ranks) of a position that one sends to another.
+    """
     choices = []
     for sample in range(len(spans)):
         one, end = spans.take([sample]), int(spans.positions[sample])
@@ -163,8 +170,10 @@ def exhaustive(spans: SpanCosts, num_ranks: int, price: float) -> float:
                     load, sent, got = (np.zeros(num_ranks) for _ in range(3))
                     for place, rank in enumerate(ranks):
                         load[rank] = one.of_spans(edges[place], edges[place + 1])[0]
-                        sent[rank] = price * (edges[place + 1] - edges[place]) * (count - 1 - place)
-                        got[rank] = price * edges[place]
+                        for later in ranks[place + 1 :]:
+                            price = prices[rank, later] * (edges[place + 1] - edges[place])
+                            sent[rank] += price
+                            got[later] += price
                     found.append(np.stack([load, sent, got]))
         choices.append(np.stack(found))
     totals = choices[0]
@@ -178,15 +187,19 @@ def exhaustive(spans: SpanCosts, num_ranks: int, price: float) -> float:
     lengths=st.lists(st.integers(1, 8), min_size=1, max_size=3),
     num_ranks=st.integers(2, 3),
     price=st.sampled_from([0.0, 0.5, 3.0]),
+    far=st.sampled_from([1.0, 4.0]),
     per_pair=st.sampled_from([0.0, 1.0]),
 )
-def test_small_rounds_are_near_the_best_plan(lengths: list[int], num_ranks: int, price: float, per_pair: float) -> None:
-    spans = SpanCosts.of(lengths, per_position=4.0, per_pair=per_pair)
+def test_small_rounds_are_near_the_best_plan(
+    lengths: list[int], num_ranks: int, price: float, far: float, per_pair: float
+) -> None:
+    spans, nodes = SpanCosts.of(lengths, per_position=4.0, per_pair=per_pair), np.array([0, 1, 1])[:num_ranks]
     found, plan = planned(
-        spans, np.zeros(len(lengths)), num_ranks, SplitOptions(above=0.0, within=price), counts="free", move_price=0.0
-    )
+        spans, np.zeros(len(lengths)), num_ranks, SplitOptions(above=0.0, within=price, between=far * price),
+        nodes=nodes, counts="free", move_price=0.0,
+    )  # fmt: skip
     assert isinstance(found, Partition)
-    best = exhaustive(spans, num_ranks, price)
+    best = exhaustive(spans, num_ranks, np.where(nodes[:, None] == nodes, price, far * price))
     time = float(found.loads.max()) if plan is None else plan.time
     assert time >= best * (1 - 1e-12)
     assert time <= 1.3 * best + 4 + 9 * per_pair  # a position is the least that can be moved
