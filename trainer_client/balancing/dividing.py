@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.divisible import MOST, SHARE, Divisible, check_table
 from evenkeel.partitioning.spans import SpanCosts
+from trainer_client.balancing.batches.roles import check_alike
 
 if TYPE_CHECKING:  # which know of costs
     from trainer_client.balancing.batches import FlatBatch
@@ -20,14 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_divides(cost: Cost, flat: FlatBatch) -> None:
-    """Checks that samples can be split at all.
+    """Checks that the samples of a batch can be split at all.
 
     Args:
         cost: The loader's.
         flat: A batch.
 
     Raises:
-        ValueError: If the cost says nothing of positions, or no field is declared as the sequence.
+        ValueError: If the cost says nothing of positions, no field is declared as the sequence, or its fields differ
+            in their numbers of items.
     """
     if getattr(cost, "spans", None) is None:
         raise ValueError(
@@ -39,6 +41,8 @@ def check_divides(cost: Cost, flat: FlatBatch) -> None:
             "BalanceOptions.split is set, but no field is declared as the sequence; name those that are cut in "
             "BatchSpec(sequence=…), or leave split out"
         )
+    if flat.num_samples:
+        check_alike(flat.structure, flat.lengths)
 
 
 def divisible_samples(
@@ -105,10 +109,11 @@ def _heaviest(
 
 
 def _items(flat: FlatBatch, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Items of samples: those of the field of the sequence that has the most."""
-    roles = np.array(flat.structure.roles, np.int64)
-    sequence = np.flatnonzero(roles > 0)
-    items: NDArray[np.int64] = (flat.lengths[np.ix_(chosen, sequence)] // roles[sequence]).max(axis=1)
+    """Items of samples, as many in all fields of the sequence."""
+    column = next((column for column, role in enumerate(flat.structure.roles) if role > 0), None)
+    if column is None:  # the batch has none of them
+        return np.zeros(len(chosen), np.int64)
+    items: NDArray[np.int64] = flat.lengths[chosen, column] // flat.structure.roles[column]
     return items
 
 

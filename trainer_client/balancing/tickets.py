@@ -271,7 +271,8 @@ def read_round(
     """
     _check_fields(name, flats, began)
     if split is not None:
-        check_divides(cost, next((flat for flat in flats if flat.num_samples), flats[0]))
+        for flat in flats:
+            check_divides(cost, flat)
     costs, memories, tables, problem, begin = [], [], [], "", 0
     for batch, flat in zip(batches, flats, strict=True):
         values, its_problem = read_costs(cost(batch), flat.num_samples, world_size=shares)

@@ -233,13 +233,17 @@ def test_a_window_that_a_state_goes_on_with_keeps_its_batches_and_splits_them() 
 def _without(rank: int, what: str) -> str:
     batch = Splits("without", None).batch(rank, 0)
     spec = SPEC if what == "cost" else BatchSpec(rows_per_sample=dict(SPEC.rows_per_sample))
+    if what == "lengths":
+        spec = replace(SPEC, sequence={"items", "tags"})
+        if rank:  # whose tags happen to be as many
+            batch |= {"num_tags": batch["count"], "tags": batch["items"]}
     cost: Any = (lambda one: one["count"]) if what == "cost" else HSTU
     with Balancer.embedded(options=options()) as balancer:
         try:
-            next(iter(BalancedLoader([batch], balancer, cost=cost, spec=spec)))
+            taken = sum(1 for _ in BalancedLoader([batch], balancer, cost=cost, spec=spec))
         except ValueError as error:
             return str(error)
-    return ""
+    return f"{taken} steps"
 
 
 @pytest.mark.parametrize(
@@ -248,3 +252,10 @@ def _without(rank: int, what: str) -> str:
 )
 def test_what_splitting_needs_is_asked_for(what: str, said: str) -> None:
     assert all(said in error for error in run_ranks(2, _without, what))
+
+
+def test_fields_of_the_sequence_have_as_many_items() -> None:
+    wrong, right = run_ranks(2, _without, "lengths")
+    tags, count = (Splits("", None).batch(0, 0)[name].tolist() for name in ("num_tags", "count"))
+    assert f"sample 0 has {count[0]} items in 'items' and {tags[0]} in 'tags', both of which sequence declares" in wrong
+    assert right == "0 steps"  # the loops of all ranks end there

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import ALL, FIRST, LAST
 from trainer_client.balancing.batches.spec import BatchError, Declarations
-from trainer_client.balancing.batches.structure import PICKLES
+from trainer_client.balancing.batches.structure import PICKLES, Structure
 from trainer_client.balancing.batches.walk import Draft
 
 _PARTS = {"last": LAST, "first": FIRST, "all": ALL}
@@ -36,8 +36,8 @@ def roles_of(drafts: Sequence[Draft], columns: Sequence[str], declared: Declarat
     for column, paths in fields.items():
         items = {path: found for path in paths if (found := declared.items(path)) is not None}
         parts = {path: part for path in paths if (part := declared.part(path)) is not None}
-        _check_alike(column, items, "sequence")
-        _check_alike(column, parts, "parts")
+        _check_declared(column, items, "sequence")
+        _check_declared(column, parts, "parts")
         if items and column in objects:
             raise BatchError(
                 f"sequence names {next(iter(items))!r}, whose samples have no positions: it is a list of objects, or "
@@ -79,19 +79,50 @@ def check_items(lengths: NDArray[np.int64], columns: Sequence[str], roles: Seque
             )
 
 
+def check_alike(structure: Structure, lengths: NDArray[np.int64]) -> None:
+    """Checks that each sample has as many items in all fields of the sequence, which are cut alike.
+
+    Args:
+        structure: With `roles`.
+        lengths: (n, jagged columns).
+
+    Raises:
+        BatchError: If one has not.
+    """
+    first, *others = [column for column, role in enumerate(structure.roles) if role > 0] or [0]
+    for other in others:
+        items, its = (lengths[:, column] // structure.roles[column] for column in (first, other))
+        if (differ := items != its).any():
+            sample = int(differ.argmax())
+            one, another = (_field_of(structure, column) for column in (first, other))
+            raise BatchError(
+                f"sample {sample} has {items[sample]} items in {one!r} and {its[sample]} in {another!r}, both of which "
+                "sequence declares: item i of one must belong to item i of the other, as they are cut alike; leave out "
+                "of sequence what is no part of the history, such as candidates, which go with a sample's last part or "
+                "as parts says, or say in sequence how many values an item has"
+            )
+
+
+def _field_of(structure: Structure, column: int) -> str:
+    """A field with the lengths of a column, as users call it."""
+    fields = (pair for leaf in structure.leaves for pair in zip(leaf.field_paths, leaf.columns, strict=False))
+    return next((path for path, found in fields if found == column), structure.columns[column])
+
+
 def _check_dense(drafts: Sequence[Draft], columns: Sequence[str], declared: Declarations) -> None:
     for draft in drafts:
         if not draft.rows or draft.path in columns:
             continue
         for name in ("sequence", "parts"):
             if declared.names(name, draft.path):
+                remedy = "leave it out" if name == "parts" else "a field that is cut needs lengths"
                 raise BatchError(
                     f"{name} names {draft.path!r}, which has {draft.rows} row{'s' * (draft.rows > 1)} for each sample: "
-                    "all parts get it; a field that is cut needs lengths, in rows_per_sample or padded"
+                    f"all parts get it; {remedy}, or say its lengths in rows_per_sample or padded"
                 )
 
 
-def _check_alike(column: str, found: Mapping[str, object], name: str) -> None:
+def _check_declared(column: str, found: Mapping[str, object], name: str) -> None:
     if len(set(found.values())) > 1:
         said = ", ".join(f"{path!r}: {value!r}" for path, value in found.items())
         raise BatchError(f"fields with the lengths of {column!r} are declared differently in {name}: {said}")

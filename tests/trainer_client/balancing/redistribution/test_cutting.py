@@ -174,7 +174,7 @@ def test_ranks_that_declare_another_sequence_have_another_schema() -> None:
             "'history.items' is in sequence and 'history.items.weights', which has the same lengths, in parts",
         ),
         ({"sequence": {"padded"}, "padded": {"padded": Padded()}, "derived": {"longest": len}}, "padded without"),
-        ({"parts": {"labels": "all"}}, "parts names 'labels', which has 1 row for each sample"),
+        ({"parts": {"labels": "all"}}, "which has 1 row for each sample: all parts get it; leave it out"),
         ({"parts": {"names": "first"}}, "parts names 'names', which has one entry for each sample"),
         ({"parts": {"user.tags": "middle"}}, "parts['user.tags'] is 'middle'; give 'last', 'first' or 'all'"),
         ({"parts": {"user.tags"}}, "give a mapping from paths to"),
