@@ -1,7 +1,7 @@
 """Attention in plain PyTorch, one sequence after the other: for CPUs, and the reference of faster kernels.
 
 Both give what `attend_over_pieces` takes: `own` of sequences with themselves, `other` of queries that see all keys of
-their block. They read lengths, so a GPU is waited for.
+their block. They read lengths, so a GPU is waited for. Halves are computed in float32, also under autocast.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ def visible(length: int, num_context: int, num_candidates: int, device: torch.de
     mask[:num_context, :history] = True
     mask[:, history:] = False
     return mask | torch.eye(length, dtype=torch.bool, device=device)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In a dtype in which scores, and sums over keys, are as exact as halves are: float32 or wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class _Dense(ABC):
@@ -74,17 +79,19 @@ class _Dense(ABC):
         key_lengths: list[int],
         masks: Sequence[Tensor | None],
     ) -> Attended:
-        repeats = query.shape[1] // key.shape[1]
+        dtype, repeats = value.dtype, query.shape[1] // key.shape[1]
+        query, key, value = map(wide, (query, key, value))
         key, value = (part.repeat_interleave(repeats, 1) if repeats > 1 else part for part in (key, value))
         queries, keys, values = (
             part.transpose(0, 1).split(lengths, 1)  # type: ignore[no-untyped-call]
             for part, lengths in ((query, query_lengths), (key, key_lengths), (value, key_lengths))
         )
-        found = [self.attend(*each) for each in zip(queries, keys, values, masks, strict=True)]
-        if not found:
-            found = [self.attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), None)]
-        parts = tuple(torch.cat(part, 1).transpose(0, 1) for part in zip(*found, strict=True))
-        return parts[0] if len(parts) == 1 else (parts[0], parts[1])
+        with torch.autocast(query.device.type, enabled=False):
+            found = [self.attend(*each) for each in zip(queries, keys, values, masks, strict=True)]
+            if not found:
+                found = [self.attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), None)]
+        sums, *logs = (torch.cat(part, 1).transpose(0, 1) for part in zip(*found, strict=True))
+        return (sums.to(dtype), logs[0]) if logs else sums.to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

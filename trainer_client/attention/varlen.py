@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer_client.attention import over_pieces
+from trainer_client.attention.dense import wide
 from trainer_client.attention.exchange import Exchange
 from trainer_client.attention.pieces import Pieces
 from trainer_client.checks import check_whole
@@ -45,7 +46,7 @@ class VarlenSoftmax:
     """Causal softmax attention of packed sequences, some of which may be pieces: by PyTorch's flash kernels on GPUs.
 
     They take bfloat16 and float16. Other dtypes, and CPUs, are computed in plain PyTorch, one sequence after the other,
-    which waits for a GPU.
+    which waits for a GPU; halves are computed in float32.
 
     Attributes:
         max_length: No sequence is longer.
@@ -90,7 +91,8 @@ class VarlenSoftmax:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         """Outputs, and (heads, rows) logarithms of the sums of exponentials."""
         if not _by_flash(query):
-            return _plain_forward(query, key, value, packed, self._scale_of(query))
+            with torch.autocast(query.device.type, enabled=False):
+                return _plain_forward(query, key, value, packed, self._scale_of(query))
         out, logs, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, packed.query_offsets, packed.key_offsets, packed.max_queries, packed.max_keys, 0.0,
             packed.causal, return_debug_mask=False, scale=self.scale,
@@ -262,6 +264,8 @@ def _scores(query: Tensor, key: Tensor, scale: float, *, causal: bool) -> Tensor
 
 
 def _plain_forward(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float) -> tuple[Tensor, Tensor]:
+    dtype = value.dtype
+    query, key, value = map(wide, (query, key, value))
     out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
     logs = query.new_zeros(query.shape[1], query.shape[0])
     key, value = (_for_each_head(tensor, query) for tensor in (key, value))
@@ -269,7 +273,7 @@ def _plain_forward(query: Tensor, key: Tensor, value: Tensor, packed: Packed, sc
         scores = _scores(query[q:q_end], key[k:k_end], scale, causal=packed.causal)
         logs[:, q:q_end] = scores.logsumexp(-1)
         out[q:q_end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[k:k_end])
-    return out, logs
+    return out.to(dtype), logs
 
 
 def _plain_backward(
@@ -282,7 +286,8 @@ def _plain_backward(
     packed: Packed,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = key.shape, value.shape
+    shapes, dtypes = (key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
+    grad, query, key, value, out = map(wide, (grad, query, key, value, out))
     key, value = (_for_each_head(tensor, query) for tensor in (key, value))
     of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
     for q, q_end, k, k_end in _sequences(packed):
@@ -297,6 +302,7 @@ def _plain_backward(
     of_key, of_value = (
         part.view(*shape[:2], repeats, shape[2]).sum(2) for part, shape in zip((of_key, of_value), shapes, strict=True)
     )
+    of_query, of_key, of_value = map(Tensor.to, (of_query, of_key, of_value), dtypes)
     return of_query, of_key, of_value
 
 

@@ -286,6 +286,52 @@ def test_the_page_of_pieces_runs_as_written() -> None:
     torch.testing.assert_close(found[order], whole, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kernel", ["causal", "softmax"])
+@pytest.mark.parametrize("cuts", [(300,), (120, 300)])
+def test_halves_are_as_exact_as_those_of_torch_also_where_scores_are_large(
+    kernel: str, cuts: tuple[int, ...], autocast: bool
+) -> None:
+    begins = (0, *cuts[:-1])
+    split = SplitSample(
+        pieces=tuple(
+            Piece(rank=0, sequence=number, begin=begin, end=end)
+            for number, (begin, end) in enumerate(zip(begins, cuts, strict=True))
+        )
+    )
+    pieces = PieceGroup().pieces([split]) if begins[1:] else None
+    offsets = torch.tensor([0, *cuts], dtype=torch.int32)
+    dense, causal = DenseSoftmax(), VarlenSoftmax(max_length=300)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if kernel == "causal":
+            return causal(query, key, value, offsets, pieces)
+        return attend_over_pieces(
+            query, key, value, offsets, pieces, own=lambda *of: dense.own(*of, offsets), other=dense.other
+        )
+
+    def of_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        own = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(*own, is_causal=True)[0].transpose(0, 1)
+
+    torch.manual_seed(0)
+    given = [torch.randn(300, 1, 16).mul(scale).bfloat16() for scale in (12, 12, 1, 1)]  # scores of 144
+
+    def run(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        *own, gradient = (tensor.to(dtype) for tensor in given)
+        own = [tensor.requires_grad_() for tensor in own]
+        with torch.autocast("cpu", enabled=autocast and dtype is torch.bfloat16):
+            found = function(*own)
+        found.backward(gradient)
+        return [found.detach(), *(tensor.grad for tensor in own if tensor.grad is not None)]
+
+    exact, theirs, ours = run(of_torch, torch.float64), run(of_torch, torch.bfloat16), run(attend, torch.bfloat16)
+    for expected, peer, found in zip(exact, theirs, ours, strict=True):
+        assert found.dtype == torch.bfloat16
+        error, of_peer = ((part.double() - expected).norm() / expected.norm() for part in (found, peer))
+        assert error < max(2 * of_peer, torch.tensor(4e-3))
+
+
 def test_a_causal_kernel_refuses_samples_that_are_not_causal() -> None:
     kernel, rows, offsets = VarlenSoftmax(max_length=6), torch.randn(6, 2, 3), torch.tensor([0, 4, 6])
     for counts, message in (({"num_candidates": 2}, "2 candidates"), ({"num_context": 1}, "1 contextual positions")):
