@@ -144,7 +144,7 @@ def decide(
     Args:
         votes: One vote per rank, by rank.
         waited: The breaker was closed and the round had been asked; the same on all ranks.
-        has_service: A service is configured; otherwise the fallback is the normal way.
+        has_service: A service is configured; otherwise the ranks balance by themselves, whatever the fallback.
         balance: False when the balancer is off: every sample stays at home.
         fallback: What a round does that the service did not decide.
         min_samples: Of each rank at least, while a batch has as many for all.
@@ -212,7 +212,7 @@ def _choose(votes: Sequence[Vote], *, waited: bool, has_service: bool, balance: 
         if ranks:
             return Verdict(mode=Mode.IDENTITY, reason=reason, ranks=ranks, served=served)
     if not has_service:
-        return _fall_back(fallback, Reason.NO_SERVICE)
+        return _fall_back("embedded", Reason.NO_SERVICE)  # there is nothing to fall back from
     if not waited:
         return _fall_back(fallback, Reason.BREAKER_OPEN)
     if without:

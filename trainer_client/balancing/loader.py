@@ -32,6 +32,7 @@ from trainer_client.balancing.resume import (
     states_of,
 )
 from trainer_client.balancing.stream import BatchStream
+from trainer_client.balancing.telling import warn_of_unasked_splits
 from trainer_client.balancing.tickets import Cost, Outcome, Ticket
 from trainer_client.checks import is_whole
 
@@ -108,6 +109,7 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         self._drop_last = drop_last
         self._report: RoundReport | None = None
         self._splits: tuple[SplitSample, ...] = ()
+        self._unasked = False  # nobody has asked for them
         self._used: BatchStream | None = None  # by the latest loop
         self._resume: LoaderState | None = None  # which the next loop goes on from
         self._handed: deque[Position] = deque([Position()], maxlen=MAX_AHEAD + 1)  # after each batch, the latest last
@@ -139,9 +141,7 @@ class BalancedLoader(WrappedLoader, Generic[B]):
                 others' is named, with the cause.
             loading: Seconds in which the host waited meanwhile for the wrapped loader (`counters.loading_seconds`).
         """
-        if load is None:
-            load = 0.0 if self.report.split_samples else self.report.own_load
-        self._stream.measured.add(load, seconds, late, loading)
+        self._stream.measured.add(self.report.timed_load if load is None else load, seconds, late, loading)
 
     @property
     def splits(self) -> tuple[SplitSample, ...]:
@@ -149,6 +149,7 @@ class BalancedLoader(WrappedLoader, Generic[B]):
 
         See `BalanceOptions.split`, and `PieceGroup.pieces` of `trainer_client.attention`, which takes them.
         """
+        self._unasked = False
         return self._splits
 
     @property
@@ -318,6 +319,8 @@ class BalancedLoader(WrappedLoader, Generic[B]):
                     left = window.left
                 if moving is not None:
                     yield self._finish(stream, moving, None if upcoming is None else window)
+                    if self._unasked:
+                        warn_of_unasked_splits(self._name)
                 elif upcoming is None and end is not None:  # else all that was in flight has been dropped
                     if end.reason is not Reason.LEFT:
                         self._finish_pass(source.place)
@@ -387,12 +390,11 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         self._finished = True
 
     def _finish(self, stream: BatchStream, moving: _Moving, following: Window | None) -> B:
-        pending, report, splits, position = moving
         if following is not None and len(following.ticket.samples):
-            position.fields = list(following.ticket.schema.constant_lines)
+            moving.position.fields = list(following.ticket.schema.constant_lines)
         started = time.perf_counter()
-        batch: B = pending.wait().unflatten(self._spec)
+        batch: B = moving.pending.wait().unflatten(self._spec)
         stream.counters.redistribution_seconds += time.perf_counter() - started
-        self._report, self._splits = report, splits
-        self._handed.append(position)
+        self._report, self._splits, self._unasked = moving.report, moving.splits, bool(moving.splits)
+        self._handed.append(moving.position)
         return batch

@@ -38,7 +38,8 @@ class BalanceOptions:
         timeout: How long a round may wait for the service. The first miss opens the breaker, so a service that is gone
             costs this once, hidden behind the batches in flight.
         fallback: What a round does that the service did not decide: `embedded` gathers the costs over the job's own
-            process group and partitions on every rank alike; `identity` leaves every sample at home.
+            process group and partitions on every rank alike; `identity` leaves every sample at home. It says nothing
+            of a balancer without a service, `Balancer.embedded`, which always does the former.
         depth: Rounds in flight, from the submission of the costs to the training step: batches, or windows.
         window: Batches that are balanced together. With more than 1, samples may be trained in another batch of their
             window than the one they were loaded in, so that those too heavy for their batch meet (docs/windows.md).

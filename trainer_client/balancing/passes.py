@@ -28,6 +28,7 @@ from trainer_client.balancing.redistribution.copying import pick
 from trainer_client.balancing.redistribution.cutting import cut
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.resume import Resumed
+from trainer_client.balancing.telling import warn_of_unasked_splits
 from trainer_client.balancing.tickets import Outcome, Ticket
 from trainer_client.balancing.tracing import RoundTrace
 
@@ -79,6 +80,7 @@ class Pass:
         self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
         self._moves: deque[Pending] = deque()  # started, and not waited for when it was last looked
         self._taken = 0
+        self._handed: Ticket | None = None  # the latest whose batch a loop by hand has asked for
         self._device: torch.device | str | None = None
         self._left = False
         self._drained = threading.Event()
@@ -129,6 +131,10 @@ class Pass:
         assert self.mover is not None
         self._device = self.mover.goes_to(flats, device)
         _ = self.taken  # lets go of batches that the loop has got
+        if self.by_hand:
+            before, self._handed = self._handed, ticket
+            if before is not None and before.unasked and before.splits:
+                warn_of_unasked_splits(self._name)
         pending = self._start(flats, ticket, outcome, device)
         self._moves.append(pending)
         return pending

@@ -116,6 +116,11 @@ class RoundReport:
         return self.loss_scale * self.own_samples
 
     @property
+    def timed_load(self) -> float:
+        """The load whose time tells of this rank's speed: 0 with split samples, whose attention waits for others."""
+        return 0.0 if self.split_samples else self.own_load
+
+    @property
     def moved_share(self) -> float:
         """Share of all bytes that changed rank."""
         return self.moved_size / self.size if self.size else 0.0

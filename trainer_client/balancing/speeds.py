@@ -34,8 +34,11 @@ class Measured:
 
     def add(self, load: float, seconds: float, late: float = 0.0, loading: float = 0.0) -> None:
         """Notes a batch; one without load, or with a time that is none, tells nothing."""
-        new = Measure(load, seconds, late, loading)
-        if not (load > 0 and seconds > 0 and late >= 0 and loading >= 0 and all(map(math.isfinite, new))):
+        try:
+            new = Measure(*map(float, (load, seconds, late, loading)))
+        except (TypeError, ValueError, RuntimeError):  # no numbers, or tensors of several
+            return
+        if not (min(new.load, new.seconds) > 0 and min(new.late, new.loading) >= 0 and all(map(math.isfinite, new))):
             return
         with self._lock:
             self._batches += 1

@@ -380,7 +380,7 @@ class BatchStream:
             round=number, pass_number=current.number, samples=samples, flats=flats, schema=schema, exhausted=exhausted,
             drop_last=drop_last, problem=problem, asked=asked, twin=twin, resumed=resumed, trace=trace,
             shared=flats[0].structure.shared if flats[0].num_samples else (),
-            deadline=time.monotonic() + self._options.timeout.total_seconds(),
+            deadline=time.monotonic() + self._options.timeout.total_seconds(), measured=self.measured,
         )  # fmt: skip
         if asked:
             assert self._connection is not None

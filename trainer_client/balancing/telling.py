@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer_client.balancing.agreement import SchemaMismatchError, Verdict
@@ -46,6 +47,17 @@ def tell_unreadable(name: str, error: Exception) -> None:
     logger.error(
         "%s: this rank's first batch cannot be read (%s: %s); the loops of all ranks end", name, type(error).__name__,
         error,
+    )  # fmt: skip
+
+
+@cache
+def warn_of_unasked_splits(name: str) -> None:
+    """Once a process for each loader: a loop that does not ask for them trains every step so."""
+    logger.warning(
+        "%s: some samples of a batch lay on several ranks (BalanceOptions.split), but the loop went on to the next one "
+        "without having asked for its splits: a model that takes pieces for whole samples computes other losses and "
+        "gradients; give it PieceGroup.pieces(loader.splits), or leave split out, as for evaluation by a balancer of "
+        "its own (docs/pieces.md)", name,
     )  # fmt: skip
 
 

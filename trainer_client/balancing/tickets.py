@@ -25,6 +25,7 @@ from trainer_client.balancing.peers import Twin
 from trainer_client.balancing.positions import Plain
 from trainer_client.balancing.report import RoundReport
 from trainer_client.balancing.resume import Resumed
+from trainer_client.balancing.speeds import Measured
 from trainer_client.balancing.telling import NAMES
 from trainer_client.balancing.tracing import RoundTrace
 
@@ -96,6 +97,8 @@ class Ticket:
         started: Batches whose move has begun.
         future: Resolves to the outcome when all ranks have agreed.
         trace: The round's spans; None when it is not traced.
+        measured: Where the times of its stream's batches are noted.
+        unasked: Nobody has asked for its `splits`.
     """
 
     round: int
@@ -114,13 +117,35 @@ class Ticket:
     started: int = 0
     future: Future[Outcome] = field(default_factory=Future)
     trace: RoundTrace | None = None
+    measured: Measured = field(default_factory=Measured)
+    unasked: bool = True
+
+    @property
+    def report(self) -> RoundReport:
+        """What balancing did for the batch, which has been redistributed; its `loss_scale` is that of the batch.
+
+        Raises:
+            RuntimeError: If it has not been, or the loops of all ranks were over.
+        """
+        outcome = self._known("report")
+        if outcome.ended:
+            raise RuntimeError("the loops of all ranks were over before this batch, of which there is no report")
+        return outcome.report
 
     @property
     def splits(self) -> tuple[SplitSample, ...]:
         """Samples that lie on several ranks, those of all ranks; of a batch that has been redistributed."""
+        self.unasked = False
+        return self._known("splits").splits_in(0)
+
+    def took(self, seconds: float) -> None:
+        """Notes how long this rank's own computation of the batch took; see `BalancedLoader.took`."""
+        self.measured.add(self.report.timed_load, seconds)
+
+    def _known(self, what: str) -> Outcome:
         if not self.future.done():
-            raise RuntimeError("splits are known when the batch has been redistributed; ask for them after that")
-        return self.future.result().splits_in(0)
+            raise RuntimeError(f"{what} is known when the batch has been redistributed; ask for it after that")
+        return self.future.result()
 
     def outcome(self, name: str, patience: float) -> Outcome:
         """What all ranks agreed on; waits for it.

@@ -58,8 +58,10 @@ def test_an_open_breaker_ignores_late_decisions() -> None:
     assert outcome(BALANCED, BALANCED, waited=False) == (Mode.EMBEDDED, Reason.BREAKER_OPEN)
 
 
-def test_without_service_the_fallback_is_the_way() -> None:
-    assert outcome(NOTHING, NOTHING, waited=False, service=False) == (Mode.EMBEDDED, Reason.NO_SERVICE)
+@pytest.mark.parametrize("fallback", ["embedded", "identity"])
+def test_without_service_there_is_nothing_to_fall_back_from(fallback: str) -> None:
+    found = outcome(NOTHING, NOTHING, waited=False, service=False, fallback=fallback)
+    assert found == (Mode.EMBEDDED, Reason.NO_SERVICE)
 
 
 def test_bad_costs_on_one_rank_leave_all_unbalanced_and_do_not_blame_the_service() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -228,6 +229,51 @@ def test_a_window_that_a_state_goes_on_with_keeps_its_batches_and_splits_them() 
         again = sorted(sample for result in stopped for row in result[step][1] for sample in row)
         assert loaded == again
         assert {result[step][2] for result in stopped} == {whole[0][step]["split"]}
+
+
+class _Said(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]]:
+    """Loops that ask for splits and that do not; what was said, scales of loops by hand, and loads that they timed."""
+    job, said = Splits("asked", None, ranks=2), _Said()
+    logging.getLogger("trainer_client").addHandler(said)
+    batches = [job.batch(rank, step) for step in range(job.steps)]
+    scales, loads = [], []
+    with Balancer.embedded(options=job.options) as balancer:
+        for name in ("ignores", "asks"):
+            loader = BalancedLoader(batches, balancer, cost=job.cost, spec=SPEC, name=name)
+            assert sum(len(loader.splits) for _ in loader if name == "asks") == (name == "asks") * 2
+        for name in ("ignores by hand", "asks by hand"):
+            for batch in batches:
+                ticket = balancer.submit(batch, cost=job.cost, spec=SPEC, loader=name)
+                with pytest.raises(RuntimeError, match="report is known when"):
+                    _ = replace(ticket, future=Future()).report
+                balancer.redistribute(batch, ticket, spec=SPEC, loader=name)
+                ticket.took(1.0)
+                scales.append((ticket.report.loss_scale, 2 / ticket.report.samples))
+                loads.append(balancer.stream(name).measured.take().load - ticket.report.own_load)
+                assert name == "ignores by hand" or len(ticket.splits) == ticket.report.split_samples
+            ticket = balancer.submit(None, cost=job.cost, loader=name)
+            assert balancer.redistribute(None, ticket, loader=name) is None
+            with pytest.raises(RuntimeError, match="no report"):
+                _ = ticket.report
+    return [line for line in said.lines if "splits" in line], scales, loads
+
+
+def test_a_loop_that_does_not_look_at_splits_is_warned_once_and_a_ticket_tells_what_a_loader_does() -> None:
+    for said, scales, loads in run_ranks(2, _loops):
+        assert [line.split(":")[0] for line in said] == ["ignores", "ignores by hand"]
+        assert all(found == expected for found, expected in scales)
+        assert [load == 0 for load in loads] == [False, True] * 4  # no times of split samples
 
 
 def _without(rank: int, what: str) -> str:
