@@ -10,6 +10,8 @@ from evenkeel.placement.model import Sharding, Table, Topology
 
 _NARROWEST = 32
 """Elements of the narrowest column shard that the planner makes: below, a row is read no faster."""
+WIDTH_UNIT = 4
+"""Elements that the width of every table and shard is a multiple of in FBGEMM, but for those that are replicated."""
 
 
 class Scope(StrEnum):
@@ -142,6 +144,6 @@ def _weight_bytes(table: Table) -> int:
 
 
 def _cuts(table: Table, places: int) -> list[int]:
-    """Numbers of pieces of the width: powers of two, no more of them than places."""
+    """Numbers of pieces of a width that FBGEMM takes: powers of two, no more of them than places."""
     powers = [1 << power for power in range(1, 16)]
-    return [n for n in powers if n <= places and table.dim % n == 0 and table.dim // n >= _NARROWEST]
+    return [n for n in powers if n <= places and table.dim % (n * WIDTH_UNIT) == 0 and table.dim // n >= _NARROWEST]

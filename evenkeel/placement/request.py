@@ -11,11 +11,14 @@ from evenkeel.placement.bounds import Length, Range, Share, check_bounds
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.layouts import WIDTH_UNIT
 from evenkeel.placement.model import Mode, Runtime, Sharding, Step, Table, Topology
 
 _SHORT = re.compile(r"[1-9][0-9]{0,8}(/[1-9][0-9]{0,8})?")
 MAX_TABLES = 20_000
 MAX_RATIO_STEPS = 200
+_DYNAMICEMB_WIDTH = 1024
+"""Its kernels take rows of any width up to that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +76,21 @@ class PlanRequest:
             rows, given = Sharding.ROW_WISE in table.shardings, [sharding.value for sharding in table.shardings]
             remedy = "leave sharding out, add row_wise, or plan with runtime torchrec"
             require(rows, f"{where}.sharding", given, "is not what DynamicEmb does: by rows", remedy)
+            what = f"is more than the {_DYNAMICEMB_WIDTH} elements that DynamicEmb looks up and updates"
+            remedy = f"make it {_DYNAMICEMB_WIDTH} at most, or plan with runtime torchrec"
+            require(table.dim <= _DYNAMICEMB_WIDTH, f"{where}.dim", table.dim, what, remedy)
             by_frequency = table.score_words == 1 or table.eviction is Eviction.LFU
             what = "holds a time and a frequency, by which DynamicEmb evicts"
             require(by_frequency, f"{where}.score_words", table.score_words, what, "set eviction to lfu")
             return
+        if set(table.shardings) != {Sharding.DATA_PARALLEL}:
+            what = f"is no multiple of {WIDTH_UNIT}, as FBGEMM wants every width"
+            remedy = f"make it {-(-table.dim // WIDTH_UNIT) * WIDTH_UNIT}, or plan with runtime dynamicemb"
+            require(table.dim % WIDTH_UNIT == 0, f"{where}.dim", table.dim, what, remedy)
+            width = table.dim // max(1, table.column_shards)
+            what = f"makes parts of {width} elements, and FBGEMM wants multiples of {WIDTH_UNIT}"
+            remedy = f"give a divisor of {table.dim // WIDTH_UNIT}, or leave it out"
+            require(width % WIDTH_UNIT == 0, f"{where}.column_shards", table.column_shards, what, remedy)
         if isinstance(table.access, Histogram):
             keys = sum(table.access.keys)
             what = f"has {keys:g} keys, and the table {table.rows} rows, one for each key in TorchRec"

@@ -187,6 +187,32 @@ def test_layouts_follow_width_hosts_and_pooling() -> None:
     assert layouts(replace(table, sharding=ALL), replace(topology, ranks_per_host=16))[0] == Layout(Sharding.ROW_WISE)
 
 
+@given(st.integers(8, 300).map(lambda quarters: 4 * quarters), st.integers(1, 64))
+@settings(max_examples=50, deadline=None)
+def test_parts_of_a_width_are_those_that_fbgemm_takes(dim: int, ranks: int) -> None:
+    topology = Topology(ranks=ranks, hbm_bytes=0)
+    table = Table(name="t", rows=10, dim=dim, sharding=(Sharding.COLUMN_WISE, Sharding.GRID))
+    for own in (table, replace(table, pooled=True)):
+        assert all(dim % (4 * layout.pieces) == 0 for layout in layouts(own, topology))
+        assert sequence_widths((replace(own, pooled=False),), topology)[""] % 4 == 0
+
+
+def test_widths_that_a_runtime_refuses_are_refused() -> None:
+    table = Table(name="t", rows=10, dim=37, pooled=True, sharding=ALL)
+    with pytest.raises(InvalidInputError, match="make it 40") as caught:
+        ask((table,), 1)
+    assert caught.value.field == "tables[0].dim"
+    with pytest.raises(InvalidInputError, match=r"parts of 34 elements.*divisor of 34") as caught:
+        ask((replace(table, dim=136, column_shards=4),), 1)
+    assert caught.value.field == "tables[0].column_shards"
+    assert plan(ask((replace(table, sharding=Sharding.DATA_PARALLEL),), 4)).status is Status.OPTIMAL
+    assert plan(ask((replace(table, dim=136, column_shards=2),), 4)).status is Status.OPTIMAL
+    wide = ask((replace(table, dim=1028),), 4)
+    with pytest.raises(InvalidInputError, match="1024 at most") as caught:
+        replace(wide, runtime=Runtime.DYNAMICEMB)
+    assert caught.value.field == "tables[0].dim"
+
+
 def test_sequences_of_a_collection_are_cut_at_one_width() -> None:
     wide = (Sharding.COLUMN_WISE, Sharding.DATA_PARALLEL)
     drawn = random_tables(6, 3, sharding=wide, modes=(Mode.HBM_ONLY, Mode.HOST_ONLY))
