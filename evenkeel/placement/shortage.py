@@ -9,7 +9,10 @@ import numpy as np
 
 from evenkeel.placement.building import budgets, build_problem, without_rank
 from evenkeel.placement.incumbent import can_be_placed, heaviest_use
+from evenkeel.placement.layers import SLACK
+from evenkeel.placement.layouts import Scope
 from evenkeel.placement.limits import Limits, Watch
+from evenkeel.placement.options import table_layouts
 from evenkeel.placement.placement_problem import UNIT, PlacementProblem, Solution
 from evenkeel.placement.placing import solve_and_place
 from evenkeel.placement.plan import Shortage
@@ -38,7 +41,7 @@ def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Li
     """What keeps every plan from fitting, and the least that would change it."""
     watch = Watch(limits)
     exact = replace(limits, gap=_GAP)
-    lifted = problem.with_budget(np.inf, np.inf)
+    lifted = _lifted(request, problem, (0, 1)).with_budget(np.inf, np.inf)
     # With both budgets lifted the least use of one is the sum of the groups', and takes no search.
     alone = [solve(lifted.minimising(resource), exact.within(max(0.1, watch.left() / 8))) for resource in (0, 1)]
     needs_more = [alone[b].bound > problem.budget[b] for b in range(2)]
@@ -49,7 +52,7 @@ def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Li
     now = (request.topology.hbm_bytes, request.topology.host_bytes or 0)
     short = [None if value is None else max(0, value - have) for value, have in zip(enough, now, strict=True)]
     resource = 1 if binding == "host" else 0
-    tables = _largest(request, problem, alone[resource], resource)
+    tables = _largest(request, lifted, alone[resource], resource)
     homeless = without_rank(request, problem)
     if homeless:
         names = [request.tables[index].name for index in homeless]
@@ -70,14 +73,8 @@ def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Li
 def _need(request: PlanRequest, problem: PlacementProblem, resource: int, limits: Limits, watch: Watch) -> _Need:
     if not np.isfinite(problem.budget[resource]):
         return _Need(0.0, 0.0)
-    single = can_be_placed(problem)
-    lifted = problem
-    if single:
-        # Shards that no rank holds today may be held by larger ones.
-        hbm = 2**53 if resource == 0 and request.topology.hbm_bytes else request.topology.hbm_bytes
-        host = None if resource else request.topology.host_bytes
-        topology = replace(request.topology, hbm_bytes=hbm, host_bytes=host)
-        lifted = build_problem(replace(request, topology=topology)).with_budget(*map(float, problem.budget))
+    lifted = _lifted(request, problem, (resource,)).with_budget(*map(float, problem.budget))
+    single = can_be_placed(lifted)
     share = 0.5 if single else 1.0
     found = solve(lifted.minimising(resource), limits.within(share * watch.left()))
     least = found.bound
@@ -93,6 +90,20 @@ def _need(request: PlanRequest, problem: PlacementProblem, resource: int, limits
     placed, found = solve_and_place(request, lifted.minimising(0), limits.within(watch.left()))
     least = max(least, found.bound) if placed is not None else least
     return _Need(least, np.inf if placed is None else max(least, float(placed.use[0])))
+
+
+def _lifted(request: PlanRequest, problem: PlacementProblem, resources: tuple[int, ...]) -> PlacementProblem:
+    """The problem with all that there is to choose from where these resources are not scarce.
+
+    Shards that no rank can hold today are not in `problem`, and may be all that a table has besides larger ones.
+    """
+    layouts = (layout for table in request.tables for layout in table_layouts(request, table))
+    if all(layout.scope is Scope.EVERYWHERE for layout in layouts):
+        return problem
+    topology = request.topology
+    hbm = 2**53 if 0 in resources and topology.hbm_bytes else topology.hbm_bytes
+    host = None if 1 in resources else topology.host_bytes
+    return build_problem(replace(request, topology=replace(topology, hbm_bytes=hbm, host_bytes=host)))
 
 
 def _known_to_place(
@@ -126,9 +137,9 @@ def smallest_hbm_bytes(request: PlanRequest, units: float) -> int:
     """The least HBM of a rank whose budget, reservations and workspace taken off, holds `units`."""
     topology = request.topology
     workspace = request.profile.costs(request.runtime).workspace_bytes if request.tables else 0
-    need = math.ceil(units * UNIT / _PAGE) * _PAGE + workspace + topology.hbm_reserved_bytes
+    need = math.ceil((units - SLACK) * UNIT / _PAGE) * _PAGE + workspace + topology.hbm_reserved_bytes
     total = _grow(need, topology.hbm_reserved_fraction)
-    while total < 2**53 and budgets(replace(request, topology=replace(topology, hbm_bytes=total)))[0] < units - 1e-9:
+    while total < 2**53 and budgets(replace(request, topology=replace(topology, hbm_bytes=total)))[0] < units - SLACK:
         total += _PAGE
     return total
 
@@ -136,9 +147,9 @@ def smallest_hbm_bytes(request: PlanRequest, units: float) -> int:
 def smallest_host_bytes(request: PlanRequest, units: float) -> int:
     """The least memory of a host whose budget, reservation taken off, holds `units`."""
     topology = request.topology
-    need = math.ceil(units * UNIT / _PAGE) * _PAGE + topology.host_reserved_bytes
+    need = math.ceil((units - SLACK) * UNIT / _PAGE) * _PAGE + topology.host_reserved_bytes
     total = _grow(need, topology.host_reserved_fraction)
-    while total < 2**53 and budgets(replace(request, topology=replace(topology, host_bytes=total)))[1] < units - 1e-9:
+    while total < 2**53 and budgets(replace(request, topology=replace(topology, host_bytes=total)))[1] < units - SLACK:
         total += _PAGE
     return total
 
@@ -191,8 +202,10 @@ def _explain(
 
 
 def _between(enough: int | None, least: int) -> str:
+    below = f"{math.floor(least / 2**30 * 100) / 100:.2f} GiB"
     if enough is None:
-        return f"no less than {least / 2**30:.2f} GiB (that less is not enough is proved, that as much is, is not)"
+        return f"no less than {below} (that less is not enough is proved, that as much is, is not)"
+    size = f"{math.ceil(enough / 2**30 * 100) / 100:.2f} GiB"
     if enough == least:
-        return f"{enough / 2**30:.2f} GiB (proved the smallest)"
-    return f"{enough / 2**30:.2f} GiB (less than {least / 2**30:.2f} GiB is proved not to be enough)"
+        return f"{size} (proved the smallest)"
+    return f"{size} (less than {below} is proved not to be enough)"

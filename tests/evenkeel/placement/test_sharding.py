@@ -136,6 +136,58 @@ def test_small_models_get_the_best_of_all_plans(seed: int, part: float, host_gib
     assert found.bound_seconds <= best * (1 + 1e-9)
 
 
+@given(st.integers(0, 10_000), st.floats(0.0, 0.3), st.sampled_from([None, 1.0, 3.0]))
+@settings(max_examples=20, deadline=None)
+def test_nothing_fits_below_what_is_called_the_least(seed: int, part: float, host_gib: float | None) -> None:
+    """Also where no shard of a table fits at first, so that nothing tells there of ranks to put shards on."""
+    draw = np.random.default_rng(seed)
+    drawn = random_tables(2, seed, pooled=True, modes=(Mode.HBM_ONLY, Mode.HOST_ONLY))
+    kinds = [draw.choice(ALL, size=draw.integers(1, 4), replace=False) for _ in drawn]
+    tables = tuple(
+        replace(table, rows=8 * table.rows, sharding=tuple(map(Sharding, kind)))
+        for table, kind in zip(drawn, kinds, strict=True)
+    )
+    request = ask(tables, 2.0 + part, host_gib=host_gib, time_limit_s=4)
+    found = plan(request, split=False, clock=time.process_time)
+    if found.status is not Status.INFEASIBLE:
+        return
+    short = found.shortage
+    assert short is not None
+
+    def given(**sizes: int) -> PlanRequest:
+        return replace(request, topology=replace(request.topology, **sizes))
+
+    if short.least_hbm_bytes:
+        assert not np.isfinite(brute_force(given(hbm_bytes=short.least_hbm_bytes - 4096)))
+    if host_gib is not None and short.least_host_bytes:
+        assert not np.isfinite(brute_force(given(host_bytes=short.least_host_bytes - 4096)))
+    if short.smallest_hbm_bytes is not None:
+        assert np.isfinite(brute_force(given(hbm_bytes=short.smallest_hbm_bytes)))
+    if host_gib is not None and short.smallest_host_bytes is not None:
+        assert np.isfinite(brute_force(given(host_bytes=short.smallest_host_bytes)))
+    if short.binding == "hbm":
+        assert not np.isfinite(brute_force(given(host_bytes=2**50)))
+    if short.binding == "host":
+        assert not np.isfinite(brute_force(given(hbm_bytes=2**50)))
+
+
+def test_tables_of_which_only_larger_shards_would_do_are_in_the_proof() -> None:
+    table = Table(name="t", rows=40_000_000, dim=128, pooled=True, optimizer=Optimizer.ROWWISE_ADAGRAD)
+    kinds = (Sharding.ROW_WISE, Sharding.TABLE_WISE)
+    tables = tuple(replace(table, name=f"t{index}", sharding=kinds) for index in range(5))
+    asked = ask(tables, 2.1, 16, 8, time_limit_s=6)
+    short = plan(asked, split=False).shortage
+    assert short is not None
+    assert short.least_hbm_bytes is not None
+    assert short.smallest_hbm_bytes is not None
+    assert short.least_hbm_bytes <= 2.23 * 2**30, "at which all tables are on single ranks"
+    for size in (2.23 * 2**30, short.smallest_hbm_bytes):
+        enough = replace(asked, topology=replace(asked.topology, hbm_bytes=int(size)))
+        assert plan(enough, split=False).seconds is not None
+    advised = float(short.explanation.split("all else equal: ")[1].split(" GiB")[0])
+    assert short.smallest_hbm_bytes <= advised * 2**30 < short.smallest_hbm_bytes + 2**30 / 100
+
+
 def test_a_model_of_26_tables_is_within_one_percent_of_a_bound() -> None:
     tables = random_tables(26, 26, pooled=True, sharding=ALL)
     size = sum(table.rows * table.dim * 12 for table in tables) / 2**30
