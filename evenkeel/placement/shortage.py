@@ -66,7 +66,7 @@ def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Li
         least_hbm_bytes=least[0],
         least_host_bytes=least[1],
         tables=tables[: max(5, len(homeless))],
-        explanation=_explain(binding, enough, least, tables, homeless=tables[: len(homeless)]),
+        explanation=_explain(request, binding, enough, least, tables, homeless=tables[: len(homeless)]),
     )
 
 
@@ -172,6 +172,7 @@ def _largest(
 
 
 def _explain(
+    request: PlanRequest,
     binding: str,
     enough: list[int | None],
     least: list[int | None],
@@ -186,9 +187,15 @@ def _explain(
     }[binding]
     if homeless:
         are = "is one table" if len(homeless) == 1 else f"are {len(homeless)} tables"
-        names = ", ".join(homeless[:5])
-        what = f"there {are} of which no shard fits on a rank ({names}): more column shards, or row_wise, are smaller"
-    places = ("of HBM on every rank", "of memory on every host")
+        named = ", ".join(homeless[:5])
+        what = f"there {are} of which no shard fits on a rank ({named}): more column shards, or row_wise, are smaller"
+    machines = request.topology
+    reserved = (
+        machines.hbm_reserved_bytes or machines.hbm_reserved_fraction,
+        machines.host_reserved_bytes or machines.host_reserved_fraction,
+    )
+    names = ("of HBM on every rank", "of memory on every host")
+    places = [f"{name}, what is reserved in it," if own else name for name, own in zip(names, reserved, strict=True)]
     remedies = [
         f"{_between(most, fewest)} {place}" for most, fewest, place in zip(enough, least, places, strict=True) if fewest
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class Flags:
 
     Attributes:
         topology: Machines in short.
-        hbm_gib: HBM of a rank that tables may use.
+        hbm_gib: HBM of a rank that tables may use, but for `reserve` where that is given.
         host_gib: Memory of a host that tables may use.
         reserve: HBM of a rank that tables may not use, in bytes or per cent.
         runtime: Name of the runtime.
@@ -47,8 +48,8 @@ class Flags:
     profile: Path | None = None
 
 
-def build_request(content: object, flags: Flags) -> PlanRequest:
-    """The request of a file's content and of flags, which go before it.
+def build_request(content: object, flags: Flags, note: Callable[[str], None] = lambda _: None) -> PlanRequest:
+    """The request of a file's content and of flags, which go before it; `note` is told what may not be expected.
 
     Raises:
         InvalidInputError: If a field is missing, unknown or impossible.
@@ -74,15 +75,24 @@ def build_request(content: object, flags: Flags) -> PlanRequest:
         value["runtime"] = flags.runtime
     if flags.samples is not None:
         value["step"] = {**_object("step", value.get("step", {})), "samples_per_rank": flags.samples}
-    return _with_memory(decode(PlanRequest, value), flags)
+    return _with_memory(decode(PlanRequest, value), flags, note)
 
 
-def _with_memory(request: PlanRequest, flags: Flags) -> PlanRequest:
-    machines = request.topology
+def _with_memory(request: PlanRequest, flags: Flags, note: Callable[[str], None]) -> PlanRequest:
+    machines, profile = request.topology, request.profile
     if flags.hbm_gib is not None:
-        machines = replace(machines, hbm_bytes=_gib("--hbm-gib", flags.hbm_gib))
+        size = _gib("--hbm-gib", flags.hbm_gib)
+        if (machines.hbm_reserved_fraction or machines.hbm_reserved_bytes) and flags.reserve is None:
+            note("--hbm-gib is what tables may use: what the file reserves of HBM is not taken off; --reserve would be")
+        if size > profile.hbm_bytes:
+            gpu = f"the {profile.hbm_bytes / 2**30:.4g} GiB of a GPU of {profile.name}"
+            note(f"--hbm-gib {flags.hbm_gib:g} is more than {gpu}")
+        machines = replace(machines, hbm_bytes=size, hbm_reserved_fraction=0.0, hbm_reserved_bytes=0)
     if flags.host_gib is not None:
-        machines = replace(machines, host_bytes=_gib("--host-gib", flags.host_gib))
+        if machines.host_reserved_fraction or machines.host_reserved_bytes:
+            note("--host-gib is what tables may use: what the file reserves of host memory is not taken off")
+        size = _gib("--host-gib", flags.host_gib)
+        machines = replace(machines, host_bytes=size, host_reserved_fraction=0.0, host_reserved_bytes=0)
     if flags.reserve is not None:
         share, size = _reserve(flags.reserve)
         machines = replace(machines, hbm_reserved_fraction=share, hbm_reserved_bytes=size)

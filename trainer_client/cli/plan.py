@@ -27,11 +27,9 @@ def plan_command(
         str | None, typer.Option(help="Machines in short, such as h200x8 or h100x64/8 (8 ranks a host).")
     ] = None,
     hbm_gib: Annotated[
-        float | None, typer.Option(help="HBM of one rank for tables, in GiB, instead of the profile's.")
+        float | None, typer.Option(help="HBM of one rank for tables, in GiB, whatever the file reserves.")
     ] = None,
-    host_gib: Annotated[
-        float | None, typer.Option(help="Memory of one host, in GiB, instead of the profile's.")
-    ] = None,
+    host_gib: Annotated[float | None, typer.Option(help="Memory of one host for tables, in GiB.")] = None,
     reserve: Annotated[
         str | None,
         typer.Option(
@@ -99,7 +97,7 @@ def plan_command(
             twins = [other for other, its in wanted.items() if path is not None and its == path and other != flag]
             if twins:
                 raise InvalidInputError(flag, str(path), f"is the file of {twins[0]} too", "name another")
-        request = build_request(read(tables), flags)
+        request = build_request(read(tables), flags, lambda text: typer.echo(f"note: {text}", err=True))
         curves: dict[str, MeasuredCurve] = {}
         if statistics:
             from evenkeel.key_statistics import loads, merge, with_statistics

@@ -221,6 +221,16 @@ def test_a_file_keeps_the_reservation_that_it_says(command: typer.Typer, tmp_pat
     job.write_text("tables: [{name: a, rows: 4M, dim: 8}]\ntopology: {ranks: 2, hbm_bytes: 60GiB}")
     kept = loads(CliRunner().invoke(command, [str(job), "--json"]).stdout).request.topology
     assert (kept.hbm_bytes, kept.hbm_reserved_fraction) == (60 << 30, 0.0)
+    held = "{ranks: 2, hbm_bytes: 60GiB, hbm_reserved_fraction: 0.6, host_bytes: 9GiB, host_reserved_bytes: 8GiB}"
+    job.write_text(f"tables: [{{name: a, rows: 4M, dim: 8}}]\ntopology: {held}")
+    told = CliRunner().invoke(command, [str(job), "--json", "--hbm-gib", "150", "--host-gib", "7"])
+    given = loads(told.stdout).request.topology
+    assert (given.hbm_budget, given.host_budget) == (150 << 30, 7 << 30), "what tables may use"
+    for noted in ("what the file reserves of HBM", "what the file reserves of host", "150 is more than the 139 GiB"):
+        assert noted in told.stderr
+    less = CliRunner().invoke(command, [str(job), "--json", "--hbm-gib", "60", "--reserve", "10%"])
+    assert loads(less.stdout).request.topology.hbm_reserved_fraction == 0.1
+    assert not less.stderr
     job.write_text("tables: [{name: a, rows: 4M, dim: 8}]\ntopology: h100x16/8")
     named = loads(CliRunner().invoke(command, [str(job), "--json"]).stdout).request
     assert (named.topology.ranks, named.topology.local_ranks, named.hardware) == (16, 8, "h100")
