@@ -89,43 +89,47 @@ def _told(instance: int, plan: RoundPlan) -> _Told:
     ranks, homes = range(num_ranks + 1), slices.home_begin.tolist()
     sources = slices.source_begin[::batches].tolist()
     arrays = [
-        _narrow("destinations", slices.destinations, homes),
-        _narrow("sources", slices.sources, sources),
-        _narrow("source_counts", slices.source_counts, sources),
-        _narrow("source_totals", totals, sources),
+        _narrow(_DESTINATIONS, slices.destinations, homes),
+        _narrow(_SOURCES, slices.sources, sources),
+        _narrow(_SOURCE_COUNTS, slices.source_counts, sources),
+        _narrow(_SOURCE_TOTALS, totals, sources),
     ]
     shown = [plan.worst, *(range(batches) if windowed else ())]
     loads = np.empty((num_ranks, len(shown), 2))
     loads[:, :, 0], loads[:, :, 1] = plan.loads_before[shown].T, plan.loads_after[shown].T
     beside = [
-        _column(pb.AnswerNode, "num_parts", np.diff(slices.home_begin), "<u4", ranks),
-        _column(pb.AnswerNode, "num_sources", np.diff(slices.source_begin).reshape(num_ranks, batches), "<u4", ranks),
-        _column(pb.AnswerNode, "loads", loads.reshape(num_ranks, -1), "<f8", ranks),
+        _column(_NUM_PARTS, np.diff(slices.home_begin), "<u4", ranks),
+        _column(_NUM_SOURCES, np.diff(slices.source_begin).reshape(num_ranks, batches), "<u4", ranks),
+        _column(_LOADS, loads.reshape(num_ranks, -1), "<f8", ranks),
     ]
     if slices.steps is not None:
-        arrays.append(_narrow("destination_steps", slices.steps, homes))
+        arrays.append(_narrow(_DESTINATION_STEPS, slices.steps, homes))
     if parts is not None:
         further = parts.begins > 0
         cuts = np.concatenate(([0], np.cumsum(further)))[slices.home_begin]
         rows = np.stack([parts.samples[further], parts.begins[further]], axis=1)
-        arrays.append(_column(pb.Decision, "cuts", rows, "<i8", cuts.tolist()))
-        beside.append(_column(pb.AnswerNode, "num_cuts", np.diff(cuts), "<u4", ranks))
+        arrays.append(_column(_CUTS, rows, "<i8", cuts.tolist()))
+        beside.append(_column(_NUM_CUTS, np.diff(cuts), "<u4", ranks))
     return _Told(decision.SerializeToString(), arrays, beside, _NUM_FIELDS + varint(totals.shape[1]))
 
 
-def _narrow(field: str, array: NDArray[Any], begins: Sequence[int]) -> _Column:
+def _narrow(tag: bytes, array: NDArray[Any], begins: Sequence[int]) -> _Column:
     """A field of the decision in the narrowest type that holds it."""
     most = array.max(initial=0)
     dtype = "<u1" if most < 1 << 8 else "<u2" if most < 1 << 16 else "<u4" if most < 1 << 32 else "<i8"
-    return _column(pb.Decision, field, array, dtype, begins)
+    return _column(tag, array, dtype, begins)
 
 
-def _column(message: type, field: str, array: NDArray[Any], dtype: str, begins: Sequence[int]) -> _Column:
-    width = int(dtype[-1]) * prod(array.shape[1:])
-    return _Column(tag_of(message, field), as_bytes(array, dtype), width, begins)
+def _column(tag: bytes, array: NDArray[Any], dtype: str, begins: Sequence[int]) -> _Column:
+    return _Column(tag, as_bytes(array, dtype), int(dtype[-1]) * prod(array.shape[1:]), begins)
 
 
 _NODE = tag_of(pb.AnswerGroup, "nodes")
-_ROUND, _RANKS, _DECISION, _NUM_FIELDS = (
-    tag_of(pb.AnswerNode, field) for field in ("round", "ranks", "decision", "num_fields")
+_ROUND, _RANKS, _DECISION, _NUM_PARTS, _NUM_SOURCES, _NUM_CUTS, _LOADS, _NUM_FIELDS = (
+    tag_of(pb.AnswerNode, field)
+    for field in ("round", "ranks", "decision", "num_parts", "num_sources", "num_cuts", "loads", "num_fields")
+)
+_DESTINATIONS, _DESTINATION_STEPS, _SOURCES, _SOURCE_COUNTS, _SOURCE_TOTALS, _CUTS = (
+    tag_of(pb.Decision, field)
+    for field in ("destinations", "destination_steps", "sources", "source_counts", "source_totals", "cuts")
 )

@@ -314,10 +314,11 @@ class Session:
         self, round_number: int, current: OpenRound | None, fresh: Submission
     ) -> list[tuple[tuple[int, ...], Refusal]]:
         """Whom of those that come to a round for the first time there is no room for, and why; takes the memory."""
-        far = {rank for rank in fresh.ranks if self._ahead.get(rank, 0) >= self._limits.max_rounds_ahead}
+        ahead, most = self._ahead, self._limits.max_rounds_ahead
+        far = {rank for rank in fresh.ranks if ahead.get(rank, 0) >= most}
         if far:
             left = set(fresh.ranks) - far
-            refused = [((rank,), too_far(rank, round_number, self._ahead[rank])) for rank in sorted(far)]
+            refused = [((rank,), too_far(rank, round_number, ahead[rank])) for rank in sorted(far)]
             return [*refused, *(self._no_room(round_number, current, fresh.of(left)) if left else ())]
         if current is None and len(self.open_rounds) >= self._limits.max_open_rounds:
             refusal = Refusal(

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import pairwise
+from typing import NamedTuple
 
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RoundSamples
@@ -173,26 +168,28 @@ class Submission:
         )
 
     def _fingerprints(self) -> list[int]:
-        """Sums of products with fixed random numbers: the same for narrow and for wide integers."""
-        samples = self.samples
-        sums = samples.counts_at_home.astype(np.uint64)
-        counts: list[int] = sums.tolist()
-        for what, amounts in enumerate((samples.costs, samples.lengths, samples.sizes, samples.memory)):
-            if amounts is not None:
-                sums += _weighed(amounts, counts, what)
-        if samples.num_batches > 1:
-            sums += samples.batch_sizes.astype(np.uint64) @ _random(samples.num_batches, 4)
-        said: list[int] = sums.tolist()
-        if self.exhausted:
-            said = [one ^ _ENDED if ended else one for one, ended in zip(said, self.exhausted, strict=True)]
-        if samples.divisible is not None or self.learned:
-            own = (samples.part(at, at + 1).divisible for at in range(len(said)))
-            tables = [b"" if table is None else table.tobytes() for table in own]
-            more = [
-                (table, self.learned if rank == 0 else ALL_EQUAL)
-                for table, rank in zip(tables, self.ranks, strict=True)
-            ]
-            said = [one ^ hash(each) if any(each) else one for one, each in zip(said, more, strict=True)]
+        """Hashes of each rank's bytes, in the types that a plan is made from: narrow integers say the same."""
+        samples, said, first = self.samples, list[int](), 0
+        costs = "<f8" if samples.costs.dtype.kind == "f" else "<i8"
+        arrays = (samples.costs, samples.lengths, samples.sizes, samples.memory)
+        columns = [
+            (array.astype(dtype, copy=False).tobytes(), int(dtype[-1]) * (array.size // max(1, len(array))))
+            for array, dtype in zip(arrays, (costs, "<u4", "<i8", "<f8"), strict=True)
+            if array is not None
+        ]
+        for at, (rank, own) in enumerate(zip(self.ranks, samples.batch_sizes.tolist(), strict=True)):
+            last = first + sum(own)
+            more: list[object] = [bool(self.exhausted and self.exhausted[at])]
+            if last > first:
+                more += (costs, samples.sizes is None)
+                more += [data[width * first : width * last] for data, width in columns]
+            if self.learned and rank == 0:
+                more.append(self.learned)
+            if samples.divisible is not None:
+                table = samples.part(at, at + 1).divisible
+                more += () if table is None or not len(table) else (table.tobytes(),)
+            said.append(hash((*own, *more)))
+            first = last
         return said
 
     def __eq__(self, other: object) -> bool:
@@ -209,34 +206,3 @@ def runs_of(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
         return [(0, count)]
     starts = [at for at in range(count) if at == 0 or ranks[at] != ranks[at - 1] + 1]
     return list(pairwise([*starts, count]))
-
-
-def _weighed(amounts: NDArray[Any], counts: list[int], what: int) -> NDArray[np.uint64]:
-    """(ranks,) a weighted sum of the words of each rank's rows; also of none it is more than nothing."""
-    words = amounts.view(np.uint64) if amounts.dtype.kind == "f" else amounts.astype(np.uint64)
-    width, words = words.size // max(1, len(words)), words.reshape(-1)
-    longest = max(counts)
-    weights = _random(longest * width + 1, what)
-    others = weights[1:]
-    sums: NDArray[np.uint64]
-    if words.size and counts.count(longest) == len(counts):
-        sums = words.reshape(len(counts), -1) @ others
-    else:
-        ends = accumulate((count * width for count in counts), initial=0)
-        sums = np.array([words[a:b] @ others[: b - a] for a, b in pairwise(ends)], np.uint64)
-    sums += weights[0]
-    return sums
-
-
-def _random(size: int, what: int) -> NDArray[np.uint64]:
-    """The first odd numbers of a sequence."""
-    return _sequence(1 << size.bit_length(), what)[:size]
-
-
-@lru_cache(maxsize=32)
-def _sequence(size: int, what: int) -> NDArray[np.uint64]:
-    return np.random.PCG64([_SEED, what]).random_raw(size) | np.uint64(1)
-
-
-_SEED = secrets.randbits(64)  # so that nobody can find two submissions that are taken for one
-_ENDED = secrets.randbits(63)

@@ -187,7 +187,10 @@ def _read(
             learned = _read_learned(message.learned, terms.world_size)
         except RefusedError as error:
             refused.setdefault(said.ranks.index(0), error.refusal)
-    traced = [one for one in zip(said.ranks, traceparents, strict=False) if 0 < len(one[1]) <= _MAX_TRACEPARENT]
+    traced = _NONE
+    if traceparents:
+        named = zip(said.ranks, traceparents, strict=True)
+        traced = {rank: text for rank, text in named if 0 < len(text) <= _MAX_TRACEPARENT}
     timeout = message.timeout_ms / 1e3 if message.timeout_ms else limits.round_timeout
     submission = Submission(
         ranks=said.ranks,
@@ -201,7 +204,7 @@ def _read(
         ),
         exhausted=said.exhausted,
         timeout=min(timeout, limits.max_round_timeout),
-        traceparents=dict(traced) if traced else _NONE,
+        traceparents=traced,
         learned=learned,
     )
     if not refused:
