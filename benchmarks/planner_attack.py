@@ -96,7 +96,7 @@ def request_of(parts: dict[str, Any]) -> tuple[str, bytes, float]:
         if kind == "column_wise":
             table["column_shards"] = int(2 ** source.integers(0, 3))
         if bins:
-            table |= _access(bins, source)
+            table |= _access(bins, int(rows[index]), source)
         if source.uniform() < parts["pins"]:
             table["ratio"] = float(source.choice([0.0, 0.25, 0.5, 1.0]))
         size += float(rows[index]) * table["dim"] * 12
@@ -121,10 +121,10 @@ def request_of(parts: dict[str, Any]) -> tuple[str, bytes, float]:
     return parts["path"], json.dumps(body).encode(), parts["time_limit_s"]
 
 
-def _access(bins: int, source: np.random.Generator) -> dict[str, Any]:
+def _access(bins: int, rows: int, source: np.random.Generator) -> dict[str, Any]:
     """Statistics of a table, as large as that."""
     if source.uniform() < 0.7:
-        observed = {"keys": [1] * bins, "lookups": source.integers(1, 9, bins).tolist()}
+        observed = {"keys": [rows / bins] * bins, "lookups": source.integers(1, 9, bins).tolist()}
         eviction = str(source.choice(["lru", "lfu"]))
         return {"access": {"kind": "histogram", **observed}, "eviction": eviction}
     points = (np.arange(1, bins + 1) / bins).tolist()
