@@ -395,6 +395,8 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         started = time.perf_counter()
         batch: B = moving.pending.wait().unflatten(self._spec)
         stream.counters.redistribution_seconds += time.perf_counter() - started
+        stream.counters.own_load += moving.report.own_load
+        stream.counters.split_samples += moving.report.split_samples
         self._report, self._splits, self._unasked = moving.report, moving.splits, bool(moving.splits)
         self._handed.append(moving.position)
         return batch

@@ -138,6 +138,8 @@ class Counters:
         exposed_seconds: Sum of the time that the training thread waited for an agreement.
         redistribution_seconds: Sum of the time that the training thread spent in starting and finishing moves.
         loading_seconds: Sum of the time that the training thread waited for the wrapped loader.
+        own_load: Sum of the loads of the batches that a loader has yielded.
+        split_samples: Sum of the samples that were split in them.
     """
 
     rounds: Counter[tuple[Mode, Reason]] = field(default_factory=Counter)
@@ -147,6 +149,8 @@ class Counters:
     exposed_seconds: float = 0.0
     redistribution_seconds: float = 0.0
     loading_seconds: float = 0.0
+    own_load: float = 0.0
+    split_samples: int = 0
 
 
 def report_round(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trainer_client.checks import is_whole
+
+logger = logging.getLogger(__name__)
 
 
 class Mark(Protocol):
@@ -74,6 +77,7 @@ def mark(device: torch.device) -> Mark:
 
 
 _MOST_PENDING = 4096  # steps whose times nobody has asked for
+_TRIES = 50  # steps after which a timer that has told nothing says why
 
 PHASES = ("data", "compute", "communication", "optimizer")
 
@@ -107,7 +111,10 @@ class Timed(Protocol):
 
     @property
     def counters(self) -> Any:
-        """What this rank's host has waited for so far: `loading_seconds`, and `exposed_seconds` for other ranks."""
+        """Of all batches so far `own_load` and `split_samples`, and what this rank's host has waited for them.
+
+        For the wrapped loader, `loading_seconds`; for other ranks, `exposed_seconds`.
+        """
         ...
 
     @property
@@ -118,6 +125,13 @@ class Timed(Protocol):
     def took(self, seconds: float, load: float, *, late: float, loading: float) -> None:
         """This rank's own computation of a batch took so long; it came so late, and so much of that from the loader."""
         ...
+
+
+class _Fetched(NamedTuple):
+    """What this rank got to train, in all before a batch."""
+
+    load: float = 0.0
+    splits: int = 0
 
 
 class _Waits(NamedTuple):
@@ -148,22 +162,27 @@ class StepTimer:
             device: Where the steps run.
             loader: A `BalancedLoader`, to be told what each batch took to compute: from `batch_ready` to the last
                 gradient, which `watch` or `compute_done` marks; without that mark nothing is told, as the time until
-                all gradients are averaged is the same on all ranks.
+                all gradients are averaged is the same on all ranks. A warning says what is missing where nothing was
+                told in 50 steps. Where several batches make a step, call `batch_ready` for each, or for the first
+                alone: then their loads count together, and their time, that of fetching the others in it.
             ahead: Batches that a pipeline has fetched beyond the one that is trained.
 
         Raises:
-            ValueError: If `ahead` is no whole number of 0 or more.
+            ValueError: If `ahead` is no whole number of 0 or more, or what `loader` is takes no times.
         """
+        if loader is not None and not callable(getattr(loader, "took", None)):
+            raise ValueError(f"loader is {loader!r}, which takes no times; give a BalancedLoader, or leave it out")
         if not is_whole(ahead) or ahead < 0:
             raise ValueError(f"ahead is {ahead!r}; use a whole number of batches, 0 or more")
         self._device = torch.device(device)
         self._loader = loader
-        self._fetched: deque[float | None] = deque(maxlen=ahead + 1)  # loads of the latest batches
-        self._untold: deque[tuple[float | None, _Waits, Mark, dict[str, Mark]]] = deque()
+        self._fetched: deque[_Fetched] = deque(maxlen=ahead + 1)  # before each of the latest batches
+        self._untold: deque[tuple[float, _Waits, Mark, dict[str, Mark]]] = deque()
+        self._tried, self._told = 0, False
         self._waited, self._waits = _Waits(), _Waits()  # until the latest batch, and for it
         self._number = 0
-        self._gradients = 0
-        self._begin = mark(self._device)
+        self._gradients, self._watched = 0, 0
+        self._begin = self._free = mark(self._device)  # of the step; since when the device waits for the batch
         self._marks: dict[str, Mark] = {}
         self._pending: deque[tuple[int, Mark, dict[str, Mark]]] = deque()
         self._remove: list[Callable[[], None]] = []
@@ -175,6 +194,7 @@ class StepTimer:
         as TorchRec's sharded tables are, get no gradient: leave them out.
         """
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._watched += len(parameters)
 
         def counted(_: torch.Tensor) -> None:
             self._gradients += 1
@@ -188,11 +208,14 @@ class StepTimer:
 
     def batch_ready(self) -> None:
         """The batch is there."""
+        self._gradients = 0
         if self._loader is not None:
-            report = self._loader.report
-            # The attention of split samples waits for other ranks: such a batch's time is not this rank's own.
-            self._fetched.append(None if report.split_samples else float(report.own_load))
-            before, counters = self._waited, self._loader.counters
+            report, counters = self._loader.report, self._loader.counters
+            self._fetched.append(
+                _Fetched(counters.own_load - report.own_load, counters.split_samples - report.split_samples)
+            )
+            self._free = self._marks.get("compute", self._begin)  # of a batch before in the same step
+            before = self._waited
             self._waited = now = _Waits(counters.loading_seconds, counters.exposed_seconds)
             self._waits = _Waits(now.loading - before.loading, now.others - before.others)
         self._marks["data"] = mark(self._device)
@@ -212,24 +235,50 @@ class StepTimer:
         end = mark(self._device)
         self._marks["optimizer"] = end
         if self._loader is not None:
-            if len(self._fetched) == self._fetched.maxlen and "compute" in self._marks and "data" in self._marks:
-                self._untold.append((self._fetched[0], self._waits, self._begin, self._marks))
+            self._note(self._loader)
             self._tell(self._loader)
             while len(self._pending) >= _MOST_PENDING:  # where the loop wants nothing of them but this
                 self._pending.popleft()
         self._pending.append((self._number, self._begin, self._marks))
         self._number += 1
-        self._begin, self._marks, self._gradients = end, {}, 0
+        self._begin = self._free = end
+        self._marks, self._gradients = {}, 0
+
+    def _note(self, loader: Timed) -> None:
+        """Keeps what the loader is to be told of the step, if its own computation was marked."""
+        if len(self._fetched) < (self._fetched.maxlen or 1) and "data" in self._marks:
+            return  # a pipeline that fills up
+        marked = "data" in self._marks and self._marks.get("compute") not in (None, self._marks.get("communication"))
+        first, after = _Fetched(), _Fetched()
+        if marked:
+            counters, (first, *later) = loader.counters, self._fetched
+            after = later[0] if later else _Fetched(counters.own_load, counters.split_samples)
+        if after.splits > first.splits:
+            return  # the attention of split samples waits for other ranks: the time is not this rank's own
+        if marked:
+            self._told = True
+            self._untold.append((after.load - first.load, self._waits, self._free, self._marks))
+        self._tried += 1
+        if self._tried == _TRIES and not self._told:
+            _warn(self._missing())
+
+    def _missing(self) -> str:
+        """Why no step could be told to the loader."""
+        if "data" not in self._marks:
+            return "call batch_ready when a step has its batch"
+        if not self._watched:
+            return "call watch(model.parameters()), or compute_done when this rank's own gradients are computed"
+        return (
+            f"in the latest step only {self._gradients} of the {self._watched} parameters that it watches got a "
+            "gradient; watch those that get one in every step, once"
+        )
 
     def _tell(self, loader: Timed) -> None:
         """Tells the loader of the batches that the device has finished, without waiting for it."""
         while self._untold and self._untold[0][-1]["compute"].ready():
-            load, waits, begin, marks = self._untold.popleft()
-            if load is not None and marks["compute"] is not marks.get("communication"):
-                late = marks["data"].since(begin) / 1e3 - waits.others
-                loader.took(
-                    marks["compute"].since(marks["data"]) / 1e3, load, late=max(0.0, late), loading=waits.loading
-                )
+            load, waits, free, marks = self._untold.popleft()
+            late = marks["data"].since(free) / 1e3 - waits.others
+            loader.took(marks["compute"].since(marks["data"]) / 1e3, load, late=max(0.0, late), loading=waits.loading)
 
     def finished(self) -> list[StepTimes]:
         """The steps that the device has finished since the last call."""
@@ -249,6 +298,13 @@ class StepTimer:
         for remove in self._remove:
             remove()
         self._remove.clear()
+
+
+def _warn(missing: str) -> None:
+    logger.warning(
+        "a StepTimer has told its loader of no batch in %d steps, so nothing is learned of this rank's speed: %s",
+        _TRIES, missing,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

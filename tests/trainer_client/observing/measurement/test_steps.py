@@ -1,3 +1,4 @@
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.ranks import run_ranks
-from trainer_client.observing.measurement import Breakdown, StepTimer, gather_breakdown
+from trainer_client.observing.measurement import Breakdown, StepTimer, gather_breakdown, steps
 
 SLOW = 0.08
 
@@ -113,9 +114,14 @@ class Noting:
 
     def __init__(self) -> None:
         self.report = SimpleNamespace(own_load=0.0, split_samples=0)
-        self.counters = SimpleNamespace(loading_seconds=0.0, exposed_seconds=0.0)
+        self.counters = SimpleNamespace(loading_seconds=0.0, exposed_seconds=0.0, own_load=0.0, split_samples=0)
         self.told: list[tuple[float, float]] = []
         self.waits: list[tuple[float, float]] = []
+
+    def fetch(self, load: float, splits: int = 0) -> None:
+        self.report = SimpleNamespace(own_load=load, split_samples=splits)
+        self.counters.own_load += load
+        self.counters.split_samples += splits
 
     def took(self, seconds: float, load: float, *, late: float, loading: float) -> None:
         self.told.append((load, seconds))
@@ -126,9 +132,10 @@ class Noting:
 def test_a_loader_is_told_what_each_batch_took_to_compute(ahead: int) -> None:
     loader = Noting()
     timer = StepTimer("cpu", loader=loader, ahead=ahead)
+    for number in range(ahead):  # a pipeline has fetched as many before the first step
+        loader.fetch(10.0 * number)
     for number in range(6):
-        loader.report.own_load = 10.0 * (number + ahead)  # a pipeline has fetched as many before the first step
-        loader.report.split_samples = int(number + ahead == 3)
+        loader.fetch(10.0 * (number + ahead), splits=int(number + ahead == 3))
         timer.batch_ready()
         if number != 4:
             timer.compute_done()
@@ -138,6 +145,66 @@ def test_a_loader_is_told_what_each_batch_took_to_compute(ahead: int) -> None:
     assert loads == [10.0 * step for step in range(ahead, 6) if step not in (3, 4)]  # nothing without a mark of its own
     computed = [step.compute / 1e3 for step in timer.finished()]
     assert [seconds for _, seconds in loader.told] == [computed[int(load) // 10] for load in loads]
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_several_batches_of_a_step_count_with_their_own_loads(monkeypatch: pytest.MonkeyPatch, *, each: bool) -> None:
+    now = [0.0]
+
+    class Mark(steps.HostMark):
+        def __init__(self) -> None:
+            self._time = now[0]
+
+    monkeypatch.setattr(steps, "mark", lambda _: Mark())
+    loader = Noting()
+    timer = StepTimer("cpu", loader=loader)
+    for _ in range(3):
+        for micro in range(4):
+            now[0] += 0.5  # for the batch to come
+            loader.fetch(10.0**micro)
+            if each or not micro:
+                timer.batch_ready()
+            now[0] += 10.0**micro
+            timer.compute_done()
+        timer.gradients_ready()
+        timer.end_step()
+    load, seconds = (1000.0, 1000.0) if each else (1111.0, 1112.5)
+    assert [told for told, _ in loader.told] == [load] * 3
+    assert [told for _, told in loader.told] == pytest.approx([seconds] * 3)
+    assert [late for late, _ in loader.waits] == pytest.approx([0.5] * 3)  # what was computed before is no delay
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "said"),
+    [
+        ("ready", "call batch_ready"),
+        ("watch", r"call watch\(model.parameters\(\)\)"),
+        ("gradient", "only 1 of the 2 parameters that it watches got a gradient"),
+        ("nothing", ""),
+        ("split", ""),
+    ],
+)
+def test_a_timer_that_tells_a_loader_nothing_says_why(
+    forgotten: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader, weights = Noting(), [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    timer = StepTimer("cpu", loader=loader)
+    if forgotten != "watch":
+        timer.watch(weights)
+    for _ in range(120):
+        loader.fetch(1.0, splits=int(forgotten == "split"))
+        if forgotten != "ready":
+            timer.batch_ready()
+        (weights[0] + (0 if forgotten == "gradient" else weights[1])).backward()
+        timer.gradients_ready()
+        timer.end_step()
+    timer.close()
+    lines = [record.getMessage() for record in caplog.records if "told its loader of no batch" in record.getMessage()]
+    assert len(lines) == bool(said)
+    assert all(re.search(said, line) for line in lines)
+    assert bool(loader.told) == (forgotten == "nothing")
+    with pytest.raises(ValueError, match="loader is 5, which takes no times"):
+        StepTimer("cpu", loader=5)  # type: ignore[arg-type]
 
 
 def test_a_loader_is_told_how_late_each_batch_was_but_for_other_ranks() -> None:
