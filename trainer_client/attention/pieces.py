@@ -208,6 +208,12 @@ class Pieces:
         found = torch.tensor([number for number in range(num_sequences) if number not in later], dtype=torch.int64)
         return _to(found, torch.device(device))
 
+    def endings(self, num_sequences: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """(k,) int64, which sequences of this rank's batch have the last position of their sample."""
+        earlier = {piece.sequence for sample, piece in zip(*self.own, strict=True) if piece.end < sample.pieces[-1].end}
+        found = torch.tensor([number for number in range(num_sequences) if number not in earlier], dtype=torch.int64)
+        return _to(found, torch.device(device))
+
     def rows(self, offsets: torch.Tensor) -> torch.Tensor:
         """(rows,) int64, where the rows of own pieces are; those of pieces that see earlier ones first.
 

@@ -71,6 +71,7 @@ class Balancer:
             credentials.check(address)
         self._credentials = credentials
         self._streams: dict[str, BatchStream] = {}
+        self._specs: dict[str, BatchSpec | None] = {}  # of what was submitted by hand
         _open_balancers.add(self)
 
     @classmethod
@@ -252,6 +253,7 @@ class Balancer:
         stream = self.stream(loader)
         stream.go_on_by_hand()
         if batch is not None:
+            self._specs[loader] = spec
             return stream.submit_window([batch], cost=cost, memory=memory, spec=spec)[1]
         try:
             return stream.submit_exhausted()[1]
@@ -272,7 +274,7 @@ class Balancer:
         Args:
             batch: The submitted batch, or its copy on a device; None if None was submitted.
             ticket: What `submit` returned for it.
-            spec: As submitted.
+            spec: As submitted; default: that.
             device: Where the result shall be; default: where the batch is.
             loader: As submitted.
 
@@ -284,6 +286,7 @@ class Balancer:
             ProgramOrderError: If one redistributes its batches in another order than it submitted them; on all ranks.
         """
         stream = self.stream(loader)
+        spec = self._specs.get(loader) if spec is None else spec
         outcome = stream.outcome(ticket)
         if outcome.ended:
             stream.end(outcome.verdict, ticket)

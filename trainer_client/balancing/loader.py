@@ -130,8 +130,7 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         """Notes how long this rank's own computation of a batch took, without waiting for other ranks.
 
         Ranks that turn out slower than the others get less to do (`BalanceOptions.learn_speeds`). Not every batch needs
-        a time, and none with split samples is taken: their attention waits for other ranks. `StepTimer(device,
-        loader=loader)` does this by itself.
+        a time; none with split samples is taken, as it has waiting in it. `StepTimer(device, loader=loader)` calls it.
 
         Args:
             seconds: That it took; ignored if that is no positive number.
@@ -395,8 +394,7 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         started = time.perf_counter()
         batch: B = moving.pending.wait().unflatten(self._spec)
         stream.counters.redistribution_seconds += time.perf_counter() - started
-        stream.counters.own_load += moving.report.own_load
-        stream.counters.split_samples += moving.report.split_samples
+        stream.counters.count(moving.report)
         self._report, self._splits, self._unasked = moving.report, moving.splits, bool(moving.splits)
         self._handed.append(moving.position)
         return batch

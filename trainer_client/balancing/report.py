@@ -152,6 +152,11 @@ class Counters:
     own_load: float = 0.0
     split_samples: int = 0
 
+    def count(self, report: RoundReport) -> None:
+        """Adds a batch that was yielded."""
+        self.own_load += report.own_load
+        self.split_samples += report.split_samples
+
 
 def report_round(
     ticket: Ticket,

@@ -100,7 +100,8 @@ class SpeedKeeper:
             if rank in now:
                 logger.log(
                     level,
-                    "%s: rank %d on %s computes %.2f times as fast as the median rank (round %d), and gets less work",
+                    "%s: rank %d on %s computes %.2f times as fast as the median rank for what its samples cost (round "
+                    "%d), and gets less work; the cost may also be wrong for this rank's data",
                     self._name, rank, self._nodes[rank], now[rank].speed, number,
                 )  # fmt: skip
             else:

@@ -143,6 +143,8 @@ def test_pieces_of_one_rank_need_no_other() -> None:
     pieces = PieceGroup().pieces([split])
     assert pieces is not None
     assert pieces.preceding(4).tolist() == [0, 4, 8, 0]
+    assert pieces.beginnings(4).tolist() == [0, 3]
+    assert pieces.endings(4).tolist() == [2, 3]
     query, key, value = torch.randn(3, 12, 2, 5, dtype=torch.float64).unbind()
     kernel, offsets = DenseSoftmax(), torch.tensor([0, 4, 8, 12])
 
@@ -275,6 +277,7 @@ def test_the_page_of_pieces_runs_as_written() -> None:
     expected = [*range(70, 100), *range(70), *range(5)]
     assert names["positions_of"](offsets, pieces).tolist() == expected
     assert pieces.beginnings(3).tolist() == [1, 2]
+    assert pieces.endings(3).tolist() == [0, 2]
     query, key, value = torch.randn(3, 105, 2, 4, dtype=torch.float64).unbind()
     found = names["attend"](query, key, value, offsets, torch.tensor([10, 0, 0]), pieces)
     order = torch.cat([torch.arange(30, 100), torch.arange(30)])

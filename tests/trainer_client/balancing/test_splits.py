@@ -257,7 +257,8 @@ def _loops(rank: int) -> tuple[list[str], list[tuple[float, float]], list[float]
                 ticket = balancer.submit(batch, cost=job.cost, spec=SPEC, loader=name)
                 with pytest.raises(RuntimeError, match="report is known when"):
                     _ = replace(ticket, future=Future()).report
-                balancer.redistribute(batch, ticket, spec=SPEC, loader=name)
+                moved = balancer.redistribute(batch, ticket, loader=name)  # by the spec that was submitted
+                assert int(moved["count"].sum()) == len(moved["items"])
                 ticket.took(1.0)
                 scales.append((ticket.report.loss_scale, 2 / ticket.report.samples))
                 loads.append(balancer.stream(name).measured.take().load - ticket.report.own_load)

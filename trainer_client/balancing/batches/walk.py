@@ -352,7 +352,7 @@ class Walk:
                 raise BatchError(
                     f"batch sizes disagree: {name_of(first_path)} holds {first} samples, {name_of(path)} {samples}; "
                     "declare rows_per_sample for a flattened tensor, objects for a list with one entry for each "
-                    "sample, or shared for a value common to all samples"
+                    f"sample, or shared for a value common to all samples{self._offsets_hint()}"
                 )
         seen: set[str] = set()
         for path in (path for draft in self.drafts for path in draft.field_paths):
@@ -366,6 +366,19 @@ class Walk:
                     f"number, or declare it in shared if it is the same on all ranks, {DERIVED}"
                 )
         return first
+
+    def _offsets_hint(self) -> str:
+        """What to do about a tensor that says where samples begin, with one number more than there are samples."""
+        for draft in self.drafts:
+            tensor = draft.tensor
+            if tensor.dim() == 1 and tensor.numel() > 1 and not tensor.dtype.is_floating_point and not tensor.is_cuda:
+                ends = {other.tensor.shape[0] for other in self.drafts if other is not draft}
+                if not tensor[0] and (tensor.diff() >= 0).all() and int(tensor[-1]) in ends:
+                    return (
+                        f"; {draft.path!r} looks like offsets, which do not move: give the samples' lengths instead, "
+                        f"{draft.path}.diff(), and make offsets of those of the batch that is trained"
+                    )
+        return ""
 
     @property
     def holds_no_samples(self) -> bool:

@@ -75,7 +75,10 @@ def count_positions(batch: Any, source: int | str | Sequence[str] | None) -> NDA
     first = counts[paths[0]]
     for path, count in counts.items():
         if count.shape != first.shape:
-            raise BatchError(f"{paths[0]!r} holds {first.size} samples, {path!r} {count.size}")
+            raise BatchError(
+                f"{paths[0]!r} holds {first.size} samples, {path!r} {count.size}; name jagged fields, or tensors of "
+                "lengths: of a flattened tensor those that rows_per_sample names for it"
+            )
         if count.size and count.min() < 0:
             raise BatchError(f"sample {int(count.argmin())} of {path!r} is {int(count.min())}; give counts >= 0")
     return sum((counts[path] for path in paths[1:]), first)

@@ -206,6 +206,7 @@ def test_batch_sizes_that_disagree_show_both() -> None:
         (5, r"'v' is a int \(5\); declare it in batch_size if .* in derived, with the function .* in shared if"),
         (0.5, r"'v' is a float \(0.5\); declare it in shared"),
         (True, r"'v' is a bool \(True\); declare it in shared"),
+        (torch.tensor([0, 1, 1, 3]), r"'v' looks like offsets, which do not move: give the samples' lengths instead"),
         (["a"], r"batch sizes disagree: 'x' holds 3 samples, 'v' 1; declare .* or shared for a value common to all"),
         ([["a"], torch.zeros(3)], r"batch sizes disagree: 'x' holds 3 samples, 'v.0' 1"),
         (["a", torch.zeros(3)], r"'v.0' is a str \('a'\); declare it in shared"),
