@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,9 +241,8 @@ def _page_of_pieces() -> dict[str, Any]:
     page = (Path(__file__).parents[3] / "docs/pieces.md").read_text(encoding="utf-8")
     loop, *others = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {}
-    exec(loop.replace('Balancer.connect("balancer:50051", job="train-42", ', "Balancer.embedded("), names)
-    for block in others:
-        exec(block, names)
+    for block in (loop, *others):
+        exec(block.replace('Balancer.connect("balancer:50051", job="train-42", ', "Balancer.embedded("), names)
     return names
 
 
@@ -275,7 +275,10 @@ def test_the_page_of_pieces_runs_as_written() -> None:
     pieces = names["group"].pieces([split])
     offsets = torch.tensor([0, 30, 100, 105], dtype=torch.int32)
     expected = [*range(70, 100), *range(70), *range(5)]
-    assert names["positions_of"](offsets, pieces).tolist() == expected
+    assert names["positions_of"](105, offsets, pieces).tolist() == expected
+    with torch.device("meta"):  # what is made there by default is of no use here
+        elsewhere = SimpleNamespace(preceding=lambda _, device: torch.tensor([70, 0, 0], device=device))
+        assert names["positions_of"](105, offsets, elsewhere).tolist() == expected
     assert pieces.beginnings(3).tolist() == [1, 2]
     assert pieces.endings(3).tolist() == [0, 2]
     query, key, value = torch.randn(3, 105, 2, 4, dtype=torch.float64).unbind()
