@@ -22,6 +22,8 @@ import statistics
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -47,14 +49,16 @@ SETTLE_SECONDS = 0.3
 
 
 def open_pages(port: int, count: int) -> list[socket.socket]:
-    """Connections of open pages, half of them of all jobs, half of one.
+    """Connections of open pages, half of them of all jobs, half of one, each from an address of its own.
+
+    The balancer bounds how many requests an address makes in a second, and turns are short.
 
     Raises:
         RuntimeError: If the balancer refuses one.
     """
     pages = []
     for number in range(count):
-        page = socket.create_connection(("127.0.0.1", port))
+        page = socket.create_connection(("127.0.0.1", port), source_address=(f"127.0.1.{number + 1}", 0))
         page.sendall(f"GET {VIEWS[number % 2]} HTTP/1.0\r\n\r\n".encode())
         status = page.recv(15)
         if b" 200 " not in status:
@@ -65,19 +69,16 @@ def open_pages(port: int, count: int) -> list[socket.socket]:
 
 
 def wait_for_job(port: int) -> None:
-    """Until the balancer knows the job, whose process takes a while to start; a minute at most."""
+    """Until the balancer knows the job, whose process takes a while to start; a minute at most. Opens no page."""
     deadline = time.monotonic() + 60.0
     while True:
         time.sleep(1.0)
         try:
-            pages = open_pages(port, 2)
-        except RuntimeError:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/session?job={JOB}&group=&loader="):
+                return
+        except urllib.error.HTTPError:
             if time.monotonic() > deadline:
                 raise
-        else:
-            for page in pages:
-                page.close()
-            return
 
 
 def read_all(pages: list[socket.socket]) -> int:
