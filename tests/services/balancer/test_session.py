@@ -287,6 +287,14 @@ def test_fingerprints_tell_submissions_apart() -> None:
     assert len({base, *different}) == 1 + len(different)
 
 
+def test_numbers_that_differ_only_in_their_high_bits_are_told_apart() -> None:
+    """Also the same on other samples, of which products with random numbers alone would take every other for one."""
+    for place in range(40):
+        costs = np.zeros(41)
+        costs[place] = 2.0  # 0x4000000000000000
+        assert submission(*costs, dtype=np.float64) != submission(*np.roll(costs, 1), dtype=np.float64)
+
+
 def test_a_node_comes_together_and_its_late_rank_alone() -> None:
     session = make_session(world_size=4)
     assert answers(session.submit(0.0, 0, node(0, 3), "node")) == {}
