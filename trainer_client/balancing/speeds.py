@@ -34,12 +34,13 @@ class Measured:
 
     def add(self, load: float, seconds: float, late: float = 0.0, loading: float = 0.0) -> None:
         """Notes a batch; one without load, or with a time that is none, tells nothing."""
+        given = (load, seconds, late, loading)
         try:
-            new = Measure(*map(float, (load, seconds, late, loading)))
+            if not (min(given[:2]) > 0 and min(given[2:]) >= 0 and all(map(math.isfinite, given))):
+                return
         except (TypeError, ValueError, RuntimeError):  # no numbers, or tensors of several
             return
-        if not (min(new.load, new.seconds) > 0 and min(new.late, new.loading) >= 0 and all(map(math.isfinite, new))):
-            return
+        new = Measure(*map(float, given))
         with self._lock:
             self._batches += 1
             self._sums = Measure(*(before + more for before, more in zip(self._sums, new, strict=True)))

@@ -147,6 +147,15 @@ def test_what_a_timer_measures_of_real_steps_is_learned() -> None:
     assert shares(results, 1)[-1] < 0.9
 
 
+@pytest.mark.parametrize("said", ["1", None, [1.0], torch.ones(2), math.nan, math.inf, 0.0, -1.0])
+def test_what_is_no_positive_number_of_seconds_tells_nothing(said: Any) -> None:
+    measured = Measured()
+    measured.add(2.0, said)
+    assert measured.take() == Measure()
+    measured.add(2.0, torch.tensor(0.5))  # type: ignore[arg-type]
+    assert measured.take() == Measure(2.0, 0.5)
+
+
 @pytest.mark.parametrize("said", [-1.0, 1.0, 1e-11])
 def test_a_rank_that_lies_gets_no_less_than_the_bound_and_others_no_less_than_that(said: float) -> None:
     results = run_ranks(3, run_job, Job(address=None, name="lies", slow=(1e-6, said, 1e-6), steps=30))

@@ -165,7 +165,7 @@ def test_errors_name_the_field() -> None:
         TokenCost(tokens="y")(batch())
     with pytest.raises(BatchError, match=r"'x' is a tensor torch.float32 of shape \(3, 2\)"):
         TokenCost(tokens="x")(batch())
-    with pytest.raises(BatchError, match="'h' holds 3 samples, 'few' 2"):
+    with pytest.raises(BatchError, match="'h' holds 3 samples, 'few' 2; name jagged fields, or tensors of"):
         TokenCost(tokens=("h", "few"))(batch())
     with pytest.raises(BatchError, match="sample 1 of 'n' is -1"):
         TokenCost(tokens="n")({"n": torch.tensor([1, -1])})
