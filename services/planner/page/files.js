@@ -8,8 +8,12 @@ const FORMAT = "evenkeel-plan", VERSION = 1;
 const FIELDS = ["tables", "topology", "hardware", "runtime", "step", "solver"];
 const ELSEWHERE = ["own", "points", "host_points", "curve_hbm_bytes"];
 
-/** The request in a file, or the part of one that it holds. Throws an `Error` that says what is wrong. */
-export function readFile(text, name) {
+/**
+ * The request in a file, or the part of one that it holds. Throws an `Error` that says what is wrong.
+ *
+ * @param profiles The hardware profiles by name, of which one may be in a short topology.
+ */
+export function readFile(text, name, profiles) {
   if (text.length > LARGEST_FILE) throw new Error(`${name} is larger than ${LARGEST_FILE >> 20} MiB, which is more than the planner takes.`);
   const trimmed = text.replace(/^\uFEFF/, "").trim();
   if (!trimmed) throw new Error(`${name} is empty.`);
@@ -21,12 +25,12 @@ export function readFile(text, name) {
     if (value.version !== VERSION) {
       throw new Error(`${name} is a plan file of version ${JSON.stringify(value.version)}; this page reads version ${VERSION}. Open it with the planner that wrote it.`);
     }
-    return known(value.request, `${name}: request`);
+    return known(value.request, `${name}: request`, profiles);
   }
   if ("plan" in value || "placements" in value) {
     throw new Error(`${name} is an answer of the planner and holds no request: open the file that "Download plan.json" or "evenkeel plan --output" wrote.`);
   }
-  return known(value, name);
+  return known(value, name, profiles);
 }
 
 function parsed(text, name) {
@@ -46,11 +50,25 @@ function parsed(text, name) {
   }
 }
 
-function known(value, name) {
+/** What `evenkeel plan` makes of a topology such as `h200x8` or `h100x64/8`: 15 % of HBM is left for the model. */
+function machines(text, name, profiles) {
+  const [, hardware, ranks, given] = /^(.+)x([1-9]\d{0,8})(?:\/([1-9]\d{0,8}))?$/.exec(text) ?? [];
+  const profile = profiles.get(hardware);
+  if (!profile) throw new Error(`${name}: topology ${JSON.stringify(text)} is not understood: write PROFILExRANKS or PROFILExRANKS/PER_HOST, with one of ${[...profiles.keys()].join(", ")}.`);
+  const local = given ? Number(given) : Math.min(Number(ranks), profile.ranks_per_host);
+  const host_bytes = profile.host_bytes_per_rank * local;
+  return { hardware, topology: { ranks: Number(ranks), ranks_per_host: local, hbm_bytes: profile.hbm_bytes, hbm_reserved_fraction: 0.15, host_bytes } };
+}
+
+function known(value, name, profiles) {
   if (value === null || typeof value !== "object" || Array.isArray(value)) throw new Error(`${name} is no object.`);
   const strange = Object.keys(value).filter((field) => ![...FIELDS, ...ELSEWHERE].includes(field));
   if (!FIELDS.some((field) => field in value)) throw new Error(`${name} holds no request: none of ${FIELDS.join(", ")} is in it.`);
   if (strange.length) throw new Error(`${name} has the field ${JSON.stringify(strange[0])}, which no request has; one of: ${FIELDS.join(", ")}.`);
+  if (typeof value.topology === "string") {
+    const { hardware, topology } = machines(value.topology, name, profiles);
+    value = { hardware, ...value, topology };
+  }
   for (const field of ["topology", "step", "solver"]) {
     const part = value[field];
     if (part !== undefined && (part === null || typeof part !== "object" || Array.isArray(part))) throw new Error(`${name}: ${field} is no object: give its fields by name.`);

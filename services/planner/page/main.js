@@ -143,7 +143,7 @@ function freeName() {
 async function openFile(file) {
   try {
     if (file.size > LARGEST_FILE) throw new Error(`${file.name} is larger than ${LARGEST_FILE >> 20} MiB, which is more than the planner takes.`);
-    const found = readFile(await file.text(), file.name);
+    const found = readFile(await file.text(), file.name, profiles);
     if (found.topology) found.topology = numbers(found.topology);
     replace("topology" in found ? { hardware: "h200", runtime: "dynamicemb", step: {}, tables: [], ...found } : { ...request, ...found }, `${file.name} is open.`);
   } catch (error) {
@@ -155,7 +155,7 @@ async function openLink() {
   try {
     const found = await unpack(location.hash);
     if (found === null) return false;
-    const wanted = readFile(JSON.stringify(found), "The link");
+    const wanted = readFile(JSON.stringify(found), "The link", profiles);
     replace({ ...example(), ...wanted, topology: numbers(wanted.topology ?? example().topology) }, "The request of the link is open.");
     return true;
   } catch (error) {

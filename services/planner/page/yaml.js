@@ -1,7 +1,9 @@
 // The part of YAML that requests are written in: nested maps and lists, in blocks or in [ ] and { }, and comments.
-import { scalar } from "./tables_text.js";
+import { quantity, scalar } from "./tables_text.js";
 
 const DEEPEST = 30;
+const SIZE = /^[-+]?\d[\d_]*(\.\d*)?(e[-+]?\d{1,2})?(K|M|B|G|T|KiB|MiB|GiB|TiB)$/;
+const ESCAPES = { n: "\n", t: "\t", r: "\r", 0: "\0" };
 
 /** The value of a text. Throws an `Error` that names the line. */
 export function readYaml(text) {
@@ -22,7 +24,8 @@ function fail(line, what) {
 function uncommented(line) {
   let quote = "";
   for (let i = 0; i < line.length; i++) {
-    if (quote) quote = line[i] === quote ? "" : quote;
+    if (quote === '"' ? line[i] === "\\" : quote && line.startsWith("''", i)) i++;
+    else if (quote) quote = line[i] === quote ? "" : quote;
     else if (`"'`.includes(line[i]) && /(^|[\s,[{:])$/.test(line.slice(0, i))) quote = line[i];
     else if (line[i] === "#" && (i === 0 || /\s/.test(line[i - 1]))) return line.slice(0, i);
   }
@@ -48,7 +51,7 @@ function block(reader, indent, depth) {
       found.push(block(reader, deeper, depth + 1));
       continue;
     }
-    const [, name, rest] = /^("[^"]*"|'[^']*'|[\w.-]+):(?:\s+(.*))?$/.exec(line.text) ?? fail(line, "is no name with a colon");
+    const [, name, rest] = /^("(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|[\w.-]+):(?:\s+(.*))?$/.exec(line.text) ?? fail(line, "is no name with a colon");
     reader.at++;
     Object.defineProperty(found, unquoted(name), {
       value: rest ? inline(line, rest) : inner(reader, indent, depth), enumerable: true, configurable: true, writable: true,
@@ -63,11 +66,16 @@ function inner(reader, indent, depth) {
   return next && (next.indent > indent || item) ? block(reader, next.indent, depth + 1) : null;
 }
 
-const unquoted = (text) => (/^(".*"|'.*')$/.test(text) ? text.slice(1, -1) : text);
+function unquoted(text) {
+  if (/^'.*'$/.test(text)) return text.slice(1, -1).replaceAll("''", "'");
+  if (!/^".*"$/.test(text)) return text;
+  return text.slice(1, -1).replace(/\\(?:x([\da-f]{2})|u([\da-f]{4})|(.))/gi, (_, byte, unit, own) =>
+    own === undefined ? String.fromCharCode(Number.parseInt(byte ?? unit, 16)) : ESCAPES[own] ?? own);
+}
 
 function inline(line, text) {
   if (/^[&*!|>@%`,\]}]/.test(text)) fail(line, "uses a part of YAML that this page does not read");
-  const tokens = text.match(/"[^"]*"|'[^']*'|[[\]{},]|:(?=\s|$)|[^[\]{},:\s](?:[^[\]{},:]|:(?!\s|$))*/g) ?? [];
+  const tokens = text.match(/"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|[[\]{},]|:(?=\s|$)|[^[\]{},:\s](?:[^[\]{},:]|:(?!\s|$))*/g) ?? [];
   if (!/^[[{]/.test(text)) return plain(text);
   let at = 0;
   const value = (depth) => {
@@ -98,5 +106,6 @@ function inline(line, text) {
 
 function plain(text) {
   if (/^(".*"|'.*')$/.test(text)) return unquoted(text);
-  return ["null", "~"].includes(text) ? null : scalar(text);
+  if (["null", "~"].includes(text)) return null;
+  return SIZE.test(text) ? quantity(text) : scalar(text);
 }

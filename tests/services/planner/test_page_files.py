@@ -46,6 +46,7 @@ def test_files_that_others_write_are_read_and_garbage_is_refused_by_name(page: P
         "- name: item_id\n  rows: 500_000\n  dim: 128\n  access: {kind: zipf, exponent: 0.9}\n  modes: [CACHING]\n",
         "job.yaml": "tables:\n- {name: a, rows: 4e6, dim: 128}\n- {name: b, rows: 1e6, dim: 8}\n"
         "topology:\n  ranks: 8\n  hbm_bytes: 60GiB\n  host_bytes: 1536GiB\nsolver: {ratio_steps: 5}\n",
+        "short.yaml": "tables:\n- {name: a, rows: 4M, dim: 128}\n- {name: b, rows: 1M, dim: 8}\ntopology: h200x16/8\n",
         "t.csv": 'name;rows;dim\n"a;b";1000000;64\nc;2000000;64\n',
     }
     for name, text in good.items():
@@ -64,6 +65,7 @@ def test_files_that_others_write_are_read_and_garbage_is_refused_by_name(page: P
         "strange.json": ('{"tables": [], "topologie": {}}', "topologie"),
         "number.json": ("[1, 2]", "tables[0] is no object"),
         "empty.csv": ("", "is empty"),
+        "short.json": ('{"tables": [], "topology": "z80x8"}', 'topology "z80x8" is not understood'),
         "anchors.yaml": ("- &a\n  name: x\n", "Line 1"),
     }
     before = page.find("#tables").get_attribute("value")
@@ -106,8 +108,14 @@ def test_yaml_is_read_as_python_reads_it(opened: Page) -> None:
         "- a: 1\n  b: [1, two, {c: 3.5}]\n-\n  d: 'x: # y'\n- e:\n  - 1\n  - {f: g}\n",
         "a: {b: {c: [null, ~, true]}}\nd:\n  e:\n    - f: 1\n      g: 2\n    - h\n# end\n",
         'name: "with, comma" # note\nlist:\n- a\n- b\nempty:\nlast: x y z\n',
+        '- "ün/ic\\"ode # \\\\ \\u00e9"\n- {name: "a\\"b", other: \'it\'\'s\', "k\\"ey": 1}\n- \'it\'\'s # one\'\n',
     ]
     found = page.call("yaml.js", "a[0].map(m.readYaml)", texts)
     assert found == [yaml.safe_load(text) for text in texts]
+    sizes = "sizes: {a: 400M, b: 1_000K, c: 1.5B, d: 139GiB, e: 4 M, f: 5m, g: '4K', h: 1e3K, i: x4K}"
+    wanted = {"a": 400_000_000, "b": 1_000_000, "c": 1_500_000_000, "d": 139 << 30, "h": 1_000_000}
+    assert page.call("yaml.js", "m.readYaml(a[0])", sizes) == {
+        "sizes": {**wanted, "e": "4 M", "f": "5m", "g": "4K", "i": "x4K"}
+    }
     for wrong in ("a: [1, 2", "a: 1\n   b: 2", "- a\nb: 1", "a: *x", "- " * 300 + "a", "[" * 200, "a: }"):
         assert "Line" in page.call("yaml.js", "m.readYaml(a[0])", wrong)["error"], wrong
