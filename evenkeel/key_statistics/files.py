@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import tokenize
 import zipfile
 import zlib
@@ -17,11 +18,14 @@ from evenkeel.key_statistics.curves import LEAST_STEPS, MeasuredCurve, miss_curv
 from evenkeel.key_statistics.sets import SLOTS
 from evenkeel.key_statistics.trace import KeyTrace, merged
 from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.model import Runtime, Table
 from evenkeel.placement.request import PlanRequest
 
 FORMAT = "evenkeel-key-statistics"
 VERSION = 1
 _MOST_BYTES = 1 << 30
+_SIGMAS = 6.0
+"""Deviations by which chance may overstate the number of keys that a sample is of."""
 
 
 def dumps(traces: Mapping[str, KeyTrace]) -> bytes:
@@ -137,7 +141,8 @@ def with_statistics(
         The request, and the curve of each table by name.
 
     Raises:
-        InvalidInputError: If the steps of a table are too few, once as many are joined as a step of the plan needs.
+        InvalidInputError: If the steps of a table are too few, once as many are joined as a step of the plan needs, or
+            if more keys were seen than a table of TorchRec has rows.
     """
     wanted = request.step.samples_per_rank * request.topology.ranks
     slots = SLOTS[request.runtime]
@@ -151,6 +156,7 @@ def with_statistics(
         if not trace.lookups:
             tables.append(replace(table, ids_per_sample=0.0))
             continue
+        _check_keys(request, table, trace)
         observed = trace.samples / trace.steps
         together = max(1, round(wanted / observed))
         joined = trace.joined(together)
@@ -165,3 +171,13 @@ def with_statistics(
         curves[table.name] = curve
         tables.append(replace(table, access=curve.access, ids_per_sample=trace.lookups / trace.samples))
     return replace(request, tables=tuple(tables)), curves
+
+
+def _check_keys(request: PlanRequest, table: Table, trace: KeyTrace) -> None:
+    """Refuses statistics of another table, or of keys before they were folded; DynamicEmb gives up keys."""
+    seen = len(np.unique(trace.key))
+    surely = seen if trace.share == 1 else (seen - _SIGMAS * math.sqrt(seen)) / trace.share
+    what = f"of {table.name!r} saw about {seen / trace.share:.0f} keys, and the table has {table.rows} rows, one a key"
+    remedy = "observe the keys that the table is given, and name the tables as in the statistics"
+    fits = request.runtime is not Runtime.TORCHREC or surely <= table.rows
+    require(fits, "statistics", round(seen / trace.share), what, remedy)

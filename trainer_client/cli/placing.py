@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -18,6 +18,9 @@ from evenkeel.placement.model import MAX_BYTES
 from evenkeel.placement.plan_file import FORMAT
 from evenkeel.planner_client import PlannerClient
 from trainer_client.cli.files import quantity, read
+
+if TYPE_CHECKING:
+    from evenkeel.key_statistics import MeasuredCurve
 
 _LEAST_SIZE = 1 << 20
 """Bytes below which a reservation lacks its unit."""
@@ -118,6 +121,36 @@ def _gib(flag: str, gib: float) -> int:
     if not 0 <= gib * 2**30 <= MAX_BYTES:
         raise InvalidInputError(flag, gib, "is out of range", f"give a number from 0 to {MAX_BYTES >> 30}")
     return round(gib * 2**30)
+
+
+def measured(
+    request: PlanRequest, files: Sequence[Path], note: Callable[[str], None]
+) -> tuple[PlanRequest, dict[str, MeasuredCurve]]:
+    """The request with the key statistics of files, and their curves; `note` is told of names that do not meet.
+
+    Raises:
+        InvalidInputError: If a file is there twice, is none of statistics, or none is of a table of the request.
+    """
+    from evenkeel.key_statistics import loads, merge, with_statistics
+
+    contents: dict[bytes, Path] = {}
+    for path in files:
+        content = path.read_bytes()
+        if content in contents:
+            what = f"holds the same as {contents[content]}"
+            raise InvalidInputError("--statistics", str(path), what, "give the file of each rank once")
+        contents[content] = path
+    traces = merge(map(loads, contents))
+    names = [table.name for table in request.tables]
+    strange, without = [name for name in traces if name not in names], [name for name in names if name not in traces]
+    if len(strange) == len(traces):
+        remedy = f"name tables as the statistics do: {', '.join(strange[:5])}"
+        raise InvalidInputError("--statistics", names[:5], "are tables of which no statistics tell", remedy)
+    if strange:
+        note(f"statistics of tables that are not in the request: {', '.join(strange)}")
+    if without:
+        note(f"tables without statistics, planned with the access that they are given: {', '.join(without)}")
+    return with_statistics(request, traces)
 
 
 def check_sharding_plan(path: Path | None, request: PlanRequest) -> None:

@@ -78,7 +78,7 @@ def plan_command(
     from evenkeel.placement.plan_text import PlanText
     from evenkeel.placement.report import make_report
     from trainer_client.cli.files import read, write
-    from trainer_client.cli.placing import Flags, build_request, check_sharding_plan, solve
+    from trainer_client.cli.placing import Flags, build_request, check_sharding_plan, measured, solve
 
     flags = Flags(
         topology=topology,
@@ -97,13 +97,10 @@ def plan_command(
             twins = [other for other, its in wanted.items() if path is not None and its == path and other != flag]
             if twins:
                 raise InvalidInputError(flag, str(path), f"is the file of {twins[0]} too", "name another")
-        request = build_request(read(tables), flags, lambda text: typer.echo(f"note: {text}", err=True))
+        request = build_request(read(tables), flags, _note)
         curves: dict[str, MeasuredCurve] = {}
         if statistics:
-            from evenkeel.key_statistics import loads, merge, with_statistics
-
-            traces = merge(loads(path.read_bytes()) for path in statistics)
-            request, curves = with_statistics(request, traces)
+            request, curves = measured(request, statistics, _note)
         check_sharding_plan(sharding_plan, request)
         found = solve(request, planner, read_credentials(tls_ca, token_file), quiet=as_json or code)
     except (InvalidInputError, OSError, RuntimeError, ValueError) as error:
@@ -138,6 +135,10 @@ def plan_command(
         raise typer.Exit(2)
     if found.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise typer.Exit(INFEASIBLE_EXIT)
+
+
+def _note(text: str) -> None:
+    typer.echo(f"note: {text}", err=True)
 
 
 def _texts(request: PlanRequest, found: Plan, sharding_plan: Path | None) -> dict[str, str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typer.testing import CliRunner
 
 from evenkeel.key_statistics import merge
-from evenkeel.placement import InvalidInputError, MissCurve, PlanRequest, Topology
+from evenkeel.placement import InvalidInputError, MissCurve, PlanRequest, Runtime, Table, Topology
 from evenkeel.placement.request import Step
 from trainer_client.cli import app
 from trainer_client.planning import KeyStatistics, describe_model, with_statistics
@@ -102,6 +103,33 @@ def test_the_command_plans_with_the_files_of_all_ranks(tmp_path: Path) -> None:
     tables_alone = CliRunner().invoke(app, ["plan", str(tables), "--statistics", str(tables), *options[:4]])
     assert tables_alone.exit_code == 2
     assert "KeyStatistics" in tables_alone.output
+    assert "tables without statistics, planned with the access that they are given: other" in result.stderr
+    twice = CliRunner().invoke(app, ["plan", str(tables), *options, "--statistics", str(files[0])])
+    assert twice.exit_code == 2
+    assert f"--statistics: holds the same as {files[0]}" in twice.stderr
+    tables.write_text("- {name: things, rows: 5000, dim: 8}\n")
+    strange = CliRunner().invoke(app, ["plan", str(tables), *options])
+    assert strange.exit_code == 2
+    assert "are tables of which no statistics tell" in strange.stderr
+    assert "name tables as the statistics do: item" in strange.stderr
+
+
+def test_more_keys_than_a_table_of_torchrec_has_rows_are_refused() -> None:
+    statistics = KeyStatistics(_model())
+    for seed in range(64):
+        statistics.observe(_batch(seed))
+    traces = statistics.gather()
+    keys = len(np.unique(traces["item"].key))
+    topology, step = Topology(ranks=1, hbm_bytes=1 << 34), Step(samples_per_rank=32)
+    fits = PlanRequest(
+        tables=(Table(name="item", rows=keys, dim=8),), topology=topology, step=step, runtime=Runtime.TORCHREC
+    )
+    assert with_statistics(fits, traces)[1]
+    short = replace(fits, tables=(replace(fits.tables[0], rows=keys - 1),))
+    with pytest.raises(InvalidInputError, match=f"saw about {keys} keys, and the table has {keys - 1} rows") as caught:
+        with_statistics(short, traces)
+    assert caught.value.field == "statistics"
+    assert with_statistics(replace(short, runtime=Runtime.DYNAMICEMB), traces)[1], "it gives up keys"
 
 
 def test_a_batch_that_cannot_be_read_is_told() -> None:
