@@ -71,9 +71,19 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def local_rank(environment: Mapping[str, str] | None = None) -> int:
-    """This rank's number on its machine, as torchrun, Ray Train or Slurm gives it; 0 where none does."""
+    """This rank's number on its machine, as torchrun, Ray Train or Slurm gives it; 0 where none does.
+
+    Raises:
+        ValueError: If it is no number.
+    """
     variables = os.environ if environment is None else environment
-    return next((int(variables[name]) for name in ("LOCAL_RANK", "SLURM_LOCALID") if variables.get(name)), 0)
+    name = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if variables.get(name)), None)
+    if name is None:
+        return 0
+    value = variables[name]
+    if not (value.isascii() and value.isdecimal()):
+        raise ValueError(f"{name} is {value!r}; give the number of this rank on its machine, from 0 on")
+    return int(value)
 
 
 def _ray_run() -> tuple[str, str] | None:

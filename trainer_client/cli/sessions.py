@@ -182,11 +182,17 @@ def watch(
     Raises:
         grpc.RpcError: If no balancer answers.
         OSError: If the file cannot be written.
+        LookupError: If there is no such job at the first look, on no balancer behind the address.
     """
     console = Console()
     several = len(balancers) > 1
     looks, rates, seen = 0, Rates(), Seen()
-    look(balancers, job, rates, seen)  # rates need two looks
+    found, mute = look(balancers, job, rates, seen)  # rates need two looks
+    if job and not found:
+        unsure = f", and no answer from {', '.join(mute)}" if mute else ""
+        raise LookupError(
+            f"there is no job {printable(job)!r}{unsure}; evenkeel top without --job shows those there are"
+        )
     time.sleep(min(interval, _FIRST_SECONDS))
     with contextlib.ExitStack() as stack:
         live = None

@@ -24,7 +24,8 @@ def top(
 ) -> None:
     """Show the live jobs of a balancer, or of all behind a name: how even they are, and how fast they go.
 
-    Exit code: 0 at the end, also if nobody reads on, 1 if no balancer answers, 2 if the command line is wrong.
+    Exit code: 0 at the end, also if nobody reads on, 1 if no balancer answers or there is no such job, 2 if the command
+    line is wrong.
     """
     import contextlib
     import os
@@ -49,6 +50,9 @@ def top(
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+    except LookupError as error:
+        typer.echo(f"error: {address}: {error}", err=True)
+        raise typer.Exit(1) from None
     except grpc.RpcError as error:
         typer.echo(f"error: {address}: {explain(error)}; evenkeel doctor --balancer {address} tells more", err=True)
         raise typer.Exit(1) from None

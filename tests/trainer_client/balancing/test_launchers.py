@@ -84,6 +84,8 @@ def test_a_later_start_counts_more_whoever_counts() -> None:
 
 def test_the_number_on_the_machine_is_the_launchers() -> None:
     assert (local_rank(SLURM), local_rank({**SLURM, **TORCHRUN}), local_rank({})) == (3, 5, 0)
+    with pytest.raises(ValueError, match="LOCAL_RANK is 'x'; give the number"):
+        local_rank({"LOCAL_RANK": "x"})
 
 
 def test_what_is_wrong_is_refused_by_name_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,13 @@ def test_errors_say_what_to_do(balancer: ServiceProcess) -> None:
     result = CliRunner().invoke(app, ["top", "--balancer", "127.0.0.1:1", "--count", "1"])
     assert result.exit_code == 1
     assert "evenkeel doctor --balancer 127.0.0.1:1" in result.output
+    for more in ([], ["--json"]):
+        nobody = CliRunner().invoke(
+            app, ["top", "--balancer", balancer.address, "--count", "1", "--job", "nosuch", *more]
+        )
+        assert nobody.exit_code == 1
+        assert "there is no job 'nosuch'; evenkeel top without --job" in nobody.stderr
+        assert not nobody.stdout
 
 
 def test_jobs_are_found_on_whichever_balancer_they_live(
