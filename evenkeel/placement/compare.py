@@ -14,6 +14,7 @@ from evenkeel.placement.model import Mode, Name, Runtime, Sharding, Table
 from evenkeel.placement.plan import Placement, Plan
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest, with_time
+from evenkeel.placement.shortage import in_gib
 from evenkeel.placement.storage import row_bytes
 
 _SHARE = 0.7
@@ -117,8 +118,8 @@ def compare(
     )
     for what, budget in (("HBM on a rank", alone.hbm), ("memory on a host", alone.host)):
         if budget.limit_bytes is not None and budget.used_bytes > budget.limit_bytes:
-            over = (budget.used_bytes - budget.limit_bytes) / 2**30
-            problems.append(f"takes {over:.2f} GiB more {what} than there is")
+            over = in_gib(budget.used_bytes - budget.limit_bytes)
+            problems.append(f"takes {over} more {what} than there is")
     fits = all(b.limit_bytes is None or b.used_bytes <= b.limit_bytes for b in (alone.hbm, alone.host))
     return Comparison(own=alone, fits=fits, problems=tuple(problems), best=best, differences=_differences(alone, best))
 

@@ -212,7 +212,11 @@ def _between(enough: int | None, least: int) -> str:
     below = f"{math.floor(least / 2**30 * 100) / 100:.2f} GiB"
     if enough is None:
         return f"no less than {below} (that less is not enough is proved, that as much is, is not)"
-    size = f"{math.ceil(enough / 2**30 * 100) / 100:.2f} GiB"
     if enough == least:
-        return f"{size} (proved the smallest)"
-    return f"{size} (less than {below} is proved not to be enough)"
+        return f"{in_gib(enough)} (proved the smallest)"
+    return f"{in_gib(enough)} (less than {below} is proved not to be enough)"
+
+
+def in_gib(size: int) -> str:
+    """A size of which so much is needed, in words: rounded up, as less would not do."""
+    return f"{math.ceil(size / 2**30 * 100) / 100:.2f} GiB"

@@ -306,6 +306,9 @@ def test_an_own_plan_that_does_not_fit_says_by_how_much() -> None:
     answer = compare(request(tables, hbm_gib=1), own)
     assert not answer.fits
     assert any("GiB more HBM" in problem for problem in answer.problems)
+    assert answer.own is not None
+    barely = request(tables, hbm_gib=(answer.own.hbm.used_bytes + answer.own.workspace_bytes - 8192) / 2**30)
+    assert compare(barely, own).problems == ("takes 0.01 GiB more HBM on a rank than there is",)
 
 
 def test_topologies_have_short_names() -> None:
