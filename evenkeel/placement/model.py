@@ -73,7 +73,8 @@ class Table:
         rows: Number of rows (keys), over all ranks.
         dim: Width of an embedding, in elements.
         ids_per_sample: Mean number of lookups of one sample, over all features that use the table.
-        value_bytes: Bytes of one element of the embedding and of its optimizer state: 4 or 2.
+        value_bytes: Bytes of one element of the embedding, 4 or 2; with DynamicEmb of its optimizer state too, which
+            takes 4 in TorchRec.
         optimizer: Decides the state kept beside each row.
         access: How often the keys are looked up.
         pooled: Whether the lookups of a sample are summed into one output row of each feature.

@@ -38,7 +38,7 @@ class CurvePoint:
         hbm_bytes: HBM of a rank, reservations included.
         host_bytes: Memory of a host, reservations included; `None` is unlimited.
         seconds: Time of a step; `None` where nothing fits.
-        bound_seconds: No plan is faster.
+        bound_seconds: No plan on the ratios of the curve, fewer than those of a plan, is faster.
     """
 
     hbm_bytes: int
