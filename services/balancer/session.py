@@ -58,23 +58,9 @@ class Session:
     """
 
     __slots__ = (
-        "_ahead",
-        "_limits",
-        "abandoned_at",
-        "caller",
-        "decided",
-        "draining",
-        "finished",
-        "floor",
-        "highest",
-        "id",
-        "last_message_at",
-        "memory",
-        "nodes",
-        "open_rounds",
-        "statistics",
-        "terms",
-    )
+        "_ahead", "_limits", "abandoned_at", "caller", "decided", "draining", "finished", "floor", "highest", "id",
+        "last_message_at", "memory", "nodes", "open_rounds", "statistics", "terms",
+    )  # fmt: skip
 
     def __init__(
         self,
