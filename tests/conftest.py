@@ -36,7 +36,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the tests for three lanes; files stay whole."""
+    """Orders the tests for their lanes; files stay whole."""
     items.sort(key=lambda item: turn(item.nodeid))
 
 

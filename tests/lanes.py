@@ -1,8 +1,9 @@
-"""Which tests may run beside which: three lanes, each of them one test after another.
+"""Which tests may run beside which, in lanes: each of them is one test after another.
 
 Many tests start services and ranks, mostly wait for them, and have bounds on how long something takes; no two of them
 run at the same time, and what runs beside them gives way to them. Others only compute, in one thread and without a
-clock. Of the rest, that start ranks but set them no tight bounds, a lane takes the next file when it has no other.
+clock. Of the rest, that start ranks but set them no tight bounds, each further lane takes the next file, and so do
+these two when they have no other.
 """
 
 from __future__ import annotations
