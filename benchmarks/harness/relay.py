@@ -17,15 +17,19 @@ from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 
 Submits = Callable[[int, pb.Submit], Iterable[pb.Submit]]
 Answers = Callable[[int, pb.Answer], Iterable[pb.Answer]]
+SubmitGroups = Callable[[int, pb.SubmitGroup], Iterable[pb.SubmitGroup]]
+AnswerGroups = Callable[[int, pb.AnswerGroup], Iterable[pb.AnswerGroup]]
 
 
 class Relay(pb_grpc.BalancerServiceServicer):
-    """Forwards streams to a balancer; what a test assigns to `submits` and `answers` sees every message first.
+    """Forwards streams to a balancer; what a test assigns to `submits` and so on sees every message first.
 
     Attributes:
         target: The port of the balancer.
         submits: From a rank and its submission to what is passed on.
         answers: From a rank and an answer to what is passed on; it may sleep, which holds this rank's stream.
+        submit_groups: From the leader of a node and what it submits to what is passed on.
+        answer_groups: From the leader of a node and what it is answered to what is passed on; it may sleep, too.
         seen: What tests count.
         lock: For tests whose functions share state: streams have threads of their own.
     """
@@ -37,6 +41,8 @@ class Relay(pb_grpc.BalancerServiceServicer):
         self._contexts: dict[int, Any] = {}
         self.submits: Submits
         self.answers: Answers
+        self.submit_groups: SubmitGroups
+        self.answer_groups: AnswerGroups
         self.heal()
         # Streams of ranks that gave up end only when the balancer's side does: leave room.
         self._server = grpc.server(ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)])
@@ -51,6 +57,8 @@ class Relay(pb_grpc.BalancerServiceServicer):
         """Passes everything on."""
         self.submits = lambda _rank, submit: [submit]
         self.answers = lambda _rank, answer: [answer]
+        self.submit_groups = lambda _rank, group: [group]
+        self.answer_groups = lambda _rank, group: [group]
 
     def cancel(self, rank: int) -> None:
         """Cancels the stream of a rank, on both sides."""
@@ -69,6 +77,10 @@ class Relay(pb_grpc.BalancerServiceServicer):
             def forward() -> None:
                 try:
                     for request in requests:
+                        if request.WhichOneof("request") == "submits":
+                            for submits in self.submit_groups(rank, request.submits):
+                                outgoing.put(pb.BalanceRequest(submits=submits))
+                            continue
                         for submit in self.submits(rank, request.submit):
                             outgoing.put(pb.BalanceRequest(submit=submit))
                     outgoing.put(None)
@@ -80,11 +92,15 @@ class Relay(pb_grpc.BalancerServiceServicer):
             threading.Thread(target=forward, daemon=True).start()
             try:
                 for response in call:
-                    if response.WhichOneof("response") != "answer":
+                    kind = response.WhichOneof("response")
+                    if kind == "answer":
+                        for answer in self.answers(rank, response.answer):
+                            yield pb.BalanceResponse(answer=answer)
+                    elif kind == "answers":
+                        for answers in self.answer_groups(rank, response.answers):
+                            yield pb.BalanceResponse(answers=answers)
+                    else:
                         yield response
-                        continue
-                    for answer in self.answers(rank, response.answer):
-                        yield pb.BalanceResponse(answer=answer)
             except grpc.RpcError as error:
                 context.abort(grpc.StatusCode.UNAVAILABLE, f"relay: {error.code()}")
             finally:

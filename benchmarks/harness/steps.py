@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ class Steps:
         slow: (rank, step) to the seconds that the rank's data takes there.
         bad_costs: (rank, step) at which a cost is NaN.
         big: (rank, step) at which the batch has 30 times the samples.
-        node_leader: Whether the ranks share one stream.
+        node_size: Ranks of a node, which share one stream; 0: each rank has its own.
         jumping_clock: Whether the ranks' wall clock jumps by up to a day, both ways, whenever Python reads it.
     """
 
@@ -66,7 +67,7 @@ class Steps:
     slow: dict[tuple[int, int], float] = field(default_factory=dict)
     bad_costs: frozenset[tuple[int, int]] = frozenset()
     big: frozenset[tuple[int, int]] = frozenset()
-    node_leader: bool = False
+    node_size: int = 0
     jumping_clock: bool = False
 
     def size(self, rank: int, step: int) -> int:
@@ -93,7 +94,7 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
     options = BalanceOptions(
         timeout=timedelta(seconds=steps.timeout),
         fallback=steps.fallback,  # type: ignore[arg-type]
-        node_leader=steps.node_leader,
+        node_leader=steps.node_size > 0,
     )
     bad = {step for at, step in steps.bad_costs if at == rank}
     calls = iter(range(steps.max_steps))
@@ -103,7 +104,12 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
         return torch.full_like(costs, torch.nan, dtype=torch.float64) if next(calls) in bad else costs
 
     jumping = _jumping_clock() if steps.jumping_clock else contextlib.nullcontext()
-    with jumping, Balancer.connect(steps.address, job=steps.name, options=options) as balancer:
+    node = {"EVENKEEL_NODE": f"node-{rank // steps.node_size}"} if steps.node_size else {}
+    with (
+        jumping,
+        mock.patch.dict(os.environ, node),
+        Balancer.connect(steps.address, job=steps.name, options=options) as balancer,
+    ):
         source: Any = _Source(steps, rank)
         loader = BalancedLoader(source, balancer, cost=cost, spec=SPEC, name=steps.loader)
         for step, batch in enumerate(loader):

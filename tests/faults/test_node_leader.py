@@ -19,7 +19,7 @@ from trainer_client import BalanceOptions
 
 
 def test_the_balancer_dies_and_comes_back(crew: Crew, balancer: ServiceProcess) -> None:
-    with crew.run(Steps(address=balancer.address, name="node-restart", node_leader=True)) as run:
+    with crew.run(Steps(address=balancer.address, name="node-restart", node_size=3)) as run:
         run.until(mode="service", times=3)
         balancer.kill()
         run.until(reason="breaker_open", times=3)
@@ -29,7 +29,7 @@ def test_the_balancer_dies_and_comes_back(crew: Crew, balancer: ServiceProcess) 
 
 
 def test_the_stream_of_the_node_is_cut(crew: Crew, balancer: ServiceProcess, proxy: TcpProxy) -> None:
-    with crew.run(Steps(address=proxy.address, name="node-cut", node_leader=True)) as run:
+    with crew.run(Steps(address=proxy.address, name="node-cut", node_size=3)) as run:
         for _ in range(3):
             run.until(mode="service", times=3)
             assert proxy.reset() >= 1
@@ -39,7 +39,7 @@ def test_the_stream_of_the_node_is_cut(crew: Crew, balancer: ServiceProcess, pro
 def test_the_leader_stands_still(crew: Crew, balancer: ServiceProcess) -> None:
     leader = crew.processes[0].pid
     assert leader is not None
-    with crew.run(Steps(address=balancer.address, name="node-paused", node_leader=True)) as run:
+    with crew.run(Steps(address=balancer.address, name="node-paused", node_size=3)) as run:
         for _ in range(3):
             run.until(mode="service", times=3)
             os.kill(leader, signal.SIGSTOP)

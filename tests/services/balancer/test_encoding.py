@@ -120,6 +120,11 @@ def test_arrays_of_a_node_that_do_not_fit_each_other_are_refused() -> None:
         setattr(wrong.decision, name, getattr(wrong.decision, name)[:-1])
         with pytest.raises(MalformedAnswerError, match=name):
             split_answer(wrong)
+    for number in (1 + 2**32, -1 - 2**31):  # as i32 they would be ranks
+        wrong = pb.AnswerNode.FromString(told.SerializeToString())
+        wrong.decision.destinations = np.full(121, number, "<i8").tobytes()
+        with pytest.raises(MalformedAnswerError, match="destinations holds values out of range"):
+            split_answer(wrong)
 
 
 @pytest.mark.parametrize("result", [REFUSAL, identity(Reason.DEADLINE, "rank 1 did not come", (1,))])

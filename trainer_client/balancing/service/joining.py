@@ -121,9 +121,12 @@ def _cut(name: str, data: bytes, counts: NDArray[Any], width: int, dtype: str) -
     each = next((size for size in _WIDTHS if len(data) == size * total), 0)
     if not each:
         raise MalformedAnswerError(f"{name} has {len(data)} bytes, not {total} numbers")
-    wide = np.frombuffer(data, "<i8" if each == 8 else f"<u{each}").astype(dtype).tobytes()
-    row = width * int(dtype[-1])
-    return [wide[row * begin : row * end] for begin, end in pairwise(accumulate(counts.tolist(), initial=0))]
+    values = np.frombuffer(data, "<i8" if each == 8 else f"<u{each}")
+    wide = values.astype(dtype)
+    if each > wide.itemsize and not np.array_equal(wide, values):
+        raise MalformedAnswerError(f"{name} holds values out of range")
+    told, row = wide.tobytes(), width * wide.itemsize
+    return [told[row * begin : row * end] for begin, end in pairwise(accumulate(counts.tolist(), initial=0))]
 
 
 def _numbers(name: str, data: bytes, count: int | None = None) -> NDArray[np.int64]:

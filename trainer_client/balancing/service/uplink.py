@@ -241,10 +241,12 @@ class Uplink:
     def _answered(self, node: pb.AnswerNode) -> None:
         try:
             answers = split_answer(node)
-        except ValueError as error:  # whatever a service may say, the job goes on
-            self._listener.noted(f"malformed answer to round {node.round}: {error}")
-        else:
-            self._listener.answered(answers)
+        except ValueError as error:  # whatever a service may say, the job goes on, and no rank waits for more
+            said = pb.Error(message=f"malformed answer to round {node.round}: {error}")
+            answers = [
+                pb.Answer(round=node.round, rank=rank, error=said) for rank in self._join.ranks or (self._join.rank,)
+            ]
+        self._listener.answered(answers)
 
     def _lose_patience(self, call: grpc.Call) -> None:
         self._timed_out = call
