@@ -101,7 +101,7 @@ def soak(
         injected = job = 0
         while injected < faults:
             job += 1
-            steps = make_steps(rng, world_size, proxy.address, f"soak-{job}", timeout)
+            steps = make_steps(rng, world_size, proxy.address, f"soak-{job}", timeout, shared=job % 2 == 0)
             ended: list[Run] = []
             try:
                 with crew.run(steps) as run:
@@ -124,7 +124,7 @@ def soak(
 
 def one_fault(rng: random.Random, harm: Harm, run: Run, tally: Tally) -> int:
     """Injects one fault and, mostly, waits until the service balances again."""
-    kind = harm.pick()
+    kind = harm.pick(run)
     if not harm.inject(kind, run):
         tally.missed[kind] += 1
         harm.heal()
@@ -142,9 +142,11 @@ def one_fault(rng: random.Random, harm: Harm, run: Run, tally: Tally) -> int:
     return 1
 
 
-def make_steps(rng: random.Random, world_size: int, address: str, name: str, timeout: float) -> Steps:
-    """A job of which some ranks are slow, wrong or large at some steps."""
-    steps = Steps(address=address, name=name, timeout=timeout)
+def make_steps(rng: random.Random, world_size: int, address: str, name: str, timeout: float, *, shared: bool) -> Steps:
+    """A job of which some ranks are slow, wrong or large at some steps; if `shared`, all but one share a stream."""
+    steps = Steps(
+        address=address, name=name, timeout=timeout, node_size=world_size - 1 if shared and world_size > 2 else 0
+    )
 
     def some(share: float) -> list[tuple[int, int]]:
         ats = [(rank, step) for rank in range(world_size) for step in range(20_000) if rng.random() < share]

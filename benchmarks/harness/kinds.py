@@ -6,11 +6,13 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.crew import Run
+from benchmarks.harness.forged_nodes import ANSWERS, CONTRADICTED, SUBMITS, UNTOLD, Change, held
 from benchmarks.harness.proxy import TcpProxy
 from benchmarks.harness.relay import Relay
 from evenkeel.protocol import balancer_pb2 as pb
@@ -58,19 +60,28 @@ class Harm:
             "submission doubled": (5.0, lambda run: self._submit(run, lambda submit: [submit, submit])),
             "submission late": (5.0, lambda run: self._submit(run, self._late(run.steps.timeout))),
         }
+        doubled: dict[str, Change] = {"doubled": lambda message: [message, message]}
+        answers, submits = ANSWERS | UNTOLD | doubled, SUBMITS | doubled | {"contradicted": CONTRADICTED}
+        submits["lost"] = lambda message: []
+        self._of_nodes: dict[str, tuple[float, Callable[[Run], bool]]] = {
+            "node's answers reordered": (5.0, lambda run: self._reorder(run, "answer_groups", 0)),
+        }
+        for what, side, found in (("answer", "answer_groups", answers), ("submission", "submit_groups", submits)):
+            for name, change in found.items():
+                self._of_nodes[f"node's {what}: {name}"] = 2.0, partial(self._once, side=side, change=change, victim=0)
+            self._of_nodes[f"node's {what} late"] = 5.0, partial(self._hold_node, side=side)
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._kinds)
-
-    def pick(self) -> str:
+    def pick(self, run: Run) -> str:
         """A kind by weight: restarts take seconds, so they are rarer."""
-        names = self.names
-        return self._rng.choices(names, [self._kinds[name][0] for name in names])[0]
+        kinds = self._all(run)
+        return self._rng.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
 
     def inject(self, kind: str, run: Run) -> bool:
         """Injects a fault; returns whether it met anything."""
-        return self._kinds[kind][1](run)
+        return self._all(run)[kind][1](run)
+
+    def _all(self, run: Run) -> dict[str, tuple[float, Callable[[Run], bool]]]:
+        return self._kinds | self._of_nodes if run.steps.node_size else self._kinds
 
     def heal(self) -> None:
         """Undoes every fault that lasts."""
@@ -122,48 +133,51 @@ class Harm:
         self._proxy.cut_after = self._rng.randint(1, 600)
         return self._wait(run, lambda: self._proxy.cut_after is None)
 
-    def _late(self, timeout: float) -> Callable[[Any], list[Any]]:
+    def _late(self, timeout: float) -> Change:
         seconds = self._rng.uniform(0.2, 2.0) * timeout
+        return lambda message: held(message, seconds)
 
-        def hold(message: Any) -> list[Any]:
-            time.sleep(seconds)
-            return [message]
-
-        return hold
-
-    def _answer(self, run: Run, change: Callable[[Any], list[Any]]) -> bool:
+    def _answer(self, run: Run, change: Change) -> bool:
         return self._once(run, "answers", change)
 
-    def _submit(self, run: Run, change: Callable[[Any], list[Any]]) -> bool:
+    def _submit(self, run: Run, change: Change) -> bool:
         return self._once(run, "submits", change)
 
-    def _once(self, run: Run, side: str, change: Callable[[Any], list[Any]]) -> bool:
-        victim, done = self._rng.randrange(self._world_size), threading.Event()
+    def _hold_node(self, run: Run, side: str) -> bool:
+        return self._once(run, side, self._late(run.steps.timeout), 0)
 
-        def pass_on(rank: int, message: Any) -> list[Any]:
+    def _alone(self, run: Run) -> int:
+        """A rank that has a stream of its own."""
+        return self._rng.randrange(run.steps.node_size, self._world_size)
+
+    def _once(self, run: Run, side: str, change: Change, victim: int | None = None) -> bool:
+        """Changes one message of the stream of a rank, by default of one that has a stream of its own."""
+        victim, done = self._alone(run) if victim is None else victim, threading.Event()
+
+        def pass_on(rank: int, message: Any) -> Iterable[Any]:
             with self._relay.lock:
-                if rank != victim or done.is_set():
+                if rank != victim or done.is_set() or (others := change(message)) is None:
                     return [message]
                 done.set()
-            return change(message)
+            return others
 
         setattr(self._relay, side, pass_on)
         return self._wait(run, done.is_set)
 
-    def _reorder(self, run: Run) -> bool:
-        victim, held, done = self._rng.randrange(self._world_size), list[pb.Answer](), threading.Event()
+    def _reorder(self, run: Run, side: str = "answers", victim: int | None = None) -> bool:
+        victim, kept, done = self._alone(run) if victim is None else victim, list[Any](), threading.Event()
 
-        def answers(rank: int, answer: pb.Answer) -> list[pb.Answer]:
+        def answers(rank: int, answer: Any) -> list[Any]:
             with self._relay.lock:
                 if rank != victim or done.is_set():
                     return [answer]
-                if not held:
-                    held.append(answer)
+                if not kept:
+                    kept.append(answer)
                     return []
                 done.set()
-                return [answer, held[0]]
+                return [answer, kept[0]]
 
-        self._relay.answers = answers
+        setattr(self._relay, side, answers)
         return self._wait(run, done.is_set)
 
     def _stale(self, run: Run) -> bool:
