@@ -74,8 +74,8 @@ def echo_server(reply_bytes: int) -> Iterator[tuple[int, int]]:
         process.join()
 
 
-def run_load(load: Load, num_processes: int) -> list[Timing]:
-    """Spreads the ranks over processes and lets them go through the rounds."""
+def run_load(load: Load, num_processes: int, seconds: float = _STARTUP_SECONDS) -> list[Timing]:
+    """Spreads the ranks over processes and lets them go through the rounds, within so many seconds."""
     streams = -(-load.world_size // load.ranks_per_stream)
     num_processes = min(num_processes, streams)
     bounds = [streams * i // num_processes * load.ranks_per_stream for i in range(num_processes)] + [load.world_size]
@@ -87,7 +87,7 @@ def run_load(load: Load, num_processes: int) -> list[Timing]:
     for process in processes:
         process.start()
     try:
-        return [results.get(timeout=_STARTUP_SECONDS) for _ in processes]
+        return [results.get(timeout=seconds) for _ in processes]
     finally:
         for process in processes:
             process.join(10)
