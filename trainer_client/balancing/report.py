@@ -46,6 +46,7 @@ class RoundReport:
         ranks: The ranks that the reason is about.
         home_loads: (world size,) float64, load of each rank's own samples.
         own_load: Load of the samples that this rank trains.
+        max_load_before: Largest load over speed as loaded.
         max_load: Largest load over speed after the round, with what the exchange of split samples takes; NaN if only
             single ranks know.
         imbalance_before: Max/mean of load over speed as loaded.
@@ -73,6 +74,7 @@ class RoundReport:
     ranks: tuple[int, ...]
     home_loads: NDArray[np.float64]
     own_load: float
+    max_load_before: float
     max_load: float
     imbalance_before: float
     imbalance: float
@@ -187,6 +189,7 @@ def report_round(
                 ranks=verdict.ranks,
                 home_loads=home_loads,
                 own_load=plan.loads[batch] if plan.loads else float(home_loads[rank]),
+                max_load_before=figures.max_load_before,
                 max_load=figures.max_load_after,
                 imbalance_before=figures.imbalance_before,
                 imbalance=figures.imbalance_after,

@@ -107,7 +107,8 @@ class RankMeasures:
         )
         self._saved = self._counter(
             "saved_seconds_total",
-            "Estimate of the time that balancing saved: step time x (imbalance before / after - 1).", "loader",
+            "Estimate of the time that balancing saved: step time x (largest load over speed before / after - 1).",
+            "loader",
         )  # fmt: skip
         self._lost = self._counter(
             "lost_seconds_total",
@@ -152,7 +153,8 @@ class RankMeasures:
         loader = self._loaders.label(loader)
         self._step.labels(self._job, self._rank, loader).observe(seconds)
         if math.isfinite(report.imbalance) and report.imbalance >= 1:
-            gain = max(0.0, report.imbalance_before / report.imbalance - 1)
+            # Of loads, not of imbalances: where ranks differ in speed, each of these is over a mean of its own.
+            gain = max(0.0, report.max_load_before / report.max_load - 1) if report.max_load else 0.0
             self._saved.labels(self._job, self._rank, loader).inc(seconds * gain)
             self._lost.labels(self._job, self._rank, loader).inc(seconds * (1 - 1 / report.imbalance))
 

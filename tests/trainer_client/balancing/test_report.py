@@ -14,6 +14,7 @@ from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import RoundReport, report_round
 from trainer_client.balancing.tickets import nothing_to_do
 from trainer_client.balancing.votes import Vote
+from trainer_client.observing.measures import RankMeasures
 
 SAMPLES = RankSamples(costs=np.array([4, 6]), lengths=np.array([[1], [2]]), sizes=np.array([8, 16]), batch_sizes=(2,))
 VOTES = [Vote(round=0, samples=2, load=10.0, heaviest=6.0), Vote(round=0, samples=1, load=10.0, heaviest=10.0)]
@@ -33,7 +34,7 @@ def test_without_a_plan_a_batch_is_as_even_as_it_was_loaded(speeds: list[float] 
     found = report(RankPlan.staying(0, SAMPLES, 1), Mode.IDENTITY, speeds=speeds)
     times = np.array([10.0, 10.0]) / np.array(speeds or [1.0, 1.0])
     assert found.imbalance_before == found.imbalance == times.max() / times.mean(), "max/mean of load over speed"
-    assert found.max_load == times.max()
+    assert found.max_load == found.max_load_before == times.max()
     assert (found.own_load, found.samples, found.own_samples, found.moved_samples) == (10.0, 3, 2, 0)
     assert (found.size, found.moved_size, found.wait_seconds) == (24, 0, 0.5)
     assert found.lower_bound == 10.0 or (speeds and np.isnan(found.lower_bound))
@@ -50,3 +51,9 @@ def test_a_plan_tells_its_own_figures() -> None:
     assert (found.moved_samples, found.size, found.moved_size, found.partition_seconds) == (1, 40, 16, 0.25)
     assert found.imbalance_before == pytest.approx(4 / 3)
     assert found.moved_share == 0.4
+    # Of ranks that differ in speed the mean of load over speed changes, too: what is saved is told by the largest.
+    measures = RankMeasures(job="job", rank=0)
+    measures.step("train", found, 7.0)
+    labels = {"job": "job", "rank": "0", "loader": "train"}
+    saved = measures.registry.get_sample_value("evenkeel_trainer_saved_seconds_total", labels)
+    assert saved == pytest.approx(7.0 * (10.0 / 7.0 - 1))
