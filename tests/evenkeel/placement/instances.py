@@ -8,7 +8,7 @@ import scipy.sparse as sp
 from evenkeel.placement import PlanRequest, Runtime, Step, Table, Topology, Zipf
 from evenkeel.placement.knapsack import Knapsack
 from evenkeel.placement.layers import SLACK
-from evenkeel.placement.milp import solve_milp
+from evenkeel.placement.milp import MilpResult, solve_milp
 from evenkeel.placement.placement_problem import PlacementProblem
 
 
@@ -64,12 +64,13 @@ def brute_force_knapsack(problem: Knapsack) -> float:
     return best
 
 
-def highs_knapsack(problem: Knapsack, gap: float = 0.0) -> float:
+def solve_by_highs(problem: Knapsack, gap: float = 0.0, enough: float | None = None) -> MilpResult:
+    """The program as it is, without any of the planner's own search."""
     items, options = problem.cost.shape
     rows = [sp.kron(sp.eye(items), np.ones((1, options)))]
     rows += [sp.csr_matrix(problem.use[b].reshape(1, -1)) for b in range(2)]
     ones = np.ones(items)
-    result = solve_milp(
+    return solve_milp(
         problem.cost.ravel(),
         sp.vstack(rows).tocsr(),
         np.concatenate([ones, [-np.inf, -np.inf]]),
@@ -77,8 +78,8 @@ def highs_knapsack(problem: Knapsack, gap: float = 0.0) -> float:
         np.ones(items * options, dtype=bool),
         np.ones(items * options),
         gap=gap,
+        enough=enough,
     )
-    return result.objective
 
 
 def brute_force_groups(problem: PlacementProblem) -> float:

@@ -11,7 +11,6 @@ import pytest
 from evenkeel.placement import (
     InvalidInputError,
     Mode,
-    OwnPlacement,
     Plan,
     PlanRequest,
     Sharding,
@@ -20,10 +19,8 @@ from evenkeel.placement import (
     Table,
     Topology,
     Zipf,
-    compare,
     parse_topology,
     plan,
-    what_if,
 )
 from evenkeel.placement.access import power_law
 from evenkeel.placement.codec import decode, encode
@@ -103,35 +100,6 @@ def test_a_cache_smaller_than_the_prefetched_keys_is_not_planned() -> None:
     assert caught.value.field == "tables[0].modes"
 
 
-@pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
-def test_what_does_not_fit_names_budgets_that_do(runtime: str) -> None:
-    patient = SolverOptions(time_limit_s=200)
-    asked = request(random_tables(20, 2), hbm_gib=1.2, host_gib=8, runtime=runtime, solver=patient)
-    found = plan(asked)
-    assert found.status is Status.INFEASIBLE
-    shortage = found.shortage
-    assert shortage is not None
-    assert shortage.smallest_hbm_bytes is not None
-    assert shortage.tables
-    enough = replace(asked, topology=replace(asked.topology, hbm_bytes=shortage.smallest_hbm_bytes))
-    assert plan(enough).status is Status.OPTIMAL
-    assert shortage.least_hbm_bytes == shortage.smallest_hbm_bytes
-    less = replace(asked, topology=replace(asked.topology, hbm_bytes=shortage.least_hbm_bytes - 4096))
-    assert plan(less).status is Status.INFEASIBLE
-
-
-def test_reservations_are_taken_off_and_put_back() -> None:
-    asked = request(random_tables(10, 2), hbm_gib=1, host_gib=1)
-    topology = replace(
-        asked.topology, hbm_reserved_fraction=0.3, hbm_reserved_bytes=1 << 30, host_reserved_fraction=0.2
-    )
-    shortage = plan(replace(asked, topology=topology)).shortage
-    assert shortage is not None
-    assert shortage.smallest_hbm_bytes is not None
-    enough = replace(topology, hbm_bytes=shortage.smallest_hbm_bytes)
-    assert plan(replace(asked, topology=enough)).status is Status.OPTIMAL
-
-
 def test_splitting_groups_never_costs_and_says_how() -> None:
     found = plan(request(random_tables(15, 9), hbm_gib=2.2))
     assert found.split is not None
@@ -195,35 +163,6 @@ def test_the_time_does_not_depend_on_the_order_of_the_tables() -> None:
     assert forward.seconds == pytest.approx(backward.seconds)
 
 
-def test_a_curve_of_tables_on_single_ranks_is_one_of_plans() -> None:
-    tables = random_tables(3, 3, sharding=Sharding.TABLE_WISE)
-    asked = request(tables, hbm_gib=6, runtime="torchrec", ranks=4, solver=SolverOptions(ratio_steps=5))
-    answer = what_if(asked, hbm_bytes=(asked.topology.hbm_bytes, asked.topology.hbm_bytes + (4 << 30)))
-    for point in answer.curve:
-        own = plan(replace(asked, topology=replace(asked.topology, hbm_bytes=point.hbm_bytes)), split=False)
-        assert own.bound_seconds is not None
-        assert point.seconds is not None
-        assert point.seconds >= own.bound_seconds * (1 - 1e-9)
-        assert point.seconds == pytest.approx(own.seconds, rel=0.02)
-    assert answer.plan.seconds is not None
-    assert answer.next_hbm_gib_saves_seconds is not None
-    assert answer.next_hbm_gib_saves_seconds <= answer.plan.seconds - own.bound_seconds + 1e-9
-
-
-def test_what_if_is_a_falling_curve_through_the_plan() -> None:
-    asked = request(random_tables(12, 8), hbm_gib=5)
-    answer = what_if(asked, points=12)
-    times = [p.seconds for p in answer.curve if p.seconds is not None]
-    assert len(times) > 5
-    assert times == sorted(times, reverse=True)
-    assert answer.next_hbm_gib_saves_seconds is not None
-    assert answer.next_hbm_gib_saves_seconds > 0
-    values = [value.seconds_per_gib for value in answer.tables]
-    assert values == sorted(values, reverse=True)
-    here = what_if(asked, hbm_bytes=(asked.topology.hbm_bytes,)).curve[0]
-    assert here.seconds == pytest.approx(answer.plan.seconds, rel=2e-3)
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_more_hbm_is_worth_to_a_table_has_the_fixed_time_of_modules_in_it(count: int) -> None:
     tables = tuple(
@@ -251,64 +190,6 @@ def test_what_more_hbm_is_worth_to_a_table_has_the_fixed_time_of_modules_in_it(c
                 more = there.placements[index].hbm_bytes - placed.hbm_bytes
                 gains.append((today.seconds - there.seconds) / more * 2**30 if more > 0 else 0.0)
         assert placed.seconds_per_gib == pytest.approx(max(gains))
-
-
-def test_what_if_is_a_falling_curve_over_the_memory_of_a_host_too() -> None:
-    asked = request(random_tables(12, 8), hbm_gib=1.5, host_gib=60)
-    answer = what_if(asked, points=0, host_points=8)
-    assert not answer.curve
-    sizes = [p.host_bytes for p in answer.host_curve]
-    assert sizes == sorted(sizes, key=lambda size: size or 0)
-    assert {p.hbm_bytes for p in answer.host_curve} == {asked.topology.hbm_bytes}
-    times = [p.seconds for p in answer.host_curve]
-    assert len(times) > 5
-    assert None not in times
-    assert times == sorted(times, key=lambda seconds: -(seconds or 0.0))
-    assert times[0] != times[-1]
-    for point in answer.host_curve:
-        alone = plan(replace(asked, topology=replace(asked.topology, host_bytes=point.host_bytes)))
-        assert alone.seconds is not None
-        assert point.seconds is not None
-        assert alone.seconds <= point.seconds * 1.002
-    boundless = plan(replace(asked, topology=replace(asked.topology, host_bytes=None)))
-    assert boundless.seconds == pytest.approx(times[-1], rel=2e-3)
-
-
-def test_pooled_ratios_are_what_the_runtime_makes_of_them() -> None:
-    small = Table(name="a", rows=1_000_000, dim=128)
-    large = Table(name="b", rows=10_000_000, dim=128)
-    asked = request((small, large), hbm_gib=40)
-    own = (OwnPlacement(table="a", mode=Mode.HBM_ONLY), OwnPlacement(table="b", mode=Mode.HYBRID, ratio=0.1))
-    answer = compare(asked, own)
-    assert answer.own is not None
-    assert {(p.mode, round(p.ratio, 4)) for p in answer.own.placements} == {(Mode.HYBRID, round(2 / 11, 4))}
-    assert any("pooled" in problem for problem in answer.problems)
-    assert answer.best.seconds is not None
-    assert answer.own.seconds is not None
-    assert answer.best.seconds < answer.own.seconds
-    assert answer.differences[0].saves_seconds > 0
-
-
-def test_an_own_plan_that_is_the_best_has_no_differences() -> None:
-    asked = request(random_tables(8, 6), hbm_gib=2)
-    best = plan(asked)
-    own = tuple(OwnPlacement(table=p.table, mode=p.mode, ratio=p.ratio) for p in best.placements)
-    answer = compare(asked, own)
-    assert answer.fits
-    assert not answer.differences
-    assert answer.own is not None
-    assert answer.own.seconds == pytest.approx(best.seconds)
-
-
-def test_an_own_plan_that_does_not_fit_says_by_how_much() -> None:
-    tables = random_tables(8, 6)
-    own = tuple(OwnPlacement(table=t.name, mode=Mode.HBM_ONLY) for t in tables)
-    answer = compare(request(tables, hbm_gib=1), own)
-    assert not answer.fits
-    assert any("GiB more HBM" in problem for problem in answer.problems)
-    assert answer.own is not None
-    barely = request(tables, hbm_gib=(answer.own.hbm.used_bytes + answer.own.workspace_bytes - 8192) / 2**30)
-    assert compare(barely, own).problems == ("takes 0.01 GiB more HBM on a rank than there is",)
 
 
 def test_topologies_have_short_names() -> None:
@@ -357,19 +238,6 @@ def test_bad_input_is_refused_by_field(build: object, field: str) -> None:
     assert caught.value.remedy
 
 
-def test_smallest_budgets_are_proved_or_given_as_an_interval() -> None:
-    tables = tuple(replace(table, group=f"m{i % 4}") for i, table in enumerate(random_tables(12, 0)))
-    asked = request(tables, hbm_gib=2, host_gib=18.8, solver=SolverOptions(time_limit_s=2.5))
-    shortage = plan(asked, clock=time.process_time).shortage
-    assert shortage is not None
-    assert shortage.least_host_bytes is not None
-    assert shortage.smallest_host_bytes is not None
-    # 21,398.25 MiB is the least by a program that HiGHS proves in some seconds, of tables that 8 ranks of a host share.
-    assert shortage.least_host_bytes <= 21_398.25 * 2**20 <= shortage.smallest_host_bytes <= 23_000 * 2**20
-    enough = replace(asked, topology=replace(asked.topology, host_bytes=shortage.smallest_host_bytes))
-    assert plan(enough, clock=time.process_time).status is not Status.INFEASIBLE
-
-
 @pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
 def test_contradicting_pins_are_named(runtime: str) -> None:
     first, second, third, fourth = random_tables(4, 1)
@@ -384,20 +252,3 @@ def test_contradicting_pins_are_named(runtime: str) -> None:
         assert caught.value.field == "tables[2].modes"
     else:
         assert plan(request(modes, hbm_gib=20, runtime=runtime)).status is Status.OPTIMAL
-
-
-def test_a_table_that_fits_no_rank_is_named() -> None:
-    small, large = (Table(name=name, rows=rows, dim=128) for name, rows in (("small", 1000), ("large", 40_000_000)))
-    tables = tuple(replace(table, sharding=Sharding.TABLE_WISE) for table in (small, large))
-    asked = request(tables, hbm_gib=4, host_gib=40, runtime="torchrec", ranks=2)
-    found = plan(asked)
-    assert found.status is Status.INFEASIBLE
-    assert found.shortage is not None
-    assert found.shortage.tables[0] == "large"
-    assert "no shard fits on a rank (large)" in found.shortage.explanation
-    assert found.shortage.smallest_host_bytes is not None
-    enough = replace(asked, topology=replace(asked.topology, host_bytes=found.shortage.smallest_host_bytes))
-    assert plan(enough).seconds is not None
-    assert found.shortage.least_host_bytes is not None
-    less = replace(asked, topology=replace(asked.topology, host_bytes=found.shortage.least_host_bytes - 4096))
-    assert plan(less).status is Status.INFEASIBLE

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from evenkeel.placement import Sharding, SolverOptions, Status, Table, plan
+from tests.evenkeel.placement.instances import random_tables, request
+
+
+@pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
+def test_what_does_not_fit_names_budgets_that_do(runtime: str) -> None:
+    patient = SolverOptions(time_limit_s=200)
+    asked = request(random_tables(20, 2), hbm_gib=1.2, host_gib=8, runtime=runtime, solver=patient)
+    found = plan(asked)
+    assert found.status is Status.INFEASIBLE
+    shortage = found.shortage
+    assert shortage is not None
+    assert shortage.smallest_hbm_bytes is not None
+    assert shortage.tables
+    enough = replace(asked, topology=replace(asked.topology, hbm_bytes=shortage.smallest_hbm_bytes))
+    assert plan(enough).status is Status.OPTIMAL
+    assert shortage.least_hbm_bytes == shortage.smallest_hbm_bytes
+    less = replace(asked, topology=replace(asked.topology, hbm_bytes=shortage.least_hbm_bytes - 4096))
+    assert plan(less).status is Status.INFEASIBLE
+
+
+def test_reservations_are_taken_off_and_put_back() -> None:
+    asked = request(random_tables(10, 2), hbm_gib=1, host_gib=1)
+    topology = replace(
+        asked.topology, hbm_reserved_fraction=0.3, hbm_reserved_bytes=1 << 30, host_reserved_fraction=0.2
+    )
+    shortage = plan(replace(asked, topology=topology)).shortage
+    assert shortage is not None
+    assert shortage.smallest_hbm_bytes is not None
+    enough = replace(topology, hbm_bytes=shortage.smallest_hbm_bytes)
+    assert plan(replace(asked, topology=enough)).status is Status.OPTIMAL
+
+
+def test_smallest_budgets_are_proved_or_given_as_an_interval() -> None:
+    tables = tuple(replace(table, group=f"m{i % 4}") for i, table in enumerate(random_tables(12, 0)))
+    asked = request(tables, hbm_gib=2, host_gib=18.8, solver=SolverOptions(time_limit_s=2.5))
+    shortage = plan(asked, clock=time.process_time).shortage
+    assert shortage is not None
+    assert shortage.least_host_bytes is not None
+    assert shortage.smallest_host_bytes is not None
+    # 21,398.25 MiB is the least by a program that HiGHS proves in some seconds, of tables that 8 ranks of a host share.
+    assert shortage.least_host_bytes <= 21_398.25 * 2**20 <= shortage.smallest_host_bytes <= 23_000 * 2**20
+    enough = replace(asked, topology=replace(asked.topology, host_bytes=shortage.smallest_host_bytes))
+    assert plan(enough, clock=time.process_time).status is not Status.INFEASIBLE
+
+
+def test_a_table_that_fits_no_rank_is_named() -> None:
+    small, large = (Table(name=name, rows=rows, dim=128) for name, rows in (("small", 1000), ("large", 40_000_000)))
+    tables = tuple(replace(table, sharding=Sharding.TABLE_WISE) for table in (small, large))
+    asked = request(tables, hbm_gib=4, host_gib=40, runtime="torchrec", ranks=2)
+    found = plan(asked)
+    assert found.status is Status.INFEASIBLE
+    assert found.shortage is not None
+    assert found.shortage.tables[0] == "large"
+    assert "no shard fits on a rank (large)" in found.shortage.explanation
+    assert found.shortage.smallest_host_bytes is not None
+    enough = replace(asked, topology=replace(asked.topology, host_bytes=found.shortage.smallest_host_bytes))
+    assert plan(enough).seconds is not None
+    assert found.shortage.least_host_bytes is not None
+    less = replace(asked, topology=replace(asked.topology, host_bytes=found.shortage.least_host_bytes - 4096))
+    assert plan(less).status is Status.INFEASIBLE

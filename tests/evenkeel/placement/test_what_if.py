@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from evenkeel.placement import Sharding, SolverOptions, plan, what_if
+from tests.evenkeel.placement.instances import random_tables, request
+
+
+def test_what_if_is_a_falling_curve_through_the_plan() -> None:
+    asked = request(random_tables(12, 8), hbm_gib=5)
+    answer = what_if(asked, points=12)
+    times = [p.seconds for p in answer.curve if p.seconds is not None]
+    assert len(times) > 5
+    assert times == sorted(times, reverse=True)
+    assert answer.next_hbm_gib_saves_seconds is not None
+    assert answer.next_hbm_gib_saves_seconds > 0
+    values = [value.seconds_per_gib for value in answer.tables]
+    assert values == sorted(values, reverse=True)
+    here = what_if(asked, hbm_bytes=(asked.topology.hbm_bytes,)).curve[0]
+    assert here.seconds == pytest.approx(answer.plan.seconds, rel=2e-3)
+
+
+def test_what_if_is_a_falling_curve_over_the_memory_of_a_host_too() -> None:
+    asked = request(random_tables(12, 8), hbm_gib=1.5, host_gib=60)
+    answer = what_if(asked, points=0, host_points=8)
+    assert not answer.curve
+    sizes = [p.host_bytes for p in answer.host_curve]
+    assert sizes == sorted(sizes, key=lambda size: size or 0)
+    assert {p.hbm_bytes for p in answer.host_curve} == {asked.topology.hbm_bytes}
+    times = [p.seconds for p in answer.host_curve]
+    assert len(times) > 5
+    assert None not in times
+    assert times == sorted(times, key=lambda seconds: -(seconds or 0.0))
+    assert times[0] != times[-1]
+    for point in answer.host_curve:
+        alone = plan(replace(asked, topology=replace(asked.topology, host_bytes=point.host_bytes)))
+        assert alone.seconds is not None
+        assert point.seconds is not None
+        assert alone.seconds <= point.seconds * 1.002
+    boundless = plan(replace(asked, topology=replace(asked.topology, host_bytes=None)))
+    assert boundless.seconds == pytest.approx(times[-1], rel=2e-3)
+
+
+def test_a_curve_of_tables_on_single_ranks_is_one_of_plans() -> None:
+    tables = random_tables(3, 3, sharding=Sharding.TABLE_WISE)
+    asked = request(tables, hbm_gib=6, runtime="torchrec", ranks=4, solver=SolverOptions(ratio_steps=5))
+    answer = what_if(asked, hbm_bytes=(asked.topology.hbm_bytes, asked.topology.hbm_bytes + (4 << 30)))
+    for point in answer.curve:
+        own = plan(replace(asked, topology=replace(asked.topology, hbm_bytes=point.hbm_bytes)), split=False)
+        assert own.bound_seconds is not None
+        assert point.seconds is not None
+        assert point.seconds >= own.bound_seconds * (1 - 1e-9)
+        assert point.seconds == pytest.approx(own.seconds, rel=0.02)
+    assert answer.plan.seconds is not None
+    assert answer.next_hbm_gib_saves_seconds is not None
+    assert answer.next_hbm_gib_saves_seconds <= answer.plan.seconds - own.bound_seconds + 1e-9
