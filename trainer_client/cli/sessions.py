@@ -182,7 +182,8 @@ def watch(
     Raises:
         grpc.RpcError: If no balancer answers.
         OSError: If the file cannot be written.
-        LookupError: If there is no such job at the first look, on no balancer behind the address.
+        LookupError: If there is no such job at the first look, on no balancer behind the address, and looks are
+            counted; else it is waited for.
     """
     console = Console()
     several = len(balancers) > 1
@@ -190,9 +191,10 @@ def watch(
     found, mute = look(balancers, job, rates, seen)  # rates need two looks
     if job and not found:
         unsure = f", and no answer from {', '.join(mute)}" if mute else ""
-        raise LookupError(
-            f"there is no job {printable(job)!r}{unsure}; evenkeel top without --job shows those there are"
-        )
+        missing = f"there is no job {printable(job)!r}{unsure}; evenkeel top without --job shows those there are"
+        if count:
+            raise LookupError(missing)
+        typer.echo(f"note: {address}: {missing}; waiting for it", err=True)
     time.sleep(min(interval, _FIRST_SECONDS))
     with contextlib.ExitStack() as stack:
         live = None

@@ -24,8 +24,8 @@ def top(
 ) -> None:
     """Show the live jobs of a balancer, or of all behind a name: how even they are, and how fast they go.
 
-    Exit code: 0 at the end, also if nobody reads on, 1 if no balancer answers or there is no such job, 2 if the command
-    line is wrong.
+    A job that is not there yet is waited for, unless looks are counted. Exit code: 0 at the end, also if nobody reads
+    on, 1 if no balancer answers or a counted look finds no such job, 2 if the command line is wrong.
     """
     import contextlib
     import os
