@@ -9,6 +9,8 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.highs import Highs
+
 FloatArray = npt.NDArray[np.float64]
 
 # A price is in units of (all of the cost) per (all of a budget): far above any that an optimum needs.
@@ -65,8 +67,7 @@ def maximise_dual(
     dual.points.append(evaluate(np.zeros(2)))
     if np.all(dual.points[0].excess <= 0) or dual.points[0].value >= cutoff:
         return dual
-    model = highspy.Highs()  # type: ignore[no-untyped-call]
-    model.setOptionValue("output_flag", False)
+    model = Highs()
     model.setOptionValue("presolve", "off")
     infinity = highspy.kHighsInf
     model.addCol(-1.0, -infinity, infinity, 0, np.array([], dtype=np.int32), np.array([], dtype=np.float64))

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
+from evenkeel.placement.highs import Highs
 from evenkeel.placement.limits import SolveCancelledError, Watch
 
 FloatArray = npt.NDArray[np.float64]
@@ -72,9 +73,8 @@ def solve_milp(
     watch = watch or Watch()
     if watch.is_over():
         return MilpResult(None, np.inf, -np.inf, False)
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver = Highs()
     for option, value in (
-        ("output_flag", False),
         ("threads", 1),
         ("random_seed", 0),
         ("mip_rel_gap", gap),

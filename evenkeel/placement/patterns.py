@@ -17,6 +17,7 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.highs import Highs
 from evenkeel.placement.knapsack import Knapsack, solve_knapsack
 from evenkeel.placement.layouts import Scope
 from evenkeel.placement.limits import Watch
@@ -328,8 +329,7 @@ class _Master:
 
     def __init__(self, tables: int, memory: float | None) -> None:
         self.tables, self.memory = tables, memory
-        self.model = highspy.Highs()  # type: ignore[no-untyped-call]
-        self.model.setOptionValue("output_flag", False)
+        self.model = Highs()
         nothing = (0, np.array([], dtype=np.int32), np.array([], dtype=np.float64))
         for _ in range(tables):
             self.model.addRow(1.0, highspy.kHighsInf, *nothing)
