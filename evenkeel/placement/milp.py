@@ -75,8 +75,6 @@ def solve_milp(
         return MilpResult(None, np.inf, -np.inf, False)
     solver = Highs()
     for option, value in (
-        ("threads", 1),
-        ("random_seed", 0),
         ("mip_rel_gap", gap),
         ("mip_abs_gap", 1e-12),
         ("time_limit", max(0.01, watch.left())),
