@@ -134,10 +134,6 @@ def _pieces_of_nothing(node: pb.SubmitNode) -> None:
     node.divisible, node.num_divisible = bytes(96), _u32([1, *[0] * (len(node.num_samples) // 4 - 1)])
 
 
-def _ends_of_too_many(node: pb.SubmitNode) -> None:
-    node.exhausted = bytes(len(node.num_samples) // 4 + 1)
-
-
 def _one_trace(node: pb.SubmitNode) -> None:
     del node.traceparents[:]
     node.traceparents.append("00-" + "1" * 32 + "-" + "1" * 16 + "-01")
@@ -196,7 +192,6 @@ _FORGED_SUBMITS: dict[str, Callable[[pb.SubmitNode], object]] = {
     "lengths cut short": _cut("lengths"),
     "batches that do not add up": _batches_that_do_not_add_up,
     "pieces of nothing": _pieces_of_nothing,
-    "ends of too many": _ends_of_too_many,
     "traces of fewer": _one_trace,
     "far ahead": _far_ahead,
 }

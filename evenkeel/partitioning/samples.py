@@ -169,18 +169,21 @@ class RoundSamples:
         if begin == 0 and end == self.num_ranks:
             return self
         first, last = int(self.batch_sizes[:begin].sum()), int(self.batch_sizes[:end].sum())
-        divisible = self.divisible
-        if divisible is not None:
-            divisible = divisible[(divisible[:, 0] >= first) & (divisible[:, 0] < last)]
-            divisible = divisible - np.eye(1, WIDTH) * first
         return RoundSamples(
             batch_sizes=self.batch_sizes[begin:end],
             costs=self.costs[first:last],
             lengths=self.lengths[first:last],
             sizes=None if self.sizes is None else self.sizes[first:last],
             memory=None if self.memory is None else self.memory[first:last],
-            divisible=divisible,
+            divisible=self.divisible_in(first, last),
         )
+
+    def divisible_in(self, first: int, last: int) -> NDArray[np.float64] | None:
+        """(m, WIDTH) the samples that may be split from `first` to before `last`, numbered from 0 on."""
+        if self.divisible is None:
+            return None
+        begin, end = np.searchsorted(self.divisible[:, 0], (first, last))
+        return self.divisible[begin:end] - np.eye(1, WIDTH) * first
 
     @classmethod
     def joined(cls, parts: Sequence[RoundSamples]) -> RoundSamples:

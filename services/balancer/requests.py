@@ -21,6 +21,7 @@ SMALL_BYTES = 1 << 16
 
 _MAX_PARTS = 256  # beside a group's submissions
 _SMALL_PART_BYTES = 1024
+_LEARNED_BYTES = 1 << 17  # it names half of 4096 ranks as slow, and as late
 _JOIN_PARTS = 512
 _JOIN_BYTES = 1 << 20
 
@@ -36,6 +37,9 @@ _ARRAYS = {
     for kind, most in ((pb.Submit, 256), (pb.SubmitNode, 4096 + 64))
 }
 """The fields of any size, and how many parts there may be: sizes of a window's batches, or traces, come one by one."""
+_LEARNED = {
+    kind.DESCRIPTOR.name: kind.DESCRIPTOR.fields_by_name["learned"].number for kind in (pb.Submit, pb.SubmitNode)
+}
 _BYTES = 2  # the wire type of what tells its length
 
 
@@ -98,11 +102,15 @@ def read_submit_message(data: bytes, kind: type[Part]) -> Part:
         OversizedError: If it holds more than its arrays.
     """
     if len(data) > SMALL_BYTES // 16:
-        name = kind.DESCRIPTOR.name
+        name, learned = kind.DESCRIPTOR.name, 0
         arrays, most = _ARRAYS[name]
         for number, wire, begin, end in walk(data, 0, len(data), most=most):
-            if wire == _BYTES and end - begin > _SMALL_PART_BYTES and number not in arrays:
-                raise OversizedError(f"field {number} of a {name} takes {end - begin} bytes")
+            size, limit = end - begin, _SMALL_PART_BYTES
+            if number == _LEARNED[name]:
+                size = learned = learned + size  # it may come in pieces
+                limit = _LEARNED_BYTES
+            if wire == _BYTES and size > limit and number not in arrays:
+                raise OversizedError(f"field {number} of a {name} takes {size} bytes")
     return kind.FromString(data)
 
 

@@ -120,7 +120,6 @@ class Submission:
     Attributes:
         ranks: Whose it is.
         samples: What they say of their samples, one rank after another.
-        exhausted: Whether each rank's data has ended, one byte each; empty: none's has.
         timeout: Seconds from the round's first submission to its deadline.
         traceparents: Contexts of the traces of this round, of the ranks that have one.
         learned: What the ranks know of their speeds, if rank 0 is among these.
@@ -128,7 +127,6 @@ class Submission:
 
     ranks: tuple[int, ...]
     samples: RoundSamples
-    exhausted: bytes = b""
     timeout: float = 1.0
     traceparents: Mapping[int, str] = field(default_factory=dict)
     learned: LearnedSpeeds = ALL_EQUAL
@@ -164,7 +162,7 @@ class Submission:
             self,
             ranks=tuple(self.ranks[at] for at in places),
             samples=RoundSamples.joined(chosen),
-            exhausted=bytes(self.exhausted[at] for at in places) if self.exhausted else b"",
+            traceparents={rank: text for rank, text in self.traceparents.items() if rank in ranks},
         )
 
     def _fingerprints(self) -> list[int]:
@@ -177,17 +175,17 @@ class Submission:
             for array, dtype in zip(arrays, (costs, "<u4", "<i8", "<f8"), strict=True)
             if array is not None
         ]
-        for at, (rank, own) in enumerate(zip(self.ranks, samples.batch_sizes.tolist(), strict=True)):
+        for rank, own in zip(self.ranks, samples.batch_sizes.tolist(), strict=True):
             last = first + sum(own)
-            more: list[object] = [bool(self.exhausted and self.exhausted[at])]
+            more: list[object] = []
             if last > first:
                 more += (costs, samples.sizes is None)
                 more += [data[width * first : width * last] for data, width in columns]
             if self.learned and rank == 0:
                 more.append(self.learned)
-            if samples.divisible is not None:
-                table = samples.part(at, at + 1).divisible
-                more += () if table is None or not len(table) else (table.tobytes(),)
+            table = samples.divisible_in(first, last)
+            if table is not None and len(table):
+                more.append(table.tobytes())
             said.append(hash((*own, *more)))
             first = last
         return said

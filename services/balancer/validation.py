@@ -29,6 +29,7 @@ _INTEGERS = (*_LENGTHS, I8)
 _NONE: dict[int, str] = {}
 _DOUBLE, _DOUBLE_BITS = struct.Struct("<d"), struct.Struct("<Q")
 _CAUSES = frozenset(map(int, Cause))
+_MOST_CAUSES = 16  # that a newer client may know
 
 
 class _Said(NamedTuple):
@@ -42,7 +43,6 @@ class _Said(NamedTuple):
     sizes: bytes
     lengths: bytes
     batch_sizes: bytes
-    exhausted: bytes
     divisible: bytes
     num_divisible: tuple[int, ...]
     integers: Sequence[np.dtype[Any]]  # types that they may have, each of a width of its own
@@ -77,7 +77,6 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits, rank: int 
         sizes=message.sizes,
         lengths=message.lengths,
         batch_sizes=np.array([*sizes, *[0] * (terms.window - len(sizes))], U4).tobytes() if sizes else b"",
-        exhausted=b"\1" if message.exhausted else b"",
         divisible=message.divisible,
         num_divisible=(len(message.divisible) // (WIDTH * F8.itemsize),) if message.divisible else (),
         integers=(I8,),
@@ -109,10 +108,7 @@ def read_node(
             raise wrong("ranks", shorten(named[:16]), "name ranks of the stream's Join, each once", fatal=False)
         ranks = named
     counts = read_array(message.num_samples, len(ranks), "num_samples", (U4,)).tolist()
-    exhausted, tables = message.exhausted, message.num_divisible
-    if exhausted and len(exhausted) != len(ranks):
-        raise wrong("exhausted", f"{len(exhausted)} bytes", f"pack one for each of {len(ranks)} ranks", fatal=False)
-    traceparents = message.traceparents
+    tables, traceparents = message.num_divisible, message.traceparents
     if len(traceparents) not in (0, len(ranks)):
         said = f"{len(traceparents)} texts"
         raise wrong("traceparents", said, f"state one for each of {len(ranks)} ranks", fatal=False)
@@ -127,7 +123,6 @@ def read_node(
             sizes=message.sizes,
             lengths=message.lengths,
             batch_sizes=message.batch_sizes,
-            exhausted=exhausted if any(exhausted) else b"",
             divisible=message.divisible,
             num_divisible=tuple(read_array(tables, len(ranks), "num_divisible", (U4,)).tolist()) if tables else (),
             integers=_INTEGERS,
@@ -202,7 +197,6 @@ def _read(
             memory=memory,
             divisible=divisible,
         ),
-        exhausted=said.exhausted,
         timeout=min(timeout, limits.max_round_timeout),
         traceparents=traced,
         learned=learned,
@@ -241,15 +235,17 @@ def _read_divisible(said: _Said, costs: NDArray[Any], terms: Terms, refused: dic
         if problem:
             refusal = wrong("divisible", _of_rank(problem, said, at), remedy, fatal=False).refusal
             refused.setdefault(at, refusal)
+            table = table[:0]  # whose samples may be other ranks'
         tables.append(table + np.eye(1, WIDTH) * first)
         first += samples
     return np.concatenate(tables)
 
 
 def _read_learned(message: pb.LearnedSpeeds, world_size: int) -> LearnedSpeeds:
-    if len(message.stragglers) > world_size:
-        said = f"{len(message.stragglers)} ranks of {world_size}"
-        raise wrong("learned.stragglers", said, "name every slow rank once", fatal=False)
+    for name, most in (("stragglers", 1), ("delays", _MOST_CAUSES)):
+        if len(getattr(message, name)) > most * world_size:
+            said = f"{len(getattr(message, name))} of {world_size} ranks"
+            raise wrong(f"learned.{name}", said, "name every slow rank once, with each cause", fatal=False)
     before, slow = -1, []
     for at, one in enumerate(message.stragglers):
         if not before < one.rank < world_size:

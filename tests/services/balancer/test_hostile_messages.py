@@ -19,7 +19,7 @@ from services.balancer.effects import Answer, Effect, StartPartition
 from services.balancer.limits import Limits
 from services.balancer.refusals import RefusedError
 from services.balancer.registry import Registry
-from services.balancer.requests import OversizedError, read_join_message, read_request, walk
+from services.balancer.requests import OversizedError, read_join_message, read_request, read_submit_message, walk
 from services.balancer.session import Session
 from services.balancer.submissions import SessionKey
 from services.balancer.validation import read_submission
@@ -222,6 +222,29 @@ def test_a_large_group_is_read_one_submission_at_a_time() -> None:
     request = read_request(data, max_fields=16)
     assert list(request) == members  # type: ignore[arg-type]
     assert not isinstance(request, list)
+
+
+def of_slow_ranks(count: int, kind: type[pb.Submit] | type[pb.SubmitNode]) -> tuple[pb.Submit | pb.SubmitNode, bytes]:
+    """A large submission after which half of the ranks are slow and late, and its request."""
+    learned = pb.LearnedSpeeds(
+        stragglers=[pb.Straggler(rank=rank, speed=0.6, since=10**6) for rank in range(count)],
+        delays=[pb.Delay(rank=rank, cause=pb.Delay.CAUSE_NETWORK, share=1.5, since=10**6) for rank in range(count)],
+    )
+    message = kind(round=7, memory=bytes(1 << 16), learned=learned)
+    if isinstance(message, pb.Submit):
+        return message, pb.BalanceRequest(submit=message).SerializeToString()
+    return message, pb.BalanceRequest(submits=pb.SubmitGroup(nodes=[message])).SerializeToString()
+
+
+@pytest.mark.parametrize("kind", [pb.Submit, pb.SubmitNode])
+def test_any_number_of_slow_ranks_may_be_told_but_not_tiny_parts(
+    kind: type[pb.Submit] | type[pb.SubmitNode],
+) -> None:
+    message, data = of_slow_ranks(2048, kind)
+    assert list(read_request(data, max_fields=16)) == [message]  # type: ignore[arg-type]
+    twice = message.SerializeToString() * 2  # what comes in pieces is merged
+    with pytest.raises(OversizedError, match=f"of a {kind.DESCRIPTOR.name} takes"):
+        read_submit_message(twice, kind)
 
 
 def test_a_join_of_any_accepted_size_is_read() -> None:

@@ -278,7 +278,6 @@ def test_fingerprints_tell_submissions_apart() -> None:
     different = [
         submission(2, 1),
         submission(1, 2, dtype=np.float64),
-        submission(1, 2, exhausted=b"\1"),
         submission(1, 2, sizes=np.array([1, 1])),
         submission(1, 2, memory=np.array([1.0, 1.0])),
         submission(1, 2, lengths=np.array([[1], [2]], np.uint32)),

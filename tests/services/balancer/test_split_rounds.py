@@ -238,6 +238,17 @@ def test_what_ranks_say_of_positions_is_checked(divisible: Any, complaint: str) 
     assert not caught.value.refusal.fatal
 
 
+def test_what_a_rank_says_wrongly_of_positions_stays_its_own() -> None:
+    """A sample that it does not have would be the next rank's, where ranks of a node come together."""
+    done = giants()
+    messages = [submit_request(0, rank, own, exhausted=False, timeout_ms=1000) for rank, own in enumerate(done.ranks)]
+    messages[0].divisible = changed(done.ranks[0].divisible, -1, 0, len(done.ranks[0]))
+    (node,), _ = join_submits(messages[:2], _join(done))
+    found, refused = read_node(node, (0, 1), joined(done), Limits())
+    assert [ranks for ranks, _ in refused] == [(0,)]
+    assert found == read_submission(messages[1], joined(done), Limits())
+
+
 def test_sessions_whose_ranks_differ_about_splitting_are_told_so() -> None:
     done = giants()
     terms = joined(done)
