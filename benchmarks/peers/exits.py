@@ -25,11 +25,12 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.planner import Topology as TorchRecTopology
 from torchrec.distributed.types import ShardingEnv
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType as TorchRecDataType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from benchmarks.peers.checkouts import DynamicEmb, load_dynamicemb
-from evenkeel.placement import Mode, Optimizer, Plan, PlanRequest, Runtime, Step, Table, Topology, Zipf, plan
+from evenkeel.placement import DataType, Mode, Optimizer, Plan, PlanRequest, Runtime, Step, Table, Topology, Zipf, plan
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.pasted_lines import lines_to_paste
 from trainer_client.planning import dynamicemb_constraints
@@ -51,7 +52,7 @@ def draw(seed: int) -> PlanRequest:
             rows=int(np.exp(source.uniform(np.log(2e3), np.log(5e7)))),
             dim=int(source.choice([16, 32, 64, 128])) if index % 2 == 0 else 64,
             ids_per_sample=float(source.choice([1, 3, 20])),
-            value_bytes=int(source.choice([4, 4, 2])),
+            data_type=DataType(str(source.choice(["float32", "float32", "float16", "bfloat16"]))),
             optimizer=optimizer,
             access=Zipf(exponent=float(source.uniform(0.6, 1.2))),
             pooled=index % 2 == 0,
@@ -147,7 +148,7 @@ def fused(request: PlanRequest, pasted: dict[str, Any]) -> Iterator[tuple[Any, d
             yield params["optimizer"], options
 
 
-_TYPES = {4: DataType.FP32, 2: DataType.BF16}
+_TYPES = {DataType.FLOAT32: "FP32", DataType.FLOAT16: "FP16", DataType.BFLOAT16: "BF16"}
 
 
 def _config(table: Table) -> Any:
@@ -157,7 +158,7 @@ def _config(table: Table) -> Any:
         embedding_dim=table.dim,
         num_embeddings=table.rows,
         feature_names=[table.name],
-        data_type=_TYPES[table.value_bytes],
+        data_type=TorchRecDataType[_TYPES[table.data_type]],
     )
 
 

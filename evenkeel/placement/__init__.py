@@ -6,7 +6,7 @@ from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, builtin_p
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.invalid_input import InvalidInputError
 from evenkeel.placement.limits import SolveCancelledError
-from evenkeel.placement.model import Mode, Optimizer, Runtime, Sharding, Step, Table, Topology
+from evenkeel.placement.model import DataType, Mode, Optimizer, Runtime, Sharding, Step, Table, Topology
 from evenkeel.placement.plan import Placement, Plan, Status
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest, SolverOptions, parse_topology
@@ -15,6 +15,7 @@ from evenkeel.placement.whole_step import whole_step_seconds
 
 __all__ = [
     "Comparison",
+    "DataType",
     "Eviction",
     "HardwareProfile",
     "Histogram",

@@ -21,8 +21,6 @@ from evenkeel.placement.hardware import HardwareProfile
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.model import Sharding, Topology
 
-_KEY_BYTES = 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
@@ -31,6 +29,7 @@ class Exchange:
     Attributes:
         lookups: Lookups of its own samples, repeated keys included.
         outputs: Output rows of its own samples.
+        key_bytes: Bytes that travel of one lookup: its key, and its weight if it has one.
         row_bytes: Bytes of an output row of one shard.
         table_bytes: Bytes of all of the table, without optimizer state.
         pooled: Whether the lookups of a sample are added up.
@@ -39,6 +38,7 @@ class Exchange:
 
     lookups: float
     outputs: float
+    key_bytes: int
     row_bytes: int
     table_bytes: int
     pooled: bool
@@ -52,7 +52,7 @@ def exchange_seconds(profile: HardwareProfile, topology: Topology, layout: Layou
         return 0.0
     links = _Links(profile, ranks, local)
     passes = 2 if exchange.training else 1
-    keys = exchange.lookups * _KEY_BYTES
+    keys = exchange.lookups * exchange.key_bytes
     sums = exchange.outputs * exchange.row_bytes
     if layout.sharding is Sharding.DATA_PARALLEL:
         if not exchange.training:

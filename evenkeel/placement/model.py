@@ -48,6 +48,14 @@ class Optimizer(StrEnum):
     ROWWISE_ADAGRAD = "rowwise_adagrad"
 
 
+class DataType(StrEnum):
+    """The type of the elements of a table's embeddings."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
 class Sharding(StrEnum):
     """How a table is spread over the ranks, in TorchRec's words.
 
@@ -73,11 +81,12 @@ class Table:
         rows: Number of rows (keys), over all ranks.
         dim: Width of an embedding, in elements.
         ids_per_sample: Mean number of lookups of one sample, over all features that use the table.
-        value_bytes: Bytes of one element of the embedding, 4 or 2; with DynamicEmb of its optimizer state too, which
-            takes 4 in TorchRec.
+        data_type: Type of the embeddings; with DynamicEmb of their optimizer state too, which is float32 in TorchRec.
+            What leaves the table is float32 in both. TorchRec's kernels have no bfloat16.
         optimizer: Decides the state kept beside each row.
         access: How often the keys are looked up.
         pooled: Whether the lookups of a sample are summed into one output row of each feature.
+        weighted: Whether each of these lookups has a weight of its own, which travels with its key. TorchRec only.
         features: Number of features that use the table.
         eviction: What a full cache gives up.
         score_words: 8-byte scores kept per row: 1, or 2 for strategies that keep a time and a frequency.
@@ -96,10 +105,11 @@ class Table:
     rows: Annotated[int, Range(1, MAX_ROWS)]
     dim: Annotated[int, Range(1, MAX_DIM)]
     ids_per_sample: Annotated[float, Range(0, 1e6)] = 1.0
-    value_bytes: Annotated[int, OneOf((2, 4))] = 4
+    data_type: DataType = DataType.FLOAT32
     optimizer: Optimizer = Optimizer.ADAM
     access: Access = field(default_factory=Zipf)
     pooled: bool = False
+    weighted: bool = False
     features: Annotated[int, Range(1, 100_000)] = 1
     eviction: Eviction = Eviction.LRU
     score_words: Annotated[int, OneOf((1, 2))] = 1
@@ -123,12 +133,19 @@ class Table:
         remedy = "set pooled to true, or allow row_wise"
         runs = self.pooled or not hosts.issuperset(self.shardings)
         require(runs, "sharding", given, "is only for pooled tables", remedy)
+        remedy = "set pooled to true, or leave weighted out"
+        require(self.pooled or not self.weighted, "weighted", self.weighted, "is only for pooled tables", remedy)
         only = "is only for column_wise and grid_shard tables"
         require(split, "column_shards", self.column_shards, only, "leave it out")
         divides = self.dim % max(1, self.column_shards) == 0
         remedy = f"give a divisor of dim={self.dim}"
         require(divides, "column_shards", self.column_shards, "does not divide the width", remedy)
         require(len(set(self.modes)) == len(self.modes), "modes", self.modes, "has doubles", "name each mode once")
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one element of the embeddings."""
+        return 4 if self.data_type is DataType.FLOAT32 else 2
 
     @property
     def shardings(self) -> tuple[Sharding, ...]:
@@ -140,8 +157,9 @@ class Table:
         """What must be equal for two tables to fuse, apart from the mode that the planner chooses."""
         return (
             self.group,
-            self.value_bytes,
+            self.data_type,
             self.pooled,
+            self.weighted,
             self.eviction,
             self.score_words,
             self.admission_threshold if self.admission_rows else 0,

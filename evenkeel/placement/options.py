@@ -20,6 +20,8 @@ FloatArray = npt.NDArray[np.float64]
 
 PAGE = 4096
 _SMALLEST_RATIO = 1e-3
+_OUTPUT_BYTES = 4
+"""Of an element of an output row: float32 in both runtimes, whatever the type of the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,14 @@ def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) 
         keys=keys,
         unique=keys.unique / shard.parts,
         forward_rows=(keys.unique if request.runtime is Runtime.DYNAMICEMB else keys.lookups) / shard.parts,
+        backward_rows=keys.lookups / shard.parts if table.weighted else 0.0,
         received=keys.lookups / shard.parts,
         served=outputs * (1 if replicated else ranks) if table.pooled else keys.lookups / shard.parts,
         sent=0.0 if replicated else outputs,
         shards=shard.parts,
         embedding_bytes=shard.dim * table.value_bytes,
+        output_bytes=shard.dim * _OUTPUT_BYTES,
+        key_bytes=_key_bytes(table),
         row_bytes=stored,
         uncached_state_bytes=uncached,
         training=step.training,
@@ -149,12 +154,18 @@ def communication_seconds(request: PlanRequest, table: Table, layout: Layout) ->
     exchange = Exchange(
         lookups=own,
         outputs=float(step.samples_per_rank * table.features) if table.pooled else own,
-        row_bytes=layout.shard(table, request.topology).dim * table.value_bytes,
+        key_bytes=_key_bytes(table),
+        row_bytes=layout.shard(table, request.topology).dim * _OUTPUT_BYTES,
         table_bytes=table.rows * table.dim * table.value_bytes,
         pooled=table.pooled,
         training=step.training,
     )
     return exchange_seconds(request.profile, request.topology, layout, exchange)
+
+
+def _key_bytes(table: Table) -> int:
+    """Of one lookup: a key of 8, and a weight of 4."""
+    return 12 if table.weighted else 8
 
 
 def _shared_seconds(request: PlanRequest, table: Table, layout: Layout) -> float:

@@ -12,7 +12,7 @@ from evenkeel.placement.hardware import HardwareProfile, builtin_profile
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.layouts import WIDTH_UNIT
-from evenkeel.placement.model import Mode, Runtime, Sharding, Step, Table, Topology
+from evenkeel.placement.model import DataType, Mode, Runtime, Sharding, Step, Table, Topology
 
 _SHORT = re.compile(r"[1-9][0-9]{0,8}(/[1-9][0-9]{0,8})?")
 MAX_TABLES = 20_000
@@ -82,7 +82,14 @@ class PlanRequest:
             by_frequency = table.score_words == 1 or table.eviction is Eviction.LFU
             what = "holds a time and a frequency, by which DynamicEmb evicts"
             require(by_frequency, f"{where}.score_words", table.score_words, what, "set eviction to lfu")
+            what = "is not what DynamicEmb does: it takes weights for how often a key was looked up"
+            remedy = "leave weighted out, or plan with runtime torchrec"
+            require(not table.weighted, f"{where}.weighted", table.weighted, what, remedy)
             return
+        what = "is no type that FBGEMM trains: its kernels have float32 and float16"
+        remedy = "make it float16, or plan with runtime dynamicemb"
+        known = table.data_type is not DataType.BFLOAT16
+        require(known, f"{where}.data_type", table.data_type.value, what, remedy)
         if set(table.shardings) != {Sharding.DATA_PARALLEL}:
             what = f"is no multiple of {WIDTH_UNIT}, as FBGEMM wants every width"
             remedy = f"make it {-(-table.dim // WIDTH_UNIT) * WIDTH_UNIT}, or plan with runtime dynamicemb"

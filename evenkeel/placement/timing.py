@@ -18,6 +18,8 @@ from evenkeel.placement.model import Mode
 
 FloatArray = npt.NDArray[np.float64]
 
+_WEIGHT_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
@@ -31,7 +33,11 @@ class RankLoad:
         served: Output rows of this shard in a step: the lookups, or where they are pooled one row a sample and feature.
         sent: Output rows that one rank receives for its own samples.
         shards: Shards that the keys are spread over: a cache of this shard is `1 / shards` of all caches.
+        backward_rows: Rows that the backward pass reads before it updates any: of weighted lookups all, for the
+            gradients of the weights.
         embedding_bytes: Bytes of an embedding in the shard.
+        output_bytes: Bytes of an output row of the shard, or of its gradient.
+        key_bytes: Bytes that travel of one lookup: its key, and its weight if it has one.
         row_bytes: Bytes of a row with its optimizer state.
         uncached_state_bytes: Bytes of optimizer state of a row that no cache holds.
         training: Whether there is a backward pass.
@@ -41,11 +47,14 @@ class RankLoad:
     keys: StepKeys
     unique: float
     forward_rows: float
+    backward_rows: float
     received: float
     served: float
     sent: float
     shards: int
     embedding_bytes: int
+    output_bytes: int
+    key_bytes: int
     row_bytes: int
     uncached_state_bytes: int
     training: bool
@@ -65,13 +74,18 @@ def fixed_seconds(costs: RuntimeCosts, mode: Mode) -> float:
 def hbm_seconds(profile: HardwareProfile, load: RankLoad) -> float:
     """All rows from HBM: gathered once, and in training the unique ones read and written with their state."""
     back = 2 * load.unique * profile.hbm_row_s(load.row_bytes) if load.training else 0.0
-    return load.forward_rows * profile.hbm_row_s(load.embedding_bytes) + back
+    return _gathered(load) * profile.hbm_row_s(load.embedding_bytes) + back
 
 
 def host_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
     """All rows from host memory. The link carries reads and writes at the same time, so a row pays one way."""
     back = load.unique * profile.host_row_s(load.row_bytes) if load.training else 0.0
-    return costs.host_factor * (load.forward_rows * profile.host_row_s(load.embedding_bytes) + back)
+    return costs.host_factor * (_gathered(load) * profile.host_row_s(load.embedding_bytes) + back)
+
+
+def _gathered(load: RankLoad) -> float:
+    """Rows that are read in both passes, updates not counted."""
+    return load.forward_rows + (load.backward_rows if load.training else 0.0)
 
 
 def miss_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
@@ -118,8 +132,10 @@ def mode_seconds(
 def buffer_bytes(costs: RuntimeCosts, load: RankLoad, mode: Mode, ranks: int) -> float:
     """HBM for the inputs, outputs, gradients and staged rows of a step of one table."""
     passes = 2 if load.training else 1
-    exchanged = load.sent * load.embedding_bytes * passes + load.received * 16 if ranks > 1 else 0.0
-    served = load.served * load.embedding_bytes * passes + load.received * 16
+    keys = 2 * load.received * load.key_bytes
+    exchanged = load.sent * load.output_bytes * passes + keys if ranks > 1 else 0.0
+    weights = _WEIGHT_BYTES * load.backward_rows if load.training else 0.0  # their gradients
+    served = load.served * load.output_bytes * passes + keys + weights
     unique = costs.unique_copies * load.unique * load.embedding_bytes
     staging = {
         Mode.HBM_ONLY: 0.0,

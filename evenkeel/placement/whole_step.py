@@ -62,8 +62,8 @@ def step_work(request: PlanRequest, plan: Plan) -> StepWork:
         exchanged += 1
         layout = Layout(placement.sharding, placement.column_shards)
         load = rank_load(request, table, layout)
-        rows = (load.served + load.sent) * load.embedding_bytes * (2 if load.training else 1)
-        moved += layout.mean(request.topology) * (rows + (load.received + load.sent) * 8)
+        rows = (load.served + load.sent) * load.output_bytes * (2 if load.training else 1)
+        moved += layout.mean(request.topology) * (rows + (load.received + load.sent) * load.key_bytes)
     rate = max(rate for _, rate in request.profile.hbm_gather)
     return StepWork(plan.seconds or 0.0, len(cached), exchanged, sum(cached.values()), moved / rate)
 

@@ -19,7 +19,7 @@ from evenkeel.placement.application import (
 from evenkeel.placement.plan import Placement
 from evenkeel.placement.plan_file import loads
 from evenkeel.placement.shards import shards
-from trainer_client.planning.describe import embedding_modules, module_configs
+from trainer_client.planning.describe import check_same, embedding_modules, module_configs
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ParameterSharding, ShardingPlan
@@ -147,10 +147,7 @@ def sharding_plan(model: nn.Module, request: PlanRequest, plan: Plan, *, device:
             if config.name not in parameters:
                 remedy = "describe the whole model to the planner"
                 raise InvalidInputError("plan", config.name, "does not place this table of the model", remedy)
-            planned, own = tables[config.name], (config.num_embeddings, config.embedding_dim)
-            if own != (planned.rows, planned.dim):
-                what = f"is of another size in the model than in the plan, {planned.rows} by {planned.dim}"
-                raise InvalidInputError(config.name, own, what, "plan for the tables of this model")
+            check_same(config, tables[config.name])
             modules[path][config.name] = parameters[config.name]
     return ShardingPlan(modules)
 

@@ -10,11 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from evenkeel.placement import Histogram, InvalidInputError, Optimizer, Table
+from evenkeel.placement import DataType, Histogram, InvalidInputError, Optimizer, Table
 from evenkeel.placement.access import Access, Zipf
 
-_TOLD = {"name", "rows", "dim", "value_bytes", "features", "pooled"}  # by the configuration of a table
-_BYTES = {"FP32": 4, "FP16": 2, "BF16": 2}
+_TOLD = {"name", "rows", "dim", "data_type", "features", "pooled", "weighted"}  # by the configuration of a table
+_TYPES = {"FP32": DataType.FLOAT32, "FP16": DataType.FLOAT16, "BF16": DataType.BFLOAT16}
+_SERVED = ("INT8", "UINT8", "INT4", "INT2")
 
 
 def describe_configs(
@@ -24,6 +25,7 @@ def describe_configs(
     ids_per_sample: Mapping[str, float] | None = None,
     access: Mapping[str, Access] | None = None,
     group: str = "",
+    weighted: bool = False,
     **same: Any,
 ) -> tuple[Table, ...]:
     """Tables of the planner from TorchRec's `EmbeddingConfig` or `EmbeddingBagConfig`.
@@ -34,10 +36,11 @@ def describe_configs(
         ids_per_sample: Mean number of lookups of a sample by table name; the number of its features by default.
         access: Access statistics by table name, for instance of a `KeyHistogram`.
         group: Name of the module that owns the tables.
+        weighted: Whether lookups have weights, as in a collection with `is_weighted`.
         same: Fields of `evenkeel.placement.Table` that all tables share.
 
     Raises:
-        InvalidInputError: If no runtime keeps a table's data type, or statistics are of a table that is not there.
+        InvalidInputError: If no runtime trains a table's data type, or statistics are of a table that is not there.
     """
     configs = list(configs)
     names = {config.name for config in configs}
@@ -54,22 +57,19 @@ def describe_configs(
             raise InvalidInputError(field, value, "is no field of a table", remedy)
     tables = []
     for config in configs:
-        kind = getattr(config.data_type, "name", str(config.data_type))
-        if kind not in _BYTES:
-            remedy = f"use one of: {', '.join(_BYTES)}"
-            raise InvalidInputError(f"{config.name}.data_type", kind, "is not planned for", remedy)
         features = max(1, len(config.feature_names))
         tables.append(
             Table(
                 name=config.name,
                 rows=config.num_embeddings,
                 dim=config.embedding_dim,
-                value_bytes=_BYTES[kind],
+                data_type=_data_type(config),
                 features=features,
                 ids_per_sample=float((ids_per_sample or {}).get(config.name, features)),
                 access=(access or {}).get(config.name, Zipf()),
                 optimizer=optimizer,
                 pooled=hasattr(config, "pooling"),
+                weighted=weighted,
                 group=group,
                 **same,
             )
@@ -77,25 +77,46 @@ def describe_configs(
     return tuple(tables)
 
 
+def _data_type(config: Any) -> DataType:
+    kind = getattr(config.data_type, "name", str(config.data_type))
+    if kind not in _TYPES:
+        what = "is what trained tables are quantised to for serving, and nothing trains" if kind in _SERVED else ""
+        remedy = f"use one of: {', '.join(_TYPES)}"
+        raise InvalidInputError(f"{config.name}.data_type", kind, what or "is not planned for", remedy)
+    return _TYPES[kind]
+
+
+def check_same(config: Any, table: Table) -> None:
+    """Raises `InvalidInputError` where a table of a model is not as it was planned."""
+    found = (config.num_embeddings, config.embedding_dim, _data_type(config).value)
+    if found != (table.rows, table.dim, table.data_type.value):
+        what = f"differs from the plan, which is for {table.rows} by {table.dim} of {table.data_type.value}"
+        raise InvalidInputError(config.name, found, what, "plan for the tables of this model")
+
+
 def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
     """Tables of all embedding collections of `model`, each in the group of its module's path.
 
     Args:
         model: The model, before sharding.
-        options: As for `describe_configs`, `group` excepted; statistics by table name may name any table.
+        options: As for `describe_configs`, but for `group` and `weighted`; statistics by table name may name any table.
 
     Raises:
         InvalidInputError: If `describe_configs` would, or a table is in two modules.
     """
+    for field in ("group", "weighted"):
+        if field in options:
+            raise InvalidInputError(field, options[field], "is told by the model", "leave it out")
     found: dict[str, Table] = {}
     given: dict[str, Any] = {what: dict(options.pop(what, None) or {}) for what in ("ids_per_sample", "access")}
     for path, module in embedding_modules(model):
         configs = module_configs(module)
         names = {config.name for config in configs}
+        weighted = bool(getattr(module, "is_weighted", bool)())
         own: dict[str, Any] = {
             what: {name: value for name, value in by.items() if name in names} for what, by in given.items()
         }
-        for table in describe_configs(configs, group=path, **own, **options):
+        for table in describe_configs(configs, group=path, weighted=weighted, **own, **options):
             if table.name in found:
                 raise InvalidInputError(table.name, path, "is in two modules", "give tables names of their own")
             found[table.name] = table
@@ -106,11 +127,24 @@ def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
 
 
 def embedding_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Path and module of every unsharded embedding collection of TorchRec in `model`."""
+    """Path and module of every unsharded embedding collection of TorchRec in `model`.
+
+    Where weights of lookups are learned, the path is that of the `FeatureProcessedEmbeddingBagCollection`: were the
+    collection inside sharded alone, the weights would lose their gradients on the way to its rows.
+    """
     from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+    from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
     kinds = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
-    return [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
+    found: list[tuple[str, nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+            found.append((path, module._embedding_bag_collection))
+            inside.add(module._embedding_bag_collection)
+        elif isinstance(module, kinds) and module not in inside:
+            found.append((path, module))
+    return found
 
 
 def module_configs(module: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from torch import nn
 from evenkeel.placement import InvalidInputError, Mode, Plan, PlanRequest, Runtime, Sharding
 from evenkeel.placement.plan_file import loads
 from trainer_client.planning.applying import parameter_constraints
-from trainer_client.planning.describe import embedding_modules, module_configs
+from trainer_client.planning.describe import check_same, embedding_modules, module_configs
 from trainer_client.planning.model import plan_model
 
 _FIELD, _METHOD = "_fqn_constraints", "enumerate"
@@ -78,7 +78,7 @@ def apply_plan(planner: Any, model: nn.Module, request: PlanRequest, plan: Plan)
         plan: Its plan.
 
     Raises:
-        InvalidInputError: If the plan has no placements, none of its tables is in the model or one is of another size,
+        InvalidInputError: If the plan has no placements, none of its tables is in the model or one is another there,
             or a table that DynamicEmb shall hold has no `dynamicemb {…}`.
     """
     enumerator = planner._enumerator
@@ -116,15 +116,12 @@ def apply_plan(planner: Any, model: nn.Module, request: PlanRequest, plan: Plan)
 def _places(model: nn.Module, request: PlanRequest) -> dict[str, list[str]]:
     """By table of the request, its names in the model: module paths, and the table's name there."""
     found: dict[str, list[str]] = {table.name: [] for table in request.tables}
-    sizes = {table.name: (table.rows, table.dim) for table in request.tables}
+    tables = {table.name: table for table in request.tables}
     for path, module in embedding_modules(model):
         for config in module_configs(module):
             if config.name not in found:
                 continue
-            own = (config.num_embeddings, config.embedding_dim)
-            if own != sizes[config.name]:
-                what = f"is of another size in the model than in the plan, {sizes[config.name]}"
-                raise InvalidInputError(config.name, own, what, "plan for the tables of this model")
+            check_same(config, tables[config.name])
             found[config.name].append(f"{path}.{config.name}")
     if not any(found.values()):
         remedy = "plan for this model: plan_training() without a file does"

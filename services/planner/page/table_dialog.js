@@ -60,12 +60,12 @@ export function editAll(apply) {
   clearErrors(form);
   form.onsubmit = (event) => {
     event.preventDefault();
-    const [optimizer, value_bytes, exponent, unpin] = fieldsOf(form).map(reading);
+    const [optimizer, data_type, exponent, unpin] = fieldsOf(form).map(reading);
     const input = form.querySelector("[data-field=exponent]");
     if (exponent !== undefined && typeof exponent !== "number") return showError(input, "exponent: is no number; give one such as 1.05");
     dialog.close();
     apply((table) => {
-      const changed = { ...table, ...(optimizer && { optimizer }), ...(value_bytes && { value_bytes }) };
+      const changed = { ...table, ...(optimizer && { optimizer }), ...(data_type && { data_type }) };
       if (exponent !== undefined) changed.access = { kind: "zipf", exponent };
       if (unpin) { delete changed.modes; delete changed.ratio; }
       return changed;

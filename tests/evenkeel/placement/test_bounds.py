@@ -25,7 +25,7 @@ def request_of(table: dict[str, Any]) -> PlanRequest:
         ({"rows": True}, "rows", "whole number"),
         ({"ids_per_sample": float("nan")}, "ids_per_sample", "give a number from 0 to 1e\\+06"),
         ({"ids_per_sample": 10**400}, "ids_per_sample", "below 1e308"),
-        ({"value_bytes": 3}, "value_bytes", "use one of: 2, 4"),
+        ({"score_words": 3}, "score_words", "use one of: 1, 2"),
         ({"name": ""}, "name", "give 1 to 512 characters"),
         ({"name": "\ud800"}, "name", "valid Unicode"),
         ({"group": "x" * 513}, "group", "give 0 to 512 characters"),

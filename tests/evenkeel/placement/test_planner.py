@@ -202,7 +202,7 @@ def test_topologies_have_short_names() -> None:
     ("build", "field"),
     [
         (lambda: Table(name="t", rows=0, dim=8), "rows"),
-        (lambda: Table(name="t", rows=10, dim=8, value_bytes=3), "value_bytes"),
+        (lambda: Table(name="t", rows=10, dim=8, data_type="int8"), "data_type"),
         (lambda: Table(name="t", rows=10, dim=8, dist_type="by_moon"), "dist_type"),
         (
             lambda: request(

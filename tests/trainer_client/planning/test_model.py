@@ -173,7 +173,7 @@ def test_samples_are_what_is_said_if_anything_is() -> None:
     ("field", "value", "said"),
     [
         ("pooled", True, "is told by the model"),
-        ("value_bytes", 2, "is told by the model"),
+        ("data_type", "float16", "is told by the model"),
         ("size", 3, "is no field of a table .* use some of: .*admission_rows"),
         ("max_batches", -1, "is no number of batches"),
         ("max_batches", 2.5, "is no number of batches"),
