@@ -18,7 +18,7 @@ from services.balancer.encoding import (
     response_bytes,
 )
 from services.balancer.node_answers import node_bytes
-from services.balancer.refusals import Refusal
+from services.balancer.refusals import Refusal, too_large
 from services.balancer.shares import Holder
 
 
@@ -31,8 +31,9 @@ class StreamMailbox:
         by_node: The client takes what its ranks are told as arrays.
     """
 
-    def __init__(self, instance: int) -> None:
+    def __init__(self, instance: int, max_message_bytes: int) -> None:
         self.holder: Holder = ("", "")
+        self._most_bytes = max_message_bytes - _ENVELOPE_BYTES
         self.heard_at = asyncio.get_running_loop().time()
         self.by_node = False
         self._instance = instance
@@ -117,22 +118,27 @@ class StreamMailbox:
     def take(self, is_over: Callable[[], bool] = lambda: False) -> bytes:
         """The next message to write, serialised; answers go into it until `is_over`."""
         self._taken.set()
-        first = self._outgoing.popleft()
+        first = self._outgoing[0]
         if not isinstance(first, Answer):
+            self._outgoing.popleft()
             return first.SerializeToString()
         if not (self._grouped or self.by_node):
-            return response_bytes(answer_bytes(self._instance, first.round, first.ranks[0], first.result))
-        answers = [self._encode(first)]
-        size = len(answers[0])
-        while size > _GROUP_BYTES and len(first.ranks) > 1:  # it is more than one message may hold
-            half = len(first.ranks) // 2
-            self._outgoing.appendleft(first._replace(ranks=first.ranks[half:]))
-            first = first._replace(ranks=first.ranks[:half])
-            answers = [self._encode(first)]
-            size = len(answers[0])
-        while self._outgoing and isinstance(self._outgoing[0], Answer) and size < _GROUP_BYTES and not is_over():
-            answers.append(self._encode(self._outgoing.popleft()))  # type: ignore[arg-type]
-            size += len(answers[-1])
+            self._outgoing.popleft()
+            return self._encode(first)
+        answers, room = list[bytes](), min(_GROUP_BYTES, self._most_bytes)
+        while self._outgoing and isinstance(answer := self._outgoing[0], Answer) and not (answers and is_over()):
+            encoded = self._encode(answer)
+            if len(encoded) > room:
+                if answers:
+                    break
+                if len(answer.ranks) > 1:
+                    half = len(answer.ranks) // 2
+                    self._outgoing[0] = answer._replace(ranks=answer.ranks[half:])
+                    self._outgoing.appendleft(answer._replace(ranks=answer.ranks[:half]))
+                    continue
+            self._outgoing.popleft()
+            answers.append(encoded)
+            room -= len(encoded)
         return group_bytes(answers)
 
     async def taken(self) -> None:
@@ -147,9 +153,17 @@ class StreamMailbox:
             self._changed = None
 
     def _encode(self, answer: Answer) -> bytes:
-        if self.by_node and isinstance(answer.result, Decision):
-            return node_bytes(self._instance, answer.round, answer.ranks, answer.result)
-        return b"".join(member_bytes(self._instance, answer.round, rank, answer.result) for rank in answer.ranks)
+        """A message, or a part of a group; a refusal where that would be too large and cannot be divided."""
+        number, ranks, result = answer.round, answer.ranks, answer.result
+        if self.by_node and isinstance(result, Decision):
+            encoded = node_bytes(self._instance, number, ranks, result)
+        elif self._grouped or self.by_node:
+            encoded = b"".join(member_bytes(self._instance, number, rank, result) for rank in ranks)
+        else:
+            encoded = response_bytes(answer_bytes(self._instance, number, ranks[0], result))
+        if len(encoded) <= self._most_bytes or len(ranks) > 1 or isinstance(result, Refusal):
+            return encoded
+        return self._encode(answer._replace(result=too_large(len(encoded), self._most_bytes)))
 
 
 class CallMailbox:
@@ -172,3 +186,4 @@ class CallMailbox:
 
 
 _GROUP_BYTES = 1 << 20
+_ENVELOPE_BYTES = 16

@@ -70,6 +70,16 @@ def out_of_memory(what: str) -> Refusal:
     )
 
 
+def too_large(size: int, limit: int) -> Refusal:
+    """What a rank is to be told of a round does not fit into a message."""
+    return Refusal(
+        code=Code.LIMIT_EXCEEDED,
+        field="max_message_bytes",
+        value=f"too little for an answer of {size} bytes, of which {limit} may be sent",
+        remedy="submit fewer samples or fields, or raise the server's max_message_bytes",
+    )
+
+
 def conflict(rank: int, round_number: int) -> Refusal:
     """A rank says something else about a round than before."""
     return Refusal(

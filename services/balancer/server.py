@@ -110,10 +110,10 @@ class BalancerServer:
             version=_version(),
             strategies=known,
             default_strategy=settings.strategy,
-            max_message_bytes=settings.max_message_bytes,
             streams=StreamOptions(
                 instance=self.instance,
                 max_streams=settings.max_streams,
+                max_message_bytes=settings.max_message_bytes,
                 join_timeout=settings.join_timeout_seconds,
             ),
             max_calls=settings.max_calls,

@@ -38,7 +38,6 @@ class EdgeOptions:
         version: The software's version.
         strategies: Names of the strategies that it knows.
         default_strategy: For sessions that name none.
-        max_message_bytes: Of one message.
         streams: What streams may do.
         max_calls: Unary calls at a time.
     """
@@ -46,7 +45,6 @@ class EdgeOptions:
     version: str
     strategies: tuple[str, ...]
     default_strategy: str
-    max_message_bytes: int
     streams: StreamOptions
     max_calls: int = 512
 
@@ -140,11 +138,11 @@ class BalancerServicer(pb_grpc.BalancerServiceServicer):
                 elif request.watch == watch.WATCH_ALL:  # off the loop: other jobs' rounds go on
                     message.watch = await asyncio.to_thread(lambda one: as_json(self._views.document(one)), session)
                 nbytes += message.ByteSize() + 8
-                if nbytes > self._options.max_message_bytes:
+                if nbytes > self._options.streams.max_message_bytes:
                     await context.abort(
                         grpc.StatusCode.RESOURCE_EXHAUSTED,
                         f"the statistics of {len(registry.sessions)} sessions exceed max_message_bytes, "
-                        f"{self._options.max_message_bytes}: ask for one job",
+                        f"{self._options.streams.max_message_bytes}: ask for one job",
                     )
                 response.sessions.append(message)
         return response
@@ -159,7 +157,7 @@ class BalancerServicer(pb_grpc.BalancerServiceServicer):
             protocol_versions=PROTOCOL_VERSIONS,
             instance=options.instance,
             server_version=options.version,
-            limits=limits_message(registry.limits, options.max_message_bytes),
+            limits=limits_message(registry.limits, options.streams.max_message_bytes),
             draining=registry.draining,
             sessions=len(registry.sessions),
             streams=len(self.streams),
@@ -214,7 +212,7 @@ class BalancerServicer(pb_grpc.BalancerServiceServicer):
             protocol_version=protocol_version,
             instance=self._options.instance,
             server_version=self._options.version,
-            limits=limits_message(self._hub.registry.limits, self._options.max_message_bytes),
+            limits=limits_message(self._hub.registry.limits, self._options.streams.max_message_bytes),
             takes_nodes=True,
         )
 

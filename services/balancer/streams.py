@@ -43,12 +43,14 @@ class StreamOptions:
     Attributes:
         instance: This incarnation of the balancer.
         max_streams: Streams at a time.
+        max_message_bytes: Of one message.
         max_backlog: Answers that a stream may leave untaken before it is no longer read.
         join_timeout: Seconds from a stream's start to its Join.
     """
 
     instance: int
     max_streams: int
+    max_message_bytes: int
     max_backlog: int = 64
     join_timeout: float = 10.0
 
@@ -144,7 +146,7 @@ class Streams:
     async def _write(self, context: Guard, memory: Account) -> None:
         task = asyncio.current_task()
         assert task is not None
-        mailbox = StreamMailbox(self._options.instance)
+        mailbox = StreamMailbox(self._options.instance, self._options.max_message_bytes)
         mailbox.holder = (context.caller.name, "")
         # A client that does not take its last message is not waited for.
         mailbox.when_closed(lambda: task.get_loop().call_later(_REFUSAL_SECONDS, task.cancel))
