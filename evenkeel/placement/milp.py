@@ -15,6 +15,8 @@ from evenkeel.placement.limits import SolveCancelledError, Watch
 
 FloatArray = npt.NDArray[np.float64]
 
+_FINER = 1e3
+"""What objectives are multiplied by: HiGHS takes a point that is better by less than 1e-6 for no better."""
 _ABOVE = 1e-6
 """Relative distance above what is enough at which points are of no interest: rounding is far less."""
 MOST_COLUMNS = 50_000
@@ -84,9 +86,9 @@ def solve_milp(
     above = np.inf
     if enough is not None:
         above = enough + _ABOVE * abs(enough)
-        solver.setOptionValue("objective_target", enough)
-        solver.setOptionValue("objective_bound", above)
-    solver.passModel(_model(cost, matrix, row_lower, row_upper, integer, upper))
+        solver.setOptionValue("objective_target", enough * _FINER)
+        solver.setOptionValue("objective_bound", above * _FINER)
+    solver.passModel(_model(cost * _FINER, matrix, row_lower, row_upper, integer, upper))
     if start is not None:
         point = highspy.HighsSolution()
         point.col_value = start.tolist()
@@ -103,9 +105,9 @@ def solve_milp(
     if not found:
         return MilpResult(None, np.inf, above if proved else -np.inf, proved)
     values = np.array(solver.getSolution().col_value)
-    objective = float(info.objective_function_value)
+    objective = float(info.objective_function_value) / _FINER
     # Where no point is below, HiGHS calls some point optimal that is above.
-    bound = min(above, float(info.mip_dual_bound) if integer.any() else objective)
+    bound = min(above, float(info.mip_dual_bound) / _FINER if integer.any() else objective)
     return MilpResult(values, objective, bound, proved)
 
 

@@ -139,16 +139,16 @@ class Patterns:
 
     def __init__(self, items: _Items, machines: Machines, problem: PlacementProblem) -> None:
         self.items, self.machines, self.problem = items, machines, problem
-        self.room = float(problem.budget[0])
-        memory = float(problem.budget[1]) * machines.hosts
-        self.memory = memory if np.isfinite(memory) else None
+        self.room, memory = float(problem.budget[0]), float(problem.budget[1]) * machines.hosts
+        self.fits = (items.hbm <= self.room + 1e-6) & (items.host <= memory + 1e-6)
+        # Where there is none, only what takes none fits, and no price is asked for it.
+        self.memory = memory if 0 < memory < np.inf else None
         self.found: list[_Pattern] = []
         self.useful = np.zeros(items.part.shape, dtype=bool)
         kinds = len(items.fixed)
         bits = (np.arange(1 << kinds)[:, None] >> np.arange(kinds)[None, :]) & 1
         self.fixed: FloatArray = bits @ items.fixed
-        fits = np.where(items.hbm <= self.room + 1e-6, items.seconds, np.inf)
-        self.least: FloatArray = self._by_set(fits).max(axis=1) + self.fixed
+        self.least: FloatArray = self._by_set(np.where(self.fits, items.seconds, np.inf)).max(axis=1) + self.fixed
         # Without an opening that costs nothing there are only fewer options.
         self.least[(bits[:, items.fixed == 0] == 0).any(axis=1)] = np.inf
 
@@ -260,7 +260,7 @@ class Patterns:
     def _too_fast_with(self, number: int, seconds: float, watch: Watch) -> bool:
         """The same of plans with one set of openings."""
         items, room = self.items, seconds - float(self.fixed[number])
-        fits = self._opened(number, items.kind) & (items.seconds <= room) & (items.hbm <= self.room + 1e-6)
+        fits = self._opened(number, items.kind) & (items.seconds <= room) & self.fits
         most = np.where(fits, items.part, 0.0).max(axis=1)
         if (most == 0).any():
             return True

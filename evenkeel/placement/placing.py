@@ -298,9 +298,9 @@ class _Search(Repacking):
             nodes=_NODE_COLUMNS // max(1, self.columns()),
             watch=self.watch.part(share),
         )
-        if found.modules is not None:
-            self.offer(found.modules, found.places)
-        self.proved = found.proved
+        # What HiGHS calls a plan may be a little over a budget, and then it has proved nothing.
+        kept = found.modules is None or self.offer(found.modules, found.places)
+        self.proved = found.proved and kept
         return min(found.bound, over)
 
     def neighbours(self, enough: float) -> None:

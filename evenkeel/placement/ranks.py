@@ -168,7 +168,7 @@ def _mended(shards: Shards, machines: Machines, least: float, is_over: Callable[
         return None
     limits = Loads(np.full(ranks, least), np.full(ranks, machines.hbm_room), np.full(hosts, machines.host_room))
     where, spares = _anywhere(shards, machines, limits), iter(_SPARE)
-    limits.seconds = least * (1 + np.full(ranks, next(spares)))
+    limits.seconds = np.full(ranks, max(least, _LEAST) * (1 + next(spares)))
     for turn in range(_MENDS * len(where)):
         now = loads(shards, where, machines)
         if (now.hbm <= machines.hbm_room + _SLACK).all() and (now.host <= machines.host_room + _SLACK).all():
@@ -182,7 +182,7 @@ def _mended(shards: Shards, machines: Machines, least: float, is_over: Callable[
             spare = next(spares, None)
             if spare is None:
                 return None
-            limits.seconds = least * (1 + np.full(ranks, spare))
+            limits.seconds = np.full(ranks, max(least, _LEAST) * (1 + spare))
     return None
 
 

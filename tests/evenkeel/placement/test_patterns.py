@@ -108,13 +108,17 @@ def test_shards_of_a_table_stay_apart() -> None:
         assert len(set(found[0][owner == table].tolist())) == 4
 
 
+@pytest.mark.parametrize("host_gib", [None, 0.0])
 @pytest.mark.parametrize(("ranks", "impossible"), [(4, True), (5, False)])
-def test_tables_of_which_a_rank_holds_only_one_need_as_many_ranks(ranks: int, impossible: bool) -> None:
-    one = Table(name="t", rows=5_000_000, dim=64, sharding=Sharding.TABLE_WISE, modes=(Mode.HBM_ONLY,))
+def test_tables_of_which_a_rank_holds_only_one_need_as_many_ranks(
+    ranks: int, impossible: bool, host_gib: float | None
+) -> None:
+    modes = (Mode.HBM_ONLY,) if host_gib is None else ()
+    one = Table(name="t", rows=5_000_000, dim=64, sharding=Sharding.TABLE_WISE, modes=modes)
     tables = tuple(replace(one, name=f"t{index}") for index in range(5))
-    asked = request(tables, hbm_gib=8, runtime="torchrec", ranks=ranks)
+    asked = request(tables, hbm_gib=8, host_gib=host_gib, runtime="torchrec", ranks=ranks)
     problem = build_problem(asked)
-    assert 0.5 < problem.groups[0].hbm[0].min() * ranks / problem.budget[0] < 1
+    assert 0.5 < problem.groups[0].hbm[0].max() * ranks / problem.budget[0] < 1
     assert patterns_of(asked).cannot_fit(Watch()) is impossible
     assert plan(asked, split=False).status is (Status.INFEASIBLE if impossible else Status.OPTIMAL)
 

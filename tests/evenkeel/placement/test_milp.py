@@ -1,0 +1,34 @@
+"""What mixed-integer programs prove."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from evenkeel.placement.milp import MilpResult, solve_milp
+
+
+def slowest_of_two(weights: list[float], start: list[int] | None = None) -> MilpResult:
+    """The least load of the fuller of two ranks, from the rank of each weight at the start."""
+    size = np.array(weights)
+    # Column 0 is the load; then each weight on the second rank.
+    matrix = sp.csr_matrix(np.array([[-1.0, *size], [-1.0, *-size]]))
+    point = None if start is None else np.array([max(size @ start, size.sum() - size @ start), *start])
+    return solve_milp(
+        np.array([1.0, *np.zeros(len(size))]),
+        matrix,
+        np.full(2, -np.inf),
+        np.array([0.0, -size.sum()]),
+        np.array([False, *np.ones(len(size), dtype=bool)]),
+        np.array([1e6, *np.ones(len(size))]),
+        start=point,
+    )
+
+
+def test_what_is_better_by_less_than_a_millionth_is_found() -> None:
+    little = 5e-7
+    result = slowest_of_two([4, 3, 3 + little, 2, 2 - little], [1, 0, 1, 0, 0])
+    assert result.proved
+    assert result.objective == pytest.approx(7, abs=1e-8)
+    assert result.bound <= 7 + 1e-8
