@@ -363,7 +363,9 @@ def test_a_choice_is_read_as_it_was_written(sharding: Sharding | tuple[Sharding,
 def test_collectives_cost_what_their_bytes_take() -> None:
     profile = replace(builtin_profile("h200"), intra_host_bytes_per_s=1e9, inter_host_bytes_per_s=1e8)
     topology = Topology(ranks=8, ranks_per_host=4, hbm_bytes=0)
-    exchange = Exchange(lookups=1000, outputs=100, row_bytes=64, table_bytes=8000, pooled=True, training=False)
+    exchange = Exchange(
+        lookups=1000, outputs=100, key_bytes=8, row_bytes=64, table_bytes=8000, pooled=True, training=False
+    )
     keys, sums = 8000.0, 6400.0
 
     def seconds(sharding: Sharding, **changes: object) -> float:
