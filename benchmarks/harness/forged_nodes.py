@@ -168,6 +168,7 @@ _FORGED_ANSWERS: dict[str, Callable[[pb.AnswerNode], object]] = {
     "counts of 8 bytes": _wide(2**32 + 1, "source_counts", "num_sources"),
     "totals negative": _wide(-1, "source_totals", "num_sources"),
     "ranks cut short": _cut("ranks"),
+    "ranks of nobody": _nobodys,
     "fewer ranks": _change_of("ranks", lambda ranks: ranks[:-4]),
     "vast parts": _vast("num_parts"),
     "loads cut short": _cut("loads"),
@@ -201,7 +202,6 @@ SUBMITS: dict[str, Change] = {name: _forged(pb.SubmitGroup, forge) for name, for
 
 UNTOLD: dict[str, Change] = {
     "lost": lambda message: [],
-    "ranks of nobody": _forged(pb.AnswerGroup, _nobodys),
     "one rank less": _of_one_rank_less,
 }
 """Answers of which some ranks, or all, are not told."""

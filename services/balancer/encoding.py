@@ -7,11 +7,11 @@ merged. So the answer to a rank is a concatenation of its arrays' bytes with wha
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from services.balancer.decisions import Decision, Outcome
 from services.balancer.limits import Limits
 from services.balancer.refusals import Refusal, shorten
 from services.balancer.session import Session
+
+T = TypeVar("T")
 
 
 def answer_bytes(instance: int, round_number: int, rank: int, result: Decision | Refusal) -> bytes:
@@ -166,6 +168,21 @@ def _batches(shared: _Shared, rank: int) -> bytes:
     return b"".join(parts)
 
 
+def of_latest_plans(make: Callable[[int, RoundPlan], T]) -> Callable[[int, RoundPlan], T]:
+    """Keeps what a function makes of the latest plans; of one that nobody remembers any more, nothing."""
+    kept: WeakKeyDictionary[RoundPlan, tuple[int, T]] = WeakKeyDictionary()
+
+    def find(instance: int, plan: RoundPlan) -> T:
+        found = kept.get(plan)
+        if found is None or found[0] != instance:
+            if len(kept) >= _LATEST_PLANS:
+                del kept[next(iter(kept))]
+            found = kept[plan] = instance, make(instance, plan)
+        return found[1]
+
+    return find
+
+
 class _Shared(NamedTuple):
     """What all ranks of a plan are told alike, and the arrays that each is told a part of."""
 
@@ -187,7 +204,7 @@ class _Shared(NamedTuple):
     row: int  # bytes of one source's totals
 
 
-@lru_cache(maxsize=4)
+@of_latest_plans
 def _shared(instance: int, plan: RoundPlan) -> _Shared:
     head = pb.Decision(
         instance=instance,
@@ -248,6 +265,7 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+_LATEST_PLANS = 4
 _SMALL = [bytes((value,)) for value in range(128)]
 _ROUND, _RANK, _DECISION = (tag_of(pb.Answer, field) for field in ("round", "rank", "decision"))
 _DESTINATIONS, _DESTINATION_STEPS, _SOURCES, _SOURCE_COUNTS, _SOURCE_TOTALS, _BALANCE, _BATCH_BALANCES = (

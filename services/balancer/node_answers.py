@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.rounds import RoundPlan
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import Decision, Outcome
-from services.balancer.encoding import as_bytes, balance_message, identity_bytes, tag_of, varint
+from services.balancer.encoding import as_bytes, balance_message, identity_bytes, of_latest_plans, tag_of, varint
 from services.balancer.submissions import runs_of
 
 
@@ -73,7 +72,7 @@ def _cut(columns: list[_Column], runs: list[tuple[int, int]]) -> list[bytes | me
     return parts
 
 
-@lru_cache(maxsize=4)
+@of_latest_plans
 def _told(instance: int, plan: RoundPlan) -> _Told:
     slices, parts, windowed = plan.slices, plan.parts, plan.slices.steps is not None
     decision = pb.Decision(

@@ -1,5 +1,6 @@
 """Answers put together from bytes are those that protocol buffers would have written."""
 
+import weakref
 from dataclasses import asdict
 
 import numpy as np
@@ -107,9 +108,24 @@ def test_ranks_of_a_node_read_what_each_would_alone(
         assert split_answer(told) == [answer_message(5, 300, rank, decision) for rank in ranks]
 
 
+def test_what_ranks_are_told_of_a_plan_does_not_outlive_it() -> None:
+    """A session gives its memory back when it forgets a plan."""
+    decision = plan_of([[[5, 1] * 60], [[2]]], 2)
+    plan = weakref.ref(decision.plan)  # type: ignore[arg-type]
+    assert node_bytes(5, 300, (0, 1), decision) == node_bytes(5, 300, (0, 1), decision)
+    assert answer_bytes(5, 300, 1, decision) != answer_bytes(6, 300, 1, decision)
+    del decision
+    assert plan() is None
+
+
 def test_arrays_of_a_node_that_do_not_fit_each_other_are_refused() -> None:
     decision = plan_of([[[5, 1] * 60], [[2]], [[]]], 2)
     told = pb.AnswerGroup.FromString(node_bytes(5, 300, (0, 1), decision)).nodes[0]
+    for others in ((0, 2), (1,)):
+        with pytest.raises(MalformedAnswerError, match=r"rank\(s\) \[0, 1\], which this stream does not speak for"):
+            split_answer(told, others)
+    with pytest.raises(MalformedAnswerError, match=r"rank\(s\) \[\]"):
+        split_answer(pb.AnswerNode(round=1), (0, 1))
     for name in ("ranks", "num_parts", "num_sources", "loads"):
         wrong = pb.AnswerNode.FromString(told.SerializeToString())
         setattr(wrong, name, getattr(wrong, name)[:-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -73,13 +73,19 @@ def _join(group: list[pb.Submit], join: pb.Join) -> pb.SubmitNode:
     return node
 
 
-def split_answer(node: pb.AnswerNode) -> list[pb.Answer]:
+def split_answer(node: pb.AnswerNode, own: Collection[int] | None = None) -> list[pb.Answer]:
     """What each rank is told.
 
+    Args:
+        node: The answer.
+        own: The ranks of the stream; None: any.
+
     Raises:
-        MalformedAnswerError: If arrays do not fit each other.
+        MalformedAnswerError: If arrays do not fit each other, or it is not of ranks of the stream.
     """
     ranks = _numbers("ranks", node.ranks)
+    if own is not None and not (len(ranks) and set(own).issuperset(ranks.tolist())):
+        raise MalformedAnswerError(f"it is to rank(s) {ranks[:8].tolist()}, which this stream does not speak for")
     if node.decision.outcome != pb.Decision.OUTCOME_BALANCED:
         return [pb.Answer(round=node.round, rank=rank, decision=node.decision) for rank in ranks.tolist()]
     told, num_ranks = node.decision, len(ranks)
@@ -102,14 +108,14 @@ def split_answer(node: pb.AnswerNode) -> list[pb.Answer]:
     if loads is None:
         raise MalformedAnswerError(f"loads has {len(node.loads)} bytes for {balances} balances of {num_ranks} ranks")
     answers = []
-    for at, (rank, own) in enumerate(zip(ranks.tolist(), loads.reshape(num_ranks, balances, 2).tolist(), strict=True)):
+    for at, (rank, its) in enumerate(zip(ranks.tolist(), loads.reshape(num_ranks, balances, 2).tolist(), strict=True)):
         answer = pb.Answer(round=node.round, rank=rank, decision=told)
         decision = answer.decision
         for name, pieces in cut.items():
             setattr(decision, name, pieces[at])
         if balances > 1:
             decision.source_groups.extend(of_batches[at].tolist())
-        for balance, (before, after) in zip((decision.balance, *decision.batch_balances), own, strict=True):
+        for balance, (before, after) in zip((decision.balance, *decision.batch_balances), its, strict=True):
             balance.own_load_before, balance.own_load_after = before, after
         answers.append(answer)
     return answers

@@ -239,13 +239,12 @@ class Uplink:
         return joined
 
     def _answered(self, node: pb.AnswerNode) -> None:
+        own = self._join.ranks or (self._join.rank,)
         try:
-            answers = split_answer(node)
+            answers = split_answer(node, own)
         except ValueError as error:  # whatever a service may say, the job goes on, and no rank waits for more
             said = pb.Error(message=f"malformed answer to round {node.round}: {error}")
-            answers = [
-                pb.Answer(round=node.round, rank=rank, error=said) for rank in self._join.ranks or (self._join.rank,)
-            ]
+            answers = [pb.Answer(round=node.round, rank=rank, error=said) for rank in own]
         self._listener.answered(answers)
 
     def _lose_patience(self, call: grpc.Call) -> None:
