@@ -81,6 +81,9 @@ class Relay(pb_grpc.BalancerServiceServicer):
                             for submits in self.submit_groups(rank, request.submits):
                                 outgoing.put(pb.BalanceRequest(submits=submits))
                             continue
+                        if request.WhichOneof("request") == "elsewhere":
+                            outgoing.put(request)
+                            continue
                         for submit in self.submits(rank, request.submit):
                             outgoing.put(pb.BalanceRequest(submit=submit))
                     outgoing.put(None)

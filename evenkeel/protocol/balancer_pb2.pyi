@@ -446,14 +446,20 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., field: _Optional[str] = ..., value: _Optional[str] = ..., remedy: _Optional[str] = ..., message: _Optional[str] = ..., fatal: bool = ...) -> None: ...
 
 class BalanceRequest(_message.Message):
-    __slots__ = ("join", "submit", "submits")
+    __slots__ = ("join", "submit", "submits", "elsewhere")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     join: Join
     submit: Submit
     submits: SubmitGroup
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., submits: _Optional[_Union[SubmitGroup, _Mapping]] = ...) -> None: ...
+    elsewhere: Elsewhere
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., submits: _Optional[_Union[SubmitGroup, _Mapping]] = ..., elsewhere: _Optional[_Union[Elsewhere, _Mapping]] = ...) -> None: ...
+
+class Elsewhere(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SubmitGroup(_message.Message):
     __slots__ = ("submits", "nodes")
@@ -464,16 +470,24 @@ class SubmitGroup(_message.Message):
     def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[SubmitNode, _Mapping]]] = ...) -> None: ...
 
 class BalanceResponse(_message.Message):
-    __slots__ = ("joined", "answer", "error", "answers")
+    __slots__ = ("joined", "answer", "error", "answers", "leaving")
     JOINED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     joined: Joined
     answer: Answer
     error: Error
     answers: AnswerGroup
-    def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., answers: _Optional[_Union[AnswerGroup, _Mapping]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., answers: _Optional[_Union[AnswerGroup, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ("from_round",)
+    FROM_ROUND_FIELD_NUMBER: _ClassVar[int]
+    from_round: int
+    def __init__(self, from_round: _Optional[int] = ...) -> None: ...
 
 class AnswerGroup(_message.Message):
     __slots__ = ("answers", "nodes")

@@ -36,6 +36,18 @@ class Close(NamedTuple):
     refusal: Refusal
 
 
+class Leave(NamedTuple):
+    """Tell `asker` that the balancer leaves.
+
+    Attributes:
+        asker: Whose stream.
+        from_round: The first round that is another balancer's; None: it may join one, and rounds go on here.
+    """
+
+    asker: Asker
+    from_round: int | None
+
+
 class Wake(NamedTuple):
     """Call `tick` at this time or a little later."""
 
@@ -128,4 +140,4 @@ class SessionId(NamedTuple):
     opening: int = 0
 
 
-Effect = Answer | Close | Wake | StartPartition | Decided
+Effect = Answer | Close | Leave | Wake | StartPartition | Decided

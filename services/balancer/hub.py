@@ -13,7 +13,7 @@ import structlog
 
 from evenkeel.partitioning.rounds import RoundPlan
 from services.balancer.decisions import PlanFailure
-from services.balancer.effects import Answer, Close, Decided, Effect, SessionId, StartPartition, Wake
+from services.balancer.effects import Answer, Close, Decided, Effect, Leave, SessionId, StartPartition, Wake
 from services.balancer.history import History
 from services.balancer.limits import Limits
 from services.balancer.refusals import Refusal
@@ -36,6 +36,9 @@ class Mailbox(Protocol):
 
     def deliver(self, answer: Answer) -> None:
         """Sends an answer, soon."""
+
+    def leave(self, from_round: int | None) -> None:
+        """Says that the balancer leaves, as in `effects.Leave`."""
 
     def close(self, refusal: Refusal) -> None:
         """Ends the stream with an error, after what was delivered before."""
@@ -144,6 +147,14 @@ class Hub:
         """Forgets a stream or, with `call`, a call; `finished`: its ranks, if they will not come back."""
         self.registry.leave(self.now, member.session, member.mailbox, finished, call=call)
 
+    def leave_for_others(self) -> None:
+        """Asks all ranks to join another balancer, and refuses who joins from now on; rounds go on."""
+        self._perform(self.registry.leave_for_others())
+
+    def elsewhere(self, member: Member) -> None:
+        """Notes that the ranks of a stream have joined another balancer."""
+        self._perform(self.registry.elsewhere(self.now, member.session, member.mailbox))
+
     def drain(self) -> None:
         """Answers everybody who waits, and refuses who joins from now on."""
         self._perform(self.registry.drain(self.now))
@@ -164,6 +175,8 @@ class Hub:
                     mailbox.deliver(effect)  # type: ignore[attr-defined]
                 case Close(asker=mailbox, refusal=refusal):
                     mailbox.close(refusal)  # type: ignore[attr-defined]
+                case Leave(asker=mailbox, from_round=from_round):
+                    mailbox.leave(from_round)  # type: ignore[attr-defined]
                 case Wake(at=at):
                     assert session is not None
                     self._wake(at, session.id)

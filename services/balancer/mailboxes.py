@@ -70,6 +70,10 @@ class StreamMailbox:
         for rank in answer.ranks:
             self.send(Answer(answer.asker, answer.round, (rank,), answer.result))
 
+    def leave(self, from_round: int | None) -> None:
+        """Queues the word that the balancer leaves."""
+        self.send(pb.BalanceResponse(leaving=pb.Leaving(from_round=from_round)))
+
     def close(self, refusal: Refusal) -> None:
         """Queues a last message."""
         if self._closed:
@@ -178,6 +182,9 @@ class CallMailbox:
         if not self.answer.done():
             packed = answer_bytes(self._instance, answer.round, answer.ranks[0], answer.result)
             self.answer.set_result(pb.Answer.FromString(packed))
+
+    def leave(self, from_round: int | None) -> None:
+        """The next call finds another balancer by itself."""
 
     def close(self, refusal: Refusal) -> None:
         """Hands an error over instead."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from services.balancer.effects import Asker, Close, Effect, SessionId
+from services.balancer.effects import Asker, Close, Effect, Leave, SessionId
 from services.balancer.history import HISTORY_BYTES
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal, out_of_memory
@@ -21,7 +21,7 @@ class Registry:
     Attributes:
         limits: What the balancer allows.
         sessions: The one incarnation that holds each name.
-        draining: Whether the balancer is shutting down.
+        draining: Whether the balancer is shutting down: nobody is admitted.
         slots: How many sessions there may be.
         memory: What sessions and streams may take together.
     """
@@ -33,6 +33,7 @@ class Registry:
         self.slots = Shares(limits.max_sessions)
         self.memory = Shares(limits.max_memory)
         self._members: dict[SessionId, dict[Asker, int]] = {}
+        self._elsewhere: dict[SessionId, set[Asker]] = {}  # who has joined another balancer
         self._expired_at = -math.inf
 
     def join(self, now: float, joining: Joining, asker: Asker) -> tuple[Session | Refusal, list[Effect]]:
@@ -110,6 +111,28 @@ class Registry:
         self._expired_at = now
         for session in [one for one in self.sessions.values() if one.is_silent(now) and not one.open_rounds]:
             self._forget(session)
+
+    def leave_for_others(self) -> list[Effect]:
+        """Asks all ranks to join another balancer, and refuses who joins from now on."""
+        self.draining = True
+        return [Leave(asker, None) for members in self._members.values() for asker in members]
+
+    def elsewhere(self, now: float, session_id: SessionId, asker: Asker) -> list[Effect]:
+        """Notes that a stream's ranks have joined another balancer: once all have, later rounds are that one's."""
+        session, members = self.find(session_id), self._members.get(session_id, {})
+        if session is None or not self.draining or asker not in members:
+            return []
+        moved = self._elsewhere.setdefault(session_id, set())
+        moved.add(asker)
+        if session.ends_at < math.inf or sum(members.get(one, 0) for one in moved) < session.terms.world_size:
+            return []
+        from_round = session.newest + 1
+        return [*(Leave(one, from_round) for one in members), *session.drain(now, from_round)]
+
+    def is_awaited(self, *, patient: bool) -> bool:
+        """Whether rounds of sessions that go elsewhere are undecided; if `patient`, also whether others may yet go."""
+        with_streams = [session for session in map(self.find, self._members) if session is not None]
+        return any(session.open_rounds if session.ends_at < math.inf else patient for session in with_streams)
 
     def drain(self, now: float) -> list[Effect]:
         """Answers everybody who waits, and refuses who joins from now on."""

@@ -47,8 +47,10 @@ class OversizedError(DecodeError):
     """A message, or a part of it, that is larger than anything that makes sense there."""
 
 
-def read_request(data: bytes, *, max_fields: int) -> pb.Join | Iterator[pb.Submit | pb.SubmitNode] | None:
-    """A Join, the submissions of a message one after another, or None for an empty request.
+def read_request(
+    data: bytes, *, max_fields: int
+) -> pb.Join | pb.Elsewhere | Iterator[pb.Submit | pb.SubmitNode] | None:
+    """A Join, an Elsewhere, the submissions of a message one after another, or None for an empty request.
 
     Args:
         data: A `pb.BalanceRequest`, serialised.
@@ -65,6 +67,8 @@ def read_request(data: bytes, *, max_fields: int) -> pb.Join | Iterator[pb.Submi
             return request.join
         if kind == "submit":
             return iter((request.submit,))
+        if kind == "elsewhere":
+            return request.elsewhere
         return chain(request.submits.submits, request.submits.nodes) if kind == "submits" else None
     parts = [part for part in walk(data, 0, len(data), most=8) if part[0] in (_JOIN, _SUBMIT, _SUBMITS)]
     if len(parts) != 1 or parts[0][1] != _BYTES:

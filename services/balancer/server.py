@@ -45,6 +45,7 @@ _QUIET_SECONDS = 10.0  # of a start, then it says what it may be doing
 _WAITING_CONNECTIONS = 2  # whose calls may all wait to be looked at
 _IDLE_CONNECTION_MS = 60_000
 _TRACES_SECONDS = 2.5
+_LOOK_SECONDS = 0.02  # how often whether all ranks have gone elsewhere
 STREAM_WINDOW_BYTES = 1 << 16
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BalancerService"].full_name
@@ -193,14 +194,15 @@ class BalancerServer:
         log.info("serving", host=settings.host, port=self.port, metrics_port=self.metrics_port, instance=self.instance)
 
     async def stop(self) -> None:
-        """Drains: NOT_SERVING, everybody who waits is answered, streams end, then the port closes."""
+        """Drains: the port closes, ranks go elsewhere while rounds go on, who waits is answered, streams end."""
         assert self._server is not None
         grace, streams = self._settings.grace_seconds, self.servicer.streams
         log.info("draining", streams=len(streams))
         self._health.drain()
+        self.hub.leave_for_others()
+        ended = asyncio.ensure_future(self._server.stop(grace))  # who comes now finds another balancer
+        await self._until_moved(len(streams), min(self._settings.drain_seconds, grace / 2), grace / 2)
         self.hub.drain()
-        if len(streams):
-            await asyncio.sleep(min(self._settings.drain_seconds, grace / 2))
         streams.close(DRAINING)
         # Whatever a peer does or leaves undone, each step ends: what is left then ends with the process.
         await _within(grace * 3 / 8, self._server.stop(grace / 4), "calls")
@@ -214,8 +216,17 @@ class BalancerServer:
             await _within(grace / 8, asyncio.to_thread(self._stop_metrics), "metrics")
         if self._tracer is not None:
             await _within(_TRACES_SECONDS, asyncio.to_thread(self._tracer.close), "traces")
+        ended.cancel()
         self.stopped = True
         log.info("stopped")
+
+    async def _until_moved(self, streams: int, patience: float, most: float) -> None:
+        """Returns when no rank has anything left here, or may have gone elsewhere and has not."""
+        loop = asyncio.get_running_loop()
+        registry, began = self.hub.registry, loop.time()
+        while (waited := loop.time() - began) < most and registry.is_awaited(patient=waited < patience):
+            await asyncio.sleep(_LOOK_SECONDS)
+        log.debug("drained", streams=streams, left=len(self.servicer.streams), seconds=loop.time() - began)
 
     def _open(self) -> float:
         # The scrape comes from another thread: what the loop changes meanwhile is counted next time.

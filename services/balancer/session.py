@@ -52,13 +52,13 @@ class Session:
         caller: Who opened it.
         last_message_at: When a rank last said anything.
         abandoned_at: When its last stream ended, not all of them in order; infinity while there are some.
-        draining: Whether new rounds are decided IDENTITY at once.
+        ends_at: Rounds from this one on are decided IDENTITY at once, as the balancer shuts down; infinity at first.
         finished: Ranks that have ended their requests in order and will not come back.
         statistics: Counters for people.
     """
 
     __slots__ = (
-        "_ahead", "_limits", "abandoned_at", "caller", "decided", "draining", "finished", "floor", "highest", "id",
+        "_ahead", "_limits", "abandoned_at", "caller", "decided", "ends_at", "finished", "floor", "highest", "id",
         "last_message_at", "memory", "nodes", "open_rounds", "statistics", "terms",
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ class Session:
         self._ahead: dict[int, int] = {}  # undecided rounds that each rank has submitted to
         self.last_message_at = now
         self.abandoned_at = math.inf
-        self.draining = False
+        self.ends_at = math.inf
         self.finished: set[int] = set()
         self.statistics = SessionStatistics()
         self._limits = limits
@@ -152,7 +152,7 @@ class Session:
                 self._ahead[rank] = self._ahead.get(rank, 0) + 1
         deadline = current.deadline
         current.wait(asker, ranks, submission.timeout)
-        if self.draining:
+        if round_number >= self.ends_at:
             return [*effects, *self._decide(now, round_number, drained())]
         if current.partition_started_at is None and current.is_complete(self.terms.world_size):
             current.partition_started_at = now
@@ -210,11 +210,16 @@ class Session:
         """Whether all ranks have ended their requests in order."""
         return len(self.finished) == self.terms.world_size
 
-    def drain(self, now: float) -> list[Effect]:
-        """Answers everybody who waits, and from now on everybody at once."""
-        self.draining = True
+    @property
+    def newest(self) -> int:
+        """The highest round that any rank has come to; -1 at first."""
+        return max(self.highest, *self.open_rounds, -1)
+
+    def drain(self, now: float, from_round: int = 0) -> list[Effect]:
+        """Answers everybody who waits for these rounds, and from now on at once whoever comes to them."""
+        self.ends_at = from_round
         effects: list[Effect] = []
-        for round_number in list(self.open_rounds):
+        for round_number in [one for one in self.open_rounds if one >= from_round]:
             effects += self._decide(now, round_number, drained())
         return effects
 
@@ -254,7 +259,7 @@ class Session:
         other.nodes = dict(self.nodes)
         other.open_rounds = {number: current.copy() for number, current in self.open_rounds.items()}
         other.decided = {number: decided.copy() for number, decided in self.decided.items()}
-        other.floor, other.highest, other.draining = self.floor, self.highest, self.draining
+        other.floor, other.highest, other.ends_at = self.floor, self.highest, self.ends_at
         other.abandoned_at = self.abandoned_at
         other._ahead = dict(self._ahead)
         other.finished = set(self.finished)
@@ -272,7 +277,7 @@ class Session:
             frozenset(self.finished),
             self.floor,
             self.highest,
-            self.draining,
+            self.ends_at,
         )
 
     # ------------------------------------------------------------------ inside

@@ -57,9 +57,9 @@ class Settings(ServiceSettings):
     """Time without any stream after which a session may be replaced by another run of the same name: after a crash."""
     join_timeout_seconds: PositiveFloat = 10.0
     """Time from a stream's start to its Join."""
-    drain_seconds: float = Field(default=0.5, ge=0)
-    """Time after a stop signal in which streams stay open, to answer ranks whose submissions are under way."""
-    grace_seconds: PositiveFloat = 5.0
+    drain_seconds: float = Field(default=3.0, ge=0)
+    """Time after a stop signal in which rounds go on and ranks may join another balancer; it ends when all have."""
+    grace_seconds: PositiveFloat = 6.0
     """Time after a stop signal in which everything ends."""
 
     max_sessions: PositiveInt = Limits().max_sessions

@@ -255,6 +255,9 @@ class Streams:
         count = 0
         try:
             messages = read_request(data, max_fields=self._hub.registry.limits.max_fields)
+            if isinstance(messages, pb.Elsewhere):
+                self._hub.elsewhere(stream.member)
+                return
             if messages is None or isinstance(messages, pb.Join):
                 raise RefusedError(_not_submitted("nothing" if messages is None else "join"))
             for message in messages:

@@ -170,7 +170,7 @@ def as_json(document: dict[str, Any]) -> str:
 
 
 def _state(session: Session, history: History, now: float, joined: int) -> str:
-    if session.draining:
+    if session.ends_at < math.inf:
         return "draining"
     if not joined:
         return "left"

@@ -155,7 +155,7 @@ def test_drained_with_a_half_filled_round(crew: Crew, balancer: ServiceProcess, 
         return [answer]
 
     relay.submits, relay.answers = submits, answers
-    with crew.run(Steps(address=relay.address, name="drained", pace=0.02, timeout=2.0)) as run:
+    with crew.run(Steps(address=relay.address, name="drained", pace=0.02, timeout=10.0)) as run:
         run.until(reason="no_decision")
         run.until(mode="embedded", times=3)
         balancer.start()

@@ -139,7 +139,7 @@ class Sessions:
                 after = session.copy()
                 effects = after.partitioned(0.0, opened, result)
                 found.append(self._step(label, number, after, effects, fails=fails))
-        if not session.draining:
+        if session.ends_at > 0:
             after = session.copy()
             effects = after.drain(0.0)
             found.append(self._step("drain", number, after, effects, fails=True))
@@ -170,7 +170,7 @@ class Sessions:
             if n >= since
         )  # fmt: skip
         decided = tuple((n, name(past.decision)) for n, past in sorted(session.decided.items()) if n >= since)
-        key: Key = (at_round, opened, decided, session.floor if since == 0 else 0, session.draining)
+        key: Key = (at_round, opened, decided, session.floor if since == 0 else 0, session.ends_at <= 0)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.keys)

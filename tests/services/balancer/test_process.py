@@ -60,6 +60,7 @@ async def test_it_serves_reports_health_and_stops_cleanly(process: subprocess.Po
         while (await waiting.stub.GetSessionStats(statistics, timeout=60)).sessions[0].joined_ranks != 1:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
+        assert (await waiting.receive()).leaving == pb.Leaving()
         assert (await waiting.answer()).decision.reason == pb.Decision.REASON_DRAINING
         assert (await waiting.receive()).error.code == pb.ERROR_CODE_DRAINING
         assert await waiting.receive() is grpc.aio.EOF

@@ -345,3 +345,13 @@ def test_a_round_decided_after_later_ones_were_forgotten_does_not_bring_them_bac
     assert session.floor == 5
     refused = answers(session.submit(9.0, 5, submission(1, rank=1), "late"))["late"]
     assert isinstance(refused, Refusal)
+
+
+def test_rounds_before_the_end_are_planned_and_those_behind_it_are_not() -> None:
+    session = make_session(2)
+    session.submit(0.0, 0, submission(1), "a")
+    assert session.newest == 0
+    assert session.drain(1.0, session.newest + 1) == []
+    assert any(isinstance(one, StartPartition) for one in session.submit(2.0, 0, submission(2, rank=1), "b"))
+    assert answers(session.submit(2.0, 1, submission(3), "a"))["a"].reason is Reason.DRAINING
+    assert set(session.open_rounds) == {0}

@@ -203,7 +203,7 @@ class Connection:
                 self.noted(answer.error.message)
         with self._changed:
             for answer in answers:
-                if answer.round in self._open:
+                if answer.round in self._open and not (answer.HasField("error") and answer.round in self._answers):
                     self._answers[answer.round] = answer
             self._changed.notify_all()
 

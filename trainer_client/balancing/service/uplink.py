@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import math
 import threading
+import time
 from collections.abc import Sequence
-from queue import SimpleQueue
 from typing import Protocol
 
 import grpc
@@ -14,12 +14,12 @@ from evenkeel.addresses import resolve
 from evenkeel.credentials import Credentials
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-from trainer_client.balancing.service.joining import join_submits, split_answer
+from trainer_client.balancing.service.attempts import Attempt, require_descriptors
+from trainer_client.balancing.service.joining import split_answer
 from trainer_client.balancing.service.messages import VersionError, check_version
 from trainer_client.balancing.service.outages import Backoff, Cause, is_superseded, of_call, of_refusal
 
 CLOSE_SECONDS = 2.0
-_SPARE_DESCRIPTORS = 16
 
 _CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
@@ -49,7 +49,11 @@ class Listener(Protocol):
 
 
 class Uplink:
-    """Keeps a stream to the balancer. Its thread starts with `start`; nothing here blocks the caller for long."""
+    """Keeps a stream to the balancer. Its thread starts with `start`; nothing here blocks the caller for long.
+
+    A balancer that leaves is kept until another one has been joined by all ranks of the session: while it still
+    answers, a second thread joins the other one. The round from which on they ask that one is the balancer's word.
+    """
 
     def __init__(
         self,
@@ -68,24 +72,22 @@ class Uplink:
         self._changed = threading.Condition()
         self._unsettled: dict[int, dict[int, pb.Submit]] = {}  # by round, then rank
         self._settled = -1  # rounds up to here have been agreed on
-        self._outbox: SimpleQueue[pb.BalanceRequest | None] | None = None  # of the joined stream
+        self._streams: set[Attempt] = set()  # that have begun and not ended
+        self._current: Attempt | None = None  # gets the rounds
+        self._next: Attempt | None = None  # joined, and gets them when the current one's balancer has left
+        self._old: Attempt | None = None  # gets the rounds before its `ends_at`
+        self._left = ""  # what the balancer has said that left, while no other has been joined
         self._epoch = 0
-        self._call: grpc.Call | None = None
-        self._given_up: grpc.Call | None = None  # what was wrong with it has been told
-        self._timed_out: grpc.Call | None = None  # it was not joined in time
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._closed = False
         self._encouraged = False  # another rank has got through
-        self._refused = False  # the service has said no
         self._superseded = False  # for good
         self._probed = ""  # the trouble whose cause has been looked for
-        self._max_message_bytes = 0  # what the service takes; unknown before it has said so
-        self._takes_nodes = False  # and whether it takes the ranks of a node together
 
     @property
     def ready(self) -> bool:
         """Whether the stream is joined; after `suspect`, whether it has been joined anew."""
-        return self._outbox is not None
+        return self._current is not None
 
     @property
     def epoch(self) -> int:
@@ -94,9 +96,8 @@ class Uplink:
 
     def start(self) -> None:
         """Connects in the background, if that is not under way."""
-        if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="evenkeel-connection", daemon=True)
-            self._thread.start()
+        if not self._threads:
+            self._begin()
 
     def submit(self, *messages: pb.Submit) -> None:
         """Sends submissions now, and again after each reconnect until their rounds are settled."""
@@ -104,14 +105,15 @@ class Uplink:
             open_ones = [message for message in messages if message.round > self._settled]
             for message in open_ones:
                 self._unsettled.setdefault(message.round, {})[message.rank] = message
-            too_large = self._send(self._outbox, open_ones) if self._outbox is not None else []
-        self._refuse(too_large)
+            refused = self._send(open_ones)
+        self._answer(refused)
 
     def settle(self, round_number: int) -> None:
         """Forgets a round that all ranks have agreed on; rounds are settled in order."""
         with self._changed:
             self._settled = max(self._settled, round_number)
             self._unsettled.pop(round_number, None)
+            self._leave_old()
 
     def suspect(self, epoch: int | None = None) -> None:
         """Gives the stream up; ready again when another has been joined.
@@ -120,76 +122,88 @@ class Uplink:
             epoch: Which joining is meant: a later one, or one under way, stays as it is. None: whatever there is.
         """
         with self._changed:
-            if epoch is not None and (epoch != self._epoch or self._outbox is None):
+            if epoch is not None and (epoch != self._epoch or self._current is None):
                 return
-            self._outbox = None
-            self._given_up = call = self._call
-        if call is not None:
-            call.cancel()
+            suspected = [one for one in self._streams if one is not self._next]
+            self._current = self._old = None
+        for stream in suspected:
+            stream.give_up()
 
     def encourage(self) -> None:
         """Connects at once if the next attempt is being waited for: another rank has got through."""
         with self._changed:
-            self._encouraged = self._outbox is None
+            self._encouraged = self._current is None
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Leaves the session and ends the thread, within a bounded time."""
+        """Leaves the session and ends the threads, within a bounded time."""
         with self._changed:
             self._closed = True
-            outbox, call = self._outbox, self._call
+            streams, threads = list(self._streams), list(self._threads)
             self._changed.notify_all()
-        if outbox is not None:
-            outbox.put(None)  # a clean end of the requests tells the service that the ranks have left
-        elif call is not None:
-            call.cancel()  # nothing to leave: the stream was not joined yet
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS / 2)
-            if self._thread.is_alive() and call is not None:
-                call.cancel()
-                self._thread.join(CLOSE_SECONDS / 2)
+        for stream in streams:
+            if stream.joined:
+                stream.outbox.put(None)  # a clean end of the requests tells the service that the ranks have left
+            elif stream.call is not None:
+                stream.call.cancel()  # nothing to leave: the stream was not joined yet
+        for patience in (CLOSE_SECONDS / 2, CLOSE_SECONDS / 2):
+            deadline = time.monotonic() + patience
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            if not any(thread.is_alive() for thread in threads):
+                break
+            for stream in streams:
+                if stream.call is not None:
+                    stream.call.cancel()
 
-    # ------------------------------------------------------------------ the thread
+    # ------------------------------------------------------------------ the threads
+
+    def _begin(self) -> None:
+        with self._changed:
+            if not self._closed:
+                thread = threading.Thread(target=self._run, name="evenkeel-connection", daemon=True)
+                thread.start()
+                self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     def _run(self) -> None:
         backoff = Backoff(self._join.world_size // max(1, len(self._join.ranks)))
         while not (self._closed or self._superseded):
-            self._refused = False
+            stream = Attempt(self._join)
             try:
-                joined = self._serve()
+                self._serve(stream)
             except Exception as error:  # out of threads or file descriptors, say: it may be better later
                 self._listener.noted(f"{type(error).__name__}: {error}")
-                joined = False
-            pause = backoff.after(joined=joined, refused=self._refused)
+            if stream.leaving:
+                return  # another thread goes on
+            pause = backoff.after(joined=stream.joined, refused=stream.refused)
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed or self._encouraged, pause) and not self._closed:
                     self._changed.wait_for(lambda: self._closed, backoff.encouraged())
                 self._encouraged = False
 
-    def _serve(self) -> bool:
-        """One stream from join to end; returns whether it was joined."""
-        joined, trouble = False, ""
-        _require_descriptors()
-        outbox: SimpleQueue[pb.BalanceRequest | None] = SimpleQueue()
-        outbox.put(pb.BalanceRequest(join=self._join))
+    def _serve(self, stream: Attempt) -> None:
+        """A stream from join to end."""
+        trouble, left = "", ""
+        require_descriptors()
         try:
             target, spreading, header = resolve(self._address, self._join.job)
             metadata = self._credentials.metadata(target) + header
             channel = self._credentials.channel(target, [*_CHANNEL_OPTIONS, *spreading])
         except ValueError as error:  # a file that is being renewed may be back at the next attempt
             self._listener.noted(str(error))
-            return False
+            return
         patience: threading.Timer | None = None
         try:
             call = pb_grpc.BalancerServiceStub(channel).Balance(  # type: ignore[no-untyped-call]
-                iter(outbox.get, None), metadata=metadata
+                iter(stream.outbox.get, None), metadata=metadata
             )
             with self._changed:
-                self._call = call
+                stream.call = call
+                self._streams.add(stream)
                 if self._closed:
                     call.cancel()
             # A service that accepts the stream and never answers must not hold it for ever.
-            patience = threading.Timer(self._join_timeout, self._lose_patience, (call,))
+            patience = threading.Timer(self._join_timeout, self._lose_patience, (stream,))
             patience.daemon = True
             patience.start()
             for response in call:
@@ -197,126 +211,166 @@ class Uplink:
                 if kind == "joined":
                     patience.cancel()
                     check_version(response.joined)
-                    joined = True
-                    self._max_message_bytes = response.joined.limits.max_message_bytes
-                    self._takes_nodes = response.joined.takes_nodes
-                    self._enter(outbox, call)
+                    stream.max_message_bytes = response.joined.limits.max_message_bytes
+                    stream.takes_nodes = response.joined.takes_nodes
+                    stream.joined = True
+                    self._enter(stream)
                 elif kind == "answer":
-                    self._listener.answered([response.answer])
+                    self._take(stream, [response.answer])
                 elif kind == "answers":
-                    self._listener.answered(response.answers.answers)
+                    self._take(stream, response.answers.answers)
                     for node in response.answers.nodes:
-                        self._answered(node)
+                        self._take(stream, self._split(node))
+                elif kind == "leaving":
+                    self._follow(stream, response.leaving)
                 elif kind == "error":
-                    self._refused = response.error.code != pb.ERROR_CODE_DRAINING
-                    self._superseded = is_superseded(response.error)
                     trouble = response.error.message
+                    if response.error.code == pb.ERROR_CODE_DRAINING:
+                        left = trouble
+                    else:
+                        stream.refused = True
+                    self._superseded = is_superseded(response.error)
                     self._listener.noted(trouble, of_refusal(response.error))
         except VersionError as error:
-            self._refused = True
+            stream.refused = True
             trouble = str(error)
             self._listener.noted(trouble, Cause(kind="protocol versions", text=trouble))
             call.cancel()
         except grpc.RpcError as error:
-            if call is self._timed_out:
+            if stream.timed_out:
                 trouble = f"no answer from {self._address} within {self._join_timeout:g} s"
                 self._listener.noted(trouble)
-            elif call is not self._given_up:
+            elif not stream.given_up:
                 trouble = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
                 self._listener.noted(trouble)
-                if not joined and isinstance(error, grpc.Call):
-                    self._look_for_cause(error, trouble)
+                if not stream.joined and isinstance(error, grpc.Call):
+                    self._look_for_cause(stream, error, trouble)
         finally:
             if patience is not None:
                 patience.cancel()
-            with self._changed:
-                if self._outbox is outbox:
-                    self._outbox = None
-                self._call = None
-            outbox.put(None)
+            stream.outbox.put(None)
             channel.close()
-            self._listener.lost(trouble)
-        return joined
+            self._end(stream, trouble, left)
 
-    def _answered(self, node: pb.AnswerNode) -> None:
-        own = self._join.ranks or (self._join.rank,)
-        try:
-            answers = split_answer(node, own)
-        except ValueError as error:  # whatever a service may say, the job goes on, and no rank waits for more
-            said = pb.Error(message=f"malformed answer to round {node.round}: {error}")
-            answers = [pb.Answer(round=node.round, rank=rank, error=said) for rank in own]
+    def _enter(self, stream: Attempt) -> None:
+        """A stream has been joined: it gets the rounds, or will when all ranks leave the one that has them."""
+        with self._changed:
+            # given up while the service's welcome was under way
+            if self._closed or stream.given_up or stream.call is None or not stream.call.is_active():
+                return
+            if self._current is not None:
+                self._next = stream
+                self._current.outbox.put(pb.BalanceRequest(elsewhere=pb.Elsewhere()))
+                return
+            epoch, refused = self._go_to(stream)
+        self._listener.joined(epoch)
+        self._answer(refused)
+
+    def _follow(self, stream: Attempt, said: pb.Leaving) -> None:
+        """The balancer leaves: look for another one, or go there from a round on."""
+        if not stream.leaving:
+            self._begin()
+            stream.leaving = True
+        if not said.HasField("from_round"):
+            return
+        epoch, refused = 0, list[pb.Answer]()
+        with self._changed:
+            stream.ends_at = said.from_round
+            if self._current is not stream:
+                return
+            self._old, self._current, following, self._next = stream, None, self._next, None
+            self._leave_old()
+            if following is not None:
+                epoch, refused = self._go_to(following)
+        if following is not None:
+            self._listener.joined(epoch)
+        else:
+            self._listener.lost("")
+        self._answer(refused)
+
+    def _leave_old(self) -> None:
+        """Ends the stream to the balancer that has left, once all ranks have agreed on its last round."""
+        if self._old is not None and self._settled + 1 >= self._old.ends_at:
+            self._old.outbox.put(None)
+            self._old = None
+
+    def _go_to(self, stream: Attempt) -> tuple[int, list[pb.Answer]]:
+        """From now on a stream gets the rounds, beginning with what is not settled; its epoch and what it cannot."""
+        self._current = stream
+        self._encouraged = False
+        self._left = ""
+        self._epoch += 1
+        begin = -1 if self._old is None else self._old.ends_at
+        open_ones = [one for number, ranks in self._unsettled.items() if number >= begin for one in ranks.values()]
+        return self._epoch, self._send(open_ones)
+
+    def _end(self, stream: Attempt, trouble: str, left: str) -> None:
+        """A stream has ended: the one that has been joined meanwhile gets the rounds."""
+        epoch, refused = 0, list[pb.Answer]()
+        with self._changed:
+            self._streams.discard(stream)
+            if self._next is stream:
+                self._next = None
+            if self._old is stream:
+                self._old = None
+            if self._current is stream:
+                self._current = None
+            if self._current is None and self._next is not None:
+                following, self._next = self._next, None
+                epoch, refused = self._go_to(following)
+            elif self._current is None and left:
+                # Nobody is there whom a repeat could reach in time: the ranks need not wait for it.
+                self._left = left
+                refused = self._send([one for ranks in self._unsettled.values() for one in ranks.values()])
+            ready = self._current is not None
+        if epoch:
+            self._listener.joined(epoch)
+        elif not ready:
+            self._listener.lost(trouble)
+        self._answer(refused)
+
+    def _take(self, stream: Attempt, answers: Sequence[pb.Answer]) -> None:
+        if stream.ends_at < math.inf:
+            answers = [answer for answer in answers if answer.round < stream.ends_at]
         self._listener.answered(answers)
 
-    def _lose_patience(self, call: grpc.Call) -> None:
-        self._timed_out = call
-        call.cancel()
+    def _split(self, node: pb.AnswerNode) -> list[pb.Answer]:
+        own = self._join.ranks or (self._join.rank,)
+        try:
+            return split_answer(node, own)
+        except ValueError as error:  # whatever a service may say, the job goes on, and no rank waits for more
+            said = pb.Error(message=f"malformed answer to round {node.round}: {error}")
+            return [pb.Answer(round=node.round, rank=rank, error=said) for rank in own]
 
-    def _look_for_cause(self, error: grpc.Call, trouble: str) -> None:
+    def _answer(self, answers: list[pb.Answer]) -> None:
+        if answers:
+            self._listener.answered(answers)
+
+    @staticmethod
+    def _lose_patience(stream: Attempt) -> None:
+        stream.timed_out = True
+        if stream.call is not None:
+            stream.call.cancel()
+
+    def _look_for_cause(self, stream: Attempt, error: grpc.Call, trouble: str) -> None:
         """Once for each trouble: a connection that is not there takes as long to try by hand."""
         if trouble == self._probed or self._closed:
             return
         self._probed = trouble
         cause = of_call(error, self._address, self._credentials)
         if cause is not None:
-            self._refused = True  # trying often is of no use
+            stream.refused = True  # trying often is of no use
             self._listener.noted(str(cause), cause)
 
-    def _enter(self, outbox: SimpleQueue[pb.BalanceRequest | None], call: grpc.Call) -> None:
-        with self._changed:
-            if self._closed or not call.is_active():  # given up while the service's welcome was under way
-                return
-            everything = [message for ranks in self._unsettled.values() for message in ranks.values()]
-            too_large = self._send(outbox, everything)
-            self._outbox = outbox
-            self._encouraged = False
-            self._epoch += 1
-            epoch = self._epoch
-        self._listener.joined(epoch)
-        self._refuse(too_large)
-
-    def _send(self, outbox: SimpleQueue[pb.BalanceRequest | None], messages: list[pb.Submit]) -> list[pb.Submit]:
-        """Sends submissions in as few requests as the service's limit allows; returns those that exceed it alone."""
-        if not self._join.ranks:
-            return [one for message in messages for one in self._put(outbox, [message])]
-        return self._put(outbox, messages) if messages else []
-
-    def _put(self, outbox: SimpleQueue[pb.BalanceRequest | None], messages: list[pb.Submit]) -> list[pb.Submit]:
-        request = self._request(messages)
-        if not self._max_message_bytes or request.ByteSize() <= self._max_message_bytes:
-            outbox.put(request)
-            return []
-        half = len(messages) // 2
-        return [*self._put(outbox, messages[:half]), *self._put(outbox, messages[half:])] if half else messages
-
-    def _request(self, messages: list[pb.Submit]) -> pb.BalanceRequest:
-        if not self._join.ranks:
-            return pb.BalanceRequest(submit=messages[0])
-        if not self._takes_nodes:
-            return pb.BalanceRequest(submits=pb.SubmitGroup(submits=messages))
-        nodes, odd = join_submits(messages, self._join)
-        return pb.BalanceRequest(submits=pb.SubmitGroup(submits=odd, nodes=nodes))
-
-    def _refuse(self, messages: list[pb.Submit]) -> None:
-        """Answers here what would end the stream if it were sent."""
-        for message in messages:
-            said = f"round {message.round} takes {message.ByteSize()} bytes, the service at most "
-            said += (
-                f"{self._max_message_bytes}; submit fewer samples or fields, or raise the server's max_message_bytes"
-            )
-            error = pb.Error(field="max_message_bytes", message=said)
-            self._listener.answered([pb.Answer(round=message.round, rank=message.rank, error=error)])
-
-
-def _require_descriptors() -> None:
-    """Checks that a new channel can be had: gRPC ends the process when it finds no file descriptor for its own use.
-
-    Raises:
-        OSError: If the process is out of file descriptors.
-    """
-    spare: list[int] = []
-    try:
-        for _ in range(_SPARE_DESCRIPTORS):
-            spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    finally:
-        for descriptor in spare:
-            os.close(descriptor)
+    def _send(self, messages: list[pb.Submit]) -> list[pb.Answer]:
+        """Sends submissions, if there is a stream for them; returns the answers to those that are sent to nobody."""
+        old, refused = self._old, list[pb.Answer]()
+        if old is not None:
+            refused = old.put([one for one in messages if one.round < old.ends_at])
+            messages = [one for one in messages if one.round >= old.ends_at]
+        if self._current is not None:
+            return refused + self._current.put(messages)
+        if self._left:
+            said = pb.Error(code=pb.ERROR_CODE_DRAINING, message=self._left)
+            refused += [pb.Answer(round=one.round, rank=one.rank, error=said) for one in messages]
+        return refused

@@ -77,6 +77,7 @@ def test_a_signal_to_all_processes_drains_like_one_to_the_service(balancer: Serv
             await asyncio.sleep(0.1)
             assert not any(map(gone, processes))
             balancer.signal(signal.SIGTERM)
+            assert (await waiting.receive()).leaving == pb.Leaving()
             return await waiting.answer()
 
     assert asyncio.run(job()).decision.reason == pb.Decision.REASON_DRAINING

@@ -120,11 +120,13 @@ def test_one_stream_speaks_for_all_ranks(balancer: ServiceProcess) -> None:
 def test_an_older_balancer_is_told_of_each_rank_by_itself(balancer: ServiceProcess) -> None:
     with node_of(balancer) as ranks:
         uplink = leader_of(ranks)._uplink
-        assert uplink._takes_nodes
+        stream = uplink._current
+        assert stream is not None
+        assert stream.takes_nodes
         for number in range(6):  # also where it is replaced by a newer one, or by an older one
-            uplink._takes_nodes = number % 4 > 1
-            sent = uplink._request([pb.Submit(round=number, rank=rank) for rank in range(3)]).submits
-            assert (len(sent.nodes), len(sent.submits)) == ((1, 0) if uplink._takes_nodes else (0, 3))
+            stream.takes_nodes = number % 4 > 1
+            sent = stream._request([pb.Submit(round=number, rank=rank) for rank in range(3)]).submits
+            assert (len(sent.nodes), len(sent.submits)) == ((1, 0) if stream.takes_nodes else (0, 3))
             take_round(ranks, number)
         assert uplink.epoch == 1
 

@@ -56,10 +56,18 @@ def test_only_the_jobs_of_a_balancer_that_leaves_move_and_the_others_miss_no_rou
         assert jobs.homes() == {job.name: moved[job.name] for job in jobs.all}
         event = observe(jobs, "replaced", killed.start, seconds=0.0)
         assert event["others_rounds_missed"] == event["others_moved"] == 0
-        event = observe(jobs, "drained", drained.stop, instance_of(drained), seconds=0.0)
+        instance_of_drained = instance_of(drained)
+        event = observe(jobs, "drained", drained.stop, instance_of_drained, seconds=0.0)
         assert event["its_jobs"] > 0
+        assert event["its_rounds_missed"] == 0, "rounds go on until all ranks of a job have joined another balancer"
+        assert lost_by(jobs, instance_of_drained), "and then they are that one's"
         assert event["others_rounds_missed"] == event["others_moved"] == 0
         assert drained.running.poll() == 0
+
+
+def lost_by(jobs: Jobs, instance: int) -> bool:
+    """Whether no job has a balancer of this incarnation any more."""
+    return instance not in jobs.homes().values()
 
 
 def two_apart(home: dict[str, int]) -> tuple[str, str]:
