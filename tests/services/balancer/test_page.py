@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-pytest.importorskip("selenium", reason="the page is tested in a real browser through selenium")
-if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
-    pytest.skip("the page is tested in chromium, with chromedriver", allow_module_level=True)
+pytest.importorskip("tests.services.planner.browsing")
 
 from selenium.webdriver.common.keys import Keys
 

@@ -45,42 +45,37 @@ def test_what_was_taken_comes_back_also_from_what_outlives_its_account() -> None
     assert shares.used == 0
 
 
+class Loop:
+    """A loop whose time goes by only as it is used, in slices of a second, and the jobs that have used it."""
+
+    def __init__(self, memory_seconds: float) -> None:
+        self.clock, self.order = 0.0, list[str]()
+        self.turns = LoopTurns(slice_seconds=1.0, memory_seconds=memory_seconds, clock=lambda: self.clock)
+
+    async def work(self, caller: str, job: str, seconds: float = 2.0) -> None:
+        began = await self.turns.begin((caller, job))
+        self.order.append(job)
+        self.clock += seconds
+        self.turns.end((caller, job), began)
+
+
 async def test_who_has_used_the_loop_least_comes_first() -> None:
-    clock = 0.0
-    turns = LoopTurns(slice_seconds=1.0, memory_seconds=1e9, clock=lambda: clock)
-    order: list[str] = []
-
-    async def work(caller: str, job: str, seconds: float) -> None:
-        nonlocal clock
-        began = await turns.begin((caller, job))
-        order.append(job)
-        clock += seconds
-        turns.end((caller, job), began)
-
+    loop = Loop(memory_seconds=1e9)
     names = [("greedy", "a"), ("greedy", "a"), ("greedy", "a"), ("greedy", "b"), ("modest", "modest")]
-    await asyncio.gather(*(work(caller, job, 2.0) for caller, job in names))  # each uses up its slice
-    assert order == ["a", "modest", "b", "a", "a"], "the least used caller first, of a caller's jobs the least used"
-    assert turns.waiting == 0
+    await asyncio.gather(*(loop.work(*name) for name in names))  # each uses up its slice
+    assert loop.order == ["a", "modest", "b", "a", "a"], "the least used caller first, of its jobs the least used"
+    assert loop.turns.waiting == 0
 
 
 async def test_a_job_of_many_callers_has_used_what_all_of_them_have() -> None:
-    clock = 0.0
-    turns = LoopTurns(slice_seconds=1.0, memory_seconds=10.0, clock=lambda: clock)
-    order: list[str] = []
-
-    async def work(caller: str, job: str, seconds: float) -> None:
-        nonlocal clock
-        began = await turns.begin((caller, job))
-        order.append(job)
-        clock += seconds
-        turns.end((caller, job), began)
-
-    await work("small node", "small", 2.0)  # more than any node of the large job
-    await asyncio.gather(*(work(f"node {number}", "large", 1.5) for number in range(4)), work("small node", "small", 2))
-    assert order == ["small", "large", "large", "small", "large", "large"]
-    clock += 1e4  # after which nobody remembers
-    await asyncio.gather(*(work("node 0", "large", 2.0) for _ in range(2)), work("small node", "small", 2.0))
-    assert order[6:] == ["large", "small", "large"]
+    loop = Loop(memory_seconds=10.0)
+    await loop.work("small node", "small")  # more than any node of the large job
+    of_large = (loop.work(f"node {number}", "large", 1.5) for number in range(4))
+    await asyncio.gather(*of_large, loop.work("small node", "small"))
+    assert loop.order == ["small", "large", "large", "small", "large", "large"]
+    loop.clock += 1e4  # after which nobody remembers
+    await asyncio.gather(*(loop.work("node 0", "large") for _ in range(2)), loop.work("small node", "small"))
+    assert loop.order[6:] == ["large", "small", "large"]
 
 
 async def test_while_there_is_time_nobody_waits() -> None:

@@ -1,4 +1,4 @@
-"""A browser on the planner's page: what a user does, and what they see then."""
+"""A browser on the planner's page: what a user does, and what they see then. Who imports it is skipped without one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+pytest.importorskip("selenium", reason="the page is tested in a real browser through selenium")
+if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
+    pytest.skip("the page is tested in chromium, with chromedriver", allow_module_level=True)
 
 from selenium import webdriver
 from selenium.webdriver.common.by import By

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,9 +27,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def opened(url: str, downloads: Path) -> Iterator[Page]:
-    pytest.importorskip("selenium", reason="the page is tested in a real browser through selenium")
-    if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
-        pytest.skip("the page is tested in chromium, with chromedriver")
     from tests.services.planner.browsing import browsing
 
     with browsing(url, downloads) as page:

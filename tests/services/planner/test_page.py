@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("selenium", reason="the page is tested in a real browser through selenium")
+pytest.importorskip("tests.services.planner.browsing")
 
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys

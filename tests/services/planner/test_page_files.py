@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("selenium", reason="the page is tested in a real browser through selenium")
+pytest.importorskip("tests.services.planner.browsing")
 
 from evenkeel.placement import plan
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
