@@ -10,11 +10,13 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from http.client import HTTPException
+from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from evenkeel.credentials import Credentials
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest, plan
 from evenkeel.placement.codec import decode, encode
+from evenkeel.plan_cache import PlanCache
 
 _UNKNOWN_AUTHORITY = frozenset({18, 19, 20, 21})  # OpenSSL's codes
 
@@ -32,28 +34,37 @@ class PlannerClient:
         timeout_s: Time to wait for an answer, on top of the request's own time limit.
         token: The bearer token itself, where the service wants one.
         credentials: Files instead: a token, the authorities of an `https://` address, a client certificate.
+        cache: Plans that were made before in this process's place, where there is no service; a service has its own.
     """
 
     url: str | None = None
     timeout_s: float = 30.0
     token: str | None = None
     credentials: Credentials | None = None
+    cache: PlanCache | None = None
 
     @classmethod
-    def of(cls, planner: str | None, *, credentials: Credentials | None = None) -> PlannerClient:
-        """The client of a planner as flags and variables name it: by its URL; `embedded` or nothing plans here."""
+    def of(
+        cls, planner: str | None, *, credentials: Credentials | None = None, cache: str | Path | None = None
+    ) -> PlannerClient:
+        """The client of a planner as flags and variables name it: by its URL; `embedded` or nothing plans here.
+
+        `cache` is the folder of plans that were made before; none are kept where it is empty.
+        """
         named = (planner or "").strip()
-        return cls(url=None if named in ("", "embedded") else named, credentials=credentials)
+        kept = PlanCache(folder=Path(cache)) if cache else None
+        return cls(url=None if named in ("", "embedded") else named, credentials=credentials, cache=kept)
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> PlannerClient:
-        """The planner that `EVENKEEL_PLANNER` names, with the credentials of the environment.
+        """The planner that `EVENKEEL_PLANNER` names, with the credentials and the cache of the environment.
 
         Raises:
             ValueError: If a variable of the credentials cannot be used.
         """
         values = os.environ if environment is None else environment
-        return cls.of(values.get("EVENKEEL_PLANNER"), credentials=Credentials.from_env(values))
+        cache = values.get("EVENKEEL_PLAN_CACHE")
+        return cls.of(values.get("EVENKEEL_PLANNER"), credentials=Credentials.from_env(values), cache=cache)
 
     def plan(self, request: PlanRequest) -> Plan:
         """The plan of a request.
@@ -64,7 +75,9 @@ class PlannerClient:
                 in the clear.
             InvalidInputError: If the request contradicts itself (without a service).
         """
-        return plan(request) if self.url is None else self._ask(self.url, request)
+        if self.url is not None:
+            return self._ask(self.url, request)
+        return plan(request) if self.cache is None else self.cache.plan(request, lambda: plan(request))
 
     def _ask(self, url: str, request: PlanRequest) -> Plan:
         place = _place(url)

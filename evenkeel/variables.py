@@ -16,6 +16,7 @@ KNOWN = {
     "METRICS_PORT": "Port of local rank 0's metrics, one more for each next; 0: any free one; unset: no exporter.",
     "METRICS_TARGETS": "Folder into which a rank's exporter writes its address, for Prometheus to watch.",
     "NODE": "Name of this machine; ranks of the same name share a stream. By default the host's name.",
+    "PLAN_CACHE": "Folder in which `evenkeel plan` and `plan_model` keep proved plans, to give them again.",
     "PLANNER": "URL of the planner that `evenkeel plan`, `plan_model` and `evenkeel doctor` ask; `embedded`: none.",
     "RESTART_COUNT": "How often the run was started again; by default what Slurm and torchrun count.",
     "RUN_ID": "Name of this run of the job, the same whenever it is started again; by default the launcher's.",

@@ -19,6 +19,7 @@ FUNCTIONS = (
     "tests/evenkeel/partitioning/",
     "tests/evenkeel/key_statistics/",
     "tests/evenkeel/placement/",
+    "tests/evenkeel/test_plan_cache.py",
     "tests/docs/test_docstrings.py",
     "tests/docs/test_prose.py",
     "tests/model/",

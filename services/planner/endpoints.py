@@ -75,6 +75,7 @@ async def _answer(request: Request, kind: str) -> Response:
         path=request.url.path,
         max_tables=settings.max_tables,
         max_time_limit_s=settings.max_time_limit_seconds,
+        plan_cache=None if settings.plan_cache is None else str(settings.plan_cache),
     )
     solvers: Solvers = state.solvers
     found = await solvers.run(job, body, _gone(request))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
@@ -39,6 +40,8 @@ class Settings(ServiceSettings):
     """Most tables of a request."""
     max_time_limit_seconds: PositiveFloat = 60.0
     """Longest time limit that a request may ask for; longer ones are cut to it."""
+    plan_cache: Path | None = None
+    """Folder in which proved plans are kept, 256 MiB at most: the same request gets its plan again; unset: none."""
     drain_seconds: PositiveFloat = 10.0
     """Time that running requests have after SIGTERM."""
 

@@ -14,16 +14,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Table, Topology, compare, plan, what_if
+from evenkeel.placement import InvalidInputError, PlanRequest, Table, Topology, compare, plan, what_if
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.hit_rates import step_keys
 from evenkeel.placement.pasted_lines import lines_to_paste
 from evenkeel.placement.plan_file import FORMAT
 from evenkeel.placement.report import make_report
+from evenkeel.plan_cache import PlanCache
 from services.operations import zygote
 from services.operations.children import ends_with_parent, limit_memory
 from services.planner.problems import FieldProblem, invalid_input, problem
@@ -48,12 +50,14 @@ class Job:
         path: The path that was asked for.
         max_tables: Most tables of a request.
         max_time_limit_s: Longer time limits are cut to it.
+        plan_cache: Folder of plans that were made before.
     """
 
     kind: str
     path: str
     max_tables: int
     max_time_limit_s: float
+    plan_cache: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +165,9 @@ class NotJsonError(Exception):
 def _plans(asked: _Asked) -> PlanAnswer:
     request = asked.plans(PlanRequest)
     begin = time.monotonic()
-    found: Plan = plan(request)
+    folder = asked.job.plan_cache
+    kept = None if folder is None else PlanCache(folder=Path(folder))
+    found = plan(request) if kept is None else kept.plan(request, lambda: plan(request))
     shortage = found.shortage
     asked.facts |= {"plan_status": found.status.value, "gap": found.gap, "plan_seconds": time.monotonic() - begin}
     asked.facts["binding"] = None if shortage is None else shortage.binding

@@ -174,7 +174,9 @@ def check_sharding_plan(path: Path | None, request: PlanRequest) -> None:
             raise InvalidInputError(f"tables[{index}].group", table.group, f"is empty, and {flag} needs it", remedy)
 
 
-def solve(request: PlanRequest, planner: str | None, credentials: Credentials, *, quiet: bool) -> Plan:
+def solve(
+    request: PlanRequest, planner: str | None, credentials: Credentials, cache: Path | None, *, quiet: bool
+) -> Plan:
     """The plan of a request, made here where no planner is named.
 
     Raises:
@@ -183,7 +185,7 @@ def solve(request: PlanRequest, planner: str | None, credentials: Credentials, *
     """
     console = Console(stderr=True)
     with console.status("planning", spinner="line") if not quiet else Console(quiet=True).status(""):
-        return PlannerClient.of(planner, credentials=credentials).plan(request)
+        return PlannerClient.of(planner, credentials=credentials, cache=cache).plan(request)
 
 
 def _profile(path: Path) -> HardwareProfile:

@@ -53,6 +53,14 @@ def plan_command(
             help="URL of a planner to ask instead of planning here; embedded plans here.",
         ),
     ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="EVENKEEL_PLAN_CACHE",
+            file_okay=False,
+            help="Folder in which proved plans are kept: the same request gets its plan again.",
+        ),
+    ] = None,
     tls_ca: Annotated[Path | None, typer.Option(help="Authorities of the planner; EVENKEEL_TLS_CA.")] = None,
     token_file: TokenOption = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan file here.")] = None,
@@ -102,7 +110,7 @@ def plan_command(
         if statistics:
             request, curves = measured(request, statistics, _note)
         check_sharding_plan(sharding_plan, request)
-        found = solve(request, planner, read_credentials(tls_ca, token_file), quiet=as_json or code)
+        found = solve(request, planner, read_credentials(tls_ca, token_file), cache, quiet=as_json or code)
     except (InvalidInputError, OSError, RuntimeError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

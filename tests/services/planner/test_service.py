@@ -379,3 +379,21 @@ def test_the_committed_openapi_document_is_that_of_the_service() -> None:
     for path_item in document["paths"].values():
         for operation in path_item.values():
             assert "422" in operation["responses"]
+
+
+def test_a_plan_that_is_kept_is_given_again_by_another_service(tmp_path: Path) -> None:
+    folder = tmp_path / "plans"
+    with served(tmp_path, "--plan-cache", str(folder)) as running:
+        first = httpx.post(f"{running.url}/v1/plans", json=JOB, timeout=60, trust_env=False).json()
+    (path,) = folder.iterdir()
+    content = json.loads(path.read_text())
+    content["plan"]["hbm"]["used_bytes"] += 1  # so that it tells that it was kept
+    path.write_text(json.dumps(content))
+    with served(tmp_path, "--plan-cache", str(folder)) as running:
+        later = {**JOB, "solver": {"time_limit_s": 20}}
+        again = httpx.post(f"{running.url}/v1/plans", json=later, timeout=60, trust_env=False).json()
+        other = {**JOB, "hardware": "h100"}
+        assert httpx.post(f"{running.url}/v1/plans", json=other, timeout=60, trust_env=False).status_code == 200
+    first["plan"]["hbm"]["used_bytes"] += 1
+    assert again == first
+    assert len(list(folder.iterdir())) == 2

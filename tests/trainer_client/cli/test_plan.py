@@ -298,3 +298,14 @@ def test_addresses_that_are_none(command: typer.Typer, tables: Path, url: str) -
     shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--planner", url])
     assert shown.exit_code == 2
     assert f"url is {url!r}; give http://host:port" in shown.stderr
+
+
+def test_the_same_request_gets_its_kept_plan(command: typer.Typer, tables: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "plans"
+    flags = [str(tables), "--topology", "h200x8", "--json", "--cache", str(folder)]
+    first = CliRunner().invoke(command, flags)
+    assert first.exit_code == 0, first.output
+    (path,) = folder.iterdir()
+    path.write_text(path.read_text().replace('"status": "OPTIMAL"', '"status": "FEASIBLE"'))
+    assert json.loads(CliRunner().invoke(command, flags).stdout)["plan"]["status"] == "FEASIBLE"
+    assert json.loads(CliRunner().invoke(command, [*flags, "--samples", "77"]).stdout)["plan"]["status"] == "OPTIMAL"

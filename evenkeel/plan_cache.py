@@ -1,0 +1,124 @@
+"""Plans that were made before, kept in a folder: the same question gets the same plan, at once.
+
+A plan is found by the digest of all that it follows from: the request with the figures of its hardware profile, the
+planner's code, and the libraries that compute it. Only plans that are proved are kept, which more time would not make
+better, so none is ever stale or worse than a new one. What nobody asks for any more goes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import evenkeel.placement
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest, SolverOptions, Status
+from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.plan_file import PlanFile, dumps, loads
+
+_SUFFIX = ".plan.json"
+_LIBRARIES = ("numpy", "scipy", "highspy")
+MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCache:
+    """Plan files in a folder, for any number of processes at a time.
+
+    Attributes:
+        folder: Is made where it is not there.
+        max_bytes: Bytes of all plans; those that were not asked for the longest give way.
+    """
+
+    folder: Path
+    max_bytes: int = MAX_BYTES
+
+    def plan(self, request: PlanRequest, make: Callable[[], Plan]) -> Plan:
+        """The plan that is kept of a request, or the one that `make` gives, which is kept if it is proved optimal.
+
+        A folder that cannot be read or written costs no plan: a `RuntimeWarning` says so.
+        """
+        solver = replace(request.solver, time_limit_s=SolverOptions().time_limit_s)
+        whole = replace(request, hardware=request.profile, solver=solver)
+        whole = decode(PlanRequest, encode(whole))  # 5 and 5.0 are the same
+        path = self.folder / f"{_digest(whole)}{_SUFFIX}"
+        try:
+            if (kept := self._read(path, whole)) is not None:
+                return kept
+        except OSError as error:
+            self._warn(error)
+            return make()
+        made = make()
+        if made.status is Status.OPTIMAL:
+            try:
+                self._write(path, dumps(PlanFile(request=whole, plan=made)).encode())
+            except OSError as error:
+                self._warn(error)
+        return made
+
+    def _read(self, path: Path, request: PlanRequest) -> Plan | None:
+        try:
+            content = loads(path.read_text("utf-8"))
+        except (FileNotFoundError, UnicodeDecodeError, InvalidInputError):  # one that is no plan is written again
+            return None
+        if content.request != request:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return content.plan
+
+    def _write(self, path: Path, content: bytes) -> None:
+        if len(content) > self.max_bytes:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+        self._trim()
+
+    def _trim(self) -> None:
+        """Removes the oldest beyond `max_bytes`; what another process removes meanwhile is gone as well."""
+        found = []
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                facts = path.stat()
+                found.append((facts.st_mtime_ns, facts.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= self.max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def _warn(self, error: OSError) -> None:
+        warnings.warn(f"plans are not kept in {self.folder}: {error}", RuntimeWarning, stacklevel=4)
+
+
+def _digest(request: PlanRequest) -> str:
+    text = json.dumps(encode(request), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(f"{_version()}\n{text}".encode()).hexdigest()
+
+
+@cache
+def _version() -> str:
+    """Digest of the planner's code and of the versions of the libraries that it computes with."""
+    found = hashlib.sha256()
+    for path in sorted(Path(str(evenkeel.placement.__file__)).parent.rglob("*.py")):
+        found.update(path.read_bytes())
+    for name in _LIBRARIES:
+        found.update(importlib.metadata.version(name).encode())
+    return found.hexdigest()

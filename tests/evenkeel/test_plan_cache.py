@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import evenkeel.plan_cache as cache_module
+from evenkeel.placement import Plan, PlanRequest, Runtime, Status, Table, Topology, builtin_profile, plan
+from evenkeel.plan_cache import PlanCache
+from evenkeel.planner_client import PlannerClient
+
+REQUEST = PlanRequest(
+    tables=(Table(name="user", rows=1_000_000, dim=32, ids_per_sample=5), Table(name="item", rows=5_000, dim=16)),
+    topology=Topology(ranks=2, hbm_bytes=2 << 30, host_bytes=8 << 30),
+)
+
+
+class _Counted:
+    """A planner that counts its plans."""
+
+    def __init__(self, folder: Path, max_bytes: int = 1 << 20) -> None:
+        self.cache, self.plans = PlanCache(folder=folder, max_bytes=max_bytes), 0
+
+    def ask(self, request: PlanRequest) -> Plan:
+        def make() -> Plan:
+            self.plans += 1
+            return plan(request)
+
+        return self.cache.plan(request, make)
+
+
+def test_the_same_request_is_planned_once_however_it_is_written(tmp_path: Path) -> None:
+    counted = _Counted(tmp_path / "not" / "there")
+    first = counted.ask(REQUEST)
+    assert first.status is Status.OPTIMAL
+    user = replace(REQUEST.tables[0], ids_per_sample=5.0)
+    same = (
+        REQUEST,
+        replace(REQUEST, tables=(user, REQUEST.tables[1])),
+        replace(REQUEST, hardware=builtin_profile("h200")),
+        replace(REQUEST, solver=replace(REQUEST.solver, time_limit_s=3)),
+    )
+    assert [counted.ask(each) for each in same] == [first] * 4
+    assert counted.plans == 1
+
+
+def test_whatever_a_plan_follows_from_makes_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = _Counted(tmp_path)
+    profile = builtin_profile("h200")
+    calibrated = replace(profile, intra_host_bytes_per_s=profile.intra_host_bytes_per_s * 1.01)
+    different = (
+        REQUEST,
+        replace(REQUEST, hardware=calibrated),
+        replace(REQUEST, runtime=Runtime.TORCHREC),
+        replace(REQUEST, topology=replace(REQUEST.topology, hbm_bytes=3 << 30)),
+        replace(REQUEST, solver=replace(REQUEST.solver, gap=0.01)),
+        replace(REQUEST, tables=REQUEST.tables[::-1]),
+    )
+    for number, each in enumerate(different):
+        assert counted.ask(each) == plan(each)
+        assert counted.plans == number + 1
+    monkeypatch.setattr(cache_module, "_version", lambda: "other code")
+    counted.ask(REQUEST)
+    assert counted.plans == len(different) + 1
+
+
+def test_what_is_not_proved_is_not_kept(tmp_path: Path) -> None:
+    counted = _Counted(tmp_path)
+    nothing = replace(REQUEST, topology=replace(REQUEST.topology, hbm_bytes=1 << 20, host_bytes=1 << 20))
+    assert counted.ask(nothing).status is Status.INFEASIBLE
+    cache = PlanCache(folder=tmp_path)
+    found = replace(plan(REQUEST), status=Status.FEASIBLE)
+    assert cache.plan(REQUEST, lambda: found) is found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_oldest_give_way_and_those_asked_for_stay(tmp_path: Path) -> None:
+    requests = [replace(REQUEST, topology=replace(REQUEST.topology, hbm_bytes=(2 << 30) + n)) for n in range(4)]
+    counted = _Counted(tmp_path)
+    counted.ask(requests[0])
+    size = next(tmp_path.iterdir()).stat().st_size
+    counted = _Counted(tmp_path, max_bytes=int(size * 2.5))
+    for age, path in enumerate(tmp_path.iterdir()):
+        os.utime(path, (age, age))
+    counted.ask(requests[1])
+    for path in tmp_path.iterdir():
+        os.utime(path, (path.stat().st_mtime - 1_000,) * 2)
+    counted.ask(requests[0])
+    assert counted.plans == 1
+    counted.ask(requests[2])  # requests[1] goes
+    assert len(list(tmp_path.iterdir())) == 2
+    counted.ask(requests[0])
+    assert counted.plans == 2
+    counted.ask(requests[1])
+    assert counted.plans == 3
+
+
+@pytest.mark.parametrize("broken", ["", "no plan", '{"format": "evenkeel-plan"}', "\udcff", "another request"])
+def test_what_is_no_plan_of_the_request_is_planned_again_and_replaced(tmp_path: Path, broken: str) -> None:
+    counted = _Counted(tmp_path)
+    first = counted.ask(REQUEST)
+    (path,) = tmp_path.iterdir()
+    if broken == "another request":
+        content = json.loads(path.read_text())
+        content["request"]["topology"]["hbm_bytes"] += 1
+        broken = json.dumps(content)
+    path.write_bytes(broken.encode("utf-8", "surrogateescape"))
+    assert [counted.ask(REQUEST), counted.ask(REQUEST)] == [first, first]
+    assert counted.plans == 2
+
+
+def test_a_folder_that_is_none_costs_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(RuntimeWarning, match="plans are not kept in .*file"):
+        assert _Counted(tmp_path / "file").ask(REQUEST) == plan(REQUEST)
+
+
+def test_the_variable_keeps_plans_of_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = PlannerClient.from_env({"EVENKEEL_PLAN_CACHE": str(tmp_path)})
+    first = client.plan(REQUEST)
+    monkeypatch.setattr("evenkeel.planner_client.plan", lambda _: pytest.fail("planned again"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert PlannerClient.from_env({"EVENKEEL_PLAN_CACHE": str(tmp_path)}).plan(REQUEST) == first
