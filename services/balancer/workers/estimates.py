@@ -131,6 +131,10 @@ class Estimator:
             return Choice(min(cheap, available), is_cheap=True, full=full)
         return None
 
+    def usual_seconds(self, size: Size, *, is_cheap: bool) -> float:
+        """What a partition of this size takes on this machine, whatever others of its session took."""
+        return self._base(cheap_seconds(size) if is_cheap else full_seconds(size))
+
     def learn(self, session: Hashable, size: Size, seconds: float, *, is_cheap: bool) -> None:
         """Takes into account what a partition took."""
         known = self._remember(session)

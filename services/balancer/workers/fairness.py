@@ -33,6 +33,7 @@ class FairQueue(Generic[Item]):
     A virtual clock goes forward with the work that is handed out. A lane's first task would end, had the job a worker
     of its own, at the lane's virtual time plus the task's cost; the lane where that is earliest is next. A job that
     asks for little never waits behind the backlog of one that asks for much, and one that has waited saves no claim up.
+    What a task really took is settled when it has ended.
     """
 
     def __init__(self, size: int, *, limit: Callable[[Hashable], int]) -> None:
@@ -104,9 +105,10 @@ class FairQueue(Generic[Item]):
             return item
         return None
 
-    def done(self, job: Hashable) -> None:
-        """A task of the job that was handed out has ended."""
+    def done(self, job: Hashable, more: float = 0.0) -> None:
+        """A task of the job that was handed out has ended, and has cost so much more, or less, than was said."""
         lane = self._lanes[job]
+        lane.time += more
         if lane.running >= self._limit(job):  # it has waited for itself, not for others
             lane.time = max(lane.time, self._clock)
         lane.running -= 1

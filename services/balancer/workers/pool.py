@@ -95,7 +95,9 @@ class WorkerPool:
             return choice
         task.choice = choice
         task.is_short = choice.seconds <= SHORT_SECONDS
-        dropped = self._queue_of(task).push(task.session.job, task, choice.seconds)
+        # A search that others have held up has an estimate that is too high for long: shares go by what is its own.
+        task.share = self._estimator.usual_seconds(task.size, is_cheap=choice.is_cheap)
+        dropped = self._queue_of(task).push(task.session.job, task, task.share)
         if dropped is not None:
             detail = f"{self.queued} rounds wait for a worker (queue_size), most of them of job {dropped.session.job!r}"
             failure = self._refuse(Reason.OVERLOADED, detail)
@@ -149,13 +151,13 @@ class WorkerPool:
         if task.is_wanted():
             choice = task.choice if now - task.asked_at < _AT_ONCE_SECONDS else self._choose(task, now)
         if not isinstance(choice, Choice):
-            self._queue_of(task).done(task.session.job)
+            self._queue_of(task).done(task.session.job, -task.share)
             task.done(choice)
             return
         try:
             worker = self._staff.hire()
         except OSError as error:
-            self._queue_of(task).done(task.session.job)
+            self._queue_of(task).done(task.session.job, -task.share)
             task.done(self._refuse(Reason.OVERLOADED, f"no worker can be started: {error}"))
             return
         self._observer.waited(now - task.asked_at)
@@ -235,10 +237,11 @@ class WorkerPool:
             busy.worker.ask(nbytes, is_cheap=busy.choice.is_cheap)
         task.started()
 
-    def worker_answered(self, worker: Worker, nbytes: int) -> None:
+    def worker_answered(self, worker: Worker, nbytes: int, seconds: float) -> None:
         """The worker has written its plan."""
         busy = self._busy[worker.number]
         busy.due = math.inf
+        busy.used = max(0.0, min(seconds, self._now() - busy.since))  # whatever it says
         self._copy(busy, nbytes, lambda: read_result(worker.plans, nbytes), self._take)
 
     def _take(self, busy: Busy, result: RoundPlan | PlanFailure | BaseException) -> None:
@@ -362,8 +365,10 @@ class WorkerPool:
 
     def _forget(self, busy: Busy) -> None:
         del self._busy[busy.worker.number]
-        busy.task.busy = None
-        self._queue_of(busy.task).done(busy.task.session.job)
+        task = busy.task
+        task.busy = None
+        used = self._now() - busy.since if busy.used is None else busy.used
+        self._queue_of(task).done(task.session.job, used - task.share)
 
     def _part(self, busy: Busy) -> None:
         """Closes a worker that has ended, unless another thread is in its memory."""

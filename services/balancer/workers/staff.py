@@ -54,8 +54,8 @@ class Worker:
         """
         self.end.send(MESSAGE.pack(nbytes, is_cheap))
 
-    def answer(self) -> int | None:
-        """Length of the plan that it has written; None if it has ended.
+    def answer(self) -> tuple[int, float] | None:
+        """Length of the plan that it has written, and seconds of the processor that it took; None if it has ended.
 
         Raises:
             BlockingIOError: If it says nothing.
@@ -64,7 +64,10 @@ class Worker:
             data = self.end.recv(MESSAGE.size)
         except ConnectionResetError:
             return None
-        return int(MESSAGE.unpack(data)[0]) if len(data) == MESSAGE.size else None
+        if len(data) != MESSAGE.size:
+            return None
+        nbytes, nanoseconds = MESSAGE.unpack(data)
+        return nbytes, 1e-9 * nanoseconds
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +87,8 @@ class Employer(Protocol):
     def staff_ready(self, speed: float) -> None:
         """Workers can be had. `speed` of this machine is beside the one that estimates were fitted on."""
 
-    def worker_answered(self, worker: Worker, nbytes: int) -> None:
-        """A worker that was hired has written its plan."""
+    def worker_answered(self, worker: Worker, nbytes: int, seconds: float) -> None:
+        """A worker that was hired has written its plan, and says how much of the processor's time that took."""
 
     def worker_ended(self, worker: Worker, how: str) -> None:
         """A worker that was hired has ended; it is to be closed, and is replaced already."""
@@ -219,13 +222,13 @@ class Staff:
 
     def _read(self, worker: Worker) -> None:
         try:
-            nbytes = worker.answer()
+            answer = worker.answer()
         except BlockingIOError:
             return
-        if nbytes is None or worker.number not in self._hired:
+        if answer is None or worker.number not in self._hired:
             asyncio.get_running_loop().remove_reader(worker.end)  # it has ended: the zygote will tell how
             return
-        self._employer.worker_answered(worker, nbytes)
+        self._employer.worker_answered(worker, *answer)
 
     def _ended(self, number: int, status: int) -> None:
         pid = self._pids.pop(number, None)

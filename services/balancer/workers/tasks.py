@@ -71,6 +71,7 @@ class Task:
     asked_at: float = 0.0
     choice: Choice | None = None
     is_short: bool = True
+    share: float = 0.0
     busy: Busy | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +88,7 @@ class Busy:
         choice: The search.
         available: Seconds that there were for it.
         since: When the search began.
+        used: Seconds of the processor that it took; None until it has ended.
         due: When it is to be looked at: it may be late then, or out of time; infinity while its search does not run.
         is_copying: Another thread reads or writes the worker's memory.
         is_overdue: Others need no longer wait for it.
@@ -100,6 +102,7 @@ class Busy:
     available: float
     since: float
     due: float = math.inf
+    used: float | None = None
     is_copying: bool = False
     is_overdue: bool = False
     is_cancelled: bool = False

@@ -16,7 +16,8 @@ from services.balancer.workers.arena import Arena, read_round, write_result
 from services.operations.children import limit_memory
 
 MESSAGE = struct.Struct("<qq")
-"""Both ways: the length of a message in the arena; to the worker also whether its search is to be the cheapest."""
+"""Both ways: the length of a message in the arena. Then to the worker: whether its search is to be the cheapest; from
+it: nanoseconds of the processor that it has used."""
 
 _MAX_TRACEBACK = 4000
 
@@ -33,8 +34,9 @@ def run_worker(end: socket.socket, rounds: Arena, plans: Arena, *, memory_bytes:
     limit_memory(memory_bytes)
     while message := end.recv(MESSAGE.size):
         nbytes, is_cheap = MESSAGE.unpack(message)
+        began = time.process_time_ns()
         written = write_result(plans, _plan(rounds, nbytes, is_cheap=bool(is_cheap), memory_bytes=memory_bytes))
-        end.send(MESSAGE.pack(written, 0))
+        end.send(MESSAGE.pack(written, time.process_time_ns() - began))
 
 
 def _plan(rounds: Arena, nbytes: int, *, is_cheap: bool, memory_bytes: int) -> RoundPlan | PlanFailure:

@@ -32,6 +32,22 @@ def test_jobs_that_ask_for_the_same_take_turns() -> None:
         assert {item[0] for item in order[begin : begin + 3] if item} == set("abc")
 
 
+def test_a_job_whose_tasks_cost_more_than_was_said_has_its_share_of_time_and_no_more() -> None:
+    tasks = queue(limit=1)
+    served = {"modest": 0.0, "heavy": 0.0}
+    for job in served:
+        tasks.push(job, (job, 0), 1.0)
+    for number in range(1, 400):
+        item = tasks.pop()
+        assert item is not None
+        job = item[0]
+        took = 5.0 if job == "heavy" else 0.5
+        served[job] += took
+        tasks.done(job, took - 1.0)
+        tasks.push(job, (job, number), 1.0)
+    assert abs(served["modest"] - served["heavy"]) <= 10.0
+
+
 def test_a_full_queue_drops_the_latest_of_the_job_with_most() -> None:
     tasks = queue(size=4)
     for number in range(4):

@@ -142,6 +142,22 @@ async def test_plans_come_back(start: Start) -> None:
     assert pool.told.lost == []
 
 
+async def test_a_search_that_was_held_up_once_costs_its_job_no_turns(start: Start) -> None:
+    pool = await start()
+    task, _ = pool.task(job="unlucky")
+    pool.pool._estimator.learn(task.session, task.size, 0.025, is_cheap=False)  # a hundred times what it takes
+    others = [f"job{i}" for i in range(6)]
+    rounds = dict.fromkeys(("unlucky", *others), 0)
+
+    async def go(job: str) -> None:
+        while min(rounds[other] for other in others) < 20:
+            assert isinstance(await pool.plan(job=job), RoundPlan)
+            rounds[job] += 1
+
+    await asyncio.gather(*map(go, rounds))
+    assert rounds["unlucky"] >= 8, rounds
+
+
 async def test_a_segmentation_fault_costs_its_round_and_nobody_elses(start: Start) -> None:
     pool = await start()
     for _ in range(4):  # it is kept out for longer each time: for half a second first, which a starved machine may miss
