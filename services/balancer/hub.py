@@ -220,10 +220,11 @@ class Hub:
         """What ranks are known by that say something again: found while the plan is made, in short pieces."""
         session = self.registry.find(session_id)
         current = None if session is None else session.open_rounds.get(round_number)
-        if current is not None and begin < len(current.said):
+        if current is not None:
             for submission in current.said[begin : begin + _PIECE]:
                 submission.fingerprints  # noqa: B018
-            self._loop.call_soon(self._note_contents, session_id, round_number, begin + _PIECE)
+            if begin + _PIECE < len(current.said):
+                self._loop.call_soon(self._note_contents, session_id, round_number, begin + _PIECE)
 
     def _finish(self, start: StartPartition, result: RoundPlan | PlanFailure | None) -> None:
         session = self.registry.find(start.session)

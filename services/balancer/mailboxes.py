@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from itertools import repeat
 
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.decisions import Decision
@@ -40,7 +39,7 @@ class StreamMailbox:
         self._outgoing: deque[pb.BalanceResponse | Answer] = deque()
         self._changed: asyncio.Future[None] | None = None  # while `next` waits
         self._taken = asyncio.Event()
-        self._awaited: set[tuple[int, int]] = set()
+        self._awaited: dict[int, tuple[int, ...]] = {}  # by round, the ranks to which answers are owed
         self._ending = False
         self._closed = False
         self._grouped = False
@@ -53,7 +52,8 @@ class StreamMailbox:
 
     def expect(self, round_number: int, ranks: tuple[int, ...]) -> None:
         """Notes that answers are owed."""
-        self._awaited.update(zip(repeat(round_number), ranks, strict=False))
+        before = self._awaited.get(round_number)
+        self._awaited[round_number] = ranks if before is None else tuple({*before, *ranks})
 
     def send(self, message: pb.BalanceResponse | Answer) -> None:
         """Queues a message."""
@@ -63,7 +63,11 @@ class StreamMailbox:
 
     def deliver(self, answer: Answer) -> None:
         """Queues the answer to a round."""
-        self._awaited.difference_update(zip(repeat(answer.round), answer.ranks, strict=False))
+        awaited = self._awaited.pop(answer.round, answer.ranks)
+        if awaited != answer.ranks:
+            left = set(awaited).difference(answer.ranks)
+            if left:
+                self._awaited[answer.round] = tuple(left)
         if self.by_node or len(answer.ranks) == 1:
             self.send(answer)
             return

@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -68,15 +69,20 @@ class Arena:
         """Memory that it takes at most."""
         return os.fstat(self.fd).st_size
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Memory of it that this process has seen in use."""
+        return 0 if self._map is None else len(self._map)
+
     def close(self) -> None:
         """Gives up this process's side; arrays that were read without a copy stay good."""
         self._map = None
         os.close(self.fd)
 
-    def write(self, header: dict[str, Any], columns: Sequence[Column]) -> int:
-        """Writes a message over the last; returns its length in bytes."""
-        table = [(dtype.str, *shape) for dtype, shape, _ in columns]
-        head = _dumps([header, table]).encode()
+    def write(self, header: str, columns: Sequence[Column]) -> int:
+        """Writes a message over the last, its header being an object in JSON; returns its length in bytes."""
+        table = _dumps([(dtype.str, *shape) for dtype, shape, _ in columns])
+        head = f"[{header},{table}]".encode()
         end = _aligned(8 + len(head))
         places = []
         for dtype, shape, _ in columns:
@@ -133,14 +139,20 @@ class Arena:
 
 def write_round(arena: Arena, inputs: PlanInput) -> int:
     """Writes a round for a worker, its ranks' arrays joined; returns its length in bytes."""
-    options, columns = inputs.options, columns_of(inputs)
-    header: dict[str, Any] = {"arrays": list(columns), "options": {name: getattr(options, name) for name in _SCALARS}}
+    columns = columns_of(inputs)
+    header, limits = _header_of(inputs.options, tuple(columns))
+    return arena.write(header, [*columns.values(), *limits])
+
+
+@lru_cache(maxsize=256)
+def _header_of(options: RoundOptions, names: tuple[str, ...]) -> tuple[str, list[Column]]:
+    """What of a round's message is the same in most rounds of a session: its header, and the limits by rank."""
+    header: dict[str, Any] = {"arrays": names, "options": {name: getattr(options, name) for name in _SCALARS}}
     if options.split is not None:
         header["split"] = asdict(options.split)
     if options.learned:
         header["learned"] = asdict(replace(options.learned, delays=()))
-    limits = (np.array(getattr(options, name), np.float64) for name in _PER_RANK)
-    return arena.write(header, [*columns.values(), *map(Column.of, limits)])
+    return _dumps(header), [Column.of(np.array(getattr(options, name), np.float64)) for name in _PER_RANK]
 
 
 def read_round(arena: Arena, nbytes: int) -> tuple[RoundSamples, RoundOptions]:
@@ -160,7 +172,7 @@ def read_round(arena: Arena, nbytes: int) -> tuple[RoundSamples, RoundOptions]:
 def write_result(arena: Arena, result: RoundPlan | PlanFailure) -> int:
     """Writes the outcome of a partition; returns its length in bytes."""
     if isinstance(result, PlanFailure):
-        return arena.write({"reason": int(result.reason), "detail": result.detail}, [])
+        return arena.write(_dumps({"reason": int(result.reason), "detail": result.detail}), [])
     header = {
         "digest": result.digest.hex(), "seconds": result.seconds, "batches": [_values(each) for each in result.batches]
     }  # fmt: skip
@@ -168,7 +180,7 @@ def write_result(arena: Arena, result: RoundPlan | PlanFailure) -> int:
     of_parts = () if parts is None else (parts.samples, parts.begins, parts.pieces)
     header["parts"] = len(of_parts)
     arrays = (result.loads_before, result.loads_after, *of_parts, *result.slices.arrays)
-    return arena.write(header, [Column.of(array) for array in arrays])
+    return arena.write(_dumps(header), [Column.of(array) for array in arrays])
 
 
 def read_result(arena: Arena, nbytes: int) -> RoundPlan | PlanFailure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from evenkeel.partitioning.rounds import CHEAP_STRATEGY
 from services.balancer.effects import PlanInput
@@ -41,11 +42,13 @@ class Size:
         return cls(len(inputs.nodes), samples, samples * fields, inputs.window, inputs.options.strategy)
 
 
+@lru_cache(maxsize=4096)
 def full_seconds(size: Size) -> float:
     """The search that was asked for, on the machine that the model was fitted on."""
     return _sum(full_features(size), _FULL.get(size.strategy, _FULL["minimal_move"]))
 
 
+@lru_cache(maxsize=4096)
 def cheap_seconds(size: Size) -> float:
     """The cheapest search, on the same machine."""
     return _sum(cheap_features(size), _CHEAP)

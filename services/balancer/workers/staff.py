@@ -71,8 +71,8 @@ class Worker:
 
     @property
     def nbytes(self) -> int:
-        """Shared memory that it holds at most."""
-        return self.rounds.nbytes + self.plans.nbytes
+        """Shared memory that it holds, as far as this process has seen it in use."""
+        return self.rounds.mapped_bytes + self.plans.mapped_bytes
 
     def close(self) -> None:
         """Gives up its socket and memory."""

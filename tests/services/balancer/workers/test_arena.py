@@ -39,7 +39,9 @@ def test_arrays_arrive_as_they_were_and_grow_the_memory(arena: Arena) -> None:
     for count in (0, 3, 200_000, 5):
         pieces = [np.arange(count, dtype=np.int64), np.arange(2, dtype=np.int64)]
         floats = np.linspace(0, 1, 2 * count).reshape(count, 2)
-        nbytes = arena.write({"count": count}, [Column(np.dtype(np.int64), (count + 2,), pieces), Column.of(floats)])
+        nbytes = arena.write(
+            json.dumps({"count": count}), [Column(np.dtype(np.int64), (count + 2,), pieces), Column.of(floats)]
+        )
         header, (numbers, pairs) = reader.read(nbytes)
         assert header == {"count": count}
         np.testing.assert_array_equal(numbers, np.concatenate(pieces))
@@ -164,6 +166,6 @@ def test_a_failure_comes_as_it_was(arena: Arena) -> None:
 def test_a_plan_with_arrays_missing_is_refused(arena: Arena) -> None:
     header = {"digest": "00" * 16, "seconds": 0.1, "batches": []}
     with pytest.raises(MessageError):
-        read_result(arena, arena.write(header, [Column.of(np.zeros(3, np.int32))]))
+        read_result(arena, arena.write(json.dumps(header), [Column.of(np.zeros(3, np.int32))]))
     with pytest.raises(MessageError):
-        read_result(arena, arena.write(json.loads('{"reason": 77, "detail": ""}'), []))
+        read_result(arena, arena.write('{"reason": 77, "detail": ""}', []))
