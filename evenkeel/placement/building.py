@@ -8,7 +8,7 @@ import numpy.typing as npt
 from evenkeel.placement.combinations import enumerate_combinations
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.layers import SLACK
-from evenkeel.placement.layouts import ROW_WISE, Layout, Scope, sequence_widths
+from evenkeel.placement.layouts import ROW_WISE, Layout, Scope, rank_share, sequence_widths
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Table
 from evenkeel.placement.options import PAGE, TableOptions, allowed_modes, ratio_grid, table_layouts, table_options
@@ -40,7 +40,8 @@ def build_problem(
     by_key: dict[object, list[int]] = {}
     widest: dict[object, int] = {}
     widths = sequence_widths(request.tables, request.topology)
-    choices = [table_layouts(request, table, widths.get(table.group, 0)) for table in request.tables]
+    share = rank_share(request.tables, request.topology)
+    choices = [table_layouts(request, table, widths.get(table.group, 0), share) for table in request.tables]
     for index, table in enumerate(request.tables):
         for layout in choices[index]:
             if Mode.CACHING in allowed_modes(request, table, layout) and table.ratio not in (0, 1):

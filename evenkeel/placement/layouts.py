@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from evenkeel.placement.model import Sharding, Table, Topology
 
 _NARROWEST = 32
-"""Elements of the narrowest column shard that the planner makes: below, a row is read no faster."""
+"""Elements of the narrowest column shard of tables that are not the largest by far: below, a row is read no faster."""
 WIDTH_UNIT = 4
 """Elements that the width of every table and shard is a multiple of in FBGEMM, but for those that are replicated."""
 
@@ -82,7 +84,7 @@ class Shard:
 ROW_WISE = Layout(Sharding.ROW_WISE)
 
 
-def layouts(table: Table, topology: Topology, width: int = 0) -> tuple[Layout, ...]:
+def layouts(table: Table, topology: Topology, width: int = 0, share: float = math.inf) -> tuple[Layout, ...]:
     """All ways to spread `table` that it leaves to choose from, in the order that it names them.
 
     TorchRec spreads only pooled tables over the ranks of one host; where there is but one, that is row-wise.
@@ -91,6 +93,7 @@ def layouts(table: Table, topology: Topology, width: int = 0) -> tuple[Layout, .
         table: The table.
         topology: The machines.
         width: The one width of the column shards of its collection, where its rows are not pooled; 0 for any.
+        share: `rank_share` of all tables.
     """
     found: list[Layout] = []
     one_host = topology.ranks == topology.local_ranks
@@ -104,7 +107,7 @@ def layouts(table: Table, topology: Topology, width: int = 0) -> tuple[Layout, .
         elif table.column_shards:
             found.append(Layout(sharding, table.column_shards))
         else:
-            cuts = _cuts(table, Layout(sharding).places(topology))
+            cuts = _cuts(table, Layout(sharding).places(topology), share)
             if width and not table.pooled:
                 cuts = [pieces for pieces in cuts if table.dim == width * pieces]
             found += [Layout(sharding, pieces) for pieces in cuts]
@@ -131,9 +134,9 @@ def sequence_widths(tables: Sequence[Table], topology: Topology) -> Mapping[str,
             found.setdefault(table.group, table.dim // table.column_shards)
         else:
             largest[table.group] = max(largest.get(table.group, table), table, key=_weight_bytes)
-    share = sum(map(_weight_bytes, tables)) / topology.ranks if largest else 0
+    share = rank_share(tables, topology)
     for group, table in largest.items():
-        cuts = _cuts(table, topology.ranks) or [1]
+        cuts = _cuts(table, topology.ranks, share) or [1]
         fit = [pieces for pieces in cuts if _weight_bytes(table) <= share * pieces]
         found.setdefault(group, table.dim // (fit[0] if fit else cuts[-1]))
     return found
@@ -143,7 +146,22 @@ def _weight_bytes(table: Table) -> int:
     return table.rows * table.dim * table.value_bytes
 
 
-def _cuts(table: Table, places: int) -> list[int]:
-    """Numbers of pieces of a width that FBGEMM takes: powers of two, no more of them than places."""
-    powers = [1 << power for power in range(1, 16)]
-    return [n for n in powers if n <= places and table.dim % (n * WIDTH_UNIT) == 0 and table.dim // n >= _NARROWEST]
+def rank_share(tables: Iterable[Table], topology: Topology) -> float:
+    """Bytes of the weights of all tables, by rank."""
+    return sum(map(_weight_bytes, tables)) / topology.ranks
+
+
+def _cuts(table: Table, places: int, share: float) -> list[int]:
+    """Numbers of pieces, no more than places, that TorchRec cuts a width into.
+
+    They are narrower than `_NARROWEST` only where the next larger ones would be more than a rank's share of all tables:
+    such a table may fit no other way. As for `sequence_widths`, budgets play no part.
+    """
+    cuts = [pieces for pieces in _divisors(table.dim // WIDTH_UNIT) if 1 < pieces <= places]
+    larger, weight = [1, *cuts], _weight_bytes(table)
+    return [n for n, last in zip(cuts, larger, strict=False) if table.dim // n >= _NARROWEST or weight > share * last]
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)

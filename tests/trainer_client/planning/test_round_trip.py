@@ -111,7 +111,7 @@ def _choosing(seed: int, *, ranks: int = 4, scale: int = 1) -> PlanRequest:
         kinds = list(Sharding) if table.pooled else [Sharding(kind) for kind in _OF_SEQUENCES]
         few = draw.permutation(len(kinds))[: int(draw.integers(1, 4))]
         sharding = tuple(kinds[number] for number in few)
-        dim = table.dim if table.pooled else 128
+        dim = int(draw.choice([table.dim, 96])) if table.pooled else 128
         ways.append(replace(table, sharding=sharding, column_shards=0, ratio=None, dim=dim))
     return replace(drawn, tables=tuple(ways))
 
