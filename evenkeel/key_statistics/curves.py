@@ -62,7 +62,7 @@ def miss_curve(
     require(len(trace.step) > 0, "lookups", trace.lookups, "are none", "observe batches that use this table")
     known = len(np.unique(trace.key)) / trace.share
     largest = min(float(rows), 4 * known)
-    sizes = np.unique(np.concatenate([np.geomspace(min(8.0, largest), largest, _POINTS), [float(rows)]]))
+    sizes = np.unique(np.round(np.append(np.geomspace(min(8.0, largest), largest, _POINTS), float(rows))))
     found, error = checked(trace, eviction, sizes, ahead=ahead, rows=rows)
     rates = in_sets(sizes, found.rates, slots) if slots else found.rates
     per_step = trace.lookups / trace.steps

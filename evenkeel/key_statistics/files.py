@@ -16,7 +16,7 @@ import numpy as np
 
 from evenkeel.key_statistics.curves import LEAST_STEPS, MeasuredCurve, miss_curve
 from evenkeel.key_statistics.sets import SLOTS
-from evenkeel.key_statistics.trace import KeyTrace, merged
+from evenkeel.key_statistics.trace import ALL, KeyTrace, merged
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Runtime, Table
 from evenkeel.placement.request import PlanRequest
@@ -97,11 +97,15 @@ def _trace(entry: dict[str, Any], parts: dict[str, Any]) -> KeyTrace:
     )
     if not same or steps < 0 or (len(keys) and not 0 <= keys.min() <= keys.max() < len(parts["names"])):
         raise ValueError("its parts do not fit together")
+    samples, lookups, limit = float(entry["samples"]), float(entry["lookups"]), int(entry["limit"])
+    sane = all(map(math.isfinite, (samples, lookups, known or 0))) and lookups >= 0 and samples >= (lookups > 0)
+    if not sane or not 0 <= limit <= ALL or not all(0 <= int(step) < steps for step in at):
+        raise ValueError("numbers are in it that nothing observed has")
     return KeyTrace(
         steps=steps,
-        samples=float(entry["samples"]),
-        lookups=float(entry["lookups"]),
-        limit=int(entry["limit"]),
+        samples=samples,
+        lookups=lookups,
+        limit=limit,
         step=np.repeat(np.arange(steps), counts),
         key=parts["names"].astype(np.uint64)[keys],
         times=parts["times"].astype(np.uint32),
@@ -153,8 +157,9 @@ def with_statistics(
         if trace is None or not trace.steps:
             tables.append(table)
             continue
-        if not trace.lookups:
-            tables.append(replace(table, ids_per_sample=0.0))
+        found = replace(table, ids_per_sample=trace.lookups / trace.samples if trace.lookups else 0.0)
+        if not len(trace.key):  # never looked up, or of so few keys that none is in the sample
+            tables.append(found)
             continue
         _check_keys(request, table, trace)
         observed = trace.samples / trace.steps
@@ -169,7 +174,7 @@ def with_statistics(
             )
             raise InvalidInputError("statistics", trace.steps, what, remedy) from None
         curves[table.name] = curve
-        tables.append(replace(table, access=curve.access, ids_per_sample=trace.lookups / trace.samples))
+        tables.append(replace(found, access=curve.access))
     return replace(request, tables=tuple(tables)), curves
 
 

@@ -88,7 +88,8 @@ class KeyTrace:
             return self
         kept = self.before(self.steps // count * count)
         step, key, times = united(kept.step // count, kept.key, kept.times)
-        return replace(kept, steps=kept.steps // count, step=step, key=key, times=times)
+        steps, excess = kept.steps // count, kept.excess  # of steps before they were joined
+        return replace(kept, steps=steps, step=step, key=key, times=times, sketches={}, known_excess=excess)
 
 
 def estimate(registers: Array) -> float:

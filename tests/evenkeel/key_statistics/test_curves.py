@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,6 +161,26 @@ def test_steps_are_joined_as_if_they_had_been_larger() -> None:
     assert joined.times.tolist() == direct.times.tolist()
 
 
+@pytest.mark.parametrize("count", [4, 30])
+def test_small_samples_are_joined_too(count: int) -> None:
+    steps = list(TRACES["zipf"](np.random.default_rng(2), 240, LOOKUPS))
+    small = _trace(steps, most=10_000)
+    joined = loads(dumps({"a": small.joined(count)}))["a"]
+    assert joined.share < 0.2
+    unique = np.mean([len(np.unique(np.concatenate(steps[at : at + count]))) for at in range(0, 240, count)])
+    assert observed(joined, Eviction.LRU, np.array([1.0]), 0, joined.steps).unique == pytest.approx(unique, rel=0.04)
+    assert miss_curve(joined, 200_000).access.unique_fraction == pytest.approx(unique / LOOKUPS / count, rel=0.1)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 10, 80, 1_000_000])
+def test_tables_of_few_keys_have_curves(rows: int) -> None:
+    """Also where the least and the largest cache of interest are the same."""
+    keys = min(rows, 2)
+    found = miss_curve(_trace([np.arange(keys)] * 20), rows)
+    assert found.access.cache_fractions[-1] == 1
+    assert found.access.unique_fraction == 1
+
+
 def test_the_error_told_is_that_of_the_halves() -> None:
     steady = list(TRACES["zipf"](np.random.default_rng(1), STEPS, LOOKUPS))
     jump = steady[: STEPS // 2] + [step + 10_000_000 for step in steady[STEPS // 2 :]]
@@ -202,6 +224,17 @@ def test_a_damaged_file_is_refused() -> None:
             loads(bytes(broken))
         except InvalidInputError:
             continue
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"samples": 0.0}, {"samples": -1.0}, {"samples": float("nan")}, {"lookups": float("inf")}, {"lookups": -1.0},
+     {"limit": -1}, {"limit": 2**64}, {"known_excess": float("inf")}, {"sketches": {9: np.zeros(8, dtype=np.uint8)}}],
+)  # fmt: skip
+def test_numbers_that_nothing_observed_has_are_refused(wrong: dict[str, Any]) -> None:
+    trace = replace(_trace([np.arange(10)] * 9), **wrong)
+    with pytest.raises(InvalidInputError, match="KeyStatistics"):
+        loads(dumps({"a": trace}))
 
 
 def test_too_few_steps_are_refused() -> None:

@@ -75,6 +75,8 @@ def test_curves_and_lookups_go_into_the_request() -> None:
     for _ in range(3):
         idle.observe(KeyedJaggedTensor(["user"], none[:0], lengths=none))
     assert with_statistics(request, idle.gather())[0].tables[1].ids_per_sample == 0  # and here no key was
+    seldom = {"user": replace(statistics.gather()["user"].thinned(0), lookups=128.0)}  # and here none is in the sample
+    assert with_statistics(request, seldom)[0].tables[1] == replace(tables[1], ids_per_sample=128 / (64 * 64))
     larger = PlanRequest(tables=tables, topology=Topology(ranks=4, hbm_bytes=1 << 34), step=Step())
     with pytest.raises(InvalidInputError, match="too few for steps of 4096 samples"):
         with_statistics(larger, statistics.gather())
