@@ -120,25 +120,20 @@ def place_pieces(
     left = np.zeros(firsts.size - 1)
     for s in order:
         first, last = firsts[s], firsts[s + 1]
-        for n in range(num_nodes):  # how many nodes are better
-            for m in range(num_nodes):
-                small, smaller = sizes[n] < last - first, sizes[m] < last - first
-                if small != smaller:
-                    better = small
-                elif rooms[m] != rooms[n]:
-                    better = rooms[m] > rooms[n]
-                else:
-                    better = nodes[homes[s]] == m or (nodes[homes[s]] != n and m < n)
-                places[s, n] += m != n and better
+        # nodes with ranks enough first, then those with more room; of equals the home's, then by number
+        numbers, home = np.arange(num_nodes), nodes[homes[s]]
+        numbers[0], numbers[1 : home + 1] = home, np.arange(home)
+        numbers = numbers[np.argsort(-rooms[numbers], kind="mergesort")]
+        small = sizes[numbers] < last - first
+        numbers = np.concatenate((numbers[~small], numbers[small]))
+        places[s, numbers] = np.arange(num_nodes)
         taken[:] = False
         for i in range(first + 1, last):
             rank = _best(places[s], nodes, room, taken, homes[s])
             placed[i], taken[rank] = rank, True
             room[rank] -= times[i] * speeds[rank]
             rooms[nodes[rank]] -= times[i] * speeds[rank]
-        for n in range(num_nodes):
-            if places[s, n] == 0:
-                rooms[n] -= times[first] * mean
+        rooms[numbers[0]] -= times[first] * mean
         left[s] = -times[first]
     for s in np.argsort(left, kind="mergesort"):
         first, last = firsts[s], firsts[s + 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -173,12 +174,17 @@ def submit_request(
         divisible=b"" if samples.divisible is None else samples.divisible.astype("<f8").tobytes(),
     )
     if learned != ALL_EQUAL and rank == 0:  # all ranks know the same
-        message.learned.CopyFrom(pb.LearnedSpeeds(**asdict(learned)))
+        message.learned.CopyFrom(_learned_message(learned))
     if costs.dtype == np.float64:
         message.costs_f64 = costs.astype("<f8").tobytes()
     else:
         message.costs_i64 = costs.astype("<i8").tobytes()
     return message
+
+
+@lru_cache(maxsize=4)  # what is learned changes seldom, and may be of hundreds of ranks
+def _learned_message(learned: LearnedSpeeds) -> pb.LearnedSpeeds:
+    return pb.LearnedSpeeds(**asdict(learned))
 
 
 def read_decision(
