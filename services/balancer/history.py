@@ -238,14 +238,17 @@ def heaviest(sample: Sample, count: int = 10) -> list[dict[str, Any]]:
     costs = np.concatenate([np.asarray(part.costs, np.float64) for part in inputs.parts])
     counts = np.concatenate([part.counts_at_home for part in inputs.parts])
     homes = np.repeat(np.arange(len(counts)), counts)
-    mean = plan.figures.mean_load
+    parts, ranks, mean = plan.parts, plan.slices.destinations, plan.figures.mean_load
+    firsts = np.arange(len(costs)) if parts is None else np.flatnonzero(parts.begins == 0)
+    pieces = np.diff(firsts, append=len(ranks))
     most = np.argsort(costs, kind="stable")[::-1][:count]
     return [
         {
             "cost": float(costs[at]),
             "share": float(costs[at] / mean) if mean else 0.0,
             "home": int(homes[at]),
-            "rank": int(plan.slices.destinations[at]),
+            "rank": int(ranks[firsts[at]]),
+            "pieces": int(pieces[at]),
         }
         for at in most.tolist()
     ]

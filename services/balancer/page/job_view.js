@@ -124,7 +124,7 @@ export class JobView {
     show($("heaviest"), html("table", {}, html("caption", { class: "hint" }, `Of round ${whole(heaviest.round)}. A sample above 100 % outweighs what a rank has on average: only pieces of it, or a window, make such a batch even.`),
       html("thead", {}, html("tr", {}, ...head.map((name) => html("th", { scope: "col" }, name)))),
       html("tbody", {}, ...heaviest.samples.map((sample, at) => html("tr", {}, html("th", { scope: "row" }, String(at + 1)),
-        html("td", {}, number(sample.cost)), html("td", {}, percent(sample.share)), html("td", {}, `rank ${sample.home}`), html("td", {}, `rank ${sample.rank}`))))));
+        html("td", {}, number(sample.cost)), html("td", {}, percent(sample.share)), html("td", {}, `rank ${sample.home}`), html("td", {}, `rank ${sample.rank}${sample.pieces > 1 ? ` and ${whole(sample.pieces - 1)} more` : ""}`))))));
   }
 
   drawFallbacks() {

@@ -17,6 +17,7 @@ from services.balancer.decisions import Reason, balanced, identity
 from services.balancer.effects import Decided, PlanInput, SessionId
 from services.balancer.history import COLUMNS, ROUNDS, History, heaviest
 from services.balancer.submissions import SessionKey
+from tests.evenkeel.partitioning.test_split_rounds import giants
 
 SESSION = SessionId(SessionKey("job", "default", "train"), "run", 0)
 COSTS = ((9, 1, 5, 5), (1, 1, 1, 1))
@@ -141,6 +142,19 @@ def test_a_round_that_is_never_decided_is_given_up() -> None:
     assert history.late == {0: 0.0, 1: pytest.approx(0.5)}
 
 
+def test_of_heavy_samples_in_pieces_the_first_ones_rank_and_their_number_are_told() -> None:
+    done = giants()
+    inputs = PlanInput(parts=(done.samples,), options=done.options, nodes=("",) * 4)
+    found = heaviest((0, inputs, done.plan()), 12)
+    assert [(one["home"], one["pieces"]) for one in found] == [
+        (0, 4),
+        *[(home, 1) for home in (3, 3, 3, 2, 2, 2, 1, 1, 1, 0, 0)],
+    ]
+    of_home = {rank: done.plan().of(rank).ranks_in(0).tolist() for rank in range(4)}
+    for home, ranks in of_home.items():
+        assert sorted(one["rank"] for one in found if one["home"] == home) == sorted(ranks)
+
+
 def test_the_heaviest_samples_are_found_when_somebody_looks() -> None:
     history, plan = History(2), planned()
     ranks = [RankSamples(costs=np.array(own), lengths=np.ones((len(own), 1), np.int64)) for own in COSTS]
@@ -148,7 +162,7 @@ def test_the_heaviest_samples_are_found_when_somebody_looks() -> None:
     first, second, *_ = heaviest((0, inputs, plan), 3)
     assert (first["cost"], first["home"], first["share"]) == (9.0, 0, pytest.approx(0.75))
     assert (second["cost"], second["home"]) == (5.0, 0)
-    assert first["rank"] == plan.slices.destinations[0]
+    assert (first["rank"], first["pieces"]) == (plan.slices.destinations[0], 1)
     history.look_at_sample()
     assert (history.sample_wanted, history.heaviest) == (True, None)
     history.planned(100.0, 7, inputs, plan)
