@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from evenkeel.placement import DataType, Histogram, InvalidInputError, Optimizer, Table
+from evenkeel.placement import DataType, Histogram, InvalidInputError, Optimizer, Sharding, Table
 from evenkeel.placement.access import Access, Zipf
 
 _TOLD = {"name", "rows", "dim", "data_type", "features", "pooled", "weighted"}  # by the configuration of a table
@@ -116,7 +116,9 @@ def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
         own: dict[str, Any] = {
             what: {name: value for name, value in by.items() if name in names} for what, by in given.items()
         }
-        for table in describe_configs(configs, group=path, weighted=weighted, **own, **options):
+        if "sharding" in options and _is_managed(model.get_submodule(path)):
+            own["sharding"] = _by_rows(path, options["sharding"])
+        for table in describe_configs(configs, group=path, weighted=weighted, **{**options, **own}):
             if table.name in found:
                 raise InvalidInputError(table.name, path, "is in two modules", "give tables names of their own")
             found[table.name] = table
@@ -129,8 +131,9 @@ def describe_model(model: nn.Module, **options: Any) -> tuple[Table, ...]:
 def embedding_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Path and module of every unsharded embedding collection of TorchRec in `model`.
 
-    Where weights of lookups are learned, the path is that of the `FeatureProcessedEmbeddingBagCollection`: were the
-    collection inside sharded alone, the weights would lose their gradients on the way to its rows.
+    Of a collection inside a module of TorchRec's that is sharded with it, the path is that module's. Were the
+    collection sharded alone, learned weights would lose their gradients on the way to its rows, and each rank would
+    have keys of its own in the rows of managed collisions.
     """
     from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
     from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -140,11 +143,32 @@ def embedding_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
         if isinstance(module, FeatureProcessedEmbeddingBagCollection):
-            found.append((path, module._embedding_bag_collection))
-            inside.add(module._embedding_bag_collection)
+            held: nn.Module = module._embedding_bag_collection
+        elif _is_managed(module):
+            held = module.get_submodule("_embedding_module")
         elif isinstance(module, kinds) and module not in inside:
-            found.append((path, module))
+            held = module
+        else:
+            continue
+        inside.add(held)
+        found.append((path, held))
     return found
+
+
+def _is_managed(module: nn.Module) -> bool:
+    """Whether rows are given to keys by managed collisions, which TorchRec shards by rows only."""
+    from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+
+    return isinstance(module, BaseManagedCollisionEmbeddingCollection)
+
+
+def _by_rows(path: str, sharding: Any) -> Sharding:
+    """Row-wise, where it is among what is to choose from."""
+    given = [sharding] if isinstance(sharding, str) else list(sharding)
+    if Sharding.ROW_WISE not in given:
+        remedy = "leave sharding out, or add row_wise"
+        raise InvalidInputError("sharding", given, f"is not what {path!r} does: managed collisions are by rows", remedy)
+    return Sharding.ROW_WISE
 
 
 def module_configs(module: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from evenkeel.placement import (
     Step,
     Table,
     Topology,
+    parse_topology,
 )
 from evenkeel.placement.access import Access
 from evenkeel.placement.invalid_input import require
@@ -53,6 +54,8 @@ _OPTIMIZERS = {
 _DENSE_COPIES = 4
 """Of the dense parameters: themselves, their gradients and two moments of Adam."""
 _DEPTH = 6
+_BATCHES, _STEPS = 200, 16
+"""To observe: batches of each rank, and steps of all ranks of the job, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,7 @@ def plan_model(
     dense_bytes: int | None = None,
     reserve: float = RESERVE,
     prefetch_depth: int = 1,
-    max_batches: int = 200,
+    max_batches: int | None = None,
     planner: PlannerClient | None = None,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -131,7 +134,8 @@ def plan_model(
             tables (themselves, gradients and two moments), or what the process took so far where that is more.
         reserve: Part of the HBM that is left for activations and communication, on top of `dense_bytes`.
         prefetch_depth: Batches whose rows a cache holds at once.
-        max_batches: Most batches to read.
+        max_batches: Most batches to read on a rank; by default 200, or those of 16 steps where the job will have more
+            ranks than plan for it.
         planner: Whom to ask; the planner that `EVENKEEL_PLANNER` names, or none, by default.
         device: Device of this rank; the current GPU by default, or the CPU where there is none.
         group: The ranks; all by default.
@@ -145,10 +149,11 @@ def plan_model(
             be used. All ranks raise it alike.
         PlannerError: If the service refused or could not be reached, on rank 0; the other ranks raise `RuntimeError`.
     """
-    if not is_whole(max_batches) or max_batches < 1:
+    most = _batches_to_read(topology, group) if max_batches is None else max_batches
+    if not is_whole(most) or most < 1:
         raise InvalidInputError("max_batches", max_batches, "is no number of batches", "use 1 or more")
     place = _device(device)
-    statistics, seen = _all_or_none(lambda: _observe(model, batches, max_batches), group)
+    statistics, seen = _all_or_none(lambda: _observe(model, batches, most), group)
     traces: dict[str, KeyTrace] = {} if statistics is None else statistics.gather(group)
     found: int | None = seen or _samples(traces, group) or None
     samples: int | None = found if samples_per_rank is None else _whole(samples_per_rank)
@@ -198,6 +203,14 @@ def plan_model(
     return PlannedModel(
         request=request, plan=plan, report=report, sharding_plan=whole, constraints=constraints, notes=notes
     )
+
+
+def _batches_to_read(topology: Topology | str | None, group: dist.ProcessGroup | None) -> int:
+    """Batches of each rank here: so many, or those of so many steps of all ranks of the job."""
+    here = dist.get_world_size(group) if _in_group() else 1
+    machines = parse_topology(topology)[1] if isinstance(topology, str) else topology
+    ranks = here if machines is None else machines.ranks
+    return max(_BATCHES, -(-_STEPS * ranks // here))
 
 
 def _device(device: torch.device | str | None) -> torch.device:

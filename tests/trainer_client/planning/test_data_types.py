@@ -17,6 +17,8 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, dat
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness.ranks import run_ranks
@@ -175,6 +177,42 @@ def _run_learned_weights(rank: int, folder: Path) -> None:
     gradients = [given.grad for name, given in parallel.named_parameters() if "position_weight" in name]
     assert [gradient is not None and bool(gradient.abs().sum() > 0) for gradient in gradients] == [True]
     assert planned.request.tables[0].group == "bags"
+
+
+def _managed() -> ManagedCollisionEmbeddingBagCollection:
+    bags = _bags()
+    module = MCHManagedCollisionModule(
+        zch_size=ROWS, device=torch.device("cpu"), eviction_policy=LFU_EvictionPolicy(), eviction_interval=2
+    )
+    return ManagedCollisionEmbeddingBagCollection(
+        bags, ManagedCollisionCollection({"item": module}, bags.embedding_bag_configs())
+    )
+
+
+class _Managed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = _managed()
+
+    def forward(self, keys: KeyedJaggedTensor) -> torch.Tensor:
+        found: torch.Tensor = self.bags(keys)[0].values()
+        return found
+
+
+def _run_managed(rank: int, folder: Path) -> None:
+    model = _Managed()
+    batches = [_keys(20 * rank + seed) for seed in range(20)]
+    planned = plan_model(model, batches, optimizer=Optimizer.SGD, sharding=["table_wise", "row_wise"])
+    parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=planned.sharding_plan)
+    assert type(parallel.module.bags).__name__ == "ShardedManagedCollisionEmbeddingBagCollection"  # type: ignore[union-attr]
+    for batch in batches[:3]:
+        parallel(batch).sum().backward()
+
+
+def test_managed_collisions_are_sharded_with_their_rows(tmp_path: Path) -> None:
+    run_ranks(2, _run_managed, tmp_path)
+    with pytest.raises(InvalidInputError, match="sharding: is not what 'bags' does: managed collisions are by rows"):
+        describe_model(_Managed(), sharding="table_wise")
 
 
 def test_learned_weights_keep_their_gradients(tmp_path: Path) -> None:

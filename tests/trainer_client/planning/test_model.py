@@ -208,3 +208,10 @@ def test_ranks_that_hosts_do_not_share_evenly_are_named(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(InvalidInputError, match="does not divide the 1 ranks"):
         plan_model(_Model())
+
+
+def test_a_job_on_more_ranks_than_plan_for_it_has_whole_steps_observed() -> None:
+    planned = plan_model(_Model(), _batches(count=1_000), topology="h200x32/8", optimizer=Optimizer.SGD)
+    assert isinstance(planned.request.tables[0].access, MissCurve)
+    with pytest.raises(InvalidInputError, match=r"too few for steps of 512 samples \(got 40\)"):
+        plan_model(_Model(), _batches(count=1_000), topology="h200x32/8", max_batches=40)
