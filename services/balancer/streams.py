@@ -251,7 +251,7 @@ class Streams:
         rounds = 2 * self._hub.registry.limits.max_rounds_ahead  # of which some may be decided already
         if len(data) > STREAM_BYTES and not stream.memory.take(len(data)):
             raise RefusedError(replace(out_of_memory(f"a message of {len(data)} bytes"), fatal=True))
-        began = await turns.begin(stream.holder)
+        began: float | None = await turns.begin(stream.holder)
         count = 0
         try:
             messages = read_request(data, max_fields=self._hub.registry.limits.max_fields)
@@ -264,12 +264,14 @@ class Streams:
                 count += len(stream.ranks) if isinstance(message, pb.SubmitNode) else 1
                 if count > rounds * len(stream.ranks):
                     raise RefusedError(_too_many_submissions(rounds * len(stream.ranks), len(stream.ranks)))
-                self._take_submit(stream, message)
-                if turns.is_over(began):
-                    turns.end(stream.holder, began)
+                if began is None:
                     while stream.mailbox.backlog >= most:
                         await stream.mailbox.taken()
                     began = await turns.begin(stream.holder)
+                self._take_submit(stream, message)
+                if turns.is_over(began):
+                    turns.end(stream.holder, began)
+                    began = None
         finally:
             turns.end(stream.holder, began)
             if len(data) > STREAM_BYTES:

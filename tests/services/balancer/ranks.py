@@ -18,8 +18,11 @@ SECONDS = 60.0  # of patience, where the machine has other work
 class Rank:
     """One stream on a channel of its own."""
 
-    def __init__(self, port: int, rank: int = 0, world_size: int = 2, **join: Any) -> None:
-        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+    def __init__(self, port: int, rank: int = 0, world_size: int = 2, *, buffer: int = 0, **join: Any) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        if buffer:  # bytes that it takes before somebody reads them
+            options += [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", buffer)]
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
         self.stub: Any = pb_grpc.BalancerServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.call: Any = None
         self._join = join_message(rank, world_size=world_size, **join)

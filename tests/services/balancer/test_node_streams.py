@@ -1,11 +1,14 @@
 """Streams that speak for all ranks of a node."""
 
+import asyncio
+import time
+
 import numpy as np
 import pytest
 
 from evenkeel.protocol import balancer_pb2 as pb
 from tests.services.balancer.conftest import StartServer
-from tests.services.balancer.ranks import Rank
+from tests.services.balancer.ranks import SECONDS, Rank
 from tests.services.balancer.samples import join_message, submit_message
 from trainer_client.balancing.service.joining import join_submits, split_answer
 
@@ -83,3 +86,25 @@ async def test_a_message_with_more_submissions_than_may_be_undecided_ends_its_st
         error = (await node.receive()).error
         assert (error.code, error.field, error.fatal) == (pb.ERROR_CODE_LIMIT_EXCEEDED, "submits", True)
         assert "8" in error.value
+
+
+async def test_a_stream_that_breaks_while_its_answers_wait_has_not_used_the_loop_meanwhile(
+    start_server: StartServer,
+) -> None:
+    server = await start_server()
+    node = Rank(server.port, 0, 64, buffer=1 << 16, ranks=list(range(64)))
+    await node.open()
+    strangers = [submit_message(number, [1.0], rank=99) for number in range(8000)]  # whose refusals take 2 MB
+    await node.call.write(pb.BalanceRequest(submits=pb.SubmitGroup(submits=strangers)))
+    (mailbox,) = server.servicer.streams.mailboxes
+    since, patience = time.monotonic(), time.monotonic() + SECONDS
+    while mailbox.backlog < 128 and time.monotonic() < patience:
+        since = time.monotonic()
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(4.0)
+    assert mailbox.backlog >= 128
+    node.call.cancel()
+    while len(server.servicer.streams) and time.monotonic() < patience:
+        await asyncio.sleep(0.02)
+    assert server.servicer.turns.longest < (time.monotonic() - since) / 2
+    await node.channel.close()
