@@ -187,9 +187,7 @@ class RoundSamples:
 
     @classmethod
     def joined(cls, parts: Sequence[RoundSamples]) -> RoundSamples:
-        """The samples of all ranks of all parts, one part after another."""
-        if len(parts) == 1:
-            return parts[0]
+        """The samples of all ranks of all parts, one part after another, in memory of their own."""
         as_float = any(part.costs.dtype.kind == "f" for part in parts)
         tables, counts = [part.divisible for part in parts], np.array([len(part.costs) for part in parts])
         any_sizes = any(part.sizes is not None for part in parts)

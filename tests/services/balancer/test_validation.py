@@ -250,6 +250,17 @@ def test_a_rank_that_lies_is_named_and_the_rest_of_its_node_goes_on(
     assert not refused[3].fatal
 
 
+def test_what_is_refused_takes_no_memory_with_what_is_not() -> None:
+    node = joined(whole(2, [-1] * 10_000, memory=f64(*[1] * 10_000)), whole(3, [1, 2], memory=f64(3, 4)), ranks=(2, 3))
+    found, refused = read_of_node(node, 2, 3)
+    assert refused.keys() == {2}
+    assert found is not None
+    samples = found.samples
+    for array in (samples.costs, samples.lengths, samples.sizes, samples.memory, samples.batch_sizes):
+        assert array is not None
+        assert array.base is None or memoryview(array.base).nbytes <= 64
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
