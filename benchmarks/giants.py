@@ -6,12 +6,13 @@
 Windows of eight batches are planned as a balancer plans them: of whole samples, batch by batch and with samples that
 may change their batch; and with samples in parts. The figure is the largest time of a rank over an even division of the
 same work, summed over the batches. Time is predicted: FLOPs of a bf16 HSTU of 8 layers, width 1024 and 4 heads of 256,
-at a given rate; the exchange of keys and values, forward, and of their gradients, backward, at the rates of the profile
-`h200` within and between nodes, of 8 ranks or 64 as the table says, overlapped with nothing. Beside
-it stands the least that any plan can take, and any that keeps each giant inside a node, if counts are free
-(`benchmarks.references.least_splits`). With all it takes, a split step takes what was measured on two H200 beside the
-exchange (`benchmarks.giants_prices`). So the table depends on these four numbers and not on the machine, but for the
-time of a decision, which is processor time of one thread.
+at a given rate; the exchange of keys and values, forward, and of their gradients, backward, overlapped with nothing: to
+each node once, to each rank there an equal share, which it passes on to the others. Its rates are those of the profile
+`h200` within and between nodes, of 8 ranks or 64 as the table says; some rows have the rate within a node that was
+measured on two H200. Beside the time stands what of it is exchange in the mean of all ranks, and the least that any
+plan can take if counts are free and all ranks were of one node (`benchmarks.references.least_splits`). With all it
+takes, a split step takes what was measured beside the exchange (`benchmarks.giants_prices`). So the table depends on
+these numbers and not on the machine, but for the time of a decision, which is processor time of one thread.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ FLOPS = 400e12  # of a rank, per second; above what is measured for whole steps,
 POSITION = 2 * 1024 * 2 * 8 * 2  # bytes: keys and values, bf16, layers, forward and backward
 WINDOW = 8
 LONG = "long histories"
+PROFILE = builtin_profile("h200")
+FAST, MEASURED = PROFILE.intra_host_bytes_per_s, 131e9  # bytes per second inside a node
 SHAPES = (
-    *(("giants", ranks, 32, 8) for ranks in (8, 16, 64)),
-    *(("giants", ranks, 32, 64) for ranks in (16, 64)),
-    *((LONG, ranks, samples, 8) for ranks in (8, 16, 64) for samples in (2, 4, 8, 32)),
-    (LONG, 64, 2, 64),
+    *(("giants", ranks, 32, 8, rate) for rate in (FAST, MEASURED) for ranks in (8, 16, 64)),
+    *(("giants", ranks, 32, 64, FAST) for ranks in (16, 64)),
+    *((LONG, ranks, samples, 8, FAST) for ranks in (8, 16, 64) for samples in (2, 4, 8, 32)),
+    (LONG, 64, 2, 64, FAST),
 )
 WAYS = ("whole", "windows", "split", "windows and split")
 
@@ -60,13 +63,11 @@ def lengths(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> NDAr
     return lengths_of(kind, rng, shape)
 
 
-def prices() -> SplitOptions:
+def prices(within: float) -> SplitOptions:
     """The exchange of a position, in FLOPs."""
-    profile = builtin_profile("h200")
     return SplitOptions.at_rates(
-        position_bytes=POSITION, within=profile.intra_host_bytes_per_s, between=profile.inter_host_bytes_per_s,
-        cost_per_second=FLOPS,
-    )  # fmt: skip
+        position_bytes=POSITION, within=within, between=PROFILE.inter_host_bytes_per_s, cost_per_second=FLOPS
+    )
 
 
 def samples_of(batches: NDArray[np.int64], node: int) -> RoundSamples:
@@ -88,10 +89,10 @@ def samples_of(batches: NDArray[np.int64], node: int) -> RoundSamples:
     )
 
 
-def measure(kind: str, ranks: int, samples: int, node: int, counts: str, seeds: int) -> dict[str, Any]:
+def measure(kind: str, ranks: int, samples: int, node: int, within: float, counts: str, seeds: int) -> dict[str, Any]:
     """One row: sums over the seeds' batches, over an even division."""
-    split, options = prices(), RoundOptions(counts=counts)
-    figures = ("split: load", "split: exchange", "split: least", "split: least in a node")
+    split, options = prices(within), RoundOptions(counts=counts)
+    figures = ("split: load", "split: exchange", "split: mean exchange", "split: least")
     sums = dict.fromkeys(("even", "off", "bound", *WAYS, *figures), 0.0)
     counted = dict.fromkeys(("split_samples", "pieces", "exchanged", "exchanged_between_nodes"), 0)
     seconds: dict[str, list[float]] = {"whole": [], "split": []}
@@ -113,7 +114,8 @@ def measure(kind: str, ranks: int, samples: int, node: int, counts: str, seeds: 
             assert one.divisible is not None
             told = one.costs.astype(np.float64), Divisible.of_table(one.divisible), ranks, split.within
             sums["split: least"] += least_time(*told, ranks)
-            sums["split: least in a node"] += least_time(*told, min(node, ranks))
+            far = found.exchanged_between_nodes
+            sums["split: mean exchange"] += (split.within * (found.exchanged - far) + split.between * far) / ranks
             for name in counted:
                 counted[name] += getattr(found, name)
             least += least_exchange(plan, one)
@@ -123,7 +125,8 @@ def measure(kind: str, ranks: int, samples: int, node: int, counts: str, seeds: 
     even, batches = sums.pop("even"), seeds * WINDOW
     far = counted["exchanged_between_nodes"]
     return {
-        "lengths": kind, "ranks": ranks, "samples": samples, "ranks_of_a_node": node, "counts": counts,
+        "lengths": kind, "ranks": ranks, "samples": samples, "ranks_of_a_node": node, "bytes_within": within,
+        "counts": counts,
         "seeds": seeds, "batches": batches,
         **{name: figure / even for name, figure in sums.items()},
         "samples_split": counted["split_samples"] / batches,
@@ -159,19 +162,20 @@ def least_exchange(plan: RoundPlan, samples: RoundSamples) -> int:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     heads = (
-        "lengths", "ranks × samples", "ranks of a node", "counts", "off", "bound of whole samples", "whole",
-        f"windows of {WINDOW}", "split: load", "with exchange", "at least",
-        "at least, giants in a node", "with all it takes", "windows and split", "samples split", "parts each",
-        "GB within, between", "decision, CPU ms: whole, split (worst)",
+        "lengths", "ranks × samples", "ranks of a node", "GB/s in it", "counts", "off", "bound of whole samples",
+        "whole", f"windows of {WINDOW}", "split: load", "with exchange", "exchange, mean", "at least",
+        "with all it takes", "windows and split", "samples split", "parts each", "GB within, between",
+        "decision, CPU ms: whole, split (worst)",
     )  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     ratios = (
-        "bound", "whole", "windows", "split: load", "split: exchange", "split: least", "split: least in a node",
-        "split", "windows and split",
+        "bound", "whole", "windows", "split: load", "split: exchange", "split: mean exchange",
+        "split: least", "split", "windows and split",
     )  # fmt: skip
     for row in rows:
         cells = [
-            row["lengths"], f"{row['ranks']} × {row['samples']}", str(row["ranks_of_a_node"]), row["counts"],
+            row["lengths"], f"{row['ranks']} × {row['samples']}", str(row["ranks_of_a_node"]),
+            f"{row['bytes_within'] / 1e9:.0f}", row["counts"],
             f"{row['off']:.2f}", *(f"{row[name]:.3f}" for name in ratios), f"{row['samples_split']:.1f}",
             f"{row['pieces']:.1f}", f"{row['gigabytes_within']:.2f}, {row['gigabytes_between']:.2f}",
             f"{row['cpu_ms_whole_median']:.1f}, {row['cpu_ms_split_median']:.1f} ({row['cpu_ms_split_worst']:.0f})",
@@ -194,13 +198,11 @@ def main() -> None:
     print(table(rows))
     if options.quick:
         return
-    profile = builtin_profile("h200")
     result = {
         "command": COMMAND,
         "load_average": os.getloadavg()[0],
         "rates": {
-            "flops": FLOPS, "bytes_within": profile.intra_host_bytes_per_s,
-            "bytes_between": profile.inter_host_bytes_per_s, "bytes_of_a_position": POSITION,
+            "flops": FLOPS, "bytes_between": PROFILE.inter_host_bytes_per_s, "bytes_of_a_position": POSITION,
             "step_seconds": STEP_SECONDS,
         },
         "rows": rows,

@@ -192,7 +192,7 @@ def gradients(
             if name == "whole_by_layers":  # a sample in one piece
                 length = int(batch.sequence_lengths(trainer.options.interleaved)[0])
                 one = SplitSample(pieces=(Piece(rank=0, sequence=0, begin=0, end=length),))
-                pieces = Pieces([one], 0, None)
+                pieces = Pieces([one], 0, None, [0])
             with torch.autocast(device.type, torch.bfloat16, enabled=name != "float32" and device.type == "cuda"):
                 loss = loss_of(whole(there) if pieces is None else whole(there, pieces), there)
             (loss / samples).backward()

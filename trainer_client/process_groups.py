@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,11 @@ from torch.distributed.constants import default_pg_timeout
 
 # By default group, use and ranks, the same number on all of these ranks.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
+
+
+def node_name() -> str:
+    """The host of this rank: `EVENKEEL_NODE`, else the host's name."""
+    return os.environ.get("EVENKEEL_NODE") or socket.gethostname()
 
 
 def make_group(

@@ -15,7 +15,8 @@ _HALVINGS = 24
 def least_time(costs: NDArray[np.float64], divisible: Divisible, num_ranks: int, price: float, most: int) -> float:
     """No plan takes less, if ranks compute their own queries' attention and no sample has more pieces than `most`.
 
-    A rank takes its load, and the more of what it sends and receives. In a step of time t no piece takes longer than t.
+    A rank takes its load, and at least what it receives, and what it sends if that were once. In a step of time t no
+    piece takes longer than t.
     From a sample's end, each piece then begins at some position at the earliest (`pieces_at`), and receives the keys
     and values of all before it; what all samples cost and all these pieces receive is at most the time of all ranks.
 
@@ -24,7 +25,7 @@ def least_time(costs: NDArray[np.float64], divisible: Divisible, num_ranks: int,
         divisible: Those that may be split, plainly causal; the others are whole.
         num_ranks: Of equal speed.
         price: What it takes at least to send a position's keys and values to a rank.
-        most: As many pieces as a sample may have: the ranks, or those of a node for plans that keep it in one.
+        most: As many pieces as a sample may have.
 
     Returns:
         In the unit of the costs; infinity if there is no such plan.

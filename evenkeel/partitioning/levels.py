@@ -16,8 +16,8 @@ _HALVINGS = 32  # of a sample's positions, and of levels
 
 @step
 def _busy(table: Floats, sample: int, begin: float, end: float, later: int, price: float) -> float:
-    """The time of a piece with so many later ones: its work, and the more of what it receives and what it sends."""
-    return cost_of(table, sample, begin, end) + price * max(begin, max(end - begin, 0.0) * later)
+    """The time of a piece with so many later ones: its work, and the more of what it receives and sends."""
+    return cost_of(table, sample, begin, end) + price * max(begin, max(end - begin, 0.0) if later else 0.0)
 
 
 @kernel
@@ -45,7 +45,7 @@ def pieces_at(table: Floats, sample: int, level: float, price: float, most: int,
             times[later], begins[later] = _busy(table, sample, 0.0, end, later, price), 0.0
             return later + 1
         # up to `turn` a later beginning takes less; beyond, it may take more at first, but less from some place on
-        turn = end * later / (later + 1)
+        turn = end / 2 if later else 0.0
         low, high = turn, end
         if _busy(table, sample, turn, end, later, price) <= level:
             low, high = 0.0, turn
@@ -93,11 +93,13 @@ def divide(table: Floats, sample: int, level: float, price: float, times: Floats
 @kernel
 def place_pieces(
     order: Integers, homes: Integers, firsts: Integers, times: Floats, speeds: Floats, room: Floats, nodes: Integers,
-    sizes: Integers,
+    sizes: Integers, full: float,
 ) -> Integers:  # fmt: skip
     """Where pieces had best go: to the ranks with the most room, of the node with the most if that has enough ranks.
 
-    A sample's first piece, which may be the smallest, is placed when all others are.
+    The last pieces of a sample come first. What finds no room in their node goes to another one, so that the keys and
+    values of few positions cross between them, and to many ranks. A sample's first piece, which may be the smallest,
+    is placed when all others are.
 
     Args:
         order: (s,) the samples, in the order in which they are placed.
@@ -108,53 +110,76 @@ def place_pieces(
         room: (num_ranks,) work that each rank may get beside what it has.
         nodes: (num_ranks,) node of each, from 0.
         sizes: (num_nodes,) ranks of each node.
+        full: A rank is full if it has less room than that share of a piece; 0: if it has a piece of the sample.
 
     Returns:
         (pieces,) rank of each; those of a sample differ, and are of one node after the other.
     """
     num_ranks, num_nodes, mean = speeds.size, sizes.size, speeds.mean()
     room, rooms, placed = room.copy(), np.zeros(num_nodes), np.zeros(times.size, np.int64)
-    places, taken = np.zeros((firsts.size - 1, num_nodes), np.int64), np.zeros(num_ranks, np.bool_)
+    taken, left, left_in = np.zeros(num_ranks, np.bool_), np.zeros(order.size), np.zeros(order.size, np.int64)
     for r in range(num_ranks):
         rooms[nodes[r]] += room[r]
-    left = np.zeros(firsts.size - 1)
     for s in order:
-        first, last = firsts[s], firsts[s + 1]
-        # nodes with ranks enough first, then those with more room; of equals the home's, then by number
-        numbers, home = np.arange(num_nodes), nodes[homes[s]]
-        numbers[0], numbers[1 : home + 1] = home, np.arange(home)
-        numbers = numbers[np.argsort(-rooms[numbers], kind="mergesort")]
-        small = sizes[numbers] < last - first
-        numbers = np.concatenate((numbers[~small], numbers[small]))
-        places[s, numbers] = np.arange(num_nodes)
+        first, last, home = firsts[s], firsts[s + 1], homes[s]
+        node = 0
+        for n in range(1, num_nodes):
+            small, smaller = sizes[node] < last - first, sizes[n] < last - first
+            if small != smaller:
+                better = small
+            elif rooms[n] != rooms[node]:
+                better = rooms[n] > rooms[node]
+            else:
+                better = nodes[home] == n
+            node = n if better else node
         taken[:] = False
-        for i in range(first + 1, last):
-            rank = _best(places[s], nodes, room, taken, homes[s])
-            placed[i], taken[rank] = rank, True
+        for i in range(last - 1, first, -1):
+            rank = _roomiest(node, full * times[i], speeds, rooms, nodes, room, taken, home)
+            node, placed[i], taken[rank] = nodes[rank], rank, True
             room[rank] -= times[i] * speeds[rank]
-            rooms[nodes[rank]] -= times[i] * speeds[rank]
-        rooms[numbers[0]] -= times[first] * mean
-        left[s] = -times[first]
+            rooms[node] -= times[i] * speeds[rank]
+        rooms[node] -= times[first] * mean
+        left[s], left_in[s] = -times[first], node
     for s in np.argsort(left, kind="mergesort"):
-        first, last = firsts[s], firsts[s + 1]
+        first = firsts[s]
         taken[:] = False
-        taken[placed[first + 1 : last]] = True
-        rank = _best(places[s], nodes, room, taken, homes[s])
+        taken[placed[first + 1 : firsts[s + 1]]] = True
+        rank = _roomiest(left_in[s], full * times[first], speeds, rooms, nodes, room, taken, homes[s])
         placed[first] = rank
         room[rank] -= times[first] * speeds[rank]
     return placed
 
 
 @step
-def _best(places: Integers, nodes: Integers, room: Floats, taken: NDArray[np.bool_], home: int) -> int:
-    """The rank with the most room in the first node that has one, the sample's home among equals."""
+def _roomiest(
+    node: int, least: float, speeds: Floats, rooms: Floats, nodes: Integers, room: Floats, taken: NDArray[np.bool_],
+    home: int,
+) -> int:  # fmt: skip
+    """The rank with the most room in a node, or where that has less than the least, in the node with the most."""
+    best = _best(node, nodes, room, taken, home)
+    if best >= 0 and (least == 0.0 or room[best] >= least * speeds[best]):
+        return best
+    elsewhere = -1
+    for r in range(room.size):
+        if taken[r] or (best >= 0 and room[r] <= room[best]):
+            continue
+        if elsewhere >= 0:
+            n, m = nodes[r], nodes[elsewhere]
+            if n != m and (rooms[n] < rooms[m] or (rooms[n] == rooms[m] and n > m)):
+                continue
+            if n == m and (room[r] < room[elsewhere] or (room[r] == room[elsewhere] and r != home)):
+                continue
+        elsewhere = r
+    return best if elsewhere < 0 else elsewhere
+
+
+@step
+def _best(node: int, nodes: Integers, room: Floats, taken: NDArray[np.bool_], home: int) -> int:
+    """The rank with the most room in a node, the sample's home among equals; -1 if all are taken."""
     best = -1
     for r in range(room.size):
-        if taken[r]:
+        if taken[r] or nodes[r] != node:
             continue
-        if best >= 0:
-            nearer = places[nodes[r]] - places[nodes[best]]
-            if nearer > 0 or (nearer == 0 and (room[r] < room[best] or (room[r] == room[best] and r != home))):
-                continue
-        best = r
+        if best < 0 or room[r] > room[best] or (room[r] == room[best] and r == home):
+            best = r
     return best

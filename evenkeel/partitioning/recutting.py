@@ -1,6 +1,7 @@
 """Where samples in pieces are cut: so that the ranks that share them have equally much to do, all else counted.
 
-A rank's time is its load over its speed, and what its keys and values take: the more of what it sends and receives.
+A rank's time is its load over its speed, and what its keys and values take: the more of what it sends and receives, and
+what it passes on.
 """
 
 from __future__ import annotations
@@ -55,26 +56,35 @@ def _exchange(
     nodes: Integers,
     within: float,
     between: float,
-    sent: Floats,
-    received: Floats,
+    found: Floats,
 ) -> tuple[int, int]:
-    """Adds up what each rank sends and receives; returns the positions that travel within nodes and between them."""
-    sent[:] = 0.0
-    received[:] = 0.0
+    """What each rank's keys and values take, into found[0]; returns positions that travel within and between nodes.
+
+    To each node they go once: to each rank there that sees them an equal share, which it passes on to the others there.
+    `found` is (4, num_ranks), with work space for what is sent and received, and for how many later pieces nodes have.
+    """
+    exchange, sent, received, later = found
+    found[:] = 0.0
     near = far = 0
     for s in range(firsts.size - 1):
-        history = np.int64(table[s, 0] - table[s, 2])
-        for i in range(firsts[s], firsts[s + 1]):
-            keys = max(min(ends[i], history) - begins[i], 0)
-            for j in range(i + 1, firsts[s + 1]):
-                same = nodes[ranks[i]] == nodes[ranks[j]]
-                price = keys * (within if same else between)
+        history, last, num_nodes = np.int64(table[s, 0] - table[s, 2]), firsts[s + 1], 0
+        later[:] = 0.0
+        for i in range(last - 1, firsts[s] - 1, -1):
+            own, keys = nodes[ranks[i]], max(min(ends[i], history) - begins[i], 0)
+            for j in range(i + 1, last):
+                node = nodes[ranks[j]]
+                share = keys / later[node]  # of them, which comes from the piece itself; the rest from the others
+                exchange[ranks[j]] += within * (keys - share)
+                price = share * (within if node == own else between)
                 sent[ranks[i]] += price
                 received[ranks[j]] += price
-                if same:
-                    near += keys
-                else:
-                    far += keys
+            others = num_nodes - (1 if later[own] > 0 else 0)
+            far += keys * others
+            near += keys * (last - 1 - i - others)
+            num_nodes += 1 if later[own] == 0 else 0
+            later[own] += 1
+    for r in range(exchange.size):
+        exchange[r] += max(sent[r], received[r])
     return near, far
 
 
@@ -101,14 +111,14 @@ def measure(
         ends: (pieces,) the one after its last.
         nodes: (num_ranks,) node of each rank.
         within: Price of a position's keys and values that go to a rank of the same node.
-        between: Price of those that go to another.
+        between: Price of those that go to another, once for all of its ranks.
     """
-    loads, sent, received = base.copy(), np.zeros(base.size), np.zeros(base.size)
+    loads, found = base.copy(), np.zeros((4, base.size))
     for s in range(firsts.size - 1):
         for i in range(firsts[s], firsts[s + 1]):
             loads[ranks[i]] += cost_of(table, s, begins[i], ends[i])
-    near, far = _exchange(table, firsts, ranks, begins, ends, nodes, within, between, sent, received)
-    return loads, np.maximum(sent, received), near, far
+    near, far = _exchange(table, firsts, ranks, begins, ends, nodes, within, between, found)
+    return loads, found[0], near, far
 
 
 @step
@@ -159,7 +169,7 @@ def recut(
         The largest time of a rank.
     """
     num_ranks = base.size
-    sent, received, busy = np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks)
+    found, busy = np.zeros((4, num_ranks)), np.zeros(num_ranks)
     shares, costs = np.zeros(num_ranks), costs.copy()
     best, best_begins, best_ends = np.inf, begins.copy(), ends.copy()
     for turn in range(passes + 1):
@@ -170,9 +180,9 @@ def recut(
                 for i in range(first, last):
                     shares[i - first] = costs[i]
             else:
-                _exchange(table, firsts, ranks, begins, ends, nodes, within, between, sent, received)
+                _exchange(table, firsts, ranks, begins, ends, nodes, within, between, found)
                 for r in range(num_ranks):
-                    busy[r] = base[r] / speeds[r] + max(sent[r], received[r])
+                    busy[r] = base[r] / speeds[r] + found[0, r]
                 for i in range(ranks.size):
                     if i < first or i >= last:
                         busy[ranks[i]] += costs[i] / speeds[ranks[i]]
@@ -195,13 +205,13 @@ def recut(
             _cut(table, s, first, last, shares, begins, ends)
             for i in range(first, last):
                 costs[i] = cost_of(table, s, begins[i], ends[i])
-        _exchange(table, firsts, ranks, begins, ends, nodes, within, between, sent, received)
+        _exchange(table, firsts, ranks, begins, ends, nodes, within, between, found)
         busy[:] = base
         for i in range(ranks.size):
             busy[ranks[i]] += costs[i]
         time = 0.0
         for r in range(num_ranks):
-            time = max(time, busy[r] / speeds[r] + max(sent[r], received[r]))
+            time = max(time, busy[r] / speeds[r] + found[0, r])
         if time < best:
             best = time
             best_begins[:], best_ends[:] = begins, ends

@@ -22,7 +22,8 @@ class SplitOptions:
         within: What it takes to send the keys and values of one position to one rank of the same node, and to get their
             gradients back, in units of cost: their bytes, over the rate of the exchange, times the cost that a rank
             computes in a second.
-        between: The same to a rank of another node.
+        between: The same to another node, where they go once: to each of its ranks that see them an equal share, which
+            it passes on to the others at the price inside a node.
         fixed: What a step takes more because samples are split in it, beside all that, in units of cost: launches,
             smaller kernels, ranks that wait for each other in each layer.
     """
@@ -60,7 +61,7 @@ class SplitOptions:
             position_bytes: Bytes of a position's keys and values in all layers, and of their gradients: with L layers
                 and H heads of width D, 4 * L * H * D numbers.
             within: Bytes per second of a rank, to ranks of the same node.
-            between: The same to other nodes.
+            between: The same to other nodes, by its own network adapter.
             cost_per_second: Units of cost that a rank computes in a second; with costs in FLOPs, FLOP per second.
             step_seconds: What a step takes more because samples are split in it, beside the exchange.
             above: See the attributes.

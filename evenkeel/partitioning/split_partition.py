@@ -21,9 +21,10 @@ class SplitPartition:
         ends: (m,) int64, the one after the last; 0 of a sample that is whole.
         ranks: (m,) int32, the rank that trains it; a rank has one part of a sample at most.
         loads: (num_ranks,) float64, summed cost of each rank.
-        exchange: (num_ranks,) float64, what its keys and values take: the more of what it sends and what it receives.
+        exchange: (num_ranks,) float64, what its keys and values take: the more of what it sends and what it receives,
+            and what it passes on.
         within: Positions whose keys and values go to another rank of the same node, counted for each rank.
-        between: Positions whose keys and values go to another node.
+        between: Positions whose keys and values go to another node, counted for each node.
         moved_parts: Parts that leave their home.
         moved_size: Their summed size.
         moved_size_between_nodes: The part of it that crosses nodes.

@@ -35,6 +35,7 @@ QUICK = "lpt"  # how whole samples are placed around pieces while plans are comp
 TRIES = 48  # plans that are tried with one piece more or less of a sample than the best has
 SLACK = 1.01  # times the best plan's, what one may take that is like it and moves fewer samples
 TOLERANCE = 5e-3  # of the whole samples' partition, since pieces even out the rest
+FULL = 0.4  # of a piece, the room on a rank below which the piece had better go to another node
 HELD = 1 + 1e-9  # times a memory cap, for rounding
 
 Floats = NDArray[np.float64]
@@ -94,6 +95,7 @@ class _Plan:
     ends: Integers
     time: float
     level: float
+    full: float
 
 
 class _Search:
@@ -163,9 +165,8 @@ class _Search:
             return None
         best = self._refined(best)
         # what was asked for leaves most samples where they are, and often has less to do for the slowest rank too
-        careful = self._attempt(
-            best.split, np.diff(best.firsts), best.level, str(self._options.get("strategy", DEFAULT_STRATEGY))
-        )
+        strategy = str(self._options.get("strategy", DEFAULT_STRATEGY))
+        careful = self._attempt(best.split, np.diff(best.firsts), best.level, best.full, strategy)
         return careful if careful is not None and careful.time <= min(SLACK * best.time, enough) else best
 
     def _refined(self, best: _Plan) -> _Plan:
@@ -181,7 +182,7 @@ class _Search:
                     if not 2 <= counts[place] <= most or tries <= 0:
                         continue
                     tries -= 1
-                    found = self._attempt(best.split, counts, best.level, QUICK)
+                    found = self._attempt(best.split, counts, best.level, best.full, QUICK)
                     if found is not None and found.time < best.time * (1 - 1e-3):
                         best, improved = found, True
                         break
@@ -193,11 +194,13 @@ class _Search:
         largest_node = int(self._node_sizes.max())
         for level in LEVELS:
             wanted = self._counts(split, level)
-            for counts in (wanted, tuple(min(count, largest_node) for count in wanted)):
-                if (level, counts) in tried or min(counts) < 2:
+            inside = tuple(min(count, largest_node) for count in wanted)
+            # across nodes where one is full, and as few pieces as a node has ranks, in one where they can be
+            for full, counts in ((FULL, wanted), (0.0, inside)) if self._node_sizes.size > 1 else ((0.0, wanted),):
+                if (full, level, counts) in tried or min(counts) < 2:
                     continue
-                tried.add((level, counts))
-                found = self._attempt(split, np.array(counts), level, QUICK)
+                tried.add((full, level, counts))
+                found = self._attempt(split, np.array(counts), level, full, QUICK)
                 if found is not None:
                     yield found
 
@@ -229,7 +232,7 @@ class _Search:
             self._known[key] = found
         return self._known[key]
 
-    def _attempt(self, split: Integers, counts: Integers, level: float, strategy: str) -> _Plan | None:
+    def _attempt(self, split: Integers, counts: Integers, level: float, full: float, strategy: str) -> _Plan | None:
         """Places pieces first, and whole samples in the room that they leave."""
         is_whole = np.ones(self._costs.size, np.bool_)
         is_whole[self._divisible.samples[split]] = False
@@ -239,7 +242,7 @@ class _Search:
         firsts = np.concatenate([[0], np.cumsum(counts)])
         placed = place_pieces(
             np.argsort(-self._own[split], kind="stable"), self._homes[self._divisible.samples[split]].astype(np.int64),
-            firsts, times, self._speeds, self._even * self._speeds, self._nodes, self._node_sizes,
+            firsts, times, self._speeds, self._even * self._speeds, self._nodes, self._node_sizes, full,
         )  # fmt: skip
         memory = None
         if self._memory is not None:
@@ -248,7 +251,7 @@ class _Search:
             whole_ranks = self._around(whole, placed, times * self._speeds[placed], memory, strategy)
         except PartitionError:
             return None
-        return self._cut(whole, whole_ranks, split, firsts, placed, costs, level)
+        return self._cut(whole, whole_ranks, split, firsts, placed, costs, level, full)
 
     def _around(
         self, whole: Integers, placed: Integers, costs: Floats, memory: Floats | None, strategy: str
@@ -274,6 +277,7 @@ class _Search:
         ranks: Integers,
         costs: Floats,
         level: float,
+        full: float,
     ) -> _Plan | None:
         """Cuts the samples by work; where the caps do not hold that, by the room in them; None if they hold neither."""
         table = table_of(self._spans.take(split))
@@ -283,7 +287,7 @@ class _Search:
         time = recut(base, self._speeds, table, firsts, ranks, begins, ends, self._nodes, *self._prices, costs, PASSES)
         plan = _Plan(
             whole=whole, whole_ranks=whole_ranks, split=split, firsts=firsts, ranks=ranks, begins=begins, ends=ends,
-            time=time, level=level,
+            time=time, level=level, full=full,
         )  # fmt: skip
         if self._fits(plan):
             return plan
@@ -304,7 +308,7 @@ class _Search:
         loads, exchange, _, _ = measure(base, table, firsts, ranks, begins, ends, self._nodes, *self._prices)
         plan = _Plan(
             whole=whole, whole_ranks=whole_ranks, split=split, firsts=firsts, ranks=ranks, begins=begins, ends=ends,
-            time=float((loads / self._speeds + exchange).max()), level=level,
+            time=float((loads / self._speeds + exchange).max()), level=level, full=full,
         )  # fmt: skip
         return plan if self._fits(plan) else None
 

@@ -103,7 +103,7 @@ def _cut() -> None:
     times, costs = np.zeros(2), np.zeros(2)
     pieces_at(table, 0, 1.0, 0.0, 2, times, costs)
     divide(table, 0, 1.0, 0.0, times, costs)
-    place_pieces(nodes[:1], nodes[:1], firsts, times, np.ones(2), np.ones(2), nodes, np.array([2]))
+    place_pieces(nodes[:1], nodes[:1], firsts, times, np.ones(2), np.ones(2), nodes, np.array([2]), 0.0)
 
 
 def _example() -> tuple[Terms, NDArray[np.int32], NDArray[np.int32]]:

@@ -33,6 +33,8 @@ class Exchange:
         self.pieces = pieces
         self._works: list[Any] = []
         self._held: list[Tensor] = []
+        self._spread: list[tuple[Tensor, list[Tensor]]] = []
+        self._passing: tuple[Tensor, ...] = ()
         self._home: list[Tensor] = []
         self._shapes = tuple(tensor.new_empty(0, *tensor.shape[1:]) for tensor in like)
 
@@ -48,31 +50,49 @@ class Exchange:
         leaving = [*_cut(keys.leaving, key, value), *_cut(contexts.leaving, query, first=2)]
         arriving = [*_cut(keys.arriving, *arrived[:2]), *_cut(contexts.arriving, arrived[2], first=2)]
         self._post(leaving, arriving)
+        self._passing = arrived[:2]
         return arrived
 
     def wait(self) -> None:
-        """Waits for all that is under way; on a GPU its stream does."""
-        for work in self._works:
-            work.wait()
-        self._works, self._held = [], []
+        """Waits until all has arrived, and passes on what other ranks of the node need; on a GPU its stream waits."""
+        self._wait()
+        on, passing, self._passing = self.pieces.passed_on, self._passing, ()
+        self._post(list(_cut(on.leaving, *passing)), list(_cut(on.arriving, *passing)))
+        self._wait()
 
     def start_home(self, key: Tensor, value: Tensor, query: Tensor) -> None:
         """Sends the gradients of what had arrived to where it came from."""
         keys, contexts = self.pieces.keys, self.pieces.contexts
         query_like, key_like, value_like = self._shapes
-        leaving = [*_cut(keys.arriving, key, value), *_cut(contexts.arriving, query, first=2)]
-        arriving = []
-        for route in keys.leaving:
-            for part, like in enumerate((key_like, value_like)):
-                arriving.append((like.new_empty(route.size, *like.shape[1:]), route, part))
-        for route in contexts.leaving:
-            arriving.append((query_like.new_empty(route.size, *query_like.shape[1:]), route, 2))
+        sums = self._collected(key, value)
+        leaving = [
+            *(
+                (sums.get((route.begin, part), rows), route, part)
+                for rows, route, part in _cut(keys.arriving, key, value)
+            ),
+            *_cut(contexts.arriving, query, first=2),
+        ]
+        arriving = [*_empty(keys.leaving, key_like, value_like), *_empty(contexts.leaving, query_like, first=2)]
         self._home = [tensor for tensor, _, _ in arriving]
         self._post(leaving, arriving)
 
+    def _collected(self, key: Tensor, value: Tensor) -> dict[tuple[int, int], Tensor]:
+        """The gradients of rows that were passed on, summed over this rank and those that got them from here."""
+        on = self.pieces.passed_on
+        back = list(_empty(on.leaving, *self._shapes[1:]))
+        self._post(list(_cut(on.arriving, key, value)), back)
+        self._wait()
+        sums: dict[tuple[int, int], Tensor] = {}
+        for found, route, part in back:
+            place = route.begin, part
+            if place not in sums:
+                sums[place] = (key, value)[part].narrow(0, route.begin, route.size).clone()
+            sums[place].add_(found)
+        return sums
+
     def finish_home(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of own rows, summed over the ranks that had them: of queries, keys, values."""
-        self.wait()
+        self._wait()
         home, self._home = iter(self._home), []
         keys, contexts = self.pieces.keys.leaving, self.pieces.contexts.leaving
         query_like, key_like, value_like = self._shapes
@@ -93,25 +113,48 @@ class Exchange:
         routes = self.pieces.partials
         leaving, arriving = (routes.arriving, routes.leaving) if home else (routes.leaving, routes.arriving)
         self._post(list(_cut(leaving, *sent)), list(_cut(arriving, *received)))
-        self.wait()
+        self._wait()
 
     def _post(self, leaving: list[tuple[Tensor, Route, int]], arriving: list[tuple[Tensor, Route, int]]) -> None:
+        """Sends and receives, all that goes to a rank or comes from one as a message for each kind of rows."""
         group = self.pieces.group
         operations = []
-        for send, moves in ((True, leaving), (False, arriving)):
+        for function, moves in ((dist.isend, leaving), (dist.irecv, arriving)):
+            together: dict[tuple[int, int], list[tuple[Tensor, Route]]] = {}
             for tensor, route, part in moves:
+                together.setdefault((route.peer, part), []).append((tensor, route))
+            for (peer, part), found in together.items():
+                tensors, tag = [tensor for tensor, _ in found], found[0][1].tag
+                message = tensors[0]
+                if len(tensors) > 1 and function is dist.isend:
+                    message = torch.cat(tensors)
+                elif len(tensors) > 1:
+                    message = message.new_empty(sum(tensor.shape[0] for tensor in tensors), *message.shape[1:])
+                    self._spread.append((message, tensors))
                 assert group is not None
-                peer = dist.get_global_rank(group, route.peer)
-                function = dist.isend if send else dist.irecv
-                operations.append(dist.P2POp(function, tensor, peer, group, route.tag * _PARTS + part))
+                source = dist.get_global_rank(group, peer)
+                operations.append(dist.P2POp(function, message, source, group, tag * _PARTS + part))
         self._held = [operation.tensor for operation in operations]
         self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        for message, tensors in self._spread:
+            torch.split_with_sizes_copy(message, [tensor.shape[0] for tensor in tensors], out=tensors)
+        self._works, self._held, self._spread = [], [], []
 
 
 def _cut(routes: list[Route], *tensors: Tensor, first: int = 0) -> Iterator[tuple[Tensor, Route, int]]:
     for route in routes:
         for part, tensor in enumerate(tensors, first):
             yield tensor.narrow(0, route.begin, route.size), route, part
+
+
+def _empty(routes: list[Route], *like: Tensor, first: int = 0) -> Iterator[tuple[Tensor, Route, int]]:
+    for route in routes:
+        for part, tensor in enumerate(like, first):
+            yield tensor.new_empty(route.size, *tensor.shape[1:]), route, part
 
 
 def _filled(gradient: Tensor | None, like: tuple[Any, ...]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from evenkeel.partitioning.splits import SplitSample, check_splits
 from trainer_client.attention.over_pieces import prepare
 from trainer_client.attention.pieces import Pieces
 from trainer_client.checks import is_whole
-from trainer_client.process_groups import make_group, timeout_of
+from trainer_client.process_groups import make_group, node_name, timeout_of
 
 
 class PieceGroup:
@@ -33,11 +34,11 @@ class PieceGroup:
             raise ValueError(f"max_ctas is {max_ctas!r}; give a whole number >= 1")
         prepare()
         self._group: dist.ProcessGroup | None = None
-        self._rank, self._num_ranks = 0, 1
+        self._rank, self._num_ranks, self._nodes = 0, 1, [0]
         if dist.is_available() and dist.is_initialized():
             self._rank, self._num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self._num_ranks > 1:
-                self._group = _connected(process_group, max_ctas)
+                self._group, self._nodes = _connected(process_group, max_ctas)
 
     def pieces(self, samples: Sequence[SplitSample], *, contextual: bool = True) -> Pieces | None:
         """What this rank does in a step. Nothing is sent; every rank passes the same samples.
@@ -60,21 +61,23 @@ class PieceGroup:
             return None
         if not contextual:
             samples = tuple(replace(sample, num_context=0) for sample in samples)
-        return Pieces(samples, self._rank, self._group)
+        return Pieces(samples, self._rank, self._group, self._nodes)
 
 
-def _connected(parent: dist.ProcessGroup | None, max_ctas: int) -> dist.ProcessGroup:
-    """A communicator of the same ranks. Collective."""
+def _connected(parent: dist.ProcessGroup | None, max_ctas: int) -> tuple[dist.ProcessGroup, list[int]]:
+    """A communicator of the same ranks, and the node of each, as a number. Collective."""
     whole = parent if parent is not None else dist.group.WORLD
     assert whole is not None
     backend = str(dist.get_backend(whole))
-    options, timeout = None, timeout_of(whole)
+    options, timeout, device = None, timeout_of(whole), "cpu"
     if "nccl" in backend:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # sends before the kernels that overlap
+        options, device = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True), "cuda"  # sends come first
         options.config.max_ctas = max_ctas
         if timeout is not None:
             options._timeout = timeout
     group = make_group(dist.get_process_group_ranks(whole), backend, timeout, use="-pieces", options=options)
-    if "nccl" in backend:  # connects at its first collective, in which all of its ranks must take part
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    return group
+    # It also connects NCCL, which does so at the first collective, in which all of its ranks must take part.
+    name = int.from_bytes(hashlib.blake2b(node_name().encode(), digest_size=7).digest())
+    names = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(names, torch.tensor([name], device=device), group=group)
+    return group, names.tolist()

@@ -17,7 +17,7 @@ class Route(NamedTuple):
 
     Attributes:
         peer: The other rank, in the group.
-        begin: The first row: of those that leave among the rows of own pieces, of those that arrive among all that do.
+        begin: The first row: of what is passed on or arrives among all rows that arrive, else among own pieces' rows.
         size: Rows.
         tag: Tells a pair of ranks their routes apart.
     """
@@ -68,24 +68,34 @@ class Blocks:
 
 @dataclass(slots=True)
 class Routes:
-    """What leaves and what arrives in each attention."""
+    """What leaves and what arrives in each attention.
+
+    Attributes:
+        leaving: Rows that leave.
+        arriving: Rows that arrive.
+        num_arriving: Rows that there must be room for.
+    """
 
     leaving: list[Route] = field(default_factory=list)
     arriving: list[Route] = field(default_factory=list)
+    num_arriving: int = 0
 
-    @property
-    def num_arriving(self) -> int:
-        """Rows that arrive."""
-        return sum(route.size for route in self.arriving)
+    def take(self, count: int) -> Rows:
+        """Room for rows that arrive."""
+        self.num_arriving += count
+        return Rows(True, self.num_arriving - count, count)
+
+    def add(self, rank: int, source: Route, target: Route) -> None:
+        """Notes rows that go from one rank to another, of which each is the other's peer."""
+        if rank == target.peer:
+            self.leaving.append(source)
+        if rank == source.peer:
+            self.arriving.append(target)
 
     def note(self, rank: int, source: int, target: int, begin: int, count: int, tag: int) -> Rows | None:
         """Notes rows that go from one rank to another; where they arrive, if they do here."""
-        if rank == source:
-            self.leaving.append(Route(target, begin, count, tag))
-        if rank != target:
-            return None
-        rows = Rows(True, self.num_arriving, count)
-        self.arriving.append(Route(source, rows.begin, count, tag))
+        rows = self.take(count) if rank == target else None
+        self.add(rank, Route(target, begin, count, tag), Route(source, rows.begin if rows else 0, count, tag))
         return rows
 
 
@@ -94,7 +104,8 @@ class Pieces:
 
     Attributes:
         group: The communicator.
-        keys: Rows of keys and values that travel.
+        keys: Rows of keys and values that travel from where they are.
+        passed_on: Those that arrived and travel on, to other ranks of this node.
         contexts: Rows of contextual queries that travel to later pieces.
         partials: Rows that these queries get back from there.
         num_candidates: Most of a split sample.
@@ -102,12 +113,14 @@ class Pieces:
         own: The samples that this rank's pieces are of, and the pieces.
     """
 
-    def __init__(self, samples: Sequence[SplitSample], rank: int, group: dist.ProcessGroup | None) -> None:
-        """Plans a step of one rank that has a piece; see `PieceGroup.pieces`."""
+    def __init__(
+        self, samples: Sequence[SplitSample], rank: int, group: dist.ProcessGroup | None, nodes: Sequence[int]
+    ) -> None:
+        """Plans a step of one rank that has a piece; see `PieceGroup.pieces`. `nodes` are the ranks'."""
         self.group = group
         self.num_candidates = max(sample.num_candidates for sample in samples)
         self.num_context = max(sample.num_context for sample in samples)
-        self.keys, self.contexts, self.partials = Routes(), Routes(), Routes()
+        self.keys, self.passed_on, self.contexts, self.partials = Routes(), Routes(), Routes(), Routes()
         self._own = [
             (which, number)
             for which, sample in enumerate(samples)
@@ -127,23 +140,36 @@ class Pieces:
         self._blocks: list[Block] = []
         # By sample whose context is here: its begin, its size, and where what later pieces know of it comes from.
         self.merged: list[tuple[int, int, list[Rows]]] = []
-        self._route(samples, rank, begins)
+        self._route(samples, rank, begins, nodes)
         self.num_seeing = sum(block.queries.size for block in self._blocks)
         self._blocks += self._context_blocks(samples, rank, begins)
         self._on: dict[torch.device, Blocks] = {}
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def _route(self, samples: Sequence[SplitSample], rank: int, begins: dict[tuple[int, int], int]) -> None:
+    def _route(
+        self, samples: Sequence[SplitSample], rank: int, begins: dict[tuple[int, int], int], nodes: Sequence[int]
+    ) -> None:
+        """Keys go to each node once, an equal share to each of its ranks, which passes it on to the others there."""
         tag = 0
         for which, sample in enumerate(samples):
             for number, piece in enumerate(sample.pieces):
-                later = {other.rank for other in sample.pieces[number + 1 :]} - {piece.rank}
-                for target in sorted(later) if sample.num_keys(number) else ():
-                    begin = begins.get((which, number), 0)
-                    rows = self.keys.note(rank, piece.rank, target, begin, sample.num_keys(number), tag)
-                    if rows is not None:
-                        self._arrived[which, number] = rows
-                    tag += 1
+                later = sorted({other.rank for other in sample.pieces[number + 1 :]} - {piece.rank})
+                count, begin, room = sample.num_keys(number), begins.get((which, number), 0), 0
+                if count and rank in later:
+                    self._arrived[which, number] = self.keys.take(count)
+                    room = self._arrived[which, number].begin
+                for node in sorted({nodes[target] for target in later}):
+                    targets = [target for target in later if nodes[target] == node]
+                    ends = [count * share // len(targets) for share in range(len(targets) + 1)]
+                    for relay, first, end in zip(targets, ends, ends[1:], strict=False):
+                        for target in targets if first < end else ():
+                            arrives = Route(relay, room + first, end - first, tag)
+                            if target == relay:
+                                leaves = Route(target, begin + first, end - first, tag)
+                                self.keys.add(rank, leaves, arrives._replace(peer=piece.rank))
+                            else:
+                                self.passed_on.add(rank, arrives._replace(peer=target), arrives)
+                            tag += 1
         for which, number in self._own:
             sample, begin = samples[which], begins[which, number]
             keys = tuple(

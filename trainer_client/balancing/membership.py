@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_client.balancing.options import BalanceOptions
+from trainer_client.process_groups import node_name
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
     from trainer_client.balancing.groups import Groups
@@ -174,11 +174,6 @@ way, and takes about half of the balancer's time and less of the ranks'."""
 
 _REACH_SECONDS = 5.0
 _LINGER = 0.05  # of the timeout: less than what the service leaves of it for its answer's way back
-
-
-def node_name() -> str:
-    """The host of this rank: `EVENKEEL_NODE`, else the host's name."""
-    return os.environ.get("EVENKEEL_NODE") or socket.gethostname()
 
 
 def take_seat(groups: Groups, options: BalanceOptions) -> NodeSeat | None:

@@ -19,11 +19,12 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.launchers import read_launch
-from trainer_client.balancing.membership import Ranks, node_name, take_seat
+from trainer_client.balancing.membership import Ranks, take_seat
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.telling import raise_mismatch, require_service
 from trainer_client.balancing.tracing import StreamTracer, tracer_of
 from trainer_client.balancing.votes import VOTE_BYTES
+from trainer_client.process_groups import node_name
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
     from trainer_client.balancing.service import Connection, Credentials

@@ -86,11 +86,41 @@ def rounds(draw: st.DrawFn) -> dict[str, Any]:
     return call
 
 
+class Traffic:
+    """What ranks send and receive: to each node once, a share to each of its ranks, which passes it on to the others.
+
+    Args:
+        num_ranks: Ranks.
+        nodes: Of each.
+        within: Price of a position that goes to a rank of the same node.
+        between: Price of one that goes to another.
+    """
+
+    def __init__(self, num_ranks: int, nodes: Any, within: float, between: float) -> None:
+        self.nodes, self.prices, self.first, self.then = nodes, (within, between), *np.zeros((2, 2, num_ranks))
+
+    def add(self, keys: float, source: int, targets: list[int]) -> None:
+        """Keys and values of a piece go to the ranks of later ones."""
+        for relay in targets:
+            others = [rank for rank in targets if self.nodes[rank] == self.nodes[relay] and rank != relay]
+            share = keys / (len(others) + 1)
+            price = share * self.prices[int(self.nodes[source] != self.nodes[relay])]
+            self.first[:, [source, relay]] += [[price, 0.0], [0.0, price]]
+            for rank in others:
+                self.then[:, [relay, rank]] += share * self.prices[0] * np.eye(2)
+
+    def times(self) -> NDArray[np.float64]:
+        """(num_ranks,) the more of what is sent and received, and again of what is passed on."""
+        times: NDArray[np.float64] = self.first.max(axis=0) + self.then.max(axis=0)
+        return times
+
+
 def recounted(call: dict[str, Any], plan: SplitPartition) -> tuple[list[float], list[float], int, int]:
     """Loads and exchange of each rank, and the positions that travel, one by one from the spans."""
     spans, num_ranks, split = call["spans"], call["num_ranks"], call["split"]
     nodes = call.get("nodes", np.zeros(num_ranks))
-    loads, sent, received, travelled = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks, [0, 0]
+    loads, travelled = [0.0] * num_ranks, [0, 0]
+    traffic = Traffic(num_ranks, nodes, split.within, split.between)
     columns = plan.samples, plan.begins, plan.ends, plan.ranks
     listed = list(zip(*(column.tolist() for column in columns), strict=True))
     for sample, begin, end, rank in listed:
@@ -99,14 +129,12 @@ def recounted(call: dict[str, Any], plan: SplitPartition) -> tuple[list[float], 
             continue
         loads[rank] += float(spans.take([sample]).of_spans(begin, end)[0])
         keys = max(min(end, spans.positions[sample] - spans.candidates[sample]) - begin, 0)
-        for other, first, _, target in listed:
-            if other == sample and first > begin:
-                far = nodes[rank] != nodes[target]
-                price = split.between if far else split.within
-                sent[rank] += keys * price
-                received[target] += keys * price
-                travelled[int(far)] += int(keys)
-    return loads, [max(pair) for pair in zip(sent, received, strict=True)], travelled[0], travelled[1]
+        later = [target for other, first, _, target in listed if other == sample and first > begin]
+        far = len({nodes[target] for target in later} - {nodes[rank]})
+        travelled[0] += int(keys) * (len(later) - far)
+        travelled[1] += int(keys) * far
+        traffic.add(keys, rank, later)
+    return loads, traffic.times().tolist(), travelled[0], travelled[1]
 
 
 @settings(max_examples=60)
@@ -151,13 +179,15 @@ def test_every_position_once_and_never_longer_than_whole(call: dict[str, Any]) -
     assert all(np.array_equal(getattr(plan, name), getattr(again, name)) for name in names)
 
 
-def exhaustive(spans: SpanCosts, num_ranks: int, prices: NDArray[np.float64]) -> float:
+def exhaustive(spans: SpanCosts, num_ranks: int, nodes: NDArray[np.int64], within: float, between: float) -> float:
     """The least time of all plans, by trying each division of each sample, and each set of ranks.
 
     Args:
         spans: Of the samples.
         num_ranks: Of equal speed.
-        prices: (num_ranks, num_ranks) of a position that one sends to another.
+        nodes: (num_ranks,) of each.
+        within: Price of a position that goes to a rank of the same node.
+        between: Price of one that goes to another.
     """
     choices = []
     for sample in range(len(spans)):
@@ -167,14 +197,11 @@ def exhaustive(spans: SpanCosts, num_ranks: int, prices: NDArray[np.float64]) ->
             for cuts in itertools.combinations(range(1, end), count - 1):
                 edges = [0, *cuts, end]
                 for ranks in itertools.permutations(range(num_ranks), count):
-                    load, sent, got = (np.zeros(num_ranks) for _ in range(3))
+                    load, traffic = np.zeros(num_ranks), Traffic(num_ranks, nodes, within, between)
                     for place, rank in enumerate(ranks):
                         load[rank] = one.of_spans(edges[place], edges[place + 1])[0]
-                        for later in ranks[place + 1 :]:
-                            price = prices[rank, later] * (edges[place + 1] - edges[place])
-                            sent[rank] += price
-                            got[later] += price
-                    found.append(np.stack([load, sent, got]))
+                        traffic.add(edges[place + 1] - edges[place], rank, list(ranks[place + 1 :]))
+                    found.append(np.stack([load + traffic.then[0], *traffic.first]))
         choices.append(np.stack(found))
     totals = choices[0]
     for more in choices[1:]:
@@ -199,7 +226,7 @@ def test_small_rounds_are_near_the_best_plan(
         nodes=nodes, counts="free", move_price=0.0,
     )  # fmt: skip
     assert isinstance(found, Partition)
-    best = exhaustive(spans, num_ranks, np.where(nodes[:, None] == nodes, price, far * price))
+    best = exhaustive(spans, num_ranks, nodes, price, far * price)
     time = float(found.loads.max()) if plan is None else plan.time
     assert time >= best * (1 - 1e-12)
     assert time <= 1.3 * best + 4 + 9 * per_pair  # a position is the least that can be moved

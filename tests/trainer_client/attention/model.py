@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -57,6 +58,7 @@ class Program:
     layers_again: int = 0  # layers of an activation checkpoint
     compiled: bool = False
     parallel: bool = False  # under DDP, which averages gradients
+    nodes: tuple[str, ...] | None = None  # of the ranks; default: all are on one
 
     def split(self) -> list[SplitSample]:
         """The split samples, for all ranks."""
@@ -181,17 +183,18 @@ def train(
     return {"loss": float(loss.detach()), "gradients": gradients, "rows": by_sample}
 
 
-_groups: dict[int, PieceGroup] = {}
+_groups: dict[tuple[str, ...], PieceGroup] = {}
 
 
 def on_rank(program: Program) -> dict[str, Any]:
     """In a rank: its part of the step; says how often it communicated too."""
     group = group_of(program.world_size)
     assert group is not None
-    if program.world_size not in _groups:
-        _groups[program.world_size] = PieceGroup(group)
-    own = dist.get_rank(group)
-    pieces = _groups[program.world_size].pieces(program.split())
+    own, nodes = dist.get_rank(group), program.nodes or ("one",) * program.world_size
+    if nodes not in _groups:
+        with mock.patch.dict(os.environ, EVENKEEL_NODE=nodes[own]):
+            _groups[nodes] = PieceGroup(group)
+    pieces = _groups[nodes].pieces(program.split())
     with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as posted:
         result = train(program, own, pieces, group)
     sent: list[list[tuple[int, int]]] = []

@@ -61,6 +61,7 @@ def programs(draw: st.DrawFn) -> Program:
         world_size=world_size,
         kernel=kernel,
         layers_again=draw(st.integers(0, 2)),
+        nodes=draw(st.sampled_from([None, ("one", "two", "two", "two")[:world_size]])),
     )
 
 
@@ -107,7 +108,8 @@ def test_under_the_compiler(ranks: GlooRanks) -> None:
 
 
 def test_only_ranks_that_share_a_sample_send_and_no_more_than_others_need(ranks: GlooRanks) -> None:
-    program = Program(samples=(GIANT, Sample(pieces=((3, 7),))), world_size=4, num_layers=1)
+    nodes = ("one", "two", "three", "four")
+    program = Program(samples=(GIANT, Sample(pieces=((3, 7),))), world_size=4, num_layers=1, nodes=nodes)
     parts = run(ranks, program)
     assert [part["has_pieces"] for part in parts] == [True, True, True, False]
     key, value, query, found = KEY_HEADS * HEAD_DIM, KEY_HEADS * VALUE_DIM, HEADS * HEAD_DIM, HEADS * VALUE_DIM
@@ -126,6 +128,29 @@ def test_only_ranks_that_share_a_sample_send_and_no_more_than_others_need(ranks:
     for rank, calls in expected.items():
         counted = [sorted((count, peer) for peer, count in call) for call in parts[rank]["sent"]]
         assert counted == [sorted(call) for call in calls], rank
+
+
+def test_to_a_node_everything_goes_once_and_is_passed_on_there(ranks: GlooRanks) -> None:
+    giant = Sample(pieces=((0, 9), (1, 13), (2, 14), (3, 15)))
+    program = Program(samples=(giant,), world_size=4, num_layers=1, kernel=CAUSAL, nodes=("one", "two", "two", "two"))
+    parts = run(ranks, program)
+    check_equal(program, parts)
+    row = KEY_HEADS * (HEAD_DIM + VALUE_DIM)
+    # By rank, its messages' rows: first what leaves its piece, then what it passes on; gradients go the other way.
+    assert [[_rows(call, row) for call in part["sent"]] for part in parts] == [
+        [{1: 3, 2: 3, 3: 3}, {}],
+        [{2: 2, 3: 2}, {2: 3, 3: 3}, {2: 3, 3: 3}, {0: 3}],
+        [{3: 1}, {1: 3, 3: 3 + 2}, {1: 3, 3: 3 + 2}, {0: 3, 1: 2}],
+        [{}, {1: 3, 2: 3 + 2}, {1: 3, 2: 3 + 2}, {0: 3, 1: 2, 2: 1}],
+    ]
+
+
+def _rows(call: list[tuple[int, int]], row: int) -> dict[int, int]:
+    """Rows of keys and values that go to each peer."""
+    counts = dict.fromkeys([peer for peer, _ in call], 0)
+    for peer, count in call:
+        counts[peer] += count
+    return {peer: count // row for peer, count in counts.items()}
 
 
 def test_a_step_without_split_samples_sends_nothing(ranks: GlooRanks) -> None:
