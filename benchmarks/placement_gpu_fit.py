@@ -14,12 +14,12 @@ import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from evenkeel.placement import Runtime, plan, whole_step_seconds
+from evenkeel.placement import plan, whole_step_seconds
 from evenkeel.placement.calibration import measured_samples
 from evenkeel.placement.codec import encode
 from evenkeel.placement.hardware import builtin_profile, parse_profile
 from evenkeel.placement.step_samples import request_of
-from evenkeel.placement.whole_step import MEASURED
+from evenkeel.placement.whole_step import step_costs
 
 STEPS = Path(__file__).parent / "results/placement_gpu_steps_2xh200.json"
 ALLOWED, APART = 0.2, 1.15
@@ -28,13 +28,14 @@ ALLOWED, APART = 0.2, 1.15
 def main(
     steps: Annotated[Path, typer.Option(help="What benchmarks.placement_gpu_steps wrote.")] = STEPS,
     profile: Annotated[
-        Path | None, typer.Option(help="Written there by `evenkeel calibrate`; or the built-in.")
+        Path | None, typer.Option(help="Written there by `evenkeel calibrate`; or the device's built-in.")
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Print every step as measured and as predicted."""
     record = json.loads(steps.read_text("utf-8"))
-    hardware = builtin_profile("h200") if profile is None else parse_profile(json.loads(profile.read_text("utf-8")))
+    builtin = "h100" if "H100" in record["device"] else "h200"
+    hardware = builtin_profile(builtin) if profile is None else parse_profile(json.loads(profile.read_text("utf-8")))
     samples = measured_samples(record["rows"])
     out = RichTable(title=f"ms a step on {record['ranks']} {record['device']}, predicted by profile {hardware.name}")
     for heading in ("configuration", "measured", "tables alone", "predicted", "error"):
@@ -58,7 +59,7 @@ def main(
     summary = summarize(results)
     print(json.dumps(summary))
     if json_path:
-        costs = hardware.costs(Runtime.TORCHREC).step or MEASURED
+        costs = step_costs(request_of(samples[0], hardware))
         payload: dict[str, Any] = {"command": "python -m benchmarks.placement_gpu_fit --profile PROFILE --json FILE"}
         payload |= {"profile": hardware.name, "costs": encode(costs), "summary": summary, "rows": results}
         json_path.write_text(json.dumps(payload, indent=1) + "\n")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from evenkeel.placement.access import Access, power_law
 from evenkeel.placement.fitted_costs import Measurement, fit_costs, predict_seconds
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts
@@ -15,7 +17,7 @@ from evenkeel.placement.options import rank_load
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.step_samples import EXPONENT, StepSample, request_of
-from evenkeel.placement.whole_step import fit_step_costs, step_work, whole_step_seconds
+from evenkeel.placement.whole_step import MEASURED, MEASURED_ONE_RANK, fit_step_costs, seconds_of, step_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,7 @@ def measured_samples(records: Sequence[Any]) -> tuple[StepSample, ...]:
         except InvalidInputError as error:
             raise error.under(where) from None
         require(sample.seconds > 0, f"{where}.seconds", sample.seconds, "is no time", "give a positive number")
-        require(sample.ranks > 1, f"{where}.ranks", sample.ranks, "exchange nothing", "measure on two at least")
+        require(sample.ranks > 0, f"{where}.ranks", sample.ranks, "is no number of ranks", "give a positive number")
         samples.append(sample)
     return tuple(samples)
 
@@ -107,7 +109,7 @@ def measured_samples(records: Sequence[Any]) -> tuple[StepSample, ...]:
 def with_whole_steps(
     profile: HardwareProfile, samples: Sequence[StepSample]
 ) -> tuple[HardwareProfile, tuple[tuple[StepSample, float], ...]]:
-    """The profile with what TorchRec's steps on several ranks take beside their tables, fitted to `samples`.
+    """The profile with what TorchRec's steps take beside their tables, fitted to `samples`, all on as many ranks.
 
     Returns:
         The profile, and the seconds that it predicts for each of them.
@@ -115,10 +117,13 @@ def with_whole_steps(
     asked = [request_of(sample, profile) for sample in samples]
     plans = [plan(request, split=False) for request in asked]
     works = [step_work(*each) for each in zip(asked, plans, strict=True)]
-    costs = fit_step_costs([(work, sample.seconds) for work, sample in zip(works, samples, strict=True)])
-    torchrec = replace(profile.costs(Runtime.TORCHREC), step=costs)
+    measured = [(work, sample.seconds) for work, sample in zip(works, samples, strict=True)]
+    alone = samples[0].ranks == 1
+    costs = fit_step_costs(measured, MEASURED_ONE_RANK if alone else MEASURED)
+    known = profile.costs(Runtime.TORCHREC)
+    torchrec = replace(known, step_one_rank=costs) if alone else replace(known, step=costs)
     fitted = replace(profile, runtimes={**profile.runtimes, Runtime.TORCHREC.value: torchrec})
-    predicted = [whole_step_seconds(*each, costs) or 0.0 for each in zip(asked, plans, strict=True)]
+    predicted = [seconds_of(work, costs) for work in works]
     return fitted, tuple(zip(samples, predicted, strict=True))
 
 
@@ -150,7 +155,7 @@ def calibrated_profile(
         date=str(raw["date"]),
         source=f"evenkeel calibrate: {'; '.join(measured)}; network as in profile {base.name}",
         hbm_bytes=int(raw.get("hbm_bytes") or base.hbm_bytes),
-        hbm_gather=tuple((float(width), float(rate)) for width, rate in raw["hbm_gather"]),
+        hbm_gather=_reached(raw["hbm_gather"], base.hbm_gather),
         host_gather=tuple((float(width), float(rate)) for width, rate in raw["host_gather"]),
     )
     runtimes, errors = dict(profile.runtimes), {}
@@ -158,6 +163,21 @@ def calibrated_profile(
         if own:
             runtimes[runtime.value], errors[runtime] = fit_runtime(profile, runtime, own)
     return replace(profile, runtimes=runtimes), errors
+
+
+def _reached(
+    measured: Sequence[Sequence[float]], base: Sequence[tuple[float, float]]
+) -> tuple[tuple[float, float], ...]:
+    """Rates of gathers from HBM that kernels of embeddings reach, by row bytes.
+
+    PyTorch's own gather, which was measured, is bound by its work for each row where rows are narrow, and tells a third
+    of what FBGEMM's and DynamicEmb's kernels reach there. So the widest row tells the memory's rate, and `base` how it
+    falls with narrower ones.
+    """
+    widths, rates = zip(*base, strict=True)
+    widest, most = max((width, rate) for width, rate in measured)
+    scale = most / np.interp(widest, widths, rates)
+    return tuple((float(width), float(max(rate, scale * np.interp(width, widths, rates)))) for width, rate in measured)
 
 
 def fit_runtime(

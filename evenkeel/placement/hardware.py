@@ -26,7 +26,7 @@ Gather: TypeAlias = Annotated[tuple[tuple[Annotated[float, Range(0, 1e9, above=T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What a step on several ranks takes beside the work of its tables, fitted to measured steps.
+    """What a step takes beside the work of its tables, fitted to measured steps.
 
     An exchange is that of the tables of one module that are sharded alike: their keys, then rows and gradients.
 
@@ -68,7 +68,8 @@ class RuntimeCosts:
         caching_staging: Buffer for staged rows of a step, over the bytes of its unique rows with their state.
         hybrid_staging: The same for HYBRID.
         host_staging: The same for HOST_ONLY.
-        step: What a whole step takes beside its tables; where it was not measured, that of an H200 is taken.
+        step: What a whole step on several ranks takes beside its tables; that of an H200 where it was not measured.
+        step_one_rank: The same of a step on one rank, which goes through the same exchanges with itself.
     """
 
     hbm_fixed_s: Fixed
@@ -84,6 +85,7 @@ class RuntimeCosts:
     hybrid_staging: Factor = 0.0
     host_staging: Factor = 0.0
     step: StepCosts | None = None
+    step_one_rank: StepCosts | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)

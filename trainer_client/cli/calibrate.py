@@ -38,7 +38,7 @@ def calibrate_command(
     """Measure this machine and write its hardware profile.
 
     Measures random gathers from HBM and host memory by row width, the link, launches, and FBGEMM's kernels where they
-    are installed, on several GPUs whole steps of TorchRec too, and fits the constants of the cost model to them.
+    are installed, whole steps of TorchRec too, and fits the constants of the cost model to them.
     """
     from evenkeel.placement import InvalidInputError, Runtime, builtin_profile
     from evenkeel.placement.calibration import (
@@ -109,8 +109,8 @@ def _measure(console: Console, device: str, table_gib: float, ranks: int | None)
             gathered_rows=min(1 << 20, max(256, int(table_gib * 2**30) >> 13)),
             progress=status.update,
         )
-        if ranks > 1:
-            status.update(f"whole steps on {ranks} ranks")
+        if ranks > 0:
+            status.update(f"whole steps, GPUs: {ranks}")
             if cuda:
                 torch.cuda.empty_cache()
             scale = min(1.0, table_gib / 4)
@@ -143,7 +143,7 @@ def _show(
             fit.add_row(row.mode.value, f"{row.ratio:g}", *cells)
         console.print(fit)
     if whole:
-        steps = RichTable(title=f"whole steps of torchrec on {whole[0][0].ranks} ranks: ms")
+        steps = RichTable(title=f"whole steps of torchrec, GPUs: {whole[0][0].ranks}, ms")
         for heading in ("tables", "measured", "predicted", "error"):
             steps.add_column(heading, justify="left" if heading == "tables" else "right")
         for sample, predicted in whole:

@@ -130,7 +130,7 @@ def plan_command(
     else:
         Console().print(shown)
         whole = whole_step_seconds(request, found)
-        if whole is not None and request.runtime is Runtime.TORCHREC and request.topology.ranks > 1:
+        if whole is not None and request.runtime is Runtime.TORCHREC:
             typer.echo(f"a whole step of these tables, with what the host launches: about {whole * 1e3:.3g} ms")
         for name, curve in curves.items():
             typer.echo(f"misses of {name} within {curve.error:.3f}, from {curve.sampled_keys} sampled keys")

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks.placement_model import MEASURED, ROWS
 from evenkeel.placement import Runtime, builtin_profile
-from evenkeel.placement.calibration import fit_runtime, measured_steps
+from evenkeel.placement.calibration import calibrated_profile, fit_runtime, measured_steps
 from evenkeel.placement.hardware import parse_profile
 from trainer_client.cli.calibrate import calibrate_command
 from trainer_client.planning.measuring import measure
@@ -80,6 +80,17 @@ def test_dynamicemb_steps_of_ones_own_are_fitted(command: typer.Typer, tmp_path:
     )
 
 
+def test_narrow_rows_are_not_slower_than_embedding_kernels_gather_them() -> None:
+    raw = json.loads((RESULTS / "calibration_h200.json").read_text())
+    base = builtin_profile("h200")
+    profile, _ = calibrated_profile(base, raw, "mine", {})
+    assert profile.hbm_gather[-1] == pytest.approx(raw["hbm_gather"][-1])
+    for (_, rate), (_, known) in zip(profile.hbm_gather, base.hbm_gather, strict=True):
+        assert rate / known == pytest.approx(profile.hbm_gather[-1][1] / base.hbm_gather[-1][1])
+    quick = raw | {"hbm_gather": [[128, 1e12], [512, 1e12], [2048, 2e12]]}
+    assert calibrated_profile(base, quick, "mine", {})[0].hbm_gather[0] == (128.0, 1e12)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [("{}", "hbm_gather"), ("nothing", "Expecting value"), ('{"kernels": {"torchrec": [{"mode": "FAST"}]}}', "mode")],
@@ -124,7 +135,7 @@ def test_raw_figures_are_kept_and_whole_steps_fitted(command: typer.Typer, tmp_p
     raw.write_text(json.dumps(json.loads((RESULTS / "calibration_h200.json").read_text()) | {"whole_steps": steps}))
     shown = CliRunner().invoke(command, ["--raw", str(raw), "--keep-raw", str(kept), "--output", str(output)])
     assert shown.exit_code == 0, shown.output
-    assert "whole steps of torchrec on 2 ranks" in shown.output
+    assert "whole steps of torchrec, GPUs: 2" in shown.output
     assert json.loads(kept.read_text()) == json.loads(raw.read_text())
     costs = parse_profile(json.loads(output.read_text())).costs(Runtime.TORCHREC).step
     assert costs is not None
