@@ -33,6 +33,8 @@ GIB = float(1 << 30)
 _SEARCH_SHARE = 0.8
 """Of the time limit, for the search itself: what it left is for why nothing fits, or for what splitting saves."""
 _MOMENT_S = 0.2
+_NO_GAP = 1e-8
+"""What HiGHS proves is as near as that."""
 _SPLIT_GAP, _SPLIT_RATIOS, _SPLIT_COLUMNS, _MOST_SPLIT, _SPLIT_NODES = 1e-3, (4, 24), 1_500, 4_000, 100
 """For what splitting saves: gap, ratios of a table at least and at most, columns aimed at and at most, and nodes."""
 
@@ -85,7 +87,7 @@ def plan(
         )
     bound = min(solution.bound, placed.seconds)
     gap = 0.0 if placed.seconds <= bound or placed.seconds == 0 else 1 - bound / placed.seconds
-    good = solution.proved and gap <= max(request.solver.gap, 1e-9) * 1.001
+    good = solution.proved and gap <= max(request.solver.gap, _NO_GAP) * 1.001
     hbm, host = _budgets(request, placed.use, solution.prices)
     names = _module_names(request, problem, placed.modules)
     return Plan(

@@ -71,8 +71,8 @@ def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Li
 
 
 def _need(request: PlanRequest, problem: PlacementProblem, resource: int, limits: Limits, watch: Watch) -> _Need:
-    if not np.isfinite(problem.budget[resource]):
-        return _Need(0.0, 0.0)
+    if not np.isfinite(problem.budget[resource]):  # there is all that there could be
+        return _Need(np.inf, np.inf)
     lifted = _lifted(request, problem, (resource,)).with_budget(*map(float, problem.budget))
     single = can_be_placed(lifted)
     share = 0.5 if single else 1.0
@@ -130,7 +130,9 @@ def _size(request: PlanRequest, resource: int, units: float) -> int | None:
     reserved = topology.host_reserved_fraction if resource else topology.hbm_reserved_fraction
     if not np.isfinite(units) or reserved >= 1:  # of whatever there is, all is reserved
         return None
-    return (smallest_host_bytes if resource else smallest_hbm_bytes)(request, units)
+    size = (smallest_host_bytes if resource else smallest_hbm_bytes)(request, units)
+    given = replace(topology, **{"host_bytes" if resource else "hbm_bytes": size})
+    return size if budgets(replace(request, topology=given))[resource] >= units - SLACK else None
 
 
 def smallest_hbm_bytes(request: PlanRequest, units: float) -> int:
@@ -199,11 +201,12 @@ def _explain(
     remedies = [
         f"{_between(most, fewest)} {place}" for most, fewest, place in zip(enough, least, places, strict=True) if fewest
     ]
-    cure = (
-        f"what would do, all else equal: {' or '.join(remedies)}"
-        if remedies
-        else "neither budget alone is enough to change: raise both"
-    )
+    if remedies:
+        cure = f"what would do, all else equal: {' or '.join(remedies)}"
+    elif machines.host_bytes is None:
+        cure = "no HBM of a rank is enough: reserve less of it, or plan for more ranks or smaller tables"
+    else:
+        cure = "neither budget alone is enough to change: raise both"
     largest = f"; the largest are {', '.join(tables[:5])}" if tables else ""
     return f"{what}; {cure}{largest}."
 

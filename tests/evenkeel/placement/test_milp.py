@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from evenkeel.placement import Optimizer, Status, Table, Zipf, plan
 from evenkeel.placement.milp import MilpResult, solve_milp
+from tests.evenkeel.placement.test_sharding import ask
 
 
 def slowest_of_two(weights: list[float], start: list[int] | None = None) -> MilpResult:
@@ -32,3 +34,15 @@ def test_what_is_better_by_less_than_a_millionth_is_found() -> None:
     assert result.proved
     assert result.objective == pytest.approx(7, abs=1e-8)
     assert result.bound <= 7 + 1e-8
+
+
+def test_no_gap_at_all_can_be_asked_for() -> None:
+    ways = (("column_wise", "row_wise"), ("grid_shard", "column_wise"), ("data_parallel", "column_wise"), "table_wise")
+    rows, dims, lookups = (5_617_441, 1_190_676, 2_600_238, 3_458_028), (32, 64, 64, 128), (1.0, 0.0, 20.0, 0.1)
+    exponents = (1.144041383433433, 0.8485372236563421, 0.9618821845371943, 0.9752417982970037)
+    same = {"pooled": True, "optimizer": Optimizer.SGD}
+    tables = tuple(
+        Table(name=f"t{i}", rows=n, dim=d, ids_per_sample=ids, access=Zipf(exponent=e), sharding=way, **same)  # type: ignore[arg-type]
+        for i, (n, d, ids, e, way) in enumerate(zip(rows, dims, lookups, exponents, ways, strict=True))
+    )
+    assert plan(ask(tables, 2.01, 3, 1, gap=0.0), split=False).status is Status.OPTIMAL

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel.placement import Sharding, SolverOptions, Status, Table, plan
+from evenkeel.placement import Mode, Sharding, SolverOptions, Status, Table, plan
 from tests.evenkeel.placement.instances import random_tables, request
 
 
@@ -36,6 +36,27 @@ def test_reservations_are_taken_off_and_put_back() -> None:
     assert shortage.smallest_hbm_bytes is not None
     enough = replace(topology, hbm_bytes=shortage.smallest_hbm_bytes)
     assert plan(replace(asked, topology=enough)).status is Status.OPTIMAL
+
+
+@pytest.mark.parametrize("sharding", [Sharding.ROW_WISE, Sharding.TABLE_WISE])
+def test_memory_of_hosts_without_limit_is_nothing_to_raise(sharding: Sharding) -> None:
+    tables = random_tables(5, 2, sharding=sharding, modes=(Mode.HBM_ONLY,))
+    shortage = plan(request(tables, hbm_gib=2.01, runtime="torchrec")).shortage
+    assert shortage is not None
+    assert shortage.smallest_hbm_bytes is not None
+    assert (shortage.smallest_host_bytes, shortage.least_host_bytes, shortage.host_shortfall_bytes) == (None,) * 3
+    assert "on every host" not in shortage.explanation
+
+
+@pytest.mark.parametrize("reserved", [0.0, 1.0])
+def test_no_budget_is_named_where_none_that_there_may_be_does(reserved: float) -> None:
+    tables = (Table(name="t", rows=10**12, dim=32_768, modes=(Mode.HBM_ONLY,)),)
+    asked = request(tables, hbm_gib=80, runtime="torchrec", ranks=2)
+    topology = replace(asked.topology, hbm_reserved_fraction=reserved)
+    shortage = plan(replace(asked, topology=topology)).shortage
+    assert shortage is not None
+    assert (shortage.smallest_hbm_bytes, shortage.least_hbm_bytes) == (None, None)
+    assert "no HBM of a rank is enough" in shortage.explanation
 
 
 def test_smallest_budgets_are_proved_or_given_as_an_interval() -> None:
