@@ -261,7 +261,7 @@ class Streams:
             if messages is None or isinstance(messages, pb.Join):
                 raise RefusedError(_not_submitted("nothing" if messages is None else "join"))
             for message in messages:
-                count += len(stream.ranks) if isinstance(message, pb.SubmitNode) else 1
+                count += (len(message.ranks) // 4 or len(stream.ranks)) if isinstance(message, pb.SubmitNode) else 1
                 if count > rounds * len(stream.ranks):
                     raise RefusedError(_too_many_submissions(rounds * len(stream.ranks), len(stream.ranks)))
                 if began is None:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -224,18 +225,17 @@ def _ranks(session: Session, history: History, most: int | None) -> tuple[dict[s
     waits = {one.rank: one for one in sorted(learned.delays, key=lambda one: one.share)}  # the longer of a rank's two
     shown: Iterable[int] = range(size)
     if most is not None and size > most:
-        third = most // 3
-        picked = dict.fromkeys(sorted(slow, key=lambda rank: slow[rank].speed)[:third])
-        picked |= dict.fromkeys([*waits][::-1][:third])
-        picked |= dict.fromkeys(sorted(late, key=lambda rank: -late[rank])[:third])
+        told = [
+            sorted(slow, key=lambda rank: slow[rank].speed),
+            [*waits][::-1],
+            sorted(late, key=lambda rank: -late[rank]),
+        ]
         if after is not None:
             order = np.argsort(after, kind="stable").tolist()
-            picked |= dict.fromkeys(order[::-1][:third] + order[:third])
-        for rank in range(size):
-            if len(picked) >= most:
-                break
-            picked.setdefault(rank)
-        shown = sorted(picked)
+            told += [order[::-1], order]
+        in_turn = chain.from_iterable(zip_longest(*(ranks[:most] for ranks in told)))
+        picked = dict.fromkeys(rank for rank in chain(in_turn, range(size)) if rank is not None)
+        shown = sorted(islice(picked, most))
     ranks = list(shown)
     columns: dict[str, list[Any]] = {
         "rank": ranks,

@@ -82,6 +82,11 @@ async def test_a_message_with_more_submissions_than_may_be_undecided_ends_its_st
     async with Rank(server.port, 0, 4, ranks=[0, 2]) as node:
         fitting = [submit_message(0, [1.0], rank=rank) for rank in (0, 2)] * 4
         await node.call.write(pb.BalanceRequest(submits=pb.SubmitGroup(submits=fitting)))
+        join = join_message(0, world_size=4, ranks=[0, 2])
+        of_one = [join_submits([one], join)[0][0] for one in fitting]  # each counts for the rank that it names
+        await node.call.write(pb.BalanceRequest(submits=pb.SubmitGroup(nodes=of_one)))
+        await node.submit(0, [1.0], rank=1)
+        assert (await node.receive()).answers.answers[0].error.field == "rank"
         await node.call.write(pb.BalanceRequest(submits=pb.SubmitGroup(submits=[*fitting, fitting[0]])))
         error = (await node.receive()).error
         assert (error.code, error.field, error.fatal) == (pb.ERROR_CODE_LIMIT_EXCEEDED, "submits", True)
