@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -190,11 +191,14 @@ class StepTimer:
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Lets the last gradient of a backward pass mark the end of compute; each of `parameters` must get one.
 
+        A warning says so where parameters are sharded, as by FSDP2: then speeds cannot be learned from these times.
         Of several backward passes in a step the last one counts. Parameters that are trained inside the backward pass,
         as TorchRec's sharded tables are, get no gradient: leave them out.
         """
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._watched += len(parameters)
+        if self._loader is not None and any(map(_is_sharded, parameters)):
+            _warn_of_shards()
 
         def counted(_: torch.Tensor) -> None:
             self._gradients += 1
@@ -298,6 +302,22 @@ class StepTimer:
         for remove in self._remove:
             remove()
         self._remove.clear()
+
+
+def _is_sharded(parameter: Any) -> bool:
+    """Whether ranks gather a parameter from each other, as with FSDP2; then it is a distributed tensor."""
+    places = getattr(parameter, "placements", ())
+    return any(place.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, place in enumerate(places))
+
+
+@cache
+def _warn_of_shards() -> None:
+    """Once a process: it is so in every step."""
+    logger.warning(
+        "a StepTimer with a loader watches sharded parameters (FSDP2): ranks wait for each other inside of what is "
+        "timed and look alike, so that slow ones are not found; say BalanceOptions.speeds, or leave loader= out and "
+        "call loader.took(seconds, load) with times without such waiting, as of attention kernels (docs/pipelines.md)"
+    )
 
 
 def _warn(missing: str) -> None:

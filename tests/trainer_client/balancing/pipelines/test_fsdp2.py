@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from benchmarks.harness.ranks import run_ranks
 from examples.datasets import Keys, LogNormalLengths, SequenceBatch, SyntheticSequences
 from trainer_client.balancing import BalancedLoader, Balancer
 from trainer_client.balancing.costs import TokenCost
+from trainer_client.observing.measurement import StepTimer
 
 WORLD, STEPS, ROWS, DIM = 2, 5, 50, 6
 ROUNDING = 2.0**-53
@@ -69,6 +71,44 @@ def _run(rank: int) -> dict[str, Any]:
     balanced, moved = _gradients(rank, Balancer.embedded())
     dist.barrier()
     return {"off": off, "balanced": balanced, "moved": moved}
+
+
+def _timed(rank: int) -> list[str]:
+    """What timers say that watch a model under FSDP2 with a loader and without, and models that are not cut."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer_client").addHandler(handler)
+    sharded, replicated, watched = Model(), Model(), []
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (WORLD,)))
+    fully_shard(replicated, mesh=init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard")))
+    with Balancer.embedded() as balancer:
+        loader = BalancedLoader(
+            _batches(rank), balancer, cost=TokenCost(tokens="num_history"), spec=SequenceBatch.spec()
+        )
+        for model, told in (
+            (Model(), loader),
+            (replicated, loader),
+            (sharded, None),
+            (sharded, loader),
+            (sharded, loader),
+        ):
+            timer = StepTimer("cpu", loader=told)
+            timer.watch(model.parameters())
+            timer.close()
+            watched.append(len(said))
+    assert watched == [0, 0, 0, 1, 1]
+    return said
+
+
+def test_a_timer_says_that_nothing_is_learned_of_sharded_parameters() -> None:
+    for said in run_ranks(WORLD, _timed):
+        assert len(said) == 1
+        assert said[0].startswith("a StepTimer with a loader watches sharded parameters (FSDP2): ranks wait for each")
+        assert "say BalanceOptions.speeds, or leave loader= out and call loader.took(seconds, load)" in said[0]
 
 
 def _alone() -> list[torch.Tensor]:
