@@ -25,8 +25,7 @@ from examples.hstu.attention import choose_kernel
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import BalanceOptions, Balancer
-from trainer_client.balancing.costs import TokenCost
-from trainer_client.observing.fitting import CostFitter, FitOptions
+from trainer_client.balancing.costs import FitOptions, LearnedCost, TokenCost
 from trainer_client.observing.measurement import peak_tflops
 from trainer_client.observing.measurement.steps import PHASES
 
@@ -82,14 +81,14 @@ def main() -> None:
         entrants = []
         for setting in options.settings:
             trainer.reset()
-            fitter = trainer.make_fitter(FIT) if setting.endswith("_fitted") else None
+            cost = trainer.learned_cost(FIT) if setting.endswith("_fitted") else None
             balancer = make_balancer(setting, options, lengths)
             entrants.append(
                 Entrant(
                     setting=setting,
                     batches=even.get(setting, batches),
                     balancer=balancer,
-                    fitter=fitter,
+                    cost=cost,
                     state=trainer.state(),
                 )
             )
@@ -101,7 +100,7 @@ def main() -> None:
                 compiled = compilations()
                 with by_gathering() if entrant.setting == "kk_all_gather" else nullcontext():
                     part = entrant.batches[first : first + length]
-                    run = trainer.run(part, entrant.balancer, fitter=entrant.fitter)
+                    run = trainer.run(part, entrant.balancer, cost=entrant.cost)
                 entrant.compilations += compilations() - compiled
                 entrant.state = trainer.state()
                 entrant.runs.append(run)
@@ -110,8 +109,8 @@ def main() -> None:
         collected = {}
         for entrant in entrants:
             collected[entrant.setting] = collect(entrant.runs) | {"compilations": gather(entrant.compilations)}
-            if entrant.fitter is not None:
-                collected[entrant.setting]["cost_fit"] = describe_fit(entrant.fitter)
+            if entrant.cost is not None:
+                collected[entrant.setting]["cost_fit"] = describe_fit(entrant.cost)
         for entrant in entrants:
             entrant.balancer.close()
         workload["settings"] = {setting: collected[setting] for setting in options.settings}
@@ -134,7 +133,7 @@ class Entrant:
     setting: str
     batches: list[SequenceBatch]
     balancer: Balancer
-    fitter: CostFitter | None
+    cost: LearnedCost | None
     state: dict[str, Any]
     runs: list[Run] = field(default_factory=list)
     compilations: int = 0
@@ -221,13 +220,13 @@ def sum_up(run: Run) -> dict[str, float]:
     }
 
 
-def describe_fit(fitter: CostFitter) -> dict[str, Any]:
-    """The latest fit, the same on all ranks, and whether it was good enough to be used."""
-    fit = fitter.fit
+def describe_fit(cost: LearnedCost) -> dict[str, Any]:
+    """The fit that the cost follows, the same on all ranks."""
+    fit = cost.fit
     if fit is None:
         return {"used": False}
     return {
-        "used": fitter.fitted,
+        "used": True,
         "explained": fit.explained,
         "mean_error": fit.error,
         "fixed_ms": fit.fixed,

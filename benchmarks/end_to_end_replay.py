@@ -44,6 +44,8 @@ from examples.datasets import SequenceBatch
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
 from trainer_client.balancing.batches import FlatBatch, flatten
+from trainer_client.balancing.costs import Fit, LearnedCost
+from trainer_client.balancing.costs.fits import fit_in_force, fit_ranks
 from trainer_client.balancing.redistribution.copying import pick
 from trainer_client.balancing.tickets import Cost
 from trainer_client.observing.measurement import peak_tflops
@@ -143,20 +145,31 @@ def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namesp
                 {key: [of_rank[key][step] for step in own] for key in of_rank} for of_rank in samples
             ]
             results["replays"][ranks][lengths] = workload
-            fitter = trainer.make_fitter()
+            fitted = trainer.learned_cost()
             for setting in track(options.settings, f"{ranks} ranks, {lengths}", disable=worker > 0):
-                cost = fitter.cost if setting == "fitted" else model.cost()
+                cost = fitted if setting == "fitted" else model.cost()
                 planned, plans = plan(even.get(setting, mine), setting, cost, options.window)
                 trainer.reset()
                 run = trainer.run(
                     [pinned(batch, on_gpu) for step in planned for batch in step],
                     Balancer.off(),
-                    fitter=fitter if setting == "off" else None,
                 )
+                if setting == "off":
+                    fitted.fit = fit_run(fitted, [batch for step in planned for batch in step], run)
                 workload["settings"][setting] = collect(run, ranks) | plans
                 if setting == "fitted":
-                    workload["settings"][setting]["cost_fit"] = describe_fit(fitter)
+                    workload["settings"][setting]["cost_fit"] = describe_fit(fitted)
     (Path(folder) / f"{worker}.json").write_text(json.dumps(results))
+
+
+def fit_run(cost: LearnedCost, batches: list[SequenceBatch], run: Run) -> Fit | None:
+    """What the latest steps of a run say of a cost; None if it is not good enough."""
+    rows = [
+        np.append(cost.terms(batches[times.step]).sum(0).numpy(), times.compute)
+        for times in run.times[cost.options.skip :][-cost.options.window :]
+    ]
+    fit = fit_ranks([np.array(rows)])
+    return None if fit is None else fit_in_force(fit, None, cost.options)
 
 
 def pinned(batch: SequenceBatch, on_gpu: bool) -> SequenceBatch:

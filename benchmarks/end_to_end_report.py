@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.end_to_end_ideal import IDEALS
 from evenkeel.partitioning import partition
-from trainer_client.observing.fitting import fit_times
+from trainer_client.balancing.costs.fits import fit_times
 from trainer_client.observing.measurement import Breakdown
 
 STALL = 3.0  # times the median step
@@ -213,11 +213,9 @@ def show(results: dict[str, Any], console: Console) -> None:
 def describe_cost_fit(setting: str, fit: dict[str, Any]) -> str:
     """Whether a fitted cost was used, and how good it was."""
     if "explained" not in fit:
-        return f"{setting}: no fit, too few steps; balanced by FLOPs"
-    return (
-        f"{setting}: the fit explains {fit['explained']:.1%} of the variance of compute time, mean error "
-        f"{fit['mean_error']:.1%}, " + ("used" if fit["used"] else "not used: balanced by FLOPs")
-    )
+        return f"{setting}: no fit, too few steps or none that explains them; balanced by FLOPs"
+    explained, error = fit["explained"], fit["mean_error"]
+    return f"{setting}: the fit explains {explained:.1%} of the variance of compute time, mean error {error:.1%}"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -101,7 +101,7 @@ def soak(
         injected = job = 0
         while injected < faults:
             job += 1
-            steps = make_steps(rng, world_size, proxy.address, f"soak-{job}", timeout, shared=job % 2 == 0)
+            steps = make_steps(rng, world_size, proxy.address, f"soak-{job}", timeout, shared=job % 2 == 1)
             ended: list[Run] = []
             try:
                 with crew.run(steps) as run:

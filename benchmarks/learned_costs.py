@@ -4,7 +4,7 @@
 
 A rank's step takes a law's time, with noise, and in one of a hundred steps 1.5 to 5 times that. The laws are none that
 a fit could find exactly: tokens at a power of 1.7, attention over blocks of 128 positions, tokens with a share for each
-sample. Every 20 steps all ranks' latest 200 steps are fitted by samples, tokens and pairs, as `CostFitter` does. With
+sample. Every 20 steps all ranks' latest 200 steps are fitted by samples, tokens and pairs, as a `LearnedCost` is. With
 each law and kind of lengths the plans of 8 ranks with 32 samples each follow a guess (tokens, or pairs alone), the fit
 that began from it, and the law itself; told is by how much the slowest rank's time, without noise, exceeds the mean,
 over the steps behind the first 60. With `slow`, one rank takes twice as long for all it does, while plans take it for
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evenkeel.partitioning import partition
-from trainer_client.observing.fitting import FitOptions, fit_in_force, fit_ranks
+from trainer_client.balancing.costs.fits import FitOptions, fit_in_force, fit_ranks
 
 Numbers = NDArray[np.float64]
 

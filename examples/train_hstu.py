@@ -93,13 +93,12 @@ def train(options: argparse.Namespace) -> None:
         sinks.append(JsonLines(options.log_file))
     log = BalanceLogger(sinks)
     batches = make_data(options, model, histories, rank)
-    fitter = trainer.make_fitter(prior=chosen.cost) if options.fit_cost else None
-    run = trainer.run(batches, balancer, log=log, fitter=fitter, cost=chosen.cost)
+    learned = trainer.learned_cost(prior=chosen.cost) if options.fit_cost else None
+    run = trainer.run(batches, balancer, log=log, cost=learned or chosen.cost)
     log.close()
     summary = summarize(run, device, skip=options.skip)
-    if fitter is not None:
-        explained = None if fitter.fit is None else fitter.fit.explained
-        summary |= {"fit_explained": explained, "fit_used": fitter.fitted}
+    if learned is not None:
+        summary["fit_explained"] = None if learned.fit is None else learned.fit.explained
     if rank == 0:
         report(summary, console)
         if options.json:
@@ -268,18 +267,17 @@ def report(summary: dict[str, Any], console: Console) -> None:
     first, last = summary["first_loss"], summary["last_loss"]
     if first is not None:
         console_lines.append(f"Loss of the first step {first:.4f}, mean of the last ten {last:.4f}.")
-    if "fit_used" in summary:
-        console_lines.append(f"--fit-cost: {tell_fit(summary['fit_explained'], summary['fit_used'])}")
+    if "fit_explained" in summary:
+        console_lines.append(f"--fit-cost: {tell_fit(summary['fit_explained'])}")
     for line in console_lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def tell_fit(explained: float | None, used: bool) -> str:
+def tell_fit(explained: float | None) -> str:
     """What fitting the cost came to."""
     if explained is None:
-        return "too few steps were measured for a fit; batches were balanced by the given cost."
-    found = f"the fit explains {explained:.0%} of the variance of compute time"
-    return f"{found}; batches were balanced by it." if used else f"{found}, too little; the given cost stayed."
+        return "too few steps were measured, or no fit explained them; batches were balanced by the given cost."
+    return f"the fit explains {explained:.0%} of the variance of compute time; batches were balanced by it."
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -294,7 +292,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--window", type=int, help="batches that are balanced together; default: 1")
     add("--max-tokens-per-rank", type=int, help="most tokens that any rank may get of a batch; default: any number")
     add("--activation-budget", type=float, help="MiB that a step may keep for its backward pass; default: all there is")
-    add("--fit-cost", action="store_true", help="fit the cost to measured times")
+    add("--fit-cost", action="store_true", help="learn the cost from measured times")
     add("--embeddings", choices=STORAGES, default="local", help="where the item table lives")
     add("--dist-type", choices=DIST_TYPES, default="continuous", help="which rank owns an item (routed embeddings)")
     add("--plan", type=Path, help="placement of the tables by `evenkeel plan` (TorchRec embeddings)")

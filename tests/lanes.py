@@ -42,7 +42,7 @@ FUNCTIONS = (
     "tests/examples/datasets/",
     "tests/examples/test_train_routed.py",
     "tests/trainer_client/embedding/tables/test_dynamicemb.py",
-    "tests/trainer_client/observing/fitting/test_solve.py",
+    "tests/trainer_client/balancing/costs/test_fits.py",
     "tests/trainer_client/observing/measurement/test_balance_log.py",
     "tests/trainer_client/observing/measurement/test_tracker.py",
     "tests/trainer_client/observing/test_metrics.py",

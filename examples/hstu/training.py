@@ -21,9 +21,9 @@ from examples.hstu.embeddings import Storage, make_embeddings, shard_by_torchrec
 from examples.hstu.model import ModelOptions, Ranker, loss_of
 from trainer_client.attention import PieceGroup, Pieces, SplitSample
 from trainer_client.balancing import BalancedLoader, Balancer, RoundReport
+from trainer_client.balancing.costs import FitOptions, LearnedCost, SequenceTerms
 from trainer_client.balancing.tickets import Cost
 from trainer_client.embedding.routing import DistType
-from trainer_client.observing.fitting import CostFitter, FitOptions, SequenceTerms
 from trainer_client.observing.measurement import (
     AttentionWork,
     BalanceLogger,
@@ -155,7 +155,6 @@ class Trainer:
         *,
         name: str = "train",
         log: BalanceLogger | None = None,
-        fitter: CostFitter | None = None,
         cost: Cost | None = None,
     ) -> Run:
         """Trains on all batches of all ranks.
@@ -165,13 +164,12 @@ class Trainer:
             balancer: Its memory caps, if any, count tokens.
             name: Of the stream of batches.
             log: What balancing did, by step.
-            fitter: Balances by costs fitted to the measured times.
-            cost: Of each sample, unless there is a fitter; default: the model's FLOPs.
+            cost: Of each sample; default: the model's FLOPs.
         """
         loader = BalancedLoader(
             batches,
             balancer,
-            cost=(cost or self.options.cost()) if fitter is None else fitter.cost,
+            cost=cost or self.options.cost(),
             memory=self.options.tokens(),
             spec=SequenceBatch.spec(),
             device=self.device,
@@ -194,12 +192,10 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             torch.cuda.synchronize(self.device)
-        timer = StepTimer(self.device)
+        timer = StepTimer(self.device, loader=loader if isinstance(cost, LearnedCost) else None)
         timer.watch(self.dense_parameters())
         for batch in loader:
             timer.batch_ready()
-            if fitter is not None:
-                fitter.observe(batch)
             pieces = self.pieces(loader.splits)
             sums.append(self._step(batch, loader.loss_scale, timer, pieces))
             timer.end_step()
@@ -209,8 +205,6 @@ class Trainer:
             run.samples.append(batch.sample)
             finished = timer.finished()
             run.times += finished
-            if fitter is not None:
-                fitter.end_step(finished)
             if tracker is not None:
                 tracker.step()
                 run.perf += tracker.finished()
@@ -238,11 +232,11 @@ class Trainer:
             logits: torch.Tensor = self.model(batch.to(self.device))
         return logits.float()
 
-    def make_fitter(self, options: FitOptions | None = None, *, prior: Cost | None = None) -> CostFitter:
-        """A fitter that starts from a cost, by default the FLOPs; collective."""
+    def learned_cost(self, options: FitOptions | None = None, *, prior: Cost | None = None) -> LearnedCost:
+        """A cost that is learned from the times of steps, and is at first another one, by default the FLOPs."""
         history = ("num_history", "num_history") if self.options.interleaved else "num_history"
         terms = SequenceTerms(history=history, candidates="num_candidates", context=self.options.num_context)
-        return CostFitter(terms, prior=prior or self.options.cost(), options=options)
+        return LearnedCost(terms, prior=prior or self.options.cost(), options=options)
 
     def pieces(self, splits: Sequence[SplitSample]) -> Pieces | None:
         """This rank's pieces of a step's split samples; None without any."""

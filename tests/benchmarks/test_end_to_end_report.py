@@ -76,5 +76,5 @@ def test_gains_and_shares_follow_from_the_times() -> None:
     console = Console(record=True, width=200)
     show(results, console)
     text = console.export_text()
-    assert "the fit explains 90.0% of the variance of compute time, mean error 2.0%, used" in text
+    assert "the fit explains 90.0% of the variance of compute time, mean error 2.0%" in text
     assert f"{off['compute_imbalance']:.3f}" in text

@@ -11,7 +11,6 @@ from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.embedding.tables.exchange import exchange_group
-from trainer_client.observing.fitting import CostFitter, SequenceTerms
 
 
 def trained(rank: int, group: dist.ProcessGroup) -> list[int]:
@@ -27,9 +26,6 @@ def stages(rank: int) -> Any:
     ends = [dist.new_group([0, 1]), dist.new_group([0, 1, 2])]  # torch counts them on their members only
     column = columns[rank % 2]
     samples = trained(rank, column)
-    fitter = CostFitter(SequenceTerms(history="id"), prior=cost_of, process_group=column)
-    assert fitter._group is not None
-    dist.barrier(group=fitter._group)
     total = torch.ones(1)
     dist.all_reduce(total, group=exchange_group(column))
     again = trained(rank, ends[0]) if rank < 2 else []  # no other rank knows of it

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, FlatBatch, is_on_device
+from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.options import MAX_WINDOW
 from trainer_client.balancing.places import Place, Source
 from trainer_client.balancing.tickets import Cost
@@ -111,6 +112,10 @@ class _Reader:
     def begin(self, batch: Any) -> list[torch.Tensor]:
         """Asks the function; what it gives on a device is to be copied."""
         known = _Known()
+        if isinstance(self.function, LearnedCost):
+            known.error = BatchError("a learned cost follows what is known when the batch is submitted")
+            self._begun.append(known)
+            return []
         try:
             known.values = self.function(batch)
         except BatchError as error:  # lengths of the host are needed

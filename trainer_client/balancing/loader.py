@@ -10,12 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.agreement import ProgramOrderError, Reason, Verdict
 from trainer_client.balancing.balancer import Balancer, check_loader
 from trainer_client.balancing.batches import BatchSpec
+from trainer_client.balancing.costs.learned import LearnedCost, SummedTerms
 from trainer_client.balancing.frameworks import WrappedLoader, check_saver, check_trainer
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
@@ -64,6 +67,9 @@ class BalancedLoader(WrappedLoader, Generic[B]):
     `loss_scale`, and data-parallel averaging of gradients gives the gradient of the mean over the global batch.
 
     With `BalanceOptions.window` of K batches, the host holds `depth` × K batches, read one a step after the start.
+
+    Attributes:
+        summed_terms: Of a `LearnedCost`, of all batches so far, for a `StepTimer`; None where the cost is given.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         self.loader = loader
         self._balancer = balancer
         self._cost = cost
+        self.summed_terms = SummedTerms(cost.terms) if isinstance(cost, LearnedCost) else None
         self._memory = memory
         self._spec = spec
         self._device = device
@@ -126,11 +133,20 @@ class BalancedLoader(WrappedLoader, Generic[B]):
             raise RuntimeError("no batch has been yielded yet; report tells about the latest batch")
         return self._report
 
-    def took(self, seconds: float, load: float | None = None, *, late: float = 0.0, loading: float = 0.0) -> None:
+    def took(
+        self,
+        seconds: float,
+        load: float | None = None,
+        *,
+        late: float = 0.0,
+        loading: float = 0.0,
+        terms: NDArray[np.float64] | None = None,
+    ) -> None:
         """Notes how long this rank's own computation of a batch took, without waiting for other ranks.
 
-        Ranks that turn out slower than the others get less to do (`BalanceOptions.learn_speeds`). Not every batch needs
-        a time; none with split samples is taken, as it has waiting in it. `StepTimer(device, loader=loader)` calls it.
+        Ranks that turn out slower than the others get less to do (`BalanceOptions.learn_speeds`), and a `LearnedCost`
+        learns what its terms take. Not every batch needs a time; none with split samples is taken, as it has waiting in
+        it. `StepTimer(device, loader=loader)` calls it.
 
         Args:
             seconds: That it took; ignored if that is no positive number.
@@ -139,8 +155,12 @@ class BalancedLoader(WrappedLoader, Generic[B]):
                 host waited for other ranks (`counters.exposed_seconds`). A rank whose batches come later than the
                 others' is named, with the cause.
             loading: Seconds in which the host waited meanwhile for the wrapped loader (`counters.loading_seconds`).
+            terms: (terms,) of a `LearnedCost`, summed over the batch; default, as for the load: of the latest batch.
         """
-        self._stream.measured.add(self.report.timed_load if load is None else load, seconds, late, loading)
+        if load is None:
+            load = self.report.timed_load
+            terms = self.summed_terms.latest if terms is None and self.summed_terms is not None else terms
+        self._stream.measured.add(load, seconds, late, loading, terms)
 
     @property
     def splits(self) -> tuple[SplitSample, ...]:
@@ -395,6 +415,8 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         batch: B = moving.pending.wait().unflatten(self._spec)
         stream.counters.redistribution_seconds += time.perf_counter() - started
         stream.counters.count(moving.report)
+        if self.summed_terms is not None:
+            self.summed_terms.add(batch)
         self._report, self._splits, self._unasked = moving.report, moving.splits, bool(moving.splits)
         self._handed.append(moving.position)
         return batch

@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from evenkeel.partitioning.delays import Cause, Delay, DelayEstimator
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, SpeedEstimator
+from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.votes import Vote
 
 logger = logging.getLogger(__name__)
@@ -26,14 +31,35 @@ class Measure(NamedTuple):
 
 
 class Measured:
-    """The batches of this rank whose time is known, since it was last told to the others."""
+    """The batches of this rank whose time is known, since it was last told to the others.
+
+    Attributes:
+        learns: The cost that is learned from them; None: it is given.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._batches, self._sums = 0, Measure()
+        self._terms: deque[NDArray[np.float64]] = deque(maxlen=_MOST_TERMS)
+        self.learns: LearnedCost | None = None
 
-    def add(self, load: float, seconds: float, late: float = 0.0, loading: float = 0.0) -> None:
-        """Notes a batch; one without load, or with a time that is none, tells nothing."""
+    def add(
+        self,
+        load: float,
+        seconds: float,
+        late: float = 0.0,
+        loading: float = 0.0,
+        terms: NDArray[np.float64] | None = None,
+    ) -> None:
+        """Notes a batch; one without load, or with a time that is none, tells nothing.
+
+        Args:
+            load: Of the batch.
+            seconds: As in a `Vote`.
+            late: As in a `Vote`.
+            loading: As in a `Vote`.
+            terms: (terms,) of a learned cost, summed over the batch.
+        """
         given = (load, seconds, late, loading)
         try:
             if not (min(given[:2]) > 0 and min(given[2:]) >= 0 and all(map(math.isfinite, given))):
@@ -44,6 +70,14 @@ class Measured:
         with self._lock:
             self._batches += 1
             self._sums = Measure(*(before + more for before, more in zip(self._sums, new, strict=True)))
+            if terms is not None:
+                self._terms.append(np.append(terms, 1e3 * new.seconds))
+
+    def take_terms(self) -> list[NDArray[np.float64]]:
+        """Of each batch noted since the last call (terms + 1,) its summed terms, and the milliseconds that it took."""
+        with self._lock:
+            rows, self._terms = list(self._terms), deque(maxlen=_MOST_TERMS)
+        return rows
 
     def take(self) -> Measure:
         """The batches noted since the last call; zeros if there were none."""
@@ -125,6 +159,7 @@ class SpeedKeeper:
                 )  # fmt: skip
 
 
+_MOST_TERMS = 1000
 _WHY = {Cause.LOADING: "it loads data too slowly", Cause.NETWORK: "its samples come late over the network"}
 _WHAT = {Cause.LOADING: "loading data", Cause.NETWORK: "exchanging samples"}
 

@@ -15,6 +15,7 @@ from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import Reason, Verdict, out_of_turn
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.breaker import Breaker
+from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.dropped import Key, await_predecessors, drop, note_closed, note_open
 from trainer_client.balancing.embedded import decide_alone
 from trainer_client.balancing.groups import Groups
@@ -181,6 +182,7 @@ class BatchStream:
         if not 1 <= len(flats) <= (window := self._options.window):
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
         assert self._groups is not None and self._template is not None  # noqa: PT018
+        self._follow(getattr(cost, "function", cost))
         samples, problem = read_round(
             self._config.loader, batches, flats, began=None if self._connection is None else self._template,
             cost=cost, memory=memory, caps=self._options.memory_caps, split=self._options.split,
@@ -352,6 +354,15 @@ class BatchStream:
         )
         self._mover = Mover(self._groups, self.counters, to_gpu=opened.to_gpu)
         self._enter(current)
+
+    def _follow(self, cost: object) -> None:
+        """Lets a learned cost follow what all ranks' do in the round that is to be submitted."""
+        self.measured.learns = cost if isinstance(cost, LearnedCost) else None
+        if isinstance(cost, LearnedCost):
+            assert self._worker is not None and self._pass is not None and self._pass.number is not None  # noqa: PT018
+            assert self._groups is not None
+            alone = self._groups.world_size == 1
+            cost.fit = None if alone else self._worker.turns.fit_for(self._next_round, self._pass.number)
 
     def _enqueue(
         self,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.breaker import Breaker
+from trainer_client.balancing.costs.fits import Fit
 
 
 class Turns:
@@ -43,6 +44,7 @@ class Turns:
         self._has_service = has_service
         self._asks = dict.fromkeys(range(depth), True)  # of rounds that are not agreed on, as far as known
         self._learned: dict[int, LearnedSpeeds] = {}  # by which these rounds are planned; others: all ranks are equal
+        self._fits: dict[int, Fit | None] = dict.fromkeys(range(depth))  # that a learned cost follows in them
         self._failure: BaseException | None = None
         self._moved = threading.Condition()
 
@@ -91,29 +93,51 @@ class Turns:
             )
             return self.pass_number == pass_number and self._asks[round_number]
 
-    def move_on(self, verdict: Verdict, breaker: Breaker, learned: LearnedSpeeds = ALL_EQUAL) -> None:
+    def fit_for(self, round_number: int, pass_number: int) -> Fit | None:
+        """The fit that a learned cost follows in a round: that of `depth` rounds earlier, as on all ranks.
+
+        Waits until that earlier round has been agreed on, or the pass has ended.
+
+        Raises:
+            BaseException: If an agreement has failed; its own error.
+            TimeoutError: If the other ranks do not get there.
+        """
+        with self._moved:
+            self._wait(
+                lambda: round_number in self._fits or self.pass_number > pass_number,
+                f"agreement on round {round_number - self._depth}",
+            )
+            return self._fits.get(round_number)
+
+    def move_on(
+        self, verdict: Verdict, breaker: Breaker, learned: LearnedSpeeds = ALL_EQUAL, fit: Fit | None = None
+    ) -> None:
         """To the next round, or the next pass.
 
         Args:
             verdict: What all ranks agreed on.
             breaker: After that.
             learned: What is known of the ranks' speeds after that.
+            fit: And of a learned cost.
         """
         with self._moved:
             self.breaker = breaker
             self._asks.pop(self.round, None)
             self._learned.pop(self.round, None)
+            self._fits.pop(self.round, None)
             if verdict.ends:
                 # A rank may have submitted so many rounds more, whose numbers are not used again.
                 self.pass_number += 1
                 self.round += self._depth
                 self._asks = dict.fromkeys(range(self.round, self.round + self._depth), breaker.closed)
                 self._learned = dict.fromkeys(self._asks, learned)
+                self._fits = dict.fromkeys(self._asks, fit)
                 reason = Reason.TOO_FEW_SAMPLES if verdict.last else verdict.reason
                 self.last_end = Verdict(mode=Mode.END, reason=reason, ranks=verdict.ranks, taken=verdict.taken)
             else:
                 self._asks[self.round + self._depth] = breaker.closed
                 self._learned[self.round + self._depth] = learned
+                self._fits[self.round + self._depth] = fit
                 self.round += 1
             self._moved.notify_all()
 

@@ -81,6 +81,8 @@ class Vote:
         compiling: Kernels of this rank, or of one that trains its batches, are still being compiled: it can neither
             partition nor move samples.
         has_cause: This rank knows a cause, not told yet, that keeps it from the service and does not pass.
+        learns: This rank's cost is a learned one.
+        has_fit: This rank knows other weights for it than all follow.
         resumed: Names the point from which this rank goes on; 0: it began at its beginning.
         shared: 64 bits of the shared values of its first batch; 0: it has no say.
         divisible: Samples that this rank offers to split.
@@ -115,6 +117,8 @@ class Vote:
     peers_differ: bool = False
     compiling: bool = False
     has_cause: bool = False
+    learns: bool = False
+    has_fit: bool = False
     resumed: int = 0
     shared: int = 0
     divisible: int = 0
@@ -137,6 +141,7 @@ class Vote:
         flags = self.exhausted | self.asked << 1 | self.ready << 2 | self.costs_valid << 3 | self.costs_float << 4
         flags |= self.left << 5 | self.out_of_turn << 6 | self.drop_last << 7
         flags |= self.peers_differ << 8 | self.has_cause << 9 | self.compiling << 10
+        flags |= self.learns << 11 | self.has_fit << 12
         fixed = _LAYOUT.pack(
             self.round, self.pass_number, self.taken, self.held, flags, self.instance, self.digest, self.moved,
             self.checksum, self.samples, self.schema, self.load, self.heaviest, self.num_batches,
@@ -165,6 +170,8 @@ class Vote:
             peers_differ=bool(flags & 256),
             compiling=bool(flags & 1024),
             has_cause=bool(flags & 512),
+            learns=bool(flags & 2048),
+            has_fit=bool(flags & 4096),
             batches=tuple(
                 BatchVote(samples=loaded, received=received, load=its_load, heaviest=its_heaviest)
                 for loaded, received, its_load, its_heaviest in _BATCH.iter_unpack(data[VOTE_BYTES:])

@@ -31,9 +31,11 @@ from trainer_client.balancing.agreement import (
 )
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.breaker import Breaker
+from trainer_client.balancing.costs.fits import Fit
 from trainer_client.balancing.embedded import balance_embedded
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.kernels import Kernels
+from trainer_client.balancing.learning import CostKeeper
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.peers import PeersDifferError, Twin
 from trainer_client.balancing.positions import HalfWindow, plain_window
@@ -85,6 +87,8 @@ class RoundWorker:
         self.turns = Turns(name, depth=options.depth, patience=options.patience, has_service=has_service)
         self._measured = measured or Measured()
         self._speeds = speeds
+        self._costs = CostKeeper(name, self._groups, self._measured)
+        self._fit: Fit | None = None  # that a learned cost follows, in rounds that are submitted from now on
         self._warned_costs = False
         self._without_plan = 0  # rounds that no rank found a plan for
         self._kernels = kernels
@@ -269,11 +273,13 @@ class RoundWorker:
         answered = time.time_ns() if trace is not None else 0
         schema = ticket.schema if len(ticket.samples) else self._template.schema
         own = vote_on(ticket, decision, window=self._options.window, ready=self._ready, schema=schema)
-        measured = Measure() if self._speeds is None else self._measured.take()
+        learns = self._measured.learns is not None
+        measured = Measure() if self._speeds is None and not learns else self._measured.take()
         votes = self._gather(
             replace(
                 own, peers_differ=bool(differ), compiling=compiling, measured_load=measured.load,
                 measured_seconds=measured.seconds, measured_late=measured.late, measured_loading=measured.loading,
+                learns=learns, has_fit=self._costs.has_fit,
             )
         )  # fmt: skip
         resumed = ticket.resumed
@@ -289,6 +295,7 @@ class RoundWorker:
             if shared_values_differ(votes):
                 raise_shared_differ(self._groups.gather_objects(ticket.shared))
             self._learn(ticket, votes)
+            self._fit = self._costs.note(ticket.round, votes)
         waited = waited and verdict.reason is not Reason.LEFT  # whose ranks did not submit it
         self._advance(votes, verdict, waited=waited, missed=waited and decision is None, problem=ticket.problem)
         agreed = time.time_ns() if trace is not None else 0
@@ -364,7 +371,8 @@ class RoundWorker:
         before, number = self.turns.breaker, self.turns.round
         all_ready = all(vote.ready for vote in votes)
         breaker = before.after(number, waited=waited, served=verdict.served, all_ready=all_ready)
-        self.turns.move_on(verdict, breaker, ALL_EQUAL if self._speeds is None else self._speeds.note(number, votes))
+        learned = ALL_EQUAL if self._speeds is None else self._speeds.note(number, votes)
+        self.turns.move_on(verdict, breaker, learned, self._fit)
         if self._connection is not None:
             self._connection.settle(number)
             if missed:

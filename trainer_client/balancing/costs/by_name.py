@@ -8,11 +8,15 @@ from typing import Any
 from evenkeel.plugins import Plugins
 from trainer_client.balancing.costs.base import TokenCost
 from trainer_client.balancing.costs.hstu import HSTUCost
+from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.costs.transformer import SemanticIdCost, TransformerCost
 
 CostFactory = Callable[..., Callable[[Any], Any]]
 
-_OURS = {"hstu": HSTUCost, "semantic_ids": SemanticIdCost, "tokens": TokenCost, "transformer": TransformerCost}
+_OURS: dict[str, CostFactory] = {
+    "hstu": HSTUCost, "learned": LearnedCost.of, "semantic_ids": SemanticIdCost, "tokens": TokenCost,
+    "transformer": TransformerCost,
+}  # fmt: skip
 COSTS: Plugins[CostFactory] = Plugins("cost", _OURS, group="evenkeel.costs")
 
 

@@ -133,6 +133,7 @@ class _Fetched(NamedTuple):
 
     load: float = 0.0
     splits: int = 0
+    terms: torch.Tensor | None = None  # of a learned cost; on its way to the host
 
 
 class _Waits(NamedTuple):
@@ -178,7 +179,7 @@ class StepTimer:
         self._device = torch.device(device)
         self._loader = loader
         self._fetched: deque[_Fetched] = deque(maxlen=ahead + 1)  # before each of the latest batches
-        self._untold: deque[tuple[float, _Waits, Mark, dict[str, Mark]]] = deque()
+        self._untold: deque[tuple[_Fetched, _Fetched, _Waits, Mark, dict[str, Mark]]] = deque()
         self._tried, self._told = 0, False
         self._waited, self._waits = _Waits(), _Waits()  # until the latest batch, and for it
         self._number = 0
@@ -215,8 +216,13 @@ class StepTimer:
         self._gradients = 0
         if self._loader is not None:
             report, counters = self._loader.report, self._loader.counters
+            terms = getattr(self._loader, "summed_terms", None)
             self._fetched.append(
-                _Fetched(counters.own_load - report.own_load, counters.split_samples - report.split_samples)
+                _Fetched(
+                    counters.own_load - report.own_load,
+                    counters.split_samples - report.split_samples,
+                    None if terms is None else terms.before,
+                )
             )
             self._free = self._marks.get("compute", self._begin)  # of a batch before in the same step
             before = self._waited
@@ -256,12 +262,14 @@ class StepTimer:
         first, after = _Fetched(), _Fetched()
         if marked:
             counters, (first, *later) = loader.counters, self._fetched
-            after = later[0] if later else _Fetched(counters.own_load, counters.split_samples)
+            terms = getattr(loader, "summed_terms", None)
+            now = _Fetched(counters.own_load, counters.split_samples, None if terms is None else terms.after)
+            after = later[0] if later else now
         if after.splits > first.splits:
             return  # the attention of split samples waits for other ranks: the time is not this rank's own
         if marked:
             self._told = True
-            self._untold.append((after.load - first.load, self._waits, self._free, self._marks))
+            self._untold.append((first, after, self._waits, self._free, self._marks))
         self._tried += 1
         if self._tried == _TRIES and not self._told:
             _warn(self._missing())
@@ -280,9 +288,12 @@ class StepTimer:
     def _tell(self, loader: Timed) -> None:
         """Tells the loader of the batches that the device has finished, without waiting for it."""
         while self._untold and self._untold[0][-1]["compute"].ready():
-            load, waits, free, marks = self._untold.popleft()
+            first, after, waits, free, marks = self._untold.popleft()
             late = marks["data"].since(free) / 1e3 - waits.others
-            loader.took(marks["compute"].since(marks["data"]) / 1e3, load, late=max(0.0, late), loading=waits.loading)
+            told: dict[str, Any] = {"late": max(0.0, late), "loading": waits.loading}
+            if first.terms is not None and after.terms is not None:  # the copies were begun before the computation
+                told["terms"] = (after.terms - first.terms).numpy()
+            loader.took(marks["compute"].since(marks["data"]) / 1e3, after.load - first.load, **told)
 
     def finished(self) -> list[StepTimes]:
         """The steps that the device has finished since the last call."""

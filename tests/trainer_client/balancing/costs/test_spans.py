@@ -11,8 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_client.balancing.costs import HSTUCost, SampleCost, SemanticIdCost, TokenCost, TransformerCost
-from trainer_client.observing.fitting import CostFitter, SequenceTerms
+from trainer_client.balancing.costs import (
+    HSTUCost,
+    LearnedCost,
+    SampleCost,
+    SemanticIdCost,
+    SequenceTerms,
+    TokenCost,
+    TransformerCost,
+)
 
 SMALL: dict[str, Any] = {"num_layers": 2, "width": 8, "num_heads": 2}
 COSTS = [
@@ -65,7 +72,7 @@ def test_fitted_costs_are_split_as_they_were_fitted() -> None:
     spans = terms.spans(batch, coefficients)
     np.testing.assert_allclose(spans.whole, terms(batch).numpy() @ coefficients)
     prior = COSTS[2]
-    before = CostFitter(terms, prior=prior).spans(batch)
+    before = LearnedCost(terms, prior=prior).spans(batch)
     assert before is not None
     np.testing.assert_allclose(before.whole, prior(batch))
-    assert CostFitter(terms, prior=lambda batch: np.ones(len(batch["a"]))).spans(batch) is None
+    assert LearnedCost(terms, prior=lambda batch: np.ones(len(batch["a"]))).spans(batch) is None

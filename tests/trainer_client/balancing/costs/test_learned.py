@@ -1,0 +1,200 @@
+"""A cost that real ranks learn from the times of their batches."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.ranks import run_ranks
+from examples.datasets import SequenceBatch, SyntheticSequences
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.balancing.batches import BatchError, flatten
+from trainer_client.balancing.costs import FitOptions, HSTUCost, LearnedCost, SequenceTerms, TokenCost, make_cost
+from trainer_client.balancing.costs.fits import Fit
+from trainer_client.observing.measurement import StepTimer
+
+TERMS = SequenceTerms(history=("num_history", "num_history"), candidates="num_candidates", context=2)
+PRIOR = HSTUCost(num_layers=1, width=1024, num_heads=4, head_dim=256, history=("num_history", "num_history"))
+CLOCK = np.array([0.0, 1e-3, 3e-6])  # milliseconds a sample, token and pair
+SIZE = 24
+
+
+@pytest.fixture(scope="module")
+def balancer() -> Iterator[ServiceProcess]:
+    with running_balancer() as process:
+        yield process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    address: str | None = None
+    name: str = "job"
+    steps: int = 60
+    slow: tuple[float, ...] = (1.0, 1.0, 1.0)
+    noise: float = 0.01
+    plain: int = -1  # the rank whose cost is no learned one
+    options: BalanceOptions = field(default_factory=BalanceOptions)
+
+
+def batches_of(rank: int) -> Iterator[dict[str, torch.Tensor]]:
+    for step in itertools.count():
+        lengths = np.clip(np.rint(np.random.default_rng([rank, step]).lognormal(6.0, 1.0, SIZE)), 1, 8192)
+        ids = torch.arange(SIZE) + 1000 * step + 1_000_000 * rank
+        yield {"length": torch.from_numpy(lengths.astype(np.int64)), "id": ids}
+
+
+def run_job(rank: int, job: Job) -> dict[str, Any]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("trainer_client.balancing.learning")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    if job.address is None:
+        balancer = Balancer.embedded(job=job.name, options=job.options)
+    else:
+        balancer = Balancer.connect(job.address, job=job.name, options=job.options)
+    terms = SequenceTerms(history="length")
+    learned = LearnedCost(terms, options=FitOptions(every=10, skip=2))
+    cost = learned if rank != job.plain else TokenCost(tokens="length")
+    rng, records = np.random.default_rng([7, rank]), []
+    with balancer:
+        loader: BalancedLoader[Any] = BalancedLoader(batches_of(rank), balancer, cost=cost)
+        stream = iter(loader)
+        for batch in itertools.islice(stream, job.steps):
+            clock = float(terms(batch).sum(0).numpy() @ CLOCK) + 2.0
+            loader.took(1e-3 * clock * job.slow[rank] * float(rng.lognormal(0, job.noise)))
+            # By the costs that it was planned with, and by those that are true.
+            records.append({"ids": batch["id"].tolist(), "clock": clock, "load": loader.report.own_load,
+                            "tokens": float(batch["length"].sum()), "mode": loader.report.mode.value})  # fmt: skip
+        stream.close()  # type: ignore[attr-defined]
+    fit = learned.fit
+    return {"records": records, "said": said, "fit": None if fit is None else fit.coefficients.tolist()}
+
+
+def excess(results: list[dict[str, Any]], step: int) -> float:
+    """By how much the slowest rank's time exceeds the mean."""
+    clock = [result["records"][step]["clock"] for result in results]
+    return max(clock) / float(np.mean(clock)) - 1
+
+
+def followed(results: list[dict[str, Any]], step: int) -> set[bool]:
+    """Whether each rank's batch was planned by tokens."""
+    return {abs(one["records"][step]["load"] / one["records"][step]["tokens"] - 1) < 1e-6 for one in results}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("mode", ["embedded", "service"])
+def test_ranks_learn_what_tokens_and_pairs_take(balancer: ServiceProcess, mode: str, window: int) -> None:
+    address = balancer.address if mode == "service" else None
+    job = Job(address=address, name=f"learned-{mode}-{window}", options=BalanceOptions(window=window))
+    results = run_ranks(3, run_job, job)
+    for step in range(job.steps):
+        assert (
+            sorted(one for result in results for one in result["records"][step]["ids"])
+            == [1_000_000 * rank + 1000 * step + at for rank in range(3) for at in range(SIZE)]
+            or window > 1
+        )
+        assert {result["records"][step]["mode"] for result in results} == {mode}
+        assert len(followed(results, step)) == 1, "all ranks' costs are of one kind in every step"
+    assert followed(results, 0) == {True}
+    assert followed(results, job.steps - 1) == {False}
+    assert all(result["fit"] == results[0]["fit"] for result in results)
+    coefficients = np.array(results[0]["fit"])
+    assert np.allclose(coefficients[2], CLOCK[2], rtol=0.1)
+    before = np.mean([excess(results, step) for step in range(8)])
+    after = np.mean([excess(results, step) for step in range(job.steps - 12, job.steps)])
+    assert after < 0.5 * before
+    (told,) = results[0]["said"]
+    assert "ms per pairs" in told
+
+
+def test_a_slow_rank_does_not_count_for_the_cost_and_speeds_need_not_be_learned() -> None:
+    options = BalanceOptions(learn_speeds=False)
+    results = run_ranks(3, run_job, Job(slow=(1.0, 1.0, 2.0), options=options))
+    assert np.allclose(results[0]["fit"][2], CLOCK[2], rtol=0.1)
+
+
+def test_noise_explains_nothing_and_the_prior_holds() -> None:
+    results = run_ranks(2, run_job, Job(slow=(1.0, 1.0), noise=2.0))
+    assert all(result["fit"] is None and not result["said"] for result in results)
+    assert followed(results, 59) == {True}
+
+
+def test_ranks_of_other_costs_learn_nothing_and_say_why() -> None:
+    results = run_ranks(3, run_job, Job(plain=1))
+    assert all(result["fit"] is None for result in results)
+    assert "the cost of rank 1 has the terms None" in results[0]["said"][0]
+    assert [len(result["said"]) for result in results] == [1, 0, 0]
+
+
+def test_terms_agree_with_the_lengths() -> None:
+    batch = SyntheticSequences(num_batches=1, batch_size=6, num_candidates=2).batch(0)
+    terms = TERMS(batch)
+    history = 2 * batch.num_history + 2
+    assert terms[:, 0].tolist() == [1.0] * 6
+    assert torch.equal(terms[:, 1].long(), batch.sequence_lengths(True))
+    assert torch.equal(terms[:, 2].long(), history * (history + 1) // 2 + 2 * (history + 1))
+    assert torch.equal(TERMS(flatten(batch, SequenceBatch.spec())), terms), "as a batch of a device arrives"
+    with pytest.raises(BatchError, match="holds no lengths"):
+        SequenceTerms(history="context")(batch)
+
+
+def test_the_cost_is_the_prior_until_it_follows_a_fit() -> None:
+    batch = SyntheticSequences(num_batches=1, batch_size=6, num_candidates=2).batch(0)
+    cost = LearnedCost(TERMS, prior=PRIOR)
+    assert np.array_equal(cost(batch), PRIOR(batch))
+    assert np.array_equal(LearnedCost(TERMS)(batch), TERMS(batch)[:, 1].numpy())
+    weights = np.array([1.0, 2.0, 3.0, 4.0])
+    cost.fit = Fit(coefficients=weights, fixed=1.0, error=0.01, explained=0.99, observations=100)
+    assert np.array_equal(cost(batch), TERMS(batch).numpy() @ weights)
+    named = make_cost("learned", history="num_history", every=7)
+    assert isinstance(named, LearnedCost)
+    assert named.options.every == 7
+
+
+def test_a_timer_tells_what_each_batch_held() -> None:
+    terms, batches = SequenceTerms(history="length"), list(itertools.islice(batches_of(0), 8))
+    loader: BalancedLoader[Any] = BalancedLoader(batches, Balancer.off(), cost=LearnedCost(terms))
+    timer = StepTimer("cpu", loader=loader)
+    for number, _ in enumerate(loader):
+        if number % 2:  # two batches make a step
+            timer.compute_done()
+            timer.end_step()
+        else:
+            timer.batch_ready()
+    rows = np.array(loader._stream.measured.take_terms())
+    sums = np.array([terms(batch).sum(0).numpy() for batch in batches])
+    np.testing.assert_allclose(rows[:, :-1], sums.reshape(4, 2, 3).sum(1))
+    assert np.all(rows[:, -1] > 0)
+
+
+def test_options_out_of_range_are_named() -> None:
+    with pytest.raises(ValueError, match="every is 0"):
+        FitOptions(every=0)
+    with pytest.raises(ValueError, match=r"every is 2\.5; use a whole number"):
+        FitOptions(every=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="min_explained is 2"):
+        FitOptions(min_explained=2)
+    for bound in (0.0, float("nan")):
+        with pytest.raises(ValueError, match=r"upper is .* use milliseconds above 0"):
+            FitOptions(upper=(1.0, bound, 1.0, 1.0))
+    with pytest.raises(ValueError, match="upper has 1 bounds; give one for each of samples, tokens, pairs, candidates"):
+        LearnedCost(TERMS, options=FitOptions(upper=(1.0,)))
+    with pytest.raises(ValueError, match="prior is None; give the cost until"):
+        LearnedCost(OtherTerms())
+
+
+class OtherTerms:
+    names = ("things",)
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return torch.ones(len(batch), 1, dtype=torch.float64)
