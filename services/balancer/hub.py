@@ -196,6 +196,8 @@ class Hub:
             session = self.registry.find(start.session)
             if session is not None:
                 self._perform(session.started(self.now, start.round), session)
+                # Not before: the round may still be copied by another thread, which wants the interpreter too.
+                self._loop.call_soon(self._note_contents, start.session, start.round)
 
         def is_wanted() -> bool:
             session = self.registry.find(start.session)
@@ -213,8 +215,6 @@ class Hub:
         failure = self._pool.submit(task)
         if failure is not None:
             done(failure)
-        else:
-            self._loop.call_soon(self._note_contents, start.session, start.round)
 
     def _note_contents(self, session_id: SessionId, round_number: int, begin: int = 0) -> None:
         """What ranks are known by that say something again: found while the plan is made, in short pieces."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import itertools
 import math
 import time
 from collections import deque
@@ -49,7 +50,9 @@ class LoopTurns:
         self._loop = asyncio.get_running_loop()
         self._slice, self._memory, self._clock = slice_seconds, memory_seconds, clock
         self._lanes: dict[Holder, deque[asyncio.Future[None]]] = {}
-        self._least = _NOBODY  # claim of those that wait
+        # Those that wait, by claims of some time ago; claims only grow, so `_first` looks at few of them again.
+        self._order: list[tuple[float, float, int, Holder]] = []
+        self._places = itertools.count()
         # What was used, by caller and by job, counts less and less. What is added is made larger instead, by the time
         # since `_epoch`: so claims can be compared as they are.
         self._callers: dict[str, float] = {}
@@ -68,13 +71,13 @@ class LoopTurns:
     async def begin(self, holder: Holder) -> float:
         """Waits for a turn; returns when it began, for `end`."""
         woken = False
-        while self._left <= 0 or (not woken and self._lanes and self._claim(holder) >= self._least):
+        while self._left <= 0 or (not woken and self._order and self._claim(holder) >= self._first()[:2]):
             woken = True
             future: asyncio.Future[None] = self._loop.create_future()
             lane = self._lanes.get(holder)
             if lane is None:
                 lane = self._lanes[holder] = deque()
-                self._least = min(self._least, self._claim(holder))
+                heapq.heappush(self._order, (*self._claim(holder), next(self._places), holder))
             lane.append(future)
             self.waiting += 1
             self._renew()
@@ -130,6 +133,8 @@ class LoopTurns:
             self._total *= shrink
             self._epoch = now
             self._forget()
+            self._order = [(*self._claim(holder), place, holder) for *_, place, holder in self._order]
+            heapq.heapify(self._order)
             return 1.0
         return math.exp(age)
 
@@ -157,22 +162,30 @@ class LoopTurns:
         if not self._lanes:
             return
         now = self._clock()
-        order = [(*self._claim(holder), place, holder) for place, holder in enumerate(self._lanes)]
-        heapq.heapify(order)
-        if self._is_greedy(order[0][0], now):
-            self._left = self._slice / 16
         step = self._mean * self._weight(now)
+        if self._is_greedy(self._first()[0], now):
+            self._left = self._slice / 16
+        order = self._order
         for _ in range(max(1, int(self._left / max(self._mean, 1e-5)))):
             if not order:
                 break
-            used, of_job, place, holder = order[0]
+            used, of_job, _, holder = self._first()
             self._wake_one(holder)
             if holder in self._lanes:
-                heapq.heapreplace(order, (used + step, of_job + step, place + len(order), holder))
+                heapq.heapreplace(order, (used + step, of_job + step, next(self._places), holder))
             else:
                 heapq.heappop(order)
-        self._least = order[0][:2] if order else _NOBODY
         self._renew()
+
+    def _first(self) -> tuple[float, float, int, Holder]:
+        """Of those that wait the one whose claim is least."""
+        order = self._order
+        while True:
+            first = order[0]
+            claim = self._claim(first[3])
+            if claim <= first[:2]:
+                return first
+            heapq.heapreplace(order, (*claim, first[2], first[3]))
 
     def _wake_one(self, holder: Holder) -> None:
         lane = self._lanes[holder]
@@ -188,4 +201,3 @@ _MOST = 4096  # callers, and jobs, of which it is known what they have used
 _MOST_AGE = 20.0
 _GREEDY = 0.25  # of the loop's time
 _LEAST_SECONDS = 1e-6  # that a piece counts
-_NOBODY = (math.inf, math.inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ class Arena:
         places = []
         for dtype, shape, _ in columns:
             places.append(end)
-            end = _aligned(end + _product(shape) * dtype.itemsize)
+            end = _aligned(end + math.prod(shape) * dtype.itemsize)
         memory = self._mapped(end, grow=True)
         memory[: 8 + len(head)] = len(head).to_bytes(8, "little") + head
         for (dtype, shape, parts), place in zip(columns, places, strict=True):
@@ -98,14 +99,16 @@ class Arena:
                 np.concatenate(parts, out=target)
         return end
 
-    def read(self, nbytes: int) -> tuple[dict[str, Any], list[NDArray[Any]]]:
-        """Reads a message; its arrays are the shared memory itself, good until the next message.
+    def read(self, nbytes: int, *, copy: bool = False) -> tuple[dict[str, Any], list[NDArray[Any]]]:
+        """Reads a message; its arrays are the shared memory itself, good until the next message, or `copy` a copy.
 
         Raises:
             MessageError: If it is none.
         """
         try:
-            memory = self._mapped(nbytes, grow=False)
+            memory: mmap.mmap | bytes = self._mapped(nbytes, grow=False)
+            if copy:
+                memory = memory[: max(0, nbytes)]
             length = int.from_bytes(memory[:8], "little")
             if 8 + length > nbytes:
                 raise MessageError(f"a header of {length} bytes in a message of {nbytes}")
@@ -113,8 +116,8 @@ class Arena:
             arrays, begin = [], _aligned(8 + length)
             for name, *shape in table:
                 dtype = _DTYPES[name]
-                end = begin + _product(shape) * dtype.itemsize
-                if end > nbytes or not all(type(size) is int and size >= 0 for size in shape):
+                end = begin + math.prod(shape) * dtype.itemsize
+                if end > nbytes or {*map(type, shape)} != {int} or min(shape) < 0:
                     raise MessageError(f"an array of shape {shape} at {begin} in a message of {nbytes}")
                 arrays.append(np.ndarray(shape, dtype, memory, begin))
                 begin = _aligned(end)
@@ -184,12 +187,12 @@ def write_result(arena: Arena, result: RoundPlan | PlanFailure) -> int:
 
 
 def read_result(arena: Arena, nbytes: int) -> RoundPlan | PlanFailure:
-    """Reads the outcome of a partition; its arrays are copies.
+    """Reads the outcome of a partition; its arrays are a copy.
 
     Raises:
         MessageError: If it is none.
     """
-    header, arrays = arena.read(nbytes)
+    header, arrays = arena.read(nbytes, copy=True)
     try:
         if "reason" in header:
             return PlanFailure(reason=Reason(header["reason"]), detail=str(header["detail"]))
@@ -200,7 +203,7 @@ def read_result(arena: Arena, nbytes: int) -> RoundPlan | PlanFailure:
         for array, (dtype, dimensions) in zip(arrays, kinds, strict=False):
             if array.dtype != dtype or array.ndim != dimensions:
                 raise MessageError(f"{array.dtype} of {array.ndim} dimensions where {dtype} of {dimensions} belongs")
-        before, after, *others = (array.copy() for array in arrays)
+        before, after, *others = arrays
         of_parts, slices = others[: len(cut)], others[len(cut) :]
         parts = None
         if cut:
@@ -248,10 +251,3 @@ def _figures(values: list[Any]) -> Figures:
 
 def _aligned(place: int) -> int:
     return -(-place // _ALIGNMENT) * _ALIGNMENT
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
