@@ -102,26 +102,37 @@ def compare(
     watch = Watch(Limits(time_limit_s=request.solver.time_limit_s))
     best = plan(with_time(request, _SHARE * watch.left()), split=False, should_stop=should_stop)
     pinned = tuple(_pinned(table, *effective[table.name]) for table in request.tables)
-    roomy = replace(request.topology, hbm_bytes=max(request.topology.hbm_bytes, 2**52), host_bytes=None)
+    machines = request.topology
+    roomy = replace(machines, hbm_bytes=max(machines.hbm_bytes, 2**52) if machines.hbm_bytes else 0, host_bytes=None)
+    asked = replace(request, tables=pinned)
     try:
-        own_request = replace(with_time(request, watch.left()), tables=pinned, topology=roomy)
-        alone = plan(own_request, split=False, should_stop=should_stop)
+        alone = plan(
+            with_time(replace(asked, topology=roomy), _SHARE * watch.left()), split=False, should_stop=should_stop
+        )
+        if _overrun(alone, best) and any(placement.ranks for placement in alone.placements):
+            # Shards were put where they are fast, whatever they take there.
+            kept = plan(with_time(asked, watch.left()), split=False, should_stop=should_stop)
+            alone = alone if kept.seconds is None else kept
     except InvalidInputError as error:
         return Comparison(own=None, fits=False, problems=(*problems, str(error)), best=best, differences=())
     if alone.seconds is None:
         never = "these modes and ratios contradict each other within a fused group"
         return Comparison(own=None, fits=False, problems=(*problems, never), best=best, differences=())
+    problems += (over := _overrun(alone, best))
     alone = replace(
         alone,
         hbm=replace(best.hbm, used_bytes=alone.hbm.used_bytes, seconds_per_gib=0.0),
         host=replace(best.host, used_bytes=alone.host.used_bytes, seconds_per_gib=0.0),
     )
-    for what, budget in (("HBM on a rank", alone.hbm), ("memory on a host", alone.host)):
-        if budget.limit_bytes is not None and budget.used_bytes > budget.limit_bytes:
-            over = in_gib(budget.used_bytes - budget.limit_bytes)
-            problems.append(f"takes {over} more {what} than there is")
-    fits = all(b.limit_bytes is None or b.used_bytes <= b.limit_bytes for b in (alone.hbm, alone.host))
-    return Comparison(own=alone, fits=fits, problems=tuple(problems), best=best, differences=_differences(alone, best))
+    differences = _differences(alone, best)
+    return Comparison(own=alone, fits=not over, problems=tuple(problems), best=best, differences=differences)
+
+
+def _overrun(own: Plan, best: Plan) -> list[str]:
+    """What a plan takes more than there is, which `best` knows."""
+    budgets = (("HBM on a rank", own.hbm, best.hbm), ("memory on a host", own.host, best.host))
+    over = ((what, mine.used_bytes - its.limit_bytes) for what, mine, its in budgets if its.limit_bytes is not None)
+    return [f"takes {in_gib(more)} more {what} than there is" for what, more in over if more > 0]
 
 
 def _by_table(request: PlanRequest, own: tuple[OwnPlacement, ...]) -> dict[str, OwnPlacement]:

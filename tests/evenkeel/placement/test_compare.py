@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenkeel.placement import Mode, OwnPlacement, Table, compare, plan
+from evenkeel.placement import Mode, Optimizer, OwnPlacement, Sharding, Table, compare, plan
 from tests.evenkeel.placement.instances import random_tables, request
 
 
@@ -30,6 +30,24 @@ def test_an_own_plan_that_is_the_best_has_no_differences() -> None:
     assert not answer.differences
     assert answer.own is not None
     assert answer.own.seconds == pytest.approx(best.seconds)
+
+
+def test_whole_tables_go_where_they_fit_although_others_are_faster_there() -> None:
+    """The large tables are quick, and on one rank they leave the other one to the slow table."""
+    way = {"dim": 64, "sharding": Sharding.TABLE_WISE, "optimizer": Optimizer.SGD}
+    large = [Table(name=name, rows=10_000_000, ids_per_sample=0.1, **way) for name in "ab"]  # type: ignore[arg-type]
+    slow = Table(name="c", rows=1000, ids_per_sample=20, **way)  # type: ignore[arg-type]
+    asked = request((*large, slow), hbm_gib=6, runtime="torchrec", ranks=2)
+    answer = compare(asked, tuple(OwnPlacement(table=name, mode=Mode.HBM_ONLY) for name in "abc"))
+    assert (answer.fits, answer.problems) == (True, ())
+    assert answer.own is not None
+    assert {placement.ranks for placement in answer.own.placements[:2]} == {(0,), (1,)}
+
+
+def test_without_gpus_no_hbm_is_taken() -> None:
+    asked = request(random_tables(4, 6), hbm_gib=0, runtime="torchrec")
+    answer = compare(asked, tuple(OwnPlacement(table=t.name, mode=Mode.HOST_ONLY, ratio=0) for t in asked.tables))
+    assert (answer.fits, answer.problems, answer.differences) == (True, (), ())
 
 
 def test_an_own_plan_that_does_not_fit_says_by_how_much() -> None:
