@@ -174,7 +174,7 @@ def _read(
         batch_sizes = np.array(counts, np.int64).reshape(-1, 1)
         if terms.window > 1:
             batch_sizes = np.pad(batch_sizes, ((0, 0), (0, terms.window - 1)))
-    if said.divisible:
+    if said.divisible or any(said.num_divisible):
         divisible = _read_divisible(said, costs, terms, refused)
     learned = ALL_EQUAL
     if 0 in said.ranks and message.HasField("learned"):

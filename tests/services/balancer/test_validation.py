@@ -276,6 +276,7 @@ def test_what_is_refused_takes_no_memory_with_what_is_not() -> None:
         ({"batch_sizes": b"1"}, "batch_sizes"),
         ({"traceparents": ["a"]}, "traceparents"),
         ({"divisible": b"1"}, "divisible"),
+        ({"num_divisible": np.array([0, 1], "<u4").tobytes()}, "divisible"),
     ],
 )
 def test_arrays_that_cannot_be_told_apart_are_refused_by_field(changes: dict[str, Any], field: str) -> None:
