@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,11 @@ def batches_of(count: int, size: int, batches: int, seed: int) -> Iterator[NDArr
         left = left[size:]
 
 
+def _check_batch(count: int, world_size: int, each: int, what: str) -> None:
+    if count < world_size * each:
+        raise ValueError(f"{count:,} {what} are less than a batch of {world_size} ranks × {each}; use fewer")
+
+
 def load_figures(
     lengths: NDArray[np.int64],
     *,
@@ -61,8 +67,13 @@ def load_figures(
         max_length: Longer histories are cut.
         strategy: That balances.
         seed: Of the order of the users.
+
+    Raises:
+        ValueError: If there are fewer users than a batch has samples.
     """
     tokens = np.minimum(lengths, max_length)
+    for world_size, each in product(ranks, samples):
+        _check_batch(len(tokens), world_size, each, "users")
     rows = []
     for world_size in ranks:
         for each in samples:
@@ -141,9 +152,8 @@ def key_skews(data: Keys, *, ranks: list[int], samples: list[int], batches: int)
     for world_size in ranks:
         for each in samples:
             size = world_size * each
+            _check_batch(count, world_size, each, "samples")
             looked_at = min(batches, count // size)
-            if not looked_at:
-                raise ValueError(f"{count:,} samples are less than a batch of {world_size} ranks × {each}; use fewer")
             found = [
                 _skews_of_batch(data, np.arange(batch * size, (batch + 1) * size), world_size)
                 for batch in range(looked_at)

@@ -14,7 +14,8 @@ from examples.datasets.histories import Histories, group_by_user
 from examples.datasets.tables import Watch, chunks, open_lines, split_lines
 
 HEADER = "user_id,parent_asin,rating,timestamp"
-HEADERS = (HEADER, "UserId,ProductId,Rating,Timestamp")  # the latter of ratings of 2014 as Kaggle hands them on
+# Of 2023, without and with the user's items before; and of ratings of 2014 as Kaggle hands them on.
+HEADERS = (HEADER, f"{HEADER},history", "UserId,ProductId,Rating,Timestamp")
 LIKED_FROM = 4.0  # stars
 _ASIN = 10  # characters of an item's id; ids of users are longer
 _LOOKED_AT = 1000  # lines
@@ -27,9 +28,9 @@ Event = tuple[str, str, float, int]
 def read_amazon(path: str | Path, *, watch: Watch | None = None) -> Histories:
     """Reads a file of one category, also packed (`.gz`).
 
-    - Ratings only: 2023 with the header `user_id,parent_asin,rating,timestamp`, 2014 (user first) and 2018 (item
-      first) without one. Which column holds the items is seen by their ids of ten characters. Kaggle's copies of 2014
-      have the header `UserId,ProductId,Rating,Timestamp`.
+    - Ratings only: 2023 with the header `user_id,parent_asin,rating,timestamp`, also with a column `history`; 2014
+      (user first) and 2018 (item first) without one. Which column holds the items is seen by their ids of ten
+      characters. Kaggle's copies of 2014 have the header `UserId,ProductId,Rating,Timestamp`.
     - Reviews, a JSON object a line: `….jsonl` (2023), `….json` (2014, 2018).
 
     Users and items are numbered in the order of their first appearance, since their ids are no numbers. An action is
@@ -69,8 +70,9 @@ def read_amazon(path: str | Path, *, watch: Watch | None = None) -> Histories:
 def _ratings(start: list[str], rest: Iterator[str], path: Path) -> Iterator[Event]:
     headed = bool(start) and start[0].strip() in HEADERS
     wanted = f"{HEADER} of 2023, user,item,rating,timestamp of 2014, or item,user,rating,timestamp of 2018"
+    columns = 1 + start[0].count(",") if headed else 4
     looked_at = [line.strip().split(",") for line in start[headed:] if not line.isspace()]
-    if any(len(row) != 4 for row in looked_at[:1]):
+    if any(len(row) != columns for row in looked_at[:1]):
         raise ValueError(f"{path}, line {1 + headed}: {','.join(looked_at[0])[:200]!r} is not {wanted}")
     item = 1
     if not headed and looked_at:
@@ -80,8 +82,10 @@ def _ratings(start: list[str], rest: Iterator[str], path: Path) -> Iterator[Even
                              "the second column must hold items, of ten characters each")  # fmt: skip
         item = asins.index(True)
     for first, chunk in chunks(chain(start[headed:], rest), 1 + headed):
-        for row in split_lines(chunk, path, first=first, separator=",", columns=4, wanted=wanted):
+        for row in split_lines(chunk, path, first=first, separator=",", columns=columns, wanted=wanted):
             try:
+                if not row[0] or not row[1]:
+                    raise ValueError("an id is missing")
                 yield row[1 - item], row[item], float(row[2]), int(row[3])
             except ValueError as error:
                 raise ValueError(f"{path}: {','.join(row)[:200]!r} is not {wanted}") from error
@@ -96,7 +100,9 @@ def _reviews(start: list[str], rest: Iterator[str], path: Path) -> Iterator[Even
             review: dict[str, Any] = json.loads(line)
             names = names or next(keys for keys in _REVIEWS if keys[0] in review)
             user, item, stars, time = (review[name] for name in names)
-            yield str(user), str(item), float(stars), int(time)
+            if not all(isinstance(id_, str) and id_ for id_ in (user, item)):
+                raise ValueError("an id is missing")
+            yield user, item, float(stars), int(time)
         except (StopIteration, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}, line {number}: {line.rstrip()[:200]!r} is not a review with "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,17 +34,40 @@ def open_lines(path: Path, watch: Watch | None = None) -> Iterator[Iterator[str]
         watch: Is told now and then how far reading is.
 
     Raises:
-        ValueError: If the file is damaged or no text; while it is read.
+        ValueError: If the file is an archive, damaged or no text; while it is read, or, where all lines were read and
+            the last one was cut off, at the end.
     """
     with path.open("rb") as raw:
         packed = raw.peek(2)[:2] == b"\x1f\x8b"
         binary = gzip.GzipFile(fileobj=raw) if packed else raw
-        yield _tell(io.TextIOWrapper(binary, encoding="utf-8-sig"), raw, path, watch)
+        with io.TextIOWrapper(binary, encoding="utf-8-sig") as text:
+            lines = _tell(text, binary, raw, path, watch)
+            yield lines
+            if getgeneratorstate(lines) == GEN_CLOSED and not packed:  # all was read, and no check sum vouches for it
+                _check_end(raw, path)
 
 
-def _tell(text: Iterable[str], raw: io.BufferedReader, path: Path, watch: Watch | None) -> Iterator[str]:
+def _check_end(raw: io.BufferedReader, path: Path) -> None:
+    # A number that was cut off is a number still; an object of JSON is not.
+    raw.seek(max(raw.seek(0, io.SEEK_END) - 200, 0))
+    if (end := raw.read()) and not end.endswith((b"\n", b"\r", b"}")):
+        line = re.split(rb"[\r\n]", end)[-1].decode(errors="replace")
+        raise ValueError(f"{path}, last line: {line!r} has no line break, as if the file had been cut off there; "
+                         "download it anew, or add the line break if it is whole")  # fmt: skip
+
+
+def _tell(
+    text: Iterable[str],
+    binary: io.BufferedReader | gzip.GzipFile,
+    raw: io.BufferedReader,
+    path: Path,
+    watch: Watch | None,
+) -> Generator[str, None, None]:
     lines = iter(text)
     try:
+        start = binary.peek(512)
+        if start[:4] == b"PK\x03\x04" or start[257:262] == b"ustar":
+            raise ValueError(f"{path} is an archive; unpack it, and give the folder or file in it")
         for number, line in enumerate(lines, start=1):
             if watch is not None and number % _TOLD_EVERY == 0:
                 watch(path, raw.tell())

@@ -47,7 +47,9 @@ def read_yambda(path: str | Path, *, watch: Watch | None = None) -> Histories:
             size, rows, read = path.stat().st_size, max(file.metadata.num_rows, 1), 0
             parts = []
             for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
-                parts.append(_events({name: batch.column(name) for name in wanted}))
+                columns = {name: batch.column(name) for name in wanted}
+                _check(columns, path, read)
+                parts.append(_events(columns))
                 read += batch.num_rows
                 if watch is not None:
                     watch(path, size * read // rows)
@@ -65,15 +67,62 @@ def read_yambda(path: str | Path, *, watch: Watch | None = None) -> Histories:
     )
 
 
+def _is_list(column: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_list(column.type) or types.is_large_list(column.type))
+
+
+def _check(columns: dict[str, Any], path: Path, first: int) -> None:
+    """Refuses rows that lack a number, and lists of a row that differ in length.
+
+    Args:
+        columns: Of some rows.
+        path: Of their file.
+        first: Rows before them.
+
+    Raises:
+        ValueError: With the file, the row and the column.
+    """
+    from pyarrow import compute, types
+
+    for name in NEEDED:
+        column = columns[name]
+        if _is_list(column) != (name != "uid" and _is_list(columns["item_id"])) or not types.is_integer(
+            column.type.value_type if _is_list(column) else column.type
+        ):
+            raise ValueError(f"{path}: the column {name} is of the type {column.type}; a file has whole numbers, or "
+                             "lists of them in all columns but uid")  # fmt: skip
+        _refuse(column.is_null(), path, first, f"has no {name}")
+    lists = {name: column for name, column in columns.items() if name != "uid" and _is_list(column)}
+    counts = {name: compute.list_value_length(column) for name, column in lists.items()}
+    for name, count in counts.items():
+        unequal = compute.fill_null(compute.not_equal(count, counts["item_id"]), fill_value=True)
+        _refuse(unequal, path, first, f"has another number of values in {name} than in item_id")
+    for name in NEEDED:
+        if name in lists and (flat := compute.list_flatten(lists[name])).null_count:
+            rows = compute.list_parent_indices(lists[name]).filter(flat.is_null())
+            row = first + rows[0].as_py() + 1
+            raise ValueError(f"{path}, row {row} has no {name} for each event; download it anew")
+
+
+def _refuse(wrong: Any, path: Path, first: int, what: str) -> None:
+    """Raises a ValueError for the first of the rows that is wrong."""
+    from pyarrow import compute
+
+    at = compute.index(wrong, True).as_py()
+    if at >= 0:
+        raise ValueError(f"{path}, row {first + at + 1} {what}; download it anew")
+
+
 def _events(columns: dict[str, Any]) -> dict[str, NDArray[Any]]:
     """The events of some rows; a row is an event, or a user with lists of events."""
     import pyarrow as arrow
     from pyarrow import compute
 
-    lists = arrow.types.is_list(columns["item_id"].type) or arrow.types.is_large_list(columns["item_id"].type)
     users = columns["uid"]
-    if lists:
-        counts = compute.fill_null(compute.list_value_length(columns["item_id"]), 0)
+    if _is_list(columns["item_id"]):
+        counts = compute.list_value_length(columns["item_id"])
         users = np.repeat(users.to_numpy(zero_copy_only=False), counts.to_numpy(zero_copy_only=False))
         columns = {name: compute.list_flatten(column) for name, column in columns.items() if name != "uid"}
     else:

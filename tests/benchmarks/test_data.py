@@ -23,6 +23,8 @@ def test_loads_before_balancing_are_those_of_the_batches() -> None:
     assert tokens["saved"] == 0
     even, squares = load_figures(np.full(9, 30), ranks=[3], samples=[2], batches=4, max_length=50)
     assert (even["before"], squares["after"], even["moved_share"]) == (1, 1, 0)
+    with pytest.raises(ValueError, match="9 users are less than a batch of 3 ranks × 4; use fewer"):
+        load_figures(np.full(9, 30), ranks=[3], samples=[2, 4], batches=4, max_length=50)
 
 
 def test_skews_are_those_of_owners_counted_one_by_one() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
+import tarfile
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +47,7 @@ def test_ids_are_those_of_the_file(tmp_path: Path) -> None:
     file.write_text(
         "0\t2010-10-19T23:55:27Z\t30.2359091167\t-97.7951395833\t22847\n"
         "0\t2010-10-18T22:17:43Z\t30.2691029532\t-97.7493953705\t420315\n\n"
-        "7\t2010-10-17T23:42:03Z\t30.2557309927\t-97.7633857727\t316637"
+        "7\t2010-10-17T23:42:03Z\t30.2557309927\t-97.7633857727\t316637\n"
     )
     data = read_histories(file)
     assert data.users.tolist() == [0, 7]
@@ -74,12 +78,14 @@ def test_criteo_is_read_as_far_as_asked_with_gaps_as_missing(tmp_path: Path) -> 
     assert table.shape == (40, 26)
     assert (table == MISSING).any()
     assert table.max() > 1 << 31
-    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    assert [f"{key:08x}" if key != MISSING else "" for key in table[3].tolist()] == lines[3].split("\t")[14:]
+    lines = gzip.decompress(path.read_bytes()).decode().splitlines(keepends=True)
+    assert [f"{key:08x}" if key != MISSING else "" for key in table[3].tolist()] == lines[3].rstrip("\n").split("\t")[
+        14:
+    ]
     train = tmp_path / "train.txt"  # of the challenge; its test.txt has no label
-    train.write_text("\n".join(lines[:3]))
+    train.write_text("".join(lines[:3]))
     assert np.array_equal(read_criteo(train), table[:3])
-    (tmp_path / "test.txt").write_text("\n".join(line.partition("\t")[2] for line in lines[:3]))
+    (tmp_path / "test.txt").write_text("".join(line.partition("\t")[2] for line in lines[:3]))
     assert np.array_equal(read_criteo(tmp_path / "test.txt"), table[:3])
     assert identify(tmp_path / "test.txt") == identify(train) == identify(path) == "Criteo"
     with pytest.raises(ValueError, match="have 26 keys each and no history"):
@@ -88,6 +94,7 @@ def test_criteo_is_read_as_far_as_asked_with_gaps_as_missing(tmp_path: Path) -> 
 
 CHECKIN = "0\t2010-10-19T23:55:27Z\t30.2\t-97.7\t22847\n"
 RATING = "user_id,parent_asin,rating,timestamp\nAGKASBHYZPGTEPO6LWZPVJWB2BVA,B006GBITXC,3.0,1452647382000\n"
+REVIEW = '{"user_id": "A", "parent_asin": "B", "rating": 1.0, "timestamp": 1}\n'
 
 
 def _cut(path: Path) -> None:
@@ -108,6 +115,13 @@ def _cut(path: Path) -> None:
         ("Toys.jsonl", '{"user_id": \n', "line 1: .* is not a review"),
         ("day_0", "\t".join(["0"] * 14 + ["zz"] * 26) + "\n", "is no number in base 16"),
         ("day_0", "\t".join(["0"] * 40) + "\n0\t1\n", r"line 2: '0\\t1' is not a label, 13 counts"),
+        ("Toys.csv", RATING + ",B006GBITXC,3.0,1\n", "',B006GBITXC,3.0,1' is not user_id,parent_asin"),
+        ("Toys.jsonl", REVIEW + REVIEW.replace('"A"', "null"), "line 2: .* is not a review with user_id, parent_asin"),
+        ("Toys.jsonl", REVIEW + REVIEW.replace('"B"', "null"), "line 2: .* is not a review with user_id, parent_asin"),
+        ("Toys.csv", (RATING + RATING.partition("\n")[2])[:-7], "last line: '.*,1452647' has no line break, as if"),
+        ("gowalla.txt", CHECKIN + CHECKIN[:-2], "last line: .*2284' has no line break, as if"),
+        ("day_0", "\t".join(["0"] * 40), "last line: .*0' has no line break, as if"),
+        ("KuaiRand-Pure.tar", "x" * 257 + "ustar\n", "is an archive; unpack it, and give the folder or file in it"),
         ("notes.txt", "hello\n", "none of the known data sets; give a MovieLens folder"),
         ("ratings.csv", "userId,movieId,rating\n1,2,3\n", "none of the known data sets"),
     ],
@@ -136,6 +150,62 @@ def test_parquet_of_something_else_is_refused(tmp_path: Path) -> None:
     parquet.write_table(arrow.table({"uid": [1], "timestamp": [5]}), path)
     with pytest.raises(ValueError, match="no column item_id; its columns are uid, timestamp"):
         read_histories(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"uid": [3, 4], "timestamp": [1, 2], "item_id": [7, None]}, "row 2 has no item_id; download it anew"),
+        ({"uid": [None, 4], "timestamp": [1, 2], "item_id": [7, 8]}, "row 1 has no uid; download"),
+        ({"uid": [4], "timestamp": [None], "item_id": [[7]]}, "column timestamp is of the type null; a file has whole"),
+        ({"uid": [4], "timestamp": [1], "item_id": ["7"]}, "column item_id is of the type string; a file has whole"),
+        (
+            {"uid": [3, 4], "timestamp": [[1], [2, 3]], "item_id": [[7], [8]]},
+            "row 2 has another number of values in timestamp than in item_id; download",
+        ),
+        ({"uid": [3, 4], "timestamp": [[1], [2]], "item_id": [[7], [None]]}, "row 2 has no item_id for each event"),
+        ({"uid": [3, 4], "timestamp": [[1], None], "item_id": [[7], [8]]}, "row 2 has no timestamp; download"),
+    ],
+)
+def test_parquet_with_gaps_is_refused_by_row(tmp_path: Path, columns: dict[str, list[object]], message: str) -> None:
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    path = tmp_path / "likes.parquet"
+    parquet.write_table(arrow.table(columns), path)
+    with pytest.raises(ValueError, match=rf"likes.parquet.*{message}"):
+        read_histories(path)
+
+
+def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "ml-20m.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("ml-20m/ratings.csv", "userId,movieId,rating,timestamp\n")
+    with pytest.raises(ValueError, match=r"ml-20m.zip is an archive; unpack it"):
+        read_histories(path)
+    path = tmp_path / "KuaiRand-Pure.tar.gz"
+    with tarfile.open(path, "w:gz") as file:
+        file.add(tmp_path / "ml-20m.zip", "KuaiRand-Pure/data/x")
+    with pytest.raises(ValueError, match=r"KuaiRand-Pure.tar.gz is an archive; unpack it"):
+        read_histories(path)
+
+
+def test_ratings_with_the_history_before_are_read_as_ratings(tmp_path: Path) -> None:
+    path = tmp_path / "Toys.train.csv"
+    path.write_text("user_id,parent_asin,rating,timestamp,history\nA,X,3.0,7,\nA,Y,5.0,8,X\nB,X,1.0,5,\n")
+    data = read_histories(path)
+    assert identify(path) == "Amazon"
+    assert (data.lengths.tolist(), data.items.tolist(), data.actions.tolist()) == ([2, 1], [0, 1, 0], [3, 5, 1])
+
+
+def test_files_are_closed(tmp_path: Path) -> None:
+    for name in HISTORIES:
+        path = generate(name, tmp_path / name, users=5, items=9)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", ResourceWarning)
+            read_histories(path)
+            gc.collect()
+        assert not found, (name, [str(one.message) for one in found])
 
 
 def test_nothing_there(tmp_path: Path) -> None:

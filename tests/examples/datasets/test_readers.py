@@ -68,7 +68,9 @@ def test_line_ends_marks_and_blank_lines_do_not_matter(tmp_path: Path) -> None:
     data = read_movielens(tmp_path)
     assert data.lengths.tolist() == [3, 1]
     assert data.context.tolist() == [[0, 0, 10], [0, 0, 0]]
-    log = KUAIRAND_HEADER + _kuairand_line(0, 9, 1649397923123) + "5,9,20220408,1400,7.0,1.0,0,0,0,0,0,0,9,1,0,0,0,0,1"
+    log = (
+        KUAIRAND_HEADER + _kuairand_line(0, 9, 1649397923123) + "5,9,20220408,1400,7.0,1.0,0,0,0,0,0,0,9,1,0,0,0,0,1\n"
+    )
     (tmp_path / "log_standard_4_08_to_4_21_pure.csv").write_bytes(b"\xef\xbb\xbf" + log.replace("\n", "\r\n").encode())
     found = read_kuairand(tmp_path)
     assert (found.users.tolist(), found.times.tolist(), found.actions.tolist()) == ([0, 5], [1649397923123, 7], [0, 1])
@@ -161,7 +163,7 @@ def test_batches_hold_each_user_once_over_all_ranks(tmp_path: Path) -> None:
     lines = [
         f"{user},{rng.integers(50)},{rng.integers(1, 6)}.0,{time}" for user in range(23) for time in range(user + 1)
     ]
-    (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n" + "\n".join(lines))
+    (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n" + "\n".join(lines) + "\n")
     data = read_movielens(tmp_path)
     ranks = [
         HistoryBatches(histories=data, batch_size=4, rank=rank, world_size=2, num_candidates=2, max_history=10)
