@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -60,6 +62,8 @@ class Case:
     again: bool = False
     cap: float | None = None
     loop: str = "loader"
+    node: int = 8  # ranks of a host
+    prices: tuple[float, float] = (0.0, 0.0)  # of a position within a node and between two
 
     @property
     def options(self) -> ModelOptions:
@@ -84,7 +88,8 @@ class Case:
 
     def balancing(self) -> BalanceOptions:
         caps = [self.cap] * self.world_size if self.cap is not None else None
-        return BalanceOptions(split=SplitOptions(above=0.02), window=self.window, memory_caps=caps)
+        split = SplitOptions(above=0.02, within=self.prices[0], between=self.prices[1])
+        return BalanceOptions(split=split, window=self.window, memory_caps=caps)
 
 
 def loss_of(logits: Tensor, batch: SequenceBatch) -> Tensor:
@@ -107,14 +112,20 @@ def train_whole(case: Case) -> tuple[dict[int, float], list[Tensor]]:
     return losses, gradients(model)
 
 
-_pieces: dict[int, PieceGroup] = {}
+_pieces: dict[tuple[int, int], PieceGroup] = {}
 
 
 def train_split(case: Case) -> dict[str, Any]:
     """The same in a rank, of what it trains."""
     group = group_of(case.world_size)
-    if case.world_size not in _pieces:
-        _pieces[case.world_size] = PieceGroup(group)
+    with mock.patch.dict(os.environ, EVENKEEL_NODE=f"host {dist.get_rank(group) // case.node}"):
+        return _train_split(case, group)
+
+
+def _train_split(case: Case, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    where = case.world_size, case.node
+    if where not in _pieces:
+        _pieces[where] = PieceGroup(group)
     model = case.model()
     run: Any = model
     if case.parallel:
@@ -129,7 +140,7 @@ def train_split(case: Case) -> dict[str, Any]:
     seen: dict[str, Any] = {"splits": [], "scales": [], "sequences": []}
 
     def forward(batch: SequenceBatch, splits: tuple[SplitSample, ...], scale: float) -> Tensor:
-        pieces = _pieces[case.world_size].pieces(splits, contextual=False)
+        pieces = _pieces[where].pieces(splits, contextual=False)
         for layer in model.layers if case.causal_kernel else ():  # of whole samples PyTorch's needs a GPU
             layer._kernel = "dense" if pieces is None else "varlen"
         logits = checkpoint(run, batch, pieces, use_reentrant=False) if case.again else run(batch, pieces)

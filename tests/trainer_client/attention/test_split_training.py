@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,3 +66,10 @@ def eight() -> Iterator[GlooRanks]:
 def test_on_eight_ranks(eight: GlooRanks) -> None:
     parts = check(Case(world_size=8, seed=9, samples=1, steps=2, giants=0.2), eight)
     assert max(len(sample.pieces) for splits in parts[0]["splits"] for sample in splits) > 2
+    case = Case(
+        world_size=8, seed=9, samples=1, steps=2, giants=0.2, node=3, candidates=2, attention="silu", again=True
+    )
+    parts = check(replace(case, prices=(1.0, 5.0)), eight)
+    ranks = [{piece.rank for piece in sample.pieces} for splits in parts[0]["splits"] for sample in splits]
+    assert any(len({rank // case.node for rank in each}) > 1 for each in ranks), "no sample is on two nodes"
+    assert any(len({rank for rank in each if rank // case.node == 0}) > 1 for each in ranks)
