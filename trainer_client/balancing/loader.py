@@ -20,6 +20,7 @@ from trainer_client.balancing.balancer import Balancer, check_loader
 from trainer_client.balancing.batches import BatchSpec
 from trainer_client.balancing.costs.learned import LearnedCost, SummedTerms
 from trainer_client.balancing.frameworks import WrappedLoader, check_saver, check_trainer
+from trainer_client.balancing.handed import Handed
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.passes import Pass
@@ -35,7 +36,6 @@ from trainer_client.balancing.resume import (
     states_of,
 )
 from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.telling import warn_of_unasked_splits
 from trainer_client.balancing.tickets import Cost, Outcome, Ticket
 from trainer_client.checks import is_whole
 
@@ -114,9 +114,7 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         self._device = device
         self._name = name
         self._drop_last = drop_last
-        self._report: RoundReport | None = None
-        self._splits: tuple[SplitSample, ...] = ()
-        self._unasked = False  # nobody has asked for them
+        self._latest = Handed(name)
         self._used: BatchStream | None = None  # by the latest loop
         self._resume: LoaderState | None = None  # which the next loop goes on from
         self._handed: deque[Position] = deque([Position()], maxlen=MAX_AHEAD + 1)  # after each batch, the latest last
@@ -129,9 +127,7 @@ class BalancedLoader(WrappedLoader, Generic[B]):
     @property
     def report(self) -> RoundReport:
         """What balancing did for the batch that was yielded last."""
-        if self._report is None:
-            raise RuntimeError("no batch has been yielded yet; report tells about the latest batch")
-        return self._report
+        return self._latest.report
 
     def took(
         self,
@@ -168,18 +164,20 @@ class BalancedLoader(WrappedLoader, Generic[B]):
 
         See `BalanceOptions.split`, and `PieceGroup.pieces` of `trainer_client.attention`, which takes them.
         """
-        self._unasked = False
-        return self._splits
+        return self._latest.splits
 
     @property
     def loss_scale(self) -> float:
-        """World size over the samples of the global batch: the factor for a loss that is a sum over samples."""
-        return self.report.loss_scale
+        """World size over the samples of the global batch: the factor for a loss that is a sum over samples.
+
+        It is that of the batch that was yielded last: what fetches batches ahead takes `balanced_batches(loader)`.
+        """
+        return self._latest.weighed().loss_scale
 
     @property
     def mean_loss_scale(self) -> float:
         """The factor for a loss that is a mean over this rank's samples; see `RoundReport.mean_loss_scale`."""
-        return self.report.mean_loss_scale
+        return self._latest.weighed().mean_loss_scale
 
     @property
     def counters(self) -> Counters:
@@ -338,8 +336,7 @@ class BalancedLoader(WrappedLoader, Generic[B]):
                     left = window.left
                 if moving is not None:
                     yield self._finish(stream, moving, None if upcoming is None else window)
-                    if self._unasked:
-                        warn_of_unasked_splits(self._name)
+                    self._latest.leave()
                 elif upcoming is None and end is not None:  # else all that was in flight has been dropped
                     if end.reason is not Reason.LEFT:
                         self._finish_pass(source.place)
@@ -417,6 +414,6 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         stream.counters.count(moving.report)
         if self.summed_terms is not None:
             self.summed_terms.add(batch)
-        self._report, self._splits, self._unasked = moving.report, moving.splits, bool(moving.splits)
+        self._latest.give(moving.report, moving.splits)
         self._handed.append(moving.position)
         return batch

@@ -1,0 +1,69 @@
+"""What a loop is told of the batch that it was given last, and whether it asks for that at the right time."""
+
+from __future__ import annotations
+
+import logging
+
+from evenkeel.partitioning.splits import SplitSample
+from trainer_client.balancing.report import RoundReport
+from trainer_client.balancing.telling import warn_of_unasked_splits
+
+logger = logging.getLogger(__name__)
+
+
+class Handed:
+    """The batch that a loop was given last."""
+
+    def __init__(self, name: str) -> None:
+        """Nothing yet, of the loader of this name."""
+        self._name = name
+        self._report: RoundReport | None = None
+        self._splits: tuple[SplitSample, ...] = ()
+        self._unasked = False  # nobody has asked for its splits
+        self._scales: list[float] = []  # of the batches since those whose scale was asked for
+        self._asked = 0  # times that a scale was asked for since the last of them
+        self._warned = False
+
+    def give(self, report: RoundReport, splits: tuple[SplitSample, ...]) -> None:
+        """A batch is handed over."""
+        self._report, self._splits, self._unasked = report, splits, bool(splits)
+        if self._asked:
+            self._scales, self._asked = [], 0
+        self._scales.append(report.loss_scale)
+
+    @property
+    def report(self) -> RoundReport:
+        """What balancing did for it."""
+        if self._report is None:
+            raise RuntimeError("no batch has been yielded yet; report tells about the latest batch")
+        return self._report
+
+    @property
+    def splits(self) -> tuple[SplitSample, ...]:
+        """Samples of it that lie on several ranks."""
+        self._unasked = False
+        return self._splits
+
+    def weighed(self) -> RoundReport:
+        """Its report, for its loss scale.
+
+        Says so, once, where a loop fetches several batches and then asks once for each: it trains all but the last with
+        the scale of another batch. Loops that skip batches, or ask several times for one, do not look like that.
+        """
+        report = self.report
+        self._asked += 1
+        if 1 < self._asked == len(self._scales) and len(set(self._scales)) > 1 and not self._warned:
+            self._warned = True
+            logger.error(
+                "%s: the loss scale was asked for %d times after %d batches had been fetched: each time it was that of "
+                "the last of them, %g, and not %s of the others, so gradients are wrong; who fetches batches ahead, as "
+                "transformers' Trainer where it accumulates gradients, takes balanced_batches(loader), in which each "
+                "batch brings its own scale (docs/frameworks.md)", self._name, self._asked, self._asked,
+                self._scales[-1], ", ".join(f"{scale:g}" for scale in self._scales[:-1][:8]),
+            )  # fmt: skip
+        return report
+
+    def leave(self) -> None:
+        """The loop goes on to the next one."""
+        if self._unasked:
+            warn_of_unasked_splits(self._name)
