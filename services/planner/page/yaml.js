@@ -3,6 +3,7 @@ import { quantity, scalar } from "./tables_text.js";
 
 const DEEPEST = 30;
 const SIZE = /^[-+]?\d[\d_]*(\.\d*)?(e[-+]?\d{1,2})?(K|M|B|G|T|KiB|MiB|GiB|TiB)$/;
+const NAMED = /^("(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|[\w.-]+):(?:\s+(.*))?$/;
 const ESCAPES = { n: "\n", t: "\t", r: "\r", 0: "\0" };
 
 /** The value of a text. Throws an `Error` that names the line. */
@@ -45,13 +46,13 @@ function block(reader, indent, depth) {
       // The rest of the line is the first line of the item.
       const rest = line.text.slice(1).trim();
       if (!rest) { reader.at++; found.push(inner(reader, indent, depth)); continue; }
-      if (!/^([\w.-]+:(\s|$)|- )/.test(rest)) { reader.at++; found.push(inline(line, rest)); continue; }
+      if (!NAMED.test(rest) && !rest.startsWith("- ")) { reader.at++; found.push(inline(line, rest)); continue; }
       const deeper = indent + line.text.length - rest.length;
       reader.lines[reader.at] = { ...line, indent: deeper, text: rest };
       found.push(block(reader, deeper, depth + 1));
       continue;
     }
-    const [, name, rest] = /^("(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|[\w.-]+):(?:\s+(.*))?$/.exec(line.text) ?? fail(line, "is no name with a colon");
+    const [, name, rest] = NAMED.exec(line.text) ?? fail(line, "is no name with a colon");
     reader.at++;
     Object.defineProperty(found, unquoted(name), {
       value: rest ? inline(line, rest) : inner(reader, indent, depth), enumerable: true, configurable: true, writable: true,

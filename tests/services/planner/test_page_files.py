@@ -109,6 +109,7 @@ def test_yaml_is_read_as_python_reads_it(opened: Page) -> None:
         "a: {b: {c: [null, ~, true]}}\nd:\n  e:\n    - f: 1\n      g: 2\n    - h\n# end\n",
         'name: "with, comma" # note\nlist:\n- a\n- b\nempty:\nlast: x y z\n',
         '- "ün/ic\\"ode # \\\\ \\u00e9"\n- {name: "a\\"b", other: \'it\'\'s\', "k\\"ey": 1}\n- \'it\'\'s # one\'\n',
+        '- "a": 1\n  "b c": [2]\n- \'d\': x\n  e: y\n- "a: text"\n- - 1\n  - 2\n',
     ]
     found = page.call("yaml.js", "a[0].map(m.readYaml)", texts)
     assert found == [yaml.safe_load(text) for text in texts]
