@@ -65,6 +65,7 @@ def restart_under_job(crew: Crew, balancer: ServiceProcess, name: str, fallback:
         drained = time.monotonic()
         balancer.start()
         started = time.monotonic()
+        run.catch_up()  # rounds went on during the drain
         run.until(mode="service", times=20, seconds=120)
     records = run.results[0]["records"]
     after = [number for number, record in enumerate(records) if record["at"] >= began]
