@@ -6,8 +6,8 @@
     python -m benchmarks.data generate Gowalla out/gowalla
 
 `lengths` forms batches of users whose histories are the sequences, and prints max/mean of the ranks' loads as loaded
-and balanced. `bound` is the least that any assignment of whole samples reaches, `saved` the share of a step's time that
-balancing saves where the step follows the load, `moved` the share of the tokens that change rank.
+and balanced. No assignment of whole samples comes below `bound`; `saved` is the share of a step's time that balancing
+saves where the step follows the load, `moved` the share of the tokens that change rank.
 
 `keys` prints how the keys of a batch spread over the ranks that own them, under the three routings: keys of the fullest
 rank over the mean, for all keys (`raw`) and for those that are left when each rank asks for a key once
