@@ -67,3 +67,35 @@ class Handed:
         """The loop goes on to the next one."""
         if self._unasked:
             warn_of_unasked_splits(self._name)
+
+
+class OfLatest:
+    """What a loader tells of the batch that it yielded last."""
+
+    _latest: Handed
+
+    @property
+    def report(self) -> RoundReport:
+        """What balancing did for the batch that was yielded last."""
+        return self._latest.report
+
+    @property
+    def splits(self) -> tuple[SplitSample, ...]:
+        """Samples of the batch that was yielded last that lie on several ranks, those of all ranks; mostly none.
+
+        See `BalanceOptions.split`, and `PieceGroup.pieces` of `trainer_client.attention`, which takes them.
+        """
+        return self._latest.splits
+
+    @property
+    def loss_scale(self) -> float:
+        """World size over the samples of the global batch: the factor for a loss that is a sum over samples.
+
+        It is that of the batch that was yielded last: what fetches batches ahead takes `balanced_batches(loader)`.
+        """
+        return self._latest.weighed().loss_scale
+
+    @property
+    def mean_loss_scale(self) -> float:
+        """The factor for a loss that is a mean over this rank's samples; see `RoundReport.mean_loss_scale`."""
+        return self._latest.weighed().mean_loss_scale

@@ -20,7 +20,7 @@ from trainer_client.balancing.balancer import Balancer, check_loader
 from trainer_client.balancing.batches import BatchSpec
 from trainer_client.balancing.costs.learned import LearnedCost, SummedTerms
 from trainer_client.balancing.frameworks import WrappedLoader, check_saver, check_trainer
-from trainer_client.balancing.handed import Handed
+from trainer_client.balancing.handed import Handed, OfLatest
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.passes import Pass
@@ -56,7 +56,7 @@ class _Moving(NamedTuple):
     position: Position
 
 
-class BalancedLoader(WrappedLoader, Generic[B]):
+class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
     """Wraps a loader: the same batches, with the samples of all ranks spread evenly over the ranks.
 
     Costs are submitted `depth` batches ahead and samples move one batch ahead, so that with enough work in a training
@@ -124,11 +124,6 @@ class BalancedLoader(WrappedLoader, Generic[B]):
         self._asker: dict[str, Any] | None = None  # the module that asked for the latest state of this loop
         self._constant: Plain = {}  # what all states of this loop have in common
 
-    @property
-    def report(self) -> RoundReport:
-        """What balancing did for the batch that was yielded last."""
-        return self._latest.report
-
     def took(
         self,
         seconds: float,
@@ -157,27 +152,6 @@ class BalancedLoader(WrappedLoader, Generic[B]):
             load = self.report.timed_load
             terms = self.summed_terms.latest if terms is None and self.summed_terms is not None else terms
         self._stream.measured.add(load, seconds, late, loading, terms)
-
-    @property
-    def splits(self) -> tuple[SplitSample, ...]:
-        """Samples of the batch that was yielded last that lie on several ranks, those of all ranks; mostly none.
-
-        See `BalanceOptions.split`, and `PieceGroup.pieces` of `trainer_client.attention`, which takes them.
-        """
-        return self._latest.splits
-
-    @property
-    def loss_scale(self) -> float:
-        """World size over the samples of the global batch: the factor for a loss that is a sum over samples.
-
-        It is that of the batch that was yielded last: what fetches batches ahead takes `balanced_batches(loader)`.
-        """
-        return self._latest.weighed().loss_scale
-
-    @property
-    def mean_loss_scale(self) -> float:
-        """The factor for a loss that is a mean over this rank's samples; see `RoundReport.mean_loss_scale`."""
-        return self._latest.weighed().mean_loss_scale
 
     @property
     def counters(self) -> Counters:
