@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,30 @@ from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.speeds import Measured
 from trainer_client.balancing.votes import Vote
 
+if TYPE_CHECKING:
+    from trainer_client.balancing.turns import Turns
+
 logger = logging.getLogger(__name__)
 
 _FIRST = 10  # rounds with times until the ranks first show them to each other, and learn how often they will
 _MOST_ROWS = 4096  # of a fit; of more ranks, every so many-th
+
+
+def follow(cost: object, measured: Measured, turns: Turns | None, number: int, pass_number: int | None) -> None:
+    """Lets a learned cost follow what all ranks' do in the round that is to be submitted.
+
+    Args:
+        cost: Of the loader, learned or not.
+        measured: This rank's batches.
+        turns: Of the stream; None where this rank is alone.
+        number: Of the round.
+        pass_number: Of the pass.
+    """
+    cost = getattr(cost, "function", cost)
+    measured.learns = cost if isinstance(cost, LearnedCost) else None
+    if isinstance(cost, LearnedCost):
+        assert pass_number is not None
+        cost.fit = None if turns is None else turns.fit_for(number, pass_number)
 
 
 class _Told(NamedTuple):

@@ -128,6 +128,8 @@ class Pass:
         self, flats: Sequence[FlatBatch], ticket: Ticket, outcome: Outcome, device: torch.device | str | None
     ) -> Pending:
         """Starts the move that is next."""
+        for flat in flats:
+            flat.check_unchanged()
         assert self.mover is not None
         self._device = self.mover.goes_to(flats, device)
         _ = self.taken  # lets go of batches that the loop has got

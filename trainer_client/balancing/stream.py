@@ -15,10 +15,10 @@ from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import Reason, Verdict, out_of_turn
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.breaker import Breaker
-from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.dropped import Key, await_predecessors, drop, note_closed, note_open
 from trainer_client.balancing.embedded import decide_alone
 from trainer_client.balancing.groups import Groups
+from trainer_client.balancing.learning import follow
 from trainer_client.balancing.opening import NoDataError, StreamConfig, meet
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.passes import Mover, Pass, used_after, used_closed
@@ -181,12 +181,13 @@ class BatchStream:
         trace = None if self._tracer is None else self._tracer.begin(self._next_round)
         if not 1 <= len(flats) <= (window := self._options.window):
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
-        assert self._groups is not None and self._template is not None  # noqa: PT018
-        self._follow(getattr(cost, "function", cost))
+        groups, worker, current = self._groups, self._worker, self._pass
+        assert groups and worker and current and self._template  # noqa: PT018
+        follow(cost, self.measured, worker.turns if groups.world_size > 1 else None, self._next_round, current.number)
         samples, problem = read_round(
             self._config.loader, batches, flats, began=None if self._connection is None else self._template,
             cost=cost, memory=memory, caps=self._options.memory_caps, split=self._options.split,
-            shares=self._groups.world_size * window,  # sums over all ranks and batches stay exact
+            shares=groups.world_size * window,  # sums over all ranks and batches stay exact
         )  # fmt: skip
         self._cost_dtype = samples.costs.dtype
         return flats, self._enqueue(
@@ -244,10 +245,7 @@ class BatchStream:
             current.leave(out_of_turn=True)
             assert self._groups is not None
             raise out_of_turn(self._groups.rank)
-        flats = [flat] if isinstance(flat, FlatBatch) else flat
-        for one in flats:
-            one.check_unchanged()
-        return current.start(flats, ticket, outcome, device)
+        return current.start([flat] if isinstance(flat, FlatBatch) else flat, ticket, outcome, device)
 
     def outcome(self, ticket: Ticket) -> Outcome:
         """What all ranks agreed on; waits for it.
@@ -354,15 +352,6 @@ class BatchStream:
         )
         self._mover = Mover(self._groups, self.counters, to_gpu=opened.to_gpu)
         self._enter(current)
-
-    def _follow(self, cost: object) -> None:
-        """Lets a learned cost follow what all ranks' do in the round that is to be submitted."""
-        self.measured.learns = cost if isinstance(cost, LearnedCost) else None
-        if isinstance(cost, LearnedCost):
-            assert self._worker is not None and self._pass is not None and self._pass.number is not None  # noqa: PT018
-            assert self._groups is not None
-            alone = self._groups.world_size == 1
-            cost.fit = None if alone else self._worker.turns.fit_for(self._next_round, self._pass.number)
 
     def _enqueue(
         self,
