@@ -20,13 +20,15 @@ import argparse
 import importlib
 import json
 import platform
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
-from benchmarks.peers.cases import add_shuffle_flags
+from benchmarks.peers.cases import add_shuffle_flags, check_shuffle_flags
+from benchmarks.peers.checkouts import CheckoutError
 
 NEEDS = {
     "shuffle": "recsys_examples",
@@ -53,19 +55,33 @@ def main() -> None:
     console = Console(width=150)
     parts = options.parts or [part for part, peer in NEEDS.items() if getattr(options, peer) is not None]
     if not parts:
-        sys.exit(
-            "nothing to compare with: give --recsys-examples, --torcheasyrec or --torchrec, each a checkout's path"
-        )
-    results: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+        fail("nothing to compare with: give --recsys-examples, --torcheasyrec or --torchrec, each a checkout's path")
     for part in parts:
         if getattr(options, NEEDS[part]) is None:
-            sys.exit(f"the part {part} needs --{NEEDS[part].replace('_', '-')}")
-        found = importlib.import_module(MODULES[part]).compare(options, console)
+            fail(f"the part {part} needs --{NEEDS[part].replace('_', '-')}")
+    try:
+        check_shuffle_flags(options)
+    except ValueError as error:
+        fail(str(error))
+    results: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    for part in parts:
+        try:
+            found = importlib.import_module(MODULES[part]).compare(options, console)
+        except CheckoutError as error:
+            fail(f"{part}: {error}")
+        except subprocess.CalledProcessError:
+            fail(f"{part}: its ranks failed; what they said is above")
         command = "python -m benchmarks.peers " + " ".join(sys.argv[1:])
         results[part] = {"command": command, "python": platform.python_version(), **found}
         if options.json:  # after each part, so that a run that is stopped leaves what it has
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def fail(what: str) -> NoReturn:
+    """Ends with a sentence."""
+    print(f"peers: {what}", file=sys.stderr)
+    sys.exit(2)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -65,4 +65,19 @@ def add_shuffle_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(warm_up=8, mean=1000.0)
     parser.add_argument("--recsys-examples", type=Path, help="checkout of NVIDIA recsys-examples")
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="LENGTHS[/PAYLOAD][/incomplete]")
-    parser.add_argument("--equal", type=int, default=1000, help="length of the sequences in the case `equal`")
+    parser.add_argument(
+        "--equal", type=int, help="length of the sequences in the case `equal`; default: 1000, or --max-length if less"
+    )
+
+
+def check_shuffle_flags(options: argparse.Namespace) -> None:
+    """Refuses what ranks could not run, and sets the default of `--equal`.
+
+    Raises:
+        ValueError: If a case is not known, or its sequences are longer than the model takes.
+    """
+    if options.equal is None:
+        options.equal = min(1000, options.max_length)
+    for case in map(Case.parse, options.cases):
+        if case.lengths == "equal" and not 1 <= options.equal <= options.max_length:
+            raise ValueError(f"--equal is {options.equal}; use 1 to {options.max_length}, as --max-length says")

@@ -1,4 +1,7 @@
-"""Peers' modules out of checkouts that the user gives: nothing of theirs is copied, built or changed."""
+"""Peers' modules out of checkouts that the user gives: nothing of theirs is copied, built or changed.
+
+As a program, `python -m benchmarks.peers.checkouts LOADER PATH` only tries whether one can be used.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import importlib.util
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -280,12 +284,27 @@ def load_torchrec(path: Path) -> TorchRecSource:
     assert spec is not None and spec.loader is not None  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise CheckoutError(f"{path}: {error}; the TorchRec that is installed is too old for it") from error
     torchrec = importlib.import_module("torchrec")
     compiled = f"nothing compiled; on TorchRec {torchrec.__version__}"
     return TorchRecSource(
         checkout=Checkout(name="TorchRec", commit=commit_of(path), compiled=compiled), input_dist=module
     )
+
+
+def try_out(load: Callable[[Path], object], path: Path) -> None:
+    """Loads a checkout in a process of its own, so that ranks are not started for one that cannot be used.
+
+    Raises:
+        CheckoutError: If it cannot; with the sentence that is told there.
+    """
+    command = [sys.executable, "-m", "benchmarks.peers.checkouts", load.__name__, str(path)]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    if tried.returncode:
+        raise CheckoutError((tried.stderr.strip() or f"{path}: importing it ends the process").splitlines()[-1])
 
 
 def commit_of(path: Path) -> str:
@@ -327,3 +346,10 @@ def _import_from(root: Path, package: str, heavy: tuple[str, ...], names: tuple[
     except ImportError as error:
         raise CheckoutError(f"{root}: {error}; install what it names") from error
     return heavy
+
+
+if __name__ == "__main__":
+    try:
+        globals()[sys.argv[1]](Path(sys.argv[2]))
+    except CheckoutError as error:
+        sys.exit(str(error))

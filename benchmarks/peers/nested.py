@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpus import own_gpu
-from benchmarks.peers.checkouts import load_torchrec
+from benchmarks.peers.checkouts import load_torchrec, try_out
 from benchmarks.redistribution import CASES, QUICK, Case, Clock, make_batch, plan
 from benchmarks.redistribution_check import bytes_of
 from benchmarks.redistribution_peers import FieldByField
@@ -69,6 +69,7 @@ class ByInputDist(FieldByField):
 
 def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Starts the ranks; a row for each case."""
+    try_out(load_torchrec, options.torchrec)
     on_gpu = torch.cuda.device_count() >= options.ranks and options.device != "cpu"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers.cases import SHUFFLE_FLAGS
+from benchmarks.peers.checkouts import load_recsys_examples, try_out
 
 MEGABYTE = 1 << 20
 
@@ -30,6 +31,7 @@ def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _record(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the ranks; what they measured."""
+    try_out(load_recsys_examples, options.recsys_examples)
     with tempfile.TemporaryDirectory() as folder:
         raw = (options.raw or Path(folder) / "raw.json").absolute()
         command = [

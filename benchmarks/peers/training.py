@@ -19,6 +19,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.peers.checkouts import load_torcheasyrec_training, try_out
+
 RANKS, SAMPLES, BATCH = 2, 328, 32
 LIMIT_S = 600
 WAYS = ("plain", "balanced", "planned")
@@ -59,6 +61,7 @@ model_config {{
 
 def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """As it is, with balanced batches, and with tables by a plan as well; what each trained."""
+    try_out(load_torcheasyrec_training, options.torcheasyrec.absolute())
     rows: dict[str, Any] = {}
     described: dict[str, Any] = {}
     for how in WAYS:

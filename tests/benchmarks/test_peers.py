@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.peers.__main__ import main
 from benchmarks.peers.batches import PAYLOADS, SPEC, BatchMaker, batch_class, to_sequences
-from benchmarks.peers.cases import CASES, Case
+from benchmarks.peers.cases import CASES, Case, add_shuffle_flags, check_shuffle_flags
 from benchmarks.peers.checkouts import CheckoutError, commit_of, load_recsys_examples, load_torcheasyrec, load_torchrec
 from benchmarks.peers.planners import _their_cost
 from benchmarks.peers.shuffling import summarize
@@ -72,6 +75,45 @@ def test_what_is_no_checkout_is_told(tmp_path: Path) -> None:
     (tmp_path / "tzrec/utils/plan_util.py").touch()
     with pytest.raises(CheckoutError, match=r"run its scripts/gen_proto\.sh"):
         load_torcheasyrec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--parts", "shuffle", "--recsys-examples", "{none}"], "shuffle: {none} has no examples/commons"),
+        (["--parts", "decisions", "--recsys-examples", "{none}"], "decisions: {none} has no examples/commons"),
+        (["--parts", "dumps", "--recsys-examples", "{none}"], "dumps: {none} has no corelib/dynamicemb"),
+        (["--parts", "input_dist", "--torchrec", "{none}"], "input_dist: {none} has no torchrec/distributed/maglev"),
+        (["--parts", "training", "--torcheasyrec", "{none}"], "training: {none} has no tzrec/protos/feature_pb2.py"),
+        (["--parts", "planners"], "the part planners needs --torcheasyrec"),
+        ([], "nothing to compare with: give --recsys-examples"),
+        (
+            ["--recsys-examples", "{none}", "--max-length", "64", "--equal", "65"],
+            "--equal is 65; use 1 to 64, as --max-length says",
+        ),
+        (["--recsys-examples", "{none}", "--cases", "zpf"], "the case is 'zpf'; use LENGTHS"),
+    ],
+)
+def test_what_cannot_run_is_one_sentence(
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    none = str(tmp_path / "none")
+    monkeypatch.setattr(sys, "argv", ["peers", *(flag.format(none=none) for flag in flags)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("peers: " + message.format(none=none))
+
+
+def test_equal_lengths_are_those_that_the_model_takes() -> None:
+    parser = argparse.ArgumentParser()
+    add_shuffle_flags(parser)
+    for flags, expected in (([], 1000), (["--max-length", "64"], 64), (["--equal", "7"], 7)):
+        options = parser.parse_args(flags)
+        check_shuffle_flags(options)
+        assert options.equal == expected
 
 
 def test_commits_are_those_of_the_checkout_itself(tmp_path: Path) -> None:
