@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import time
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,8 +18,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-# By default group, use and ranks, the same number on all of these ranks.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
+# By default group, use and ranks: names of groups to come, the same on all of these ranks.
+_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Iterator[str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def node_name() -> str:
@@ -32,7 +36,7 @@ def make_group(
 
     Not by `dist.new_group`: where only the members call it, torch names the group by how many groups a rank is in, and
     ranks of different pipeline stages are in different numbers of them; they would wait for each other under different
-    names. Here the name counts the groups of these very ranks.
+    names. Here the name counts the groups of these very ranks, after a word that they agree on (`_agreed`).
 
     Args:
         ranks: Its members, as ranks of the default process group, in the same order on all of them.
@@ -40,13 +44,17 @@ def make_group(
         timeout: After which a collective of it fails; default: torch's.
         use: What it is for, the same on all of them; groups of the same ranks for other uses may be made meanwhile.
         options: Of NCCL, where that is among the backends.
+
+    Raises:
+        RuntimeError: If not all of them have come within the timeout.
     """
     world = dist.group.WORLD
     assert world is not None
     members = tuple(ranks)
-    made = _made.setdefault(world, Counter())
-    made[use, members] += 1
-    name: Any = f"evenkeel{use}/{backend}/{'_'.join(map(str, members))}/{made[use, members]}"
+    names = _names.setdefault(world, {})
+    if (use, members) not in names:
+        names[use, members] = _count_on(_agreed(f"evenkeel{use}", members, timeout or default_pg_timeout))
+    name: Any = next(names[use, members])
     with _apart(world) if len(members) < dist.get_world_size() else nullcontext():
         group: dist.ProcessGroup
         group, _ = distributed_c10d._new_process_group_helper(
@@ -61,6 +69,61 @@ def make_group(
         )
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     return group
+
+
+def _agreed(use: str, members: tuple[int, ...], timeout: timedelta) -> str:
+    """A name that the members share and that nobody has used before, found through the store.
+
+    The store may be older than this process: torchrun's agent keeps it over restarts with a fixed `--master-port`, and
+    with it the addresses of the dead, which Gloo would take for those of its members. The count of restarts does not
+    tell attempts apart, as agents of one job count differently. So every rank draws a number: a member writes its own
+    and waits for an answer to that very number, which holds the first member's.
+    """
+    store = distributed_c10d._get_default_store()
+    own, first = dist.get_rank(), members[0]
+    folder, number = f"{use}/{'_'.join(map(str, members))}", secrets.token_hex(8)
+    deadline = time.monotonic() + timeout.total_seconds()
+    if own != first:
+        store.set(f"{folder}/{own}", number)
+        answer = f"{folder}/{own}/{number}"
+        _wait(lambda: () if store.check([answer]) else (first,), deadline, folder, timeout)
+        number = store.get(answer).decode()
+        store.set(f"{folder}/{own}/{number}", number)
+        return f"{folder}/{number}"
+    answered: dict[int, str | None] = {}
+
+    def missing() -> Sequence[int]:
+        late = [rank for rank in members[1:] if not store.check([f"{folder}/{rank}/{number}"])]
+        for rank in late:
+            asked = store.get(f"{folder}/{rank}").decode() if store.check([f"{folder}/{rank}"]) else None
+            if asked != answered.get(rank):  # what a dead attempt has asked is overwritten by the living rank
+                store.set(f"{folder}/{rank}/{asked}", number)
+                answered[rank] = asked
+        return late
+
+    _wait(missing, deadline, folder, timeout)
+    return f"{folder}/{number}"
+
+
+def _count_on(name: str) -> Iterator[str]:
+    return (f"{name}/{number}" for number in count(1))
+
+
+def _wait(missing: Callable[[], Sequence[int]], deadline: float, name: str, timeout: timedelta) -> None:
+    """Asks until no rank is missing. By short questions, since one that waits would keep other threads off the store.
+
+    Raises:
+        RuntimeError: If that does not come by the deadline.
+    """
+    pause = 0.001
+    while late := missing():
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"ranks {', '.join(map(str, late[:8]))}{', …' if len(late) > 8 else ''} did not come to the process "
+                f"group {name} within {timeout.total_seconds():g} s"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
 
 
 @contextmanager

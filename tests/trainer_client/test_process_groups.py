@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.embedding.tables.exchange import exchange_group
+from trainer_client.process_groups import make_group
 
 
 def trained(rank: int, group: dist.ProcessGroup) -> list[int]:
@@ -39,3 +42,55 @@ def test_ranks_of_different_numbers_of_groups_meet() -> None:
         assert sorted(results[one][0] + results[other][0]) == sorted(ids[one] + ids[other])
     assert sorted(results[0][1] + results[1][1]) == sorted(ids[0] + ids[1])
     assert [total for *_, total in results] == [2.0] * 4
+
+
+def restarted(rank: int) -> Any:
+    """Two attempts over one store, as torchrun's agent keeps it; of the first, our groups' addresses are left there.
+
+    Those of the default group are taken away, as PyTorch's part is not what is looked at.
+    """
+    host, box = rank == 0, [0]
+    agent: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if host else None  # type: ignore[attr-defined]
+    if host:
+        box = [agent.port]
+    dist.broadcast_object_list(box, src=0)
+    agent = agent or dist.TCPStore("127.0.0.1", box[0], is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    totals = []
+    for attempt in range(2):
+        dist.barrier()
+        dist.destroy_process_group()
+        if host:
+            for key in agent.list_keys():
+                if "evenkeel" not in key:
+                    agent.delete_key(key)
+            agent.set(f"evenkeel-test/{attempt}", "")
+        agent.wait([f"evenkeel-test/{attempt}"])
+        dist.init_process_group("gloo", store=agent, rank=rank, world_size=2)
+        dist.barrier()
+        if rank:
+            time.sleep(1)  # the other one finds what is in the store
+        group, total = make_group([0, 1], "gloo", timedelta(seconds=20)), torch.ones(1)
+        dist.all_reduce(total, group=group)
+        totals.append(total.item())
+    dist.barrier()
+    return totals
+
+
+def test_a_restart_over_the_store_of_the_attempt_before_does_not_look_for_the_dead() -> None:
+    assert run_ranks(2, restarted) == [[2.0, 2.0]] * 2
+
+
+def alone(rank: int) -> str:
+    if not rank:
+        dist.barrier()  # stays for the store
+        return ""
+    try:
+        make_group([0, 1], "gloo", timedelta(seconds=1))
+    except RuntimeError as error:
+        dist.barrier()
+        return str(error)
+    return "made"
+
+
+def test_who_does_not_come_is_named() -> None:
+    assert "ranks 0 did not come to the process group evenkeel/0_1 within 1 s" in run_ranks(2, alone)[1]
