@@ -26,6 +26,14 @@ _WITHOUT_TORCH = (
     "version."
 )
 
+_WITH_TRAINER = "a balancer's calls need grpcio and protobuf: pip install 'evenkeel[trainer]'"
+_REMEDIES = {
+    "grpc": _WITH_TRAINER,
+    "google": _WITH_TRAINER,
+    "torch": "this needs PyTorch: install the build for your CUDA version",
+}
+"""What to do where a package is missing, by the first part of its module's name."""
+
 app = typer.Typer(
     name="evenkeel",
     help="Planning and balancing for multi-GPU recommender training.",
@@ -69,6 +77,12 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        remedy = _REMEDIES.get((error.name or "").partition(".")[0])
+        if remedy is None:
+            raise
+        typer.echo(f"error: {remedy} ({error})", err=True)
+        sys.exit(2)
     except OSError as error:
         if error.filename is not None:
             raise

@@ -25,7 +25,8 @@ def top(
     """Show the live jobs of a balancer, or of all behind a name: how even they are, and how fast they go.
 
     A job that is not there yet is waited for, unless looks are counted. Exit code: 0 at the end, also if nobody reads
-    on, 1 if no balancer answers or a counted look finds no such job, 2 if the command line is wrong.
+    on, 1 if no balancer answers or a counted look finds no such job, 2 if the command line is wrong, or
+    grpcio is not installed.
     """
     import contextlib
     import os

@@ -35,3 +35,22 @@ def test_a_command_that_needs_torch_says_so(arguments: list[str]) -> None:
     assert shown.returncode in (1, 2)
     assert "torch" in shown.stderr.lower()
     assert "install" in shown.stderr
+
+
+COMMANDS = [
+    ["top", "--balancer", "127.0.0.1:1", "--count", "1"], ["doctor", "--balancer", "127.0.0.1:1"],
+    ["plan", "none.json"], ["calibrate", "--raw"], ["checkpoint", "inspect", "."], ["warm-up", "--help"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_a_command_without_grpcio_says_what_to_install_or_does_not_need_it(arguments: list[str]) -> None:
+    program = "import sys; sys.modules['grpc'] = None; from trainer_client.cli import main; main()"
+    shown = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    assert "Traceback" not in shown.stderr
+    if arguments[0] in ("top", "doctor"):
+        assert "pip install 'evenkeel[trainer]'" in shown.stdout + shown.stderr
+    if arguments[0] == "top":
+        assert shown.returncode == 2
+        assert shown.stderr.startswith("error: a balancer's calls need grpcio and protobuf: pip install")
+        assert shown.stderr.count("\n") == 1
