@@ -244,7 +244,7 @@ def fingerprint(batch: Any) -> int:
     """A number that tells batches apart, from the first values of their first tensors."""
     value = 0
     plain = (leaf for leaf in tree_leaves(batch) if type(leaf) is torch.Tensor and leaf.layout is torch.strided)
-    tensors = (leaf for leaf in plain if leaf.device.type == "cpu")
+    tensors = (leaf for leaf in plain if leaf.device.type == "cpu" and not leaf.is_nested)
     for tensor in itertools.islice(tensors, _TENSORS_LOOKED_AT):
         value = zlib.crc32(str((tensor.dtype, tuple(tensor.shape))).encode(), value)
         first = tensor.detach().reshape(-1)[: _BYTES_LOOKED_AT // max(1, tensor.element_size())]
