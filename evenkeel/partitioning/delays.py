@@ -32,6 +32,7 @@ class Cause(IntEnum):
 
     LOADING = 1  # its loader had none ready
     NETWORK = 2  # its samples came late from the other ranks, or to its device
+    LOOP = 3  # it did something else between a step and the next batch, as writing a checkpoint
 
     @property
     def label(self) -> str:
@@ -67,36 +68,41 @@ class DelayEstimator:
         """
         shape = (len(Cause), num_ranks)
         self._mean = np.zeros(shape)  # of shares, each step's at most 1: so long a pause is one late step
-        self._told = np.zeros(shape)  # the same of all of them
+        self._told = np.zeros(shape)  # the same of all of them, as far as the weight
+        self._seen = np.zeros(shape)  # of the steps since they were last on time goes
         self._known = np.zeros(num_ranks, np.int64)
-        self._calm = np.zeros(shape, np.int64)
+        self._calm = np.full(shape, CALM)
         self._says = np.zeros(shape, np.int64)  # rounds in a row that contradict what is told
         self._since = np.full(shape, -1, np.int64)
         self.delays: tuple[Delay, ...] = ()
 
-    def note(self, number: int, compute: ArrayLike, late: ArrayLike, loading: ArrayLike) -> bool:
+    def note(self, number: int, compute: ArrayLike, late: ArrayLike, loading: ArrayLike, loop: ArrayLike = 0.0) -> bool:
         """Notes how long the ranks' batches were in coming; whether there is anything new to tell.
 
         Args:
             number: Of the round.
             compute: (ranks,) seconds of each rank's own computation of a batch; 0: nothing measured.
-            late: (ranks,) seconds that its computation had waited for the batch, without those that its host waited for
-                the others' submissions.
+            late: (ranks,) seconds that its computation had waited for the batch since its loop asked for it, without
+                those that its host waited for the others' submissions.
             loading: (ranks,) seconds that its host waited for its loader.
+            loop: (ranks,) seconds from its step before until its loop asked for the batch.
         """
-        compute, late, loading = (np.asarray(values, np.float64) for values in (compute, late, loading))
-        known = np.isfinite(late) & np.isfinite(loading) & (late >= 0) & (loading >= 0)
-        known &= (compute >= 1e-9) & (compute <= 1e9)
+        compute = np.asarray(compute, np.float64)
+        waits = np.zeros((3, compute.size))
+        waits[0], waits[1], waits[2] = late, loading, loop
+        known = (compute >= 1e-9) & (compute <= 1e9) & (np.isfinite(waits) & (waits >= 0)).all(axis=0)
         if np.count_nonzero(known) * 2 <= known.size:
             return False
         unit = _lower_median(compute[known])
-        late, loading = (np.where(known, np.minimum(values / unit, MOST), 0.0) for values in (late, loading))
+        shares: Numbers = np.where(known, np.minimum(waits / unit, MOST), 0.0)
+        waited, loaded, other = shares
         # A rank may wait in its exchange for as long as another takes longer to come to it, and that is not its fault.
-        busy = np.where(known, np.minimum(compute / unit, MOST) + np.minimum(late, loading), 0.0)
-        by_loading = np.minimum(np.maximum(loading - _lower_median(loading[known]), 0.0), late)
-        rest = late - by_loading
+        busy = np.where(known, np.minimum(compute / unit, MOST) + np.minimum(waited, loaded) + other, 0.0)
+        by_loading = np.minimum(np.maximum(loaded - _lower_median(loaded[known]), 0.0), waited)
+        rest = waited - by_loading
         by_network = np.maximum(rest - rest[known].min() - (busy.max() - busy), 0.0)
-        self._forget(np.stack([by_loading, by_network]), known)
+        by_loop = np.maximum(other - _lower_median(other[known]), 0.0)
+        self._forget(np.stack([by_loading, by_network, by_loop]), known)
         return self._follow(number)
 
     # ------------------------------------------------------------------ inside
@@ -105,10 +111,11 @@ class DelayEstimator:
         weight = np.where(known, FORGETS, 0.0)
         self._mean += weight * (np.minimum(shares, 1.0) - self._mean)
         self._told += 3 * weight * (shares - self._told)
+        self._seen += 3 * weight * (1.0 - self._seen)
         self._known += known
         self._calm = np.where(shares < ON_TIME, self._calm + known, 0)
         forgotten = self._calm >= CALM
-        self._mean[forgotten] = self._told[forgotten] = 0.0
+        self._mean[forgotten] = self._told[forgotten] = self._seen[forgotten] = 0.0
 
     def _follow(self, number: int) -> bool:
         is_late = self._since >= 0
@@ -126,7 +133,9 @@ class DelayEstimator:
             self._says[turns] = 0
         elif not is_late.any() or number % round(1 / FORGETS):  # now and then by how much
             return False
-        before, more = self.delays, self._told - [[_lower_median(means)] for means in self._told]
+        # Else what is told first would be too little: of few steps the weights do not add up to 1.
+        told = self._told / np.maximum(self._seen, 3 * FORGETS)
+        before, more = self.delays, told - [[_lower_median(means)] for means in told]
         self.delays = tuple(
             Delay(
                 rank=rank, cause=Cause(row + 1), since=int(self._since[row, rank]),

@@ -222,9 +222,11 @@ class Delay(_message.Message):
         CAUSE_UNSPECIFIED: _ClassVar[Delay.Cause]
         CAUSE_LOADING: _ClassVar[Delay.Cause]
         CAUSE_NETWORK: _ClassVar[Delay.Cause]
+        CAUSE_LOOP: _ClassVar[Delay.Cause]
     CAUSE_UNSPECIFIED: Delay.Cause
     CAUSE_LOADING: Delay.Cause
     CAUSE_NETWORK: Delay.Cause
+    CAUSE_LOOP: Delay.Cause
     RANK_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]

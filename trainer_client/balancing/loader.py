@@ -6,15 +6,14 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.agreement import ProgramOrderError, Reason, Verdict
 from trainer_client.balancing.balancer import Balancer, check_loader
 from trainer_client.balancing.batches import BatchSpec
@@ -25,9 +24,8 @@ from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.opening import NoDataError
 from trainer_client.balancing.passes import Pass
 from trainer_client.balancing.places import Place, Source, sampler_of, tell_epoch
-from trainer_client.balancing.positions import Plain, Position, Window
-from trainer_client.balancing.redistribution import Pending
-from trainer_client.balancing.report import Counters, RoundReport
+from trainer_client.balancing.positions import Moving, Plain, Position, Window
+from trainer_client.balancing.report import Counters
 from trainer_client.balancing.resume import (
     LoaderState,
     Resumed,
@@ -45,15 +43,6 @@ B = TypeVar("B")
 _NO_MORE: Any = object()
 MAX_AHEAD = 64
 """Batches that a pipeline may hold, so far back that a state can be asked for."""
-
-
-class _Moving(NamedTuple):
-    """A batch on its way to the loop."""
-
-    pending: Pending
-    report: RoundReport
-    splits: tuple[SplitSample, ...]
-    position: Position
 
 
 class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
@@ -115,6 +104,7 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
         self._name = name
         self._drop_last = drop_last
         self._latest = Handed(name)
+        self._requested: Callable[[], None] = lambda: None
         self._used: BatchStream | None = None  # by the latest loop
         self._resume: LoaderState | None = None  # which the next loop goes on from
         self._handed: deque[Position] = deque([Position()], maxlen=MAX_AHEAD + 1)  # after each batch, the latest last
@@ -124,6 +114,10 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
         self._asker: dict[str, Any] | None = None  # the module that asked for the latest state of this loop
         self._constant: Plain = {}  # what all states of this loop have in common
 
+    def on_request(self, call: Callable[[], None]) -> None:
+        """Calls this whenever the loop asks for a batch, in place of what was given before; a `StepTimer` does it."""
+        self._requested = call
+
     def took(
         self,
         seconds: float,
@@ -131,6 +125,7 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
         *,
         late: float = 0.0,
         loading: float = 0.0,
+        loop: float = 0.0,
         terms: NDArray[np.float64] | None = None,
     ) -> None:
         """Notes how long this rank's own computation of a batch took, without waiting for other ranks.
@@ -142,16 +137,17 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
         Args:
             seconds: That it took; ignored if that is no positive number.
             load: Of the batch, its `report.own_load`; default: of the batch that was yielded last.
-            late: Seconds from the end of the step before until the device had the batch, without those in which the
+            late: Seconds from the loop's request for the batch until the device had it, without those in which the
                 host waited for other ranks (`counters.exposed_seconds`). A rank whose batches come later than the
                 others' is named, with the cause.
             loading: Seconds in which the host waited meanwhile for the wrapped loader (`counters.loading_seconds`).
+            loop: Seconds from the end of the step before until that request, in which the loop did something else.
             terms: (terms,) of a `LearnedCost`, summed over the batch; default, as for the load: of the latest batch.
         """
         if load is None:
             load = self.report.timed_load
             terms = self.summed_terms.latest if terms is None and self.summed_terms is not None else terms
-        self._stream.measured.add(load, seconds, late, loading, terms)
+        self._stream.measured.add(load, seconds, late, loading, loop, terms=terms)
 
     @property
     def counters(self) -> Counters:
@@ -261,6 +257,7 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
         return self._loop()
 
     def _loop(self) -> Iterator[B]:
+        self._requested()
         self._used = stream = self._balancer.stream(self._name)
         current, source = self._begin(stream)
         submitted: deque[Window] = deque()
@@ -268,7 +265,7 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
         here = self._handed[-1].source  # where the next window begins
         window: Window | None = None  # the one that is being trained
         outcome: Outcome | None = None  # of its round
-        moving: _Moving | None = None
+        moving: Moving | None = None
         batches = self._handed[-1].batches  # whose moves have begun
         has_data = True
         end: Verdict | None = None
@@ -291,7 +288,7 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
                         ticket = self._submit(stream, source, [one for one in collected if one is not _NO_MORE])
                         submitted.append(Window(ticket, ticket.flats, begin, here))
                         collected = []
-                upcoming: _Moving | None = None
+                upcoming: Moving | None = None
                 while upcoming is None and (left or submitted):
                     if not left:
                         window = submitted.popleft()
@@ -310,6 +307,7 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
                     left = window.left
                 if moving is not None:
                     yield self._finish(stream, moving, None if upcoming is None else window)
+                    self._requested()
                     self._latest.leave()
                 elif upcoming is None and end is not None:  # else all that was in flight has been dropped
                     if end.reason is not Reason.LEFT:
@@ -367,19 +365,19 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
             drop_last=self._drop_last,
         )[1]  # fmt: skip
 
-    def _start_next(self, stream: BatchStream, window: Window, outcome: Outcome, batches: int) -> _Moving:
+    def _start_next(self, stream: BatchStream, window: Window, outcome: Outcome, batches: int) -> Moving:
         batch = window.batches.popleft()
         pending = stream.start(window.flats, window.ticket, outcome, self._device, batch=batch)
         position = Position(source=window.end, batches=batches)
         if window.left:
             position = Position(window.begin, batches, window=outcome.window, left=list(window.batches))
-        return _Moving(pending, outcome.reports[batch], outcome.splits_in(batch), position)
+        return Moving(pending, outcome.reports[batch], outcome.splits_in(batch), position)
 
     def _finish_pass(self, place: Place) -> None:
         self._handed[-1] = replace(self._handed[-1], source=place, window=None)
         self._finished = True
 
-    def _finish(self, stream: BatchStream, moving: _Moving, following: Window | None) -> B:
+    def _finish(self, stream: BatchStream, moving: Moving, following: Window | None) -> B:
         if following is not None and len(following.ticket.samples):
             moving.position.fields = list(following.ticket.schema.constant_lines)
         started = time.perf_counter()

@@ -7,7 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,11 @@ from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.options import MAX_WINDOW
 
 if TYPE_CHECKING:  # which carry what is here
+    from evenkeel.partitioning.splits import SplitSample
     from trainer_client.balancing.batches import FlatBatch
     from trainer_client.balancing.places import Place
+    from trainer_client.balancing.redistribution import Pending
+    from trainer_client.balancing.report import RoundReport
     from trainer_client.balancing.tickets import Ticket
 
 Plain = dict[str, Any]
@@ -42,6 +45,15 @@ class Position:
     window: Plain | None = None
     left: list[int] = field(default_factory=list)
     fields: list[str] = field(default_factory=list)
+
+
+class Moving(NamedTuple):
+    """A batch on its way to the loop."""
+
+    pending: Pending
+    report: RoundReport
+    splits: tuple[SplitSample, ...]
+    position: Position
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ class Measure(NamedTuple):
     seconds: float = 0.0
     late: float = 0.0
     loading: float = 0.0
+    loop: float = 0.0
 
 
 class Measured:
@@ -49,6 +50,8 @@ class Measured:
         seconds: float,
         late: float = 0.0,
         loading: float = 0.0,
+        loop: float = 0.0,
+        *,
         terms: NDArray[np.float64] | None = None,
     ) -> None:
         """Notes a batch; one without load, or with a time that is none, tells nothing.
@@ -58,9 +61,10 @@ class Measured:
             seconds: As in a `Vote`.
             late: As in a `Vote`.
             loading: As in a `Vote`.
+            loop: As in a `Vote`.
             terms: (terms,) of a learned cost, summed over the batch.
         """
-        given = (load, seconds, late, loading)
+        given = (load, seconds, late, loading, loop)
         try:
             if not (min(given[:2]) > 0 and min(given[2:]) >= 0 and all(map(math.isfinite, given))):
                 return
@@ -120,8 +124,8 @@ class SpeedKeeper:
             loads = [load / speed for load, speed in zip(loads, self._given, strict=True)]
         seconds = [vote.measured_seconds for vote in votes]
         changed = speeds.note(loads, seconds, number)
-        late, loading = [vote.measured_late for vote in votes], [vote.measured_loading for vote in votes]
-        if delays.note(number, seconds, late, loading) or changed:
+        waits = zip(*((vote.measured_late, vote.measured_loading, vote.measured_loop) for vote in votes), strict=True)
+        if delays.note(number, seconds, *waits) or changed:
             before, self.learned = self.learned, replace(speeds.learned, delays=delays.delays)
             self._tell(number, before)
         return self.learned
@@ -160,8 +164,12 @@ class SpeedKeeper:
 
 
 _MOST_TERMS = 1000
-_WHY = {Cause.LOADING: "it loads data too slowly", Cause.NETWORK: "its samples come late over the network"}
-_WHAT = {Cause.LOADING: "loading data", Cause.NETWORK: "exchanging samples"}
+_WHY = {
+    Cause.LOADING: "it loads data too slowly",
+    Cause.NETWORK: "its samples come late over the network",
+    Cause.LOOP: "its loop does something else before it asks for the next batch",
+}
+_WHAT = {Cause.LOADING: "loading data", Cause.NETWORK: "exchanging samples", Cause.LOOP: "asking for batches"}
 
 
 def _turned(before: Sequence[Delay], after: Sequence[Delay]) -> Iterator[tuple[Delay, bool]]:

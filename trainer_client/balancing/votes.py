@@ -88,8 +88,10 @@ class Vote:
         divisible: Samples that this rank offers to split.
         measured_load: Load of the batches that this rank has timed since its last vote, in the mean; 0: none.
         measured_seconds: The time that its own computation of them took, in the mean; 0: none.
-        measured_late: The time that it had to wait for each of them, but for that of other ranks' submissions.
+        measured_late: The time that it had to wait for each of them, once its loop had asked for it, but for that of
+            other ranks' submissions.
         measured_loading: The time that its host waited for its own loader, for each of them.
+        measured_loop: The time from the step before each until its loop asked for it.
         num_batches: With a window, how many batches of it this rank has.
         batches: With a window of several batches, each of them; whole windows, also where this rank has fewer.
     """
@@ -126,6 +128,7 @@ class Vote:
     measured_seconds: float = 0.0
     measured_late: float = 0.0
     measured_loading: float = 0.0
+    measured_loop: float = 0.0
     num_batches: int = 1
     batches: tuple[BatchVote, ...] = ()
 
@@ -146,7 +149,7 @@ class Vote:
             self.round, self.pass_number, self.taken, self.held, flags, self.instance, self.digest, self.moved,
             self.checksum, self.samples, self.schema, self.load, self.heaviest, self.num_batches,
             self.resumed, self.shared, self.divisible, self.measured_load, self.measured_seconds,
-            self.measured_late, self.measured_loading,
+            self.measured_late, self.measured_loading, self.measured_loop,
         )  # fmt: skip
         return fixed + b"".join(_BATCH.pack(b.samples, b.received, b.load, b.heaviest) for b in self.batches)
 
@@ -156,7 +159,7 @@ class Vote:
         (
             number, pass_number, taken, held, flags, instance, digest, moved, checksum, samples, schema, load, heaviest,
             num_batches, resumed, shared, divisible, measured_load, measured_seconds,
-            measured_late, measured_loading,
+            measured_late, measured_loading, measured_loop,
         ) = _LAYOUT.unpack(data[:VOTE_BYTES])  # fmt: skip
         return cls(
             round=number, pass_number=pass_number, taken=taken, left=bool(flags & 32), out_of_turn=bool(flags & 64),
@@ -166,7 +169,7 @@ class Vote:
             costs_float=bool(flags & 16), schema=schema, load=load, heaviest=heaviest,
             num_batches=num_batches, resumed=resumed, shared=shared, divisible=divisible,
             measured_load=measured_load, measured_seconds=measured_seconds,
-            measured_late=measured_late, measured_loading=measured_loading,
+            measured_late=measured_late, measured_loading=measured_loading, measured_loop=measured_loop,
             peers_differ=bool(flags & 256),
             compiling=bool(flags & 1024),
             has_cause=bool(flags & 512),
@@ -179,7 +182,7 @@ class Vote:
         )  # fmt: skip
 
 
-_LAYOUT = struct.Struct("<Q4I6QddQQQI4d")
+_LAYOUT = struct.Struct("<Q4I6QddQQQI5d")
 _BATCH = struct.Struct("<QQdd")
 VOTE_BYTES = _LAYOUT.size
 

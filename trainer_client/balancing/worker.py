@@ -279,6 +279,7 @@ class RoundWorker:
             replace(
                 own, peers_differ=bool(differ), compiling=compiling, measured_load=measured.load,
                 measured_seconds=measured.seconds, measured_late=measured.late, measured_loading=measured.loading,
+                measured_loop=measured.loop,
                 learns=learns, has_fit=self._costs.has_fit,
             )
         )  # fmt: skip

@@ -12,7 +12,7 @@ function bar(index) {
     html("span", { class: "bars" }, html("i", { class: "after" }), html("i", { class: "before" }), html("i", { class: "mean" })), html("span", { class: "late" }));
 }
 
-const DELAYS = { loading: "loads data too slowly", network: "gets its samples late over the network" };
+const DELAYS = { loading: "loads data too slowly", network: "gets its samples late over the network", loop: "does something else between its steps" };
 
 /** In what a rank is slower than the others, by how much and since when; empty: in nothing. */
 function slowly(row) {

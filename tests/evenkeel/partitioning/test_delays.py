@@ -27,6 +27,7 @@ def learned(num_ranks: int, way: str, rounds: int = ROUNDS, seed: int = 0) -> li
     rng, estimator, told = np.random.default_rng(seed), DelayEstimator(num_ranks), []
     for number in range(rounds):
         compute, late, loading = usual_times(rng, num_ranks)
+        loop = np.full(num_ranks, 0.002)
         if BEGIN <= number < END:
             if way == "compute":
                 compute[SLOW] *= 2
@@ -38,9 +39,12 @@ def learned(num_ranks: int, way: str, rounds: int = ROUNDS, seed: int = 0) -> li
                 late += 0.006
             if way == "bursts" and number % 4 == 0:
                 late[SLOW], loading[SLOW] = late[SLOW] + 0.024, loading[SLOW] + 0.024
+            if way == "loop":  # and the others wait for what it sends them
+                loop[SLOW] += 0.006
+                late += np.where(np.arange(num_ranks) == SLOW, 0.0, 0.006)
             if way == "all":
-                late, loading = late + 0.05, loading + 0.05
-        if estimator.note(number, compute, late, loading):
+                late, loading, loop = late + 0.05, loading + 0.05, loop + 0.05
+        if estimator.note(number, compute, late, loading, loop):
             told.append((number, estimator.delays))
     return told
 
@@ -48,8 +52,9 @@ def learned(num_ranks: int, way: str, rounds: int = ROUNDS, seed: int = 0) -> li
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize(
     ("way", "cause"),
-    [("loading", Cause.LOADING), ("bursts", Cause.LOADING), ("waited for", Cause.LOADING), ("network", Cause.NETWORK)],
-)
+    [("loading", Cause.LOADING), ("bursts", Cause.LOADING), ("waited for", Cause.LOADING), ("network", Cause.NETWORK),
+     ("loop", Cause.LOOP)],
+)  # fmt: skip
 def test_who_is_late_is_named_with_the_cause_and_forgotten_when_on_time(num_ranks: int, way: str, cause: Cause) -> None:
     told = learned(num_ranks, way)
     assert {(one.rank, one.cause) for _, delays in told for one in delays} == {(SLOW, cause)}
@@ -57,6 +62,19 @@ def test_who_is_late_is_named_with_the_cause_and_forgotten_when_on_time(num_rank
     assert 0.15 <= told[0][1][0].share <= 0.5
     assert told[-1][1] == ()
     assert END < told[-1][0] <= END + 120
+
+
+@pytest.mark.parametrize("begin", [0, 5, BEGIN])
+@pytest.mark.parametrize("cause", [Cause.LOADING, Cause.LOOP])
+def test_what_is_told_first_is_as_much_as_it_is(cause: Cause, begin: int) -> None:
+    estimator = DelayEstimator(8)
+    for number in range(begin + 60):
+        late = np.where(np.arange(8) == SLOW, 0.03 * (number >= begin), 0.0)
+        waits = (late, late, np.zeros(8)) if cause is Cause.LOADING else (np.zeros(8), np.zeros(8), late)
+        if estimator.note(number, np.full(8, 0.02), *waits):
+            break  # the log says it once
+    assert [(one.rank, one.cause) for one in estimator.delays] == [(SLOW, cause)]
+    assert estimator.delays[0].share == pytest.approx(1.5, abs=0.02)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 64])

@@ -1,4 +1,4 @@
-"""A rank that holds the others up has a name and a kind: slow in computing, in loading data, or in the network."""
+"""A rank that holds the others up has a name and a kind: slow in computing, loading, the network, or its loop."""
 
 from __future__ import annotations
 
@@ -97,6 +97,8 @@ def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
             dist.all_reduce(torch.zeros(1))  # as gradients are
             timer.gradients_ready()
             timer.end_step()
+            if (rank, slow_in) == (SLOW, "loop"):
+                time.sleep(COMPUTES)  # as a checkpoint takes, or a line of a log
             measures.batch("train", loader.report)
             if step == 1 and slow_in == "network":
                 slow_down_what_comes_to(SLOW)
@@ -116,7 +118,7 @@ def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("slow_in", ["compute", "loading", "network"])
+@pytest.mark.parametrize("slow_in", ["compute", "loading", "network", "loop"])
 def test_a_rank_that_is_slow_has_a_name_and_a_kind(served: Served, slow_in: str) -> None:
     results = run_ranks(RANKS, run_job, served.balancer.address, served.url, slow_in)
     # Of the others nothing is asserted: on a busy machine they may be slow, too.
@@ -130,8 +132,11 @@ def test_a_rank_that_is_slow_has_a_name_and_a_kind(served: Served, slow_in: str)
     assert is_late or ranks["speed"][SLOW] < 1
     late = [cause.label for cause, share in zip(Cause, results[SLOW]["late"], strict=True) if share]
     assert late == ([slow_in] if is_late else [])
+    # fmt: off
     why = {"compute": "computes", "loading": "holds the others up: it loads data too slowly",
-           "network": "holds the others up: its samples come late over the network"}[slow_in]  # fmt: skip
+           "network": "holds the others up: its samples come late over the network",
+           "loop": "holds the others up: its loop does something else before it asks for the next batch"}[slow_in]
+    # fmt: on
     for rank, result in enumerate(results):  # rank 0 says it, and the rank itself
         assert any(f"rank {SLOW} on " in line and why in line for line in result["lines"]) == (rank in (0, SLOW))
     if is_late:

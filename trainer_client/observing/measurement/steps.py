@@ -123,8 +123,15 @@ class Timed(Protocol):
         """About the batch that was yielded last: its `own_load` and `split_samples`."""
         ...
 
-    def took(self, seconds: float, load: float, *, late: float, loading: float) -> None:
-        """This rank's own computation of a batch took so long; it came so late, and so much of that from the loader."""
+    def on_request(self, call: Callable[[], None]) -> None:
+        """`call` is to be called whenever the loop asks for a batch."""
+        ...
+
+    def took(self, seconds: float, load: float, *, late: float, loading: float, loop: float) -> None:
+        """This rank's own computation of a batch took so long.
+
+        It came so late after the loop had asked for it, so much of that from the loader; the loop had asked so late.
+        """
         ...
 
 
@@ -179,15 +186,18 @@ class StepTimer:
         self._device = torch.device(device)
         self._loader = loader
         self._fetched: deque[_Fetched] = deque(maxlen=ahead + 1)  # before each of the latest batches
-        self._untold: deque[tuple[_Fetched, _Fetched, _Waits, Mark, dict[str, Mark]]] = deque()
+        self._untold: deque[tuple[_Fetched, _Fetched, _Waits, Mark, Mark | None, dict[str, Mark]]] = deque()
         self._tried, self._told = 0, False
         self._waited, self._waits = _Waits(), _Waits()  # until the latest batch, and for it
         self._number = 0
         self._gradients, self._watched = 0, 0
         self._begin = self._free = mark(self._device)  # of the step; since when the device waits for the batch
+        self._asked: Mark | None = None  # when the loop asked for the latest batch
         self._marks: dict[str, Mark] = {}
         self._pending: deque[tuple[int, Mark, dict[str, Mark]]] = deque()
         self._remove: list[Callable[[], None]] = []
+        if loader is not None:
+            loader.on_request(self._request)
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Lets the last gradient of a backward pass mark the end of compute; each of `parameters` must get one.
@@ -210,6 +220,10 @@ class StepTimer:
         for parameter in parameters:
             handle = parameter.register_post_accumulate_grad_hook(counted)  # type: ignore[no-untyped-call]
             self._remove.append(handle.remove)
+
+    def _request(self) -> None:
+        """The loop asks for a batch: what it did since the last step is not the loader's fault nor the network's."""
+        self._asked = mark(self._device)
 
     def batch_ready(self) -> None:
         """The batch is there."""
@@ -269,7 +283,7 @@ class StepTimer:
             return  # the attention of split samples waits for other ranks: the time is not this rank's own
         if marked:
             self._told = True
-            self._untold.append((first, after, self._waits, self._free, self._marks))
+            self._untold.append((first, after, self._waits, self._free, self._asked, self._marks))
         self._tried += 1
         if self._tried == _TRIES and not self._told:
             _warn(self._missing())
@@ -288,9 +302,11 @@ class StepTimer:
     def _tell(self, loader: Timed) -> None:
         """Tells the loader of the batches that the device has finished, without waiting for it."""
         while self._untold and self._untold[0][-1]["compute"].ready():
-            first, after, waits, free, marks = self._untold.popleft()
-            late = marks["data"].since(free) / 1e3 - waits.others
-            told: dict[str, Any] = {"late": max(0.0, late), "loading": waits.loading}
+            first, after, waits, free, asked, marks = self._untold.popleft()
+            # A thread that fetches ahead may ask on a stream of its own, or before the last step has ended.
+            loop = max(0.0, asked.since(free) / 1e3) if asked is not None and asked.ready() else 0.0
+            late = marks["data"].since(free) / 1e3 - loop - waits.others
+            told: dict[str, Any] = {"late": max(0.0, late), "loading": waits.loading, "loop": loop}
             if first.terms is not None and after.terms is not None:  # the copies were begun before the computation
                 told["terms"] = (after.terms - first.terms).numpy()
             loader.took(marks["compute"].since(marks["data"]) / 1e3, after.load - first.load, **told)

@@ -1,5 +1,6 @@
 import re
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,15 +118,20 @@ class Noting:
         self.counters = SimpleNamespace(loading_seconds=0.0, exposed_seconds=0.0, own_load=0.0, split_samples=0)
         self.told: list[tuple[float, float]] = []
         self.waits: list[tuple[float, float]] = []
+        self.loops: list[float] = []
 
     def fetch(self, load: float, splits: int = 0) -> None:
         self.report = SimpleNamespace(own_load=load, split_samples=splits)
         self.counters.own_load += load
         self.counters.split_samples += splits
 
-    def took(self, seconds: float, load: float, *, late: float, loading: float) -> None:
+    def on_request(self, call: Callable[[], None]) -> None:
+        self.request = call
+
+    def took(self, seconds: float, load: float, *, late: float, loading: float, loop: float) -> None:
         self.told.append((load, seconds))
         self.waits.append((late, loading))
+        self.loops.append(loop)
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -223,6 +229,26 @@ def test_a_loader_is_told_how_late_each_batch_was_but_for_other_ranks() -> None:
     assert late == pytest.approx((data[0], data[1], data[2] - SLOW, 0.0))
     assert late[1] >= 2 * SLOW
     assert late[2] >= SLOW
+
+
+def test_what_a_loop_does_between_its_steps_is_no_delay_of_the_batch() -> None:
+    loader = Noting()
+    timer = StepTimer("cpu", loader=loader)
+    for behind in (0.0, SLOW, 0.0):
+        time.sleep(behind)
+        loader.request()
+        time.sleep(SLOW / 2)
+        timer.batch_ready()
+        timer.compute_done()
+        timer.end_step()
+    data = [step.data / 1e3 for step in timer.finished()]
+    assert loader.loops[1] >= SLOW
+    assert [late + loop for (late, _), loop in zip(loader.waits, loader.loops, strict=True)] == pytest.approx(data)
+    assert all(late >= SLOW / 2 for late, _ in loader.waits)
+    timer.batch_ready()  # of a pipeline, which asked for it before the last step had ended
+    timer.compute_done()
+    timer.end_step()
+    assert loader.loops[-1] == 0
 
 
 def test_a_timer_that_tells_a_loader_does_not_hoard_steps() -> None:
