@@ -89,7 +89,6 @@ class RoundWorker:
         self._speeds = speeds
         self._costs = CostKeeper(name, self._groups, self._measured)
         self._fit: Fit | None = None  # that a learned cost follows, in rounds that are submitted from now on
-        self._warned_costs = False
         self._without_plan = 0  # rounds that no rank found a plan for
         self._kernels = kernels
         self._causes = Causes(name, self._groups, connection, options.fallback)
@@ -358,10 +357,10 @@ class RoundWorker:
         assert not isinstance(result, PartitionError)
         return replace(verdict, moved=result.moved_samples > 0), result  # the same plan on all ranks
 
-    def _say_unplanned(self, number: int, why: str) -> None:
-        """Said by one rank, of the first, second, fourth, eighth…: all know the same, and it may be every round."""
+    def _say_unplanned(self, number: int, why: str, *, own: bool = False) -> None:
+        """Said of the first, second, fourth, eighth…, as it may be every round: by rank 0 and by whose fault it is."""
         self._without_plan += 1
-        if self._groups.rank == 0 and self._without_plan.bit_count() == 1:
+        if (own or self._groups.rank == 0) and self._without_plan.bit_count() == 1:
             said = "round %d of %s stays unbalanced (%d so far): %s"
             logger.warning(said, number, self._name, self._without_plan, why)
 
@@ -391,7 +390,7 @@ class RoundWorker:
             )  # fmt: skip
         if self._kernels is not None:
             self._kernels.learn(number, verdict)
-        if verdict.reason is Reason.INVALID_COSTS and not self._warned_costs:
-            self._warned_costs = True
-            if problem:
-                logger.warning("round %d of %s stays unbalanced: %s", number, self._name, problem)
+        if verdict.reason is Reason.INVALID_COSTS:
+            ranks = ", ".join(map(str, verdict.ranks))
+            self._say_unplanned(number, problem or f"the costs of rank(s) {ranks} cannot be used; their logs say why",
+                                own=bool(problem))  # fmt: skip

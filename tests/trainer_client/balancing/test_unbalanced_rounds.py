@@ -8,17 +8,18 @@ import re
 import torch
 
 from benchmarks.harness.ranks import run_ranks
-from trainer_client import BalancedLoader, BalanceOptions, Balancer, TokenCost
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 
-def _train(rank: int, batches: int) -> tuple[list[str], int]:
+def _train(rank: int, batches: int, invalid: int = -1) -> tuple[list[str], int]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("trainer_client").addHandler(handler)
     data = [{"tokens": torch.tensor([5, 9, 2])} for _ in range(batches)]
-    with Balancer.embedded(options=BalanceOptions(memory_caps=[1, 1])) as balancer:
-        loader = BalancedLoader(data, balancer, cost=TokenCost(tokens="tokens"))
+    options = BalanceOptions(memory_caps=[1, 1] if invalid < 0 else None)
+    with Balancer.embedded(options=options) as balancer:
+        loader = BalancedLoader(data, balancer, cost=lambda batch: batch["tokens"] * (-1 if rank == invalid else 1))
         modes = [loader.report.mode.value for _ in loader]
     return said, modes.count("identity")
 
@@ -29,3 +30,16 @@ def test_one_rank_tells_of_fewer_and_fewer_of_them() -> None:
     assert nothing == []
     counts = [re.search(r"stays unbalanced \((\d+) so far\): .*raise memory_caps", line) for line in said]
     assert [found and int(found[1]) for found in counts] == [1, 2, 4, 8]
+
+
+def test_costs_that_cannot_be_used_are_told_by_their_rank_and_the_first_again_and_again() -> None:
+    results = run_ranks(3, _train, 9, 1)
+    assert [stayed for _, stayed in results] == [9, 9, 9]
+    first, own, other = (said for said, _ in results)
+    assert other == []
+    for said, why in (
+        (first, r"the costs of rank\(s\) 1 cannot be used"),
+        (own, "must be finite and at least 0|are not"),
+    ):
+        counts = [re.search(rf"stays unbalanced \((\d+) so far\): .*{why}", line) for line in said]
+        assert [found and int(found[1]) for found in counts] == [1, 2, 4, 8]
