@@ -297,15 +297,23 @@ class Groups:
         return [table[rank, :size].tobytes() for rank, size in enumerate(sizes)]
 
 
+_OTHERS = (
+    "The ranks that balance together could not agree: another rank has ended or failed, as its own log says, "
+    "or did not begin this loop within BalanceOptions.group_timeout; all ranks run the same loops in the same "
+    "order."
+)
+_WORKER_DIED = (
+    "A worker of this rank's DataLoader died while the ranks that balance together agreed, often because the "
+    "machine had no memory left; the other ranks wait for this one until BalanceOptions.group_timeout, unless its "
+    "process ends. Let it end, and start the job again with fewer workers, or with less that each of them holds."
+)
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
     """Adds to the error of a collective what else than the network it may come from."""
     try:
         yield
     except RuntimeError as error:
-        error.add_note(
-            "The ranks that balance together could not agree: another rank has ended or failed, as its own log says, "
-            "or did not begin this loop within BalanceOptions.group_timeout; all ranks run the same loops in the same "
-            "order."
-        )
+        error.add_note(_WORKER_DIED if str(error).startswith("DataLoader worker") else _OTHERS)
         raise

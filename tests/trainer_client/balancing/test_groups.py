@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer, BatchSpec
 from trainer_client.balancing import groups
-from trainer_client.balancing.groups import _common
+from trainer_client.balancing.groups import _common, _explained
 
 MINUTE = timedelta(minutes=1)
 
@@ -109,3 +115,19 @@ def test_all_ranks_must_have_left_a_pair_in_the_same_state() -> None:
     assert _common([{3: (MINUTE, 5, 4)}, {3: state}], MINUTE) is None
     assert _common([{3: state}, {3: state}], 2 * MINUTE) is None
     assert _common([{}, {3: state}], MINUTE) is None
+
+
+def test_a_dataloader_worker_that_dies_among_agreements_is_named_as_the_cause() -> None:
+    batches = iter(DataLoader(range(1000), num_workers=1, multiprocessing_context="fork"))  # type: ignore[arg-type]
+    next(batches)
+    worker = multiprocessing.active_children()[0]
+    assert worker.pid is not None
+    threading.Timer(0.5, os.kill, (worker.pid, signal.SIGKILL)).start()
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* killed") as caught, _explained():
+        time.sleep(60)
+    (note,) = caught.value.__notes__
+    assert "A worker of this rank's DataLoader died" in note
+    assert "another rank" not in note
+    with pytest.raises(RuntimeError) as other, _explained():
+        raise RuntimeError("Connection closed by peer")
+    assert "another rank has ended or failed" in other.value.__notes__[0]
