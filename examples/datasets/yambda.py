@@ -82,7 +82,7 @@ def _check(columns: dict[str, Any], path: Path, first: int) -> None:
         first: Rows before them.
 
     Raises:
-        ValueError: With the file, the row and the column.
+        ValueError: If there are such rows, with the file, the row and the column.
     """
     from pyarrow import compute, types
 

@@ -58,7 +58,7 @@ class Handed:
                 "%s: the loss scale was asked for %d times after %d batches had been fetched: each time it was that of "
                 "the last of them, %g, and not %s of the others, so gradients are wrong; who fetches batches ahead, as "
                 "transformers' Trainer where it accumulates gradients, takes balanced_batches(loader), in which each "
-                "batch brings its own scale (docs/frameworks.md)", self._name, self._asked, self._asked,
+                "batch brings its own scale (docs/pipelines.md)", self._name, self._asked, self._asked,
                 self._scales[-1], ", ".join(f"{scale:g}" for scale in self._scales[:-1][:8]),
             )  # fmt: skip
         return report
