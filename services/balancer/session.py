@@ -58,7 +58,7 @@ class Session:
     """
 
     __slots__ = (
-        "_limits", "abandoned_at", "caller", "decided", "ends_at", "finished", "floor", "highest", "id",
+        "_ahead", "_limits", "abandoned_at", "caller", "decided", "ends_at", "finished", "floor", "highest", "id",
         "last_message_at", "memory", "nodes", "open_rounds", "statistics", "terms",
     )  # fmt: skip
 
@@ -81,6 +81,7 @@ class Session:
         self.decided: dict[int, DecidedRound] = {}
         self.floor = -1
         self.highest = -1
+        self._ahead: dict[int, int] = {}  # undecided rounds that each rank has submitted to
         self.last_message_at = now
         self.abandoned_at = math.inf
         self.ends_at = math.inf
@@ -147,6 +148,8 @@ class Session:
             current = self.open_rounds[round_number] = OpenRound(opened_at=now, deadline=math.inf)
         if fresh is not None:
             current.add(now, fresh)
+            for rank in fresh.ranks:
+                self._ahead[rank] = self._ahead.get(rank, 0) + 1
         deadline = current.deadline
         current.wait(asker, ranks, submission.timeout)
         if round_number >= self.ends_at:
@@ -258,6 +261,7 @@ class Session:
         other.decided = {number: decided.copy() for number, decided in self.decided.items()}
         other.floor, other.highest, other.ends_at = self.floor, self.highest, self.ends_at
         other.abandoned_at = self.abandoned_at
+        other._ahead = dict(self._ahead)
         other.finished = set(self.finished)
         other.statistics = replace(self.statistics, identity=dict(self.statistics.identity))
         return other
@@ -301,14 +305,12 @@ class Session:
         self, round_number: int, current: OpenRound | None, fresh: Submission
     ) -> list[tuple[tuple[int, ...], Refusal]]:
         """Whom of those that come to a round for the first time there is no room for, and why; takes the memory."""
-        most = self._limits.max_rounds_ahead
-        if len(self.open_rounds) >= most:
-            ahead = {rank: sum(rank in one.submissions for one in self.open_rounds.values()) for rank in fresh.ranks}
-            far = {rank for rank in fresh.ranks if ahead[rank] >= most}
-            if far:
-                left = set(fresh.ranks) - far
-                refused = [((rank,), too_far(rank, round_number, ahead[rank])) for rank in sorted(far)]
-                return [*refused, *(self._no_room(round_number, current, fresh.of(left)) if left else ())]
+        ahead, most = self._ahead, self._limits.max_rounds_ahead
+        far = {rank for rank in fresh.ranks if ahead.get(rank, 0) >= most}
+        if far:
+            left = set(fresh.ranks) - far
+            refused = [((rank,), too_far(rank, round_number, ahead[rank])) for rank in sorted(far)]
+            return [*refused, *(self._no_room(round_number, current, fresh.of(left)) if left else ())]
         if current is None and len(self.open_rounds) >= self._limits.max_open_rounds:
             refusal = Refusal(
                 code=Code.ROUND_OUT_OF_RANGE,
@@ -337,6 +339,12 @@ class Session:
 
     def _decide(self, now: float, round_number: int, decision: Decision) -> list[Effect]:
         current = self.open_rounds.pop(round_number)
+        for rank in current.submissions:
+            left = self._ahead[rank] - 1
+            if left:
+                self._ahead[rank] = left
+            else:
+                del self._ahead[rank]
         self.memory.give(2 * current.nbytes)
         self._remember(round_number, DecidedRound(decision, current.fingerprints()))
         waited = now - current.opened_at
