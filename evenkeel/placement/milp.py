@@ -53,6 +53,7 @@ def solve_milp(
     nodes: int | None = None,
     enough: float | None = None,
     watch: Watch | None = None,
+    presolve: bool = True,
 ) -> MilpResult:
     """Minimise `cost @ x` with `row_lower <= matrix @ x <= row_upper` and `0 <= x <= upper`.
 
@@ -68,6 +69,7 @@ def solve_milp(
         nodes: Nodes of the search at most; as many as it takes where `None`.
         enough: An objective of interest: all that is asked for is a point with at most this, or that there is none.
         watch: Once its time is up, the best found is returned with its bound; a minute by default.
+        presolve: Whether HiGHS makes the program smaller first.
 
     Raises:
         SolveCancelledError: If the caller wants the search to stop.
@@ -80,6 +82,7 @@ def solve_milp(
         ("mip_rel_gap", gap),
         ("mip_abs_gap", 1e-12),
         ("time_limit", max(0.01, watch.left())),
+        ("presolve", "choose" if presolve else "off"),
         ("mip_max_nodes", highspy.kHighsIInf if nodes is None else nodes),
     ):
         solver.setOptionValue(option, value)
@@ -106,6 +109,15 @@ def solve_milp(
         return MilpResult(None, np.inf, above if proved else -np.inf, proved)
     values = np.array(solver.getSolution().col_value)
     objective = float(info.objective_function_value) / _FINER
+    if abs(objective - float(cost @ values)) > _ABOVE * (1e-3 + abs(objective)):
+        # HiGHS 1.16 may return the start at the objective of a relaxation, as optimal, where it presolves: all of it
+        # is in doubt then.
+        if not presolve:
+            return MilpResult(values, float(cost @ values), -np.inf, False)
+        return solve_milp(
+            cost, matrix, row_lower, row_upper, integer, upper, gap=gap, start=start, nodes=nodes, enough=enough,
+            watch=watch, presolve=False,
+        )  # fmt: skip
     # Where no point is below, HiGHS calls some point optimal that is above.
     bound = min(above, float(info.mip_dual_bound) / _FINER if integer.any() else objective)
     return MilpResult(values, objective, bound, proved)

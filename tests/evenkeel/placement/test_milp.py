@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from evenkeel.placement import Optimizer, Status, Table, Zipf, plan
+from evenkeel.placement import Optimizer, PlanRequest, SolverOptions, Status, Step, Table, Topology, Zipf, plan
+from evenkeel.placement.building import build_problem
+from evenkeel.placement.joint import solve_joint
+from evenkeel.placement.limits import Watch
 from evenkeel.placement.milp import MilpResult, solve_milp
+from evenkeel.placement.solver import seconds, solve
 from tests.evenkeel.placement.test_sharding import ask
 
 
@@ -46,3 +50,31 @@ def test_no_gap_at_all_can_be_asked_for() -> None:
         for i, (n, d, ids, e, way) in enumerate(zip(rows, dims, lookups, exponents, ways, strict=True))
     )
     assert plan(ask(tables, 2.01, 3, 1, gap=0.0), split=False).status is Status.OPTIMAL
+
+
+def test_a_start_that_presolving_takes_for_the_best_is_not_believed() -> None:
+    """HiGHS 1.16 calls the start of this program optimal, at an objective that is not that of its values."""
+    rows = (430_645, 2_068_629, 2_551_545, 202_673, 550_723, 309_439, 3_000_001, 1_978_802)
+    dims, lookups = (32, 32, 64, 128, 128, 128, 64, 64), (20.0, 1.0, 1.0, 5.0, 1.0, 1.0, 20.0, 1.0)
+    exponents = (
+        1.0216412719388595, 1.0764582901572335, 1.1067808737074292, 1.026357563788462,
+        0.9580383727744257, 1.0387878856886057, 0.8790758113571994, 1.1002895228252756,
+    )  # fmt: skip
+    tables = tuple(
+        Table(
+            name=f"t{i}", rows=n, dim=d, ids_per_sample=ids, access=Zipf(exponent=e),
+            optimizer=Optimizer.ADAGRAD, pooled=i not in (1, 4),
+        )
+        for i, (n, d, ids, e) in enumerate(zip(rows, dims, lookups, exponents, strict=True))
+    )  # fmt: skip
+    machines = Topology(ranks=8, hbm_bytes=1_230_783_256, host_bytes=1_828_962_304)
+    options = SolverOptions(ratio_steps=6)
+    problem = build_problem(
+        PlanRequest(tables=tables, topology=machines, step=Step(samples_per_rank=2048), solver=options)
+    )
+    every = [np.isfinite(group.time).any(axis=0) for group in problem.groups]
+    best = solve_joint(problem, every, gap=0.0, start=None, watch=Watch()).modules
+    assert best is not None
+    found = solve(problem)
+    assert found.proved
+    assert found.cost == pytest.approx(seconds(problem, best), rel=1e-6)
