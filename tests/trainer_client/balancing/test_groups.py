@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -120,8 +119,7 @@ def test_all_ranks_must_have_left_a_pair_in_the_same_state() -> None:
 def test_a_dataloader_worker_that_dies_among_agreements_is_named_as_the_cause() -> None:
     batches = iter(DataLoader(range(1000), num_workers=1, multiprocessing_context="fork"))  # type: ignore[arg-type]
     next(batches)
-    worker = multiprocessing.active_children()[0]
-    assert worker.pid is not None
+    (worker,) = batches._workers  # type: ignore[attr-defined]
     threading.Timer(0.5, os.kill, (worker.pid, signal.SIGKILL)).start()
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* killed") as caught, _explained():
         time.sleep(60)

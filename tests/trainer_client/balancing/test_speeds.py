@@ -218,5 +218,5 @@ def test_a_measure_is_told_once_and_is_the_mean_of_several() -> None:
         (5, 1.0, 0.0, math.nan),
     ):
         measured.add(*told)
-    assert measured.take() == pytest.approx((20.0, 1.5, 0.6, 0.2))
+    assert measured.take() == pytest.approx((20.0, 1.5, 0.6, 0.2, 0.0))
     assert measured.take() == Measure()
