@@ -24,7 +24,7 @@ from trainer_client.balancing import BalancedLoader, RoundReport
 from trainer_client.balancing.launchers import local_rank
 from trainer_client.embedding.routing.ownership import RoutingLike
 from trainer_client.embedding.routing.skew import feature_skew
-from trainer_client.observing.measurement.steps import Mark, mark
+from trainer_client.observing.measurement.marks import Mark, mark
 from trainer_client.observing.measures import RankMeasures
 
 __all__ = ["RankExporter", "RankMeasures"]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainer_client.observing.measurement.flops import Work, peak_tflops
-from trainer_client.observing.measurement.steps import Mark, mark
+from trainer_client.observing.measurement.marks import Mark, mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

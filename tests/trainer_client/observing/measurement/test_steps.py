@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client.observing.measurement import Breakdown, StepTimer, gather_breakdown, steps
+from trainer_client.observing.measurement.marks import HostMark
 
 SLOW = 0.08
 
@@ -157,7 +158,7 @@ def test_a_loader_is_told_what_each_batch_took_to_compute(ahead: int) -> None:
 def test_several_batches_of_a_step_count_with_their_own_loads(monkeypatch: pytest.MonkeyPatch, *, each: bool) -> None:
     now = [0.0]
 
-    class Mark(steps.HostMark):
+    class Mark(HostMark):
         def __init__(self) -> None:
             self._time = now[0]
 
