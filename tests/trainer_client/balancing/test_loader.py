@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.references.all_gather import by_gathering
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.resume import ResumeError
-
-
-@pytest.fixture(scope="module")
-def balancer() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 def run(job: Job) -> list[list[dict[str, Any]]]:

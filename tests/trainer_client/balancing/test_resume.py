@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
@@ -102,12 +102,6 @@ def stop_everywhere(rank: int, job: Job, way: str, **options: Any) -> None:
             assert number == len(states) - 1 or its_states == states[number + 1 : -1]
             if number % 4 == 0:  # and the next epoch is a whole one
                 assert [trained(batch, again) for batch in again] == steps
-
-
-@pytest.fixture(scope="module")
-def balancer() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 def options(**changes: Any) -> BalanceOptions:

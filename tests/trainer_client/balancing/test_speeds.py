@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.speeds import ALL_EQUAL
 from tests.evenkeel.protocol.relay import old_server
@@ -24,12 +24,6 @@ from trainer_client.balancing.speeds import Measure, Measured
 from trainer_client.observing.measurement import StepTimer
 
 SIZE = 24
-
-
-@pytest.fixture(scope="module")
-def balancer() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.evenkeel.protocol.relay import old_server
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, HSTUCost, SplitOptions, TokenCost
@@ -134,12 +133,6 @@ def run(job: Splits) -> list[list[dict[str, Any]]]:
                     assert row == list(range(row[0], row[0] + len(row)))
         assert sum(record["own"] for record in records) == records[0]["samples"] + records[0]["pieces"] - len(splits)
     return results
-
-
-@pytest.fixture(scope="module")
-def balancer() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 @pytest.mark.parametrize("window", [1, 2])

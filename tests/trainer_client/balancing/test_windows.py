@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, Job, make_batch, run_job
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
@@ -20,12 +19,6 @@ WINDOW = 3
 
 def options(**changes: Any) -> BalanceOptions:
     return BalanceOptions(**{"timeout": timedelta(seconds=10), "window": WINDOW, **changes})
-
-
-@pytest.fixture(scope="module")
-def balancer() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 def run(job: Job) -> list[list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from examples.datasets import SequenceBatch, SyntheticSequences
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
@@ -25,12 +25,6 @@ TERMS = SequenceTerms(history=("num_history", "num_history"), candidates="num_ca
 PRIOR = HSTUCost(num_layers=1, width=1024, num_heads=4, head_dim=256, history=("num_history", "num_history"))
 CLOCK = np.array([0.0, 1e-3, 3e-6])  # milliseconds a sample, token and pair
 SIZE = 24
-
-
-@pytest.fixture(scope="module")
-def balancer() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import grpc
 import pytest
 import trustme
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from evenkeel import addresses
 from evenkeel.credentials import Credentials
 from tests.services.security.jobs import join
@@ -23,12 +23,6 @@ from trainer_client.balancing.service import Connection, outages, uplink
 
 NAME = "balancers.example.test"
 THOUSANDS = [f"127.{1 + n // 250 % 16}.{n // 4000}.{1 + n % 250}" for n in range(4000)]
-
-
-@pytest.fixture(scope="module")
-def balancer() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 def wait_until(what: Callable[[], Any], seconds: float) -> None:
