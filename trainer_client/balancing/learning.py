@@ -86,13 +86,14 @@ class CostKeeper:
 
     def _exchange(self, number: int, votes: Sequence[Vote], *, enough: bool) -> None:
         cost, rows = self._measured.learns, self._measured.take_terms()
+        own = None if self._fitter is None else self._fitter.used
         width = 1 if cost is None else len(cost.terms.names) + 1
         told: list[_Told] = self._groups.gather_objects(
             _Told(
                 None if cost is None else tuple(cost.terms.names),
                 np.array(rows, np.float64).reshape(-1, width),
                 _FIRST if cost is None else cost.options.every,
-                None if self._fitter is None else self._fitter.used,
+                own,
             )
         )
         if enough:
@@ -102,7 +103,8 @@ class CostKeeper:
             self._differ, self._fit = True, None
             self._tell_others(others[0], told)
             return
-        before, self._fit = self._fit, told[0].fit
+        # The first rank keeps what it has told itself, not its copy, which `has_fit` would take for another one.
+        before, self._fit = self._fit, told[0].fit if self._fitter is None else own
         if self._fitter is not None and cost is not None:
             if (before is None) != (self._fit is None):
                 _tell(self._name, number, cost, self._fit)
