@@ -26,18 +26,16 @@ _FIRST = 10  # rounds with times until the ranks first show them to each other, 
 _MOST_ROWS = 4096  # of a fit; of more ranks, every so many-th
 
 
-def follow(cost: object, measured: Measured, turns: Turns | None, number: int, pass_number: int | None) -> None:
+def follow(cost: object, turns: Turns | None, number: int, pass_number: int | None) -> None:
     """Lets a learned cost follow what all ranks' do in the round that is to be submitted.
 
     Args:
         cost: Of the loader, learned or not.
-        measured: This rank's batches.
         turns: Of the stream; None where this rank is alone.
         number: Of the round.
         pass_number: Of the pass.
     """
     cost = getattr(cost, "function", cost)
-    measured.learns = cost if isinstance(cost, LearnedCost) else None
     if isinstance(cost, LearnedCost):
         assert pass_number is not None
         cost.fit = None if turns is None else turns.fit_for(number, pass_number)
@@ -81,10 +79,10 @@ class CostKeeper:
         self._timed += any(vote.measured_seconds for vote in votes)
         enough = self._timed >= self._every
         if enough or votes[0].has_fit:
-            self._exchange(number, votes, enough=enough)
+            self._exchange(number, enough=enough)
         return self._fit
 
-    def _exchange(self, number: int, votes: Sequence[Vote], *, enough: bool) -> None:
+    def _exchange(self, number: int, *, enough: bool) -> None:
         cost, rows = self._measured.learns, self._measured.take_terms()
         own = None if self._fitter is None else self._fitter.used
         width = 1 if cost is None else len(cost.terms.names) + 1
@@ -98,7 +96,7 @@ class CostKeeper:
         )
         if enough:
             self._timed, self._every = 0, told[0].every
-        others = [rank for rank, one in enumerate(told) if one.names != told[0].names and votes[rank].samples]
+        others = [rank for rank, one in enumerate(told) if one.names != told[0].names]
         if others:
             self._differ, self._fit = True, None
             self._tell_others(others[0], told)

@@ -344,6 +344,7 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
             resumed = Resumed(problem=f"{type(error).__name__}: {error}")  # which all ranks hear of
             batches = Source(())
         current = stream.begin()
+        stream.measured.learns = self._cost if isinstance(self._cost, LearnedCost) else None
         self._epoch = self._named_epoch if state is None or self._named_epoch is not None else state.epoch
         self._asker = None
         current.resumed = resumed

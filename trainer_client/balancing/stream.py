@@ -183,7 +183,7 @@ class BatchStream:
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
         groups, worker, current = self._groups, self._worker, self._pass
         assert groups and worker and current and self._template  # noqa: PT018
-        follow(cost, self.measured, worker.turns if groups.world_size > 1 else None, self._next_round, current.number)
+        follow(cost, worker.turns if groups.world_size > 1 else None, self._next_round, current.number)
         samples, problem = read_round(
             self._config.loader, batches, flats, began=None if self._connection is None else self._template,
             cost=cost, memory=memory, caps=self._options.memory_caps, split=self._options.split,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.harness.ranks import run_ranks
+from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.costs import FitOptions, LearnedCost, SequenceTerms
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.learning import CostKeeper
@@ -47,3 +49,21 @@ def kept(rank: int) -> tuple[list[bool], bool]:
 def test_a_fit_is_told_once() -> None:
     for had, knows in run_ranks(2, kept):
         assert (sum(had), knows) == (1, True)
+
+
+def of_others(rank: int) -> list[float] | None:
+    """What ranks know in the end of which the first has no data of its own."""
+    cost = LearnedCost(TERMS, options=FitOptions(every=5, skip=0))
+    own = () if rank == 0 else itertools.islice(batches_of(rank), 40)
+    with Balancer.embedded() as balancer:
+        loader: BalancedLoader[Any] = BalancedLoader(own, balancer, cost=cost)
+        for batch in loader:
+            loader.took(1e-3 * float(TERMS(batch).sum(0).numpy() @ CLOCK) + 1e-3)
+    return None if cost.fit is None else cost.fit.coefficients.tolist()
+
+
+def test_ranks_learn_where_the_first_has_no_data_of_its_own() -> None:
+    none, *fits = run_ranks(3, of_others)
+    assert none is None  # it has no samples whose cost could follow
+    for fit in fits:
+        np.testing.assert_allclose(fit[1:], CLOCK[1:], rtol=0.1)
