@@ -41,7 +41,8 @@ def make_group(
     Args:
         ranks: Its members, as ranks of the default process group, in the same order on all of them.
         backend: `gloo`, `nccl`, or one for each kind of device as in `cpu:gloo,cuda:nccl`.
-        timeout: After which a collective of it fails; default: torch's.
+        timeout: After which a collective of it fails, and a member that does not come is named; Gloo waits five times
+            as long for one that ends while they connect. Default: torch's.
         use: What it is for, the same on all of them; groups of the same ranks for other uses may be made meanwhile.
         options: Of NCCL, where that is among the backends.
 
