@@ -16,7 +16,6 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import evenkeel.placement
@@ -24,7 +23,7 @@ from evenkeel.placement import InvalidInputError, Plan, PlanRequest, SolverOptio
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 
-_SUFFIX = ".plan.json"
+_SUFFIX, _UNFINISHED = ".plan.json", ".part"
 _LIBRARIES = ("numpy", "scipy", "highspy")
 MAX_BYTES = 256 << 20
 
@@ -79,7 +78,7 @@ class PlanCache:
         if len(content) > self.max_bytes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        handle, name = tempfile.mkstemp(dir=self.folder, suffix=_UNFINISHED)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
@@ -91,9 +90,14 @@ class PlanCache:
         self._trim()
 
     def _trim(self) -> None:
-        """Removes the oldest beyond `max_bytes`; what another process removes meanwhile is gone as well."""
+        """Removes the oldest beyond `max_bytes`; what another process removes meanwhile is gone as well.
+
+        What processes have left unfinished that were ended counts, too.
+        """
         found = []
-        for path in self.folder.glob(f"*{_SUFFIX}"):
+        for path in self.folder.iterdir():
+            if not path.name.endswith((_SUFFIX, _UNFINISHED)):
+                continue
             with contextlib.suppress(OSError):
                 facts = path.stat()
                 found.append((facts.st_mtime_ns, facts.st_size, path))
@@ -110,15 +114,18 @@ class PlanCache:
 
 def _digest(request: PlanRequest) -> str:
     text = json.dumps(encode(request), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(f"{_version()}\n{text}".encode()).hexdigest()
+    return hashlib.sha256(f"{_VERSION}\n{text}".encode()).hexdigest()
 
 
-@cache
-def _version() -> str:
-    """Digest of the planner's code and of the versions of the libraries that it computes with."""
+def _version(folder: Path) -> str:
+    """Digest of a planner's code, of the profiles beside it, and of the versions of the libraries that it uses."""
     found = hashlib.sha256()
-    for path in sorted(Path(str(evenkeel.placement.__file__)).parent.rglob("*.py")):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".json")):
         found.update(path.read_bytes())
     for name in _LIBRARIES:
         found.update(importlib.metadata.version(name).encode())
     return found.hexdigest()
+
+
+# Now: the files may be another version's by the time that a plan is asked for.
+_VERSION = _version(Path(str(evenkeel.placement.__file__)).parent)

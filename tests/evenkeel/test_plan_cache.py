@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import evenkeel.placement
 import evenkeel.plan_cache as cache_module
 from evenkeel.placement import Plan, PlanRequest, Runtime, Status, Table, Topology, builtin_profile, plan
 from evenkeel.plan_cache import PlanCache
@@ -63,9 +67,38 @@ def test_whatever_a_plan_follows_from_makes_another_one(tmp_path: Path, monkeypa
     for number, each in enumerate(different):
         assert counted.ask(each) == plan(each)
         assert counted.plans == number + 1
-    monkeypatch.setattr(cache_module, "_version", lambda: "other code")
+    monkeypatch.setattr(cache_module, "_VERSION", "other code")
     counted.ask(REQUEST)
     assert counted.plans == len(different) + 1
+
+
+@pytest.mark.parametrize("changed", ["milp.py", "profiles/h200.json"])
+def test_other_code_and_other_profiles_are_another_version(tmp_path: Path, changed: str) -> None:
+    folder = tmp_path / "placement"
+    shutil.copytree(Path(str(evenkeel.placement.__file__)).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    assert cache_module._version(folder) == cache_module._VERSION
+    (folder / changed).write_bytes((folder / changed).read_bytes() + b"\n")
+    assert cache_module._version(folder) != cache_module._VERSION
+
+
+def test_plans_of_a_process_whose_files_were_replaced_are_not_those_of_the_new_code(tmp_path: Path) -> None:
+    shutil.copytree(Path(str(evenkeel.__file__)).parent, tmp_path / "evenkeel")
+    program = """
+import sys
+from pathlib import Path
+from evenkeel.placement import PlanRequest, Table, Topology, plan
+from evenkeel.plan_cache import PlanCache
+request = PlanRequest(tables=(Table(name="t", rows=9, dim=8),), topology=Topology(ranks=1, hbm_bytes=1 << 30))
+if sys.argv[1] == "replaced":
+    with open("evenkeel/placement/milp.py", "a") as code:
+        code.write("# a newer one")
+PlanCache(folder=Path("plans")).plan(request, lambda: plan(request))
+"""
+    for number, how in enumerate(("replaced", "new", "new")):
+        subprocess.run(
+            [sys.executable, "-c", program, how], cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, check=True
+        )
+        assert len([*(tmp_path / "plans").iterdir()]) == min(number + 1, 2)
 
 
 def test_what_is_not_proved_is_not_kept(tmp_path: Path) -> None:
@@ -97,6 +130,17 @@ def test_the_oldest_give_way_and_those_asked_for_stay(tmp_path: Path) -> None:
     assert counted.plans == 2
     counted.ask(requests[1])
     assert counted.plans == 3
+
+
+def test_what_ended_processes_left_unfinished_gives_way_too(tmp_path: Path) -> None:
+    left, other = tmp_path / "left.part", tmp_path / "notes.txt"
+    for path in (left, other):
+        path.write_bytes(bytes(1 << 20))
+        os.utime(path, (0, 0))
+    _Counted(tmp_path).ask(REQUEST)
+    assert not left.exists()
+    assert other.exists()
+    assert len([*tmp_path.glob("*.plan.json")]) == 1
 
 
 @pytest.mark.parametrize("broken", ["", "no plan", '{"format": "evenkeel-plan"}', "\udcff", "another request"])
