@@ -61,28 +61,40 @@ def _exchange(
     """What each rank's keys and values take, into found[0]; returns positions that travel within and between nodes.
 
     To each node they go once: to each rank there that sees them an equal share, which it passes on to the others there.
-    `found` is (4, num_ranks), with work space for what is sent and received, and for how many later pieces nodes have.
+    `found` is (8, num_ranks), with work space for what ranks send and receive, and for what nodes have of a sample:
+    pieces that follow; keys that were counted, and those of them that its latest piece sends; what each of its ranks
+    has received, and passed on.
     """
-    exchange, sent, received, later = found
+    exchange, sent, received, later, counted, latest, taken, passed = found
     found[:] = 0.0
     near = far = 0
     for s in range(firsts.size - 1):
-        history, last, num_nodes = np.int64(table[s, 0] - table[s, 2]), firsts[s + 1], 0
-        later[:] = 0.0
-        for i in range(last - 1, firsts[s] - 1, -1):
-            own, keys = nodes[ranks[i]], max(min(ends[i], history) - begins[i], 0)
-            for j in range(i + 1, last):
-                node = nodes[ranks[j]]
-                share = keys / later[node]  # of them, which comes from the piece itself; the rest from the others
-                exchange[ranks[j]] += within * (keys - share)
-                price = share * (within if node == own else between)
-                sent[ranks[i]] += price
-                received[ranks[j]] += price
-            others = num_nodes - (1 if later[own] > 0 else 0)
+        first, last, num_nodes = firsts[s], firsts[s + 1], 0
+        for i in range(first, last):
+            node = nodes[ranks[i]]
+            later[node] = counted[node] = latest[node] = taken[node] = passed[node] = 0.0
+        for i in range(first, last):
+            num_nodes += 1 if later[nodes[ranks[i]]] == 0 else 0
+            later[nodes[ranks[i]]] += 1
+        history, before = np.int64(table[s, 0] - table[s, 2]), 0
+        for i in range(first, last):
+            rank, keys = ranks[i], max(min(ends[i], history) - begins[i], 0)
+            node = nodes[rank]
+            # All keys since the node's piece before are shared by as many ranks: this one's, and of those that follow.
+            more, own = before - counted[node], latest[node]
+            taken[node] += (between * (more - own) + within * own) / later[node]
+            passed[node] += within * (more - more / later[node])
+            received[rank] += taken[node]
+            exchange[rank] += passed[node]
+            later[node] -= 1
+            counted[node], latest[node] = before, keys
+            before += keys
+            is_alone = later[node] == 0
+            num_nodes -= 1 if is_alone else 0
+            others = num_nodes if is_alone else num_nodes - 1
+            sent[rank] += keys * (between * others + (0.0 if is_alone else within))
             far += keys * others
             near += keys * (last - 1 - i - others)
-            num_nodes += 1 if later[own] == 0 else 0
-            later[own] += 1
     for r in range(exchange.size):
         exchange[r] += max(sent[r], received[r])
     return near, far
@@ -113,7 +125,7 @@ def measure(
         within: Price of a position's keys and values that go to a rank of the same node.
         between: Price of those that go to another, once for all of its ranks.
     """
-    loads, found = base.copy(), np.zeros((4, base.size))
+    loads, found = base.copy(), np.zeros((8, base.size))
     for s in range(firsts.size - 1):
         for i in range(firsts[s], firsts[s + 1]):
             loads[ranks[i]] += cost_of(table, s, begins[i], ends[i])
@@ -169,7 +181,7 @@ def recut(
         The largest time of a rank.
     """
     num_ranks = base.size
-    found, busy = np.zeros((4, num_ranks)), np.zeros(num_ranks)
+    found, busy = np.zeros((8, num_ranks)), np.zeros(num_ranks)
     shares, costs = np.zeros(num_ranks), costs.copy()
     best, best_begins, best_ends = np.inf, begins.copy(), ends.copy()
     for turn in range(passes + 1):
