@@ -51,7 +51,11 @@ class _Told(NamedTuple):
 
 
 class CostKeeper:
-    """Gathers what batches held and took; the first rank fits, and all follow its fit from the same round on."""
+    """Gathers what batches held and took; the first rank fits, and all follow its fit from the same round on.
+
+    Attributes:
+        fit: That a learned cost follows in rounds that are submitted from now on; None: the prior.
+    """
 
     def __init__(self, name: str, groups: Groups, measured: Measured) -> None:
         """Knows nothing yet: the cost is the prior.
@@ -62,7 +66,7 @@ class CostKeeper:
             measured: This rank's batches.
         """
         self._name, self._groups, self._measured = name, groups, measured
-        self._fit: Fit | None = None  # that all follow
+        self.fit: Fit | None = None
         self._timed, self._every = 0, _FIRST
         self._differ = False  # the ranks' costs: nothing is learned
         self._fitter = _Fitter() if groups.rank == 0 else None
@@ -70,17 +74,16 @@ class CostKeeper:
     @property
     def has_fit(self) -> bool:
         """Whether this rank has a fit for the others; only the first may."""
-        return self._fitter is not None and not self._differ and self._fitter.used is not self._fit
+        return self._fitter is not None and not self._differ and self._fitter.used is not self.fit
 
-    def note(self, number: int, votes: Sequence[Vote]) -> Fit | None:
-        """Takes a round into account; what the cost follows after it. Now and then collective, by the votes alone."""
+    def note(self, number: int, votes: Sequence[Vote]) -> None:
+        """Takes a round into account. Now and then collective, by the votes alone."""
         if self._differ or not any(vote.learns for vote in votes):
-            return None
+            return
         self._timed += any(vote.measured_seconds for vote in votes)
         enough = self._timed >= self._every
         if enough or votes[0].has_fit:
             self._exchange(number, enough=enough)
-        return self._fit
 
     def _exchange(self, number: int, *, enough: bool) -> None:
         cost, rows = self._measured.learns, self._measured.take_terms()
@@ -98,14 +101,14 @@ class CostKeeper:
             self._timed, self._every = 0, told[0].every
         others = [rank for rank, one in enumerate(told) if one.names != told[0].names]
         if others:
-            self._differ, self._fit = True, None
+            self._differ, self.fit = True, None
             self._tell_others(others[0], told)
             return
         # The first rank keeps what it has told itself, not its copy, which `has_fit` would take for another one.
-        before, self._fit = self._fit, told[0].fit if self._fitter is None else own
+        before, self.fit = self.fit, told[0].fit if self._fitter is None else own
         if self._fitter is not None and cost is not None:
-            if (before is None) != (self._fit is None):
-                _tell(self._name, number, cost, self._fit)
+            if (before is None) != (self.fit is None):
+                _tell(self._name, number, cost, self.fit)
             self._fitter.add([one.rows for one in told], cost.options)
             if enough:
                 self._fitter.begin(cost)

@@ -31,7 +31,6 @@ from trainer_client.balancing.agreement import (
 )
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.breaker import Breaker
-from trainer_client.balancing.costs.fits import Fit
 from trainer_client.balancing.embedded import balance_embedded
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.kernels import Kernels
@@ -88,7 +87,6 @@ class RoundWorker:
         self._measured = measured or Measured()
         self._speeds = speeds
         self._costs = CostKeeper(name, self._groups, self._measured)
-        self._fit: Fit | None = None  # that a learned cost follows, in rounds that are submitted from now on
         self._without_plan = 0  # rounds that no rank found a plan for
         self._kernels = kernels
         self._causes = Causes(name, self._groups, connection, options.fallback)
@@ -295,7 +293,7 @@ class RoundWorker:
             if shared_values_differ(votes):
                 raise_shared_differ(self._groups.gather_objects(ticket.shared))
             self._learn(ticket, votes)
-            self._fit = self._costs.note(ticket.round, votes)
+            self._costs.note(ticket.round, votes)
         waited = waited and verdict.reason is not Reason.LEFT  # whose ranks did not submit it
         self._advance(votes, verdict, waited=waited, missed=waited and decision is None, problem=ticket.problem)
         agreed = time.time_ns() if trace is not None else 0
@@ -372,7 +370,7 @@ class RoundWorker:
         all_ready = all(vote.ready for vote in votes)
         breaker = before.after(number, waited=waited, served=verdict.served, all_ready=all_ready)
         learned = ALL_EQUAL if self._speeds is None else self._speeds.note(number, votes)
-        self.turns.move_on(verdict, breaker, learned, self._fit)
+        self.turns.move_on(verdict, breaker, learned, self._costs.fit)
         if self._connection is not None:
             self._connection.settle(number)
             if missed:

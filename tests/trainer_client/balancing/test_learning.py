@@ -30,7 +30,7 @@ def batches_of(rank: int) -> Iterator[dict[str, torch.Tensor]]:
 
 def kept(rank: int) -> tuple[list[bool], bool]:
     """Of each round whether the first rank had a fit to tell, and whether this rank knows one in the end."""
-    measured, had, fit = Measured(), [], None
+    measured, had = Measured(), []
     measured.learns = LearnedCost(TERMS, options=FitOptions(every=1000, skip=0))
     keeper = CostKeeper("train", Groups.create(None, timedelta(seconds=60)), measured)
     for number, batch in enumerate(itertools.islice(batches_of(rank), 20)):
@@ -39,11 +39,11 @@ def kept(rank: int) -> tuple[list[bool], bool]:
         measured.add(1.0, seconds, terms=terms)
         vote = Vote(round=number, samples=24, measured_seconds=seconds, learns=True, has_fit=keeper.has_fit)
         votes = keeper._groups.gather_votes(vote)
-        fit = keeper.note(number, votes)
+        keeper.note(number, votes)
         had.append(votes[0].has_fit)
         if keeper._fitter is not None and keeper._fitter._thread is not None:
             keeper._fitter._thread.join()
-    return had, fit is not None
+    return had, keeper.fit is not None
 
 
 def test_a_fit_is_told_once() -> None:
