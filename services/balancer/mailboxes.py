@@ -37,6 +37,7 @@ class StreamMailbox:
         self.by_node = False
         self._instance = instance
         self._outgoing: deque[pb.BalanceResponse | Answer] = deque()
+        self._encoded = b""  # the first of them, which had no room in the message before
         self._changed: asyncio.Future[None] | None = None  # while `next` waits
         self._taken = asyncio.Event()
         self._awaited: dict[int, tuple[int, ...]] = {}  # by round, the ranks to which answers are owed
@@ -96,6 +97,7 @@ class StreamMailbox:
         """The stream has ended: nothing is sent any more."""
         self._closed, self._closing = True, None
         self._outgoing.clear()
+        self._encoded = b""
         if self._linger is not None:
             self._linger.cancel()
 
@@ -135,9 +137,10 @@ class StreamMailbox:
             return self._encode(first)
         answers, room = list[bytes](), min(_GROUP_BYTES, self._most_bytes)
         while self._outgoing and isinstance(answer := self._outgoing[0], Answer) and not (answers and is_over()):
-            encoded = self._encode(answer)
+            encoded, self._encoded = self._encoded or self._encode(answer), b""
             if len(encoded) > room:
                 if answers:
+                    self._encoded = encoded
                     break
                 if len(answer.ranks) > 1:
                     half = len(answer.ranks) // 2

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from benchmarks.harness.plans import make_plan
 from evenkeel.protocol import balancer_pb2 as pb
+from services.balancer import mailboxes
 from services.balancer.decisions import Decision, balanced
 from services.balancer.effects import Answer, PlanInput
 from services.balancer.mailboxes import StreamMailbox
+from services.balancer.node_answers import node_bytes
 from tests.services.balancer.conftest import StartServer
 from tests.services.balancer.ranks import Rank
 from tests.services.balancer.samples import node, options
@@ -48,6 +51,25 @@ async def test_answers_leave_together_as_far_as_a_message_may_hold_them(*, by_no
     told += [one for group in messages for one in group.answers]
     assert [(one.round, one.rank) for one in told] == [(number, rank) for number in range(4) for rank in ranks]
     assert all(one.HasField("decision") for one in told)
+
+
+async def test_an_answer_that_waits_for_the_next_message_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def counting(instance: int, round_number: int, ranks: Sequence[int], result: Decision) -> bytes:
+        written.append(round_number)
+        return node_bytes(instance, round_number, ranks, result)
+
+    monkeypatch.setattr(mailboxes, "node_bytes", counting)
+    mailbox = StreamMailbox(7, LIMIT)
+    mailbox.group()
+    mailbox.by_node = True
+    for number in range(4):  # each takes more than half a message
+        mailbox.deliver(Answer(mailbox, number, (0, 1), decision(2, 3000)))
+    messages = taken(mailbox)
+    assert [one.round for group in messages for one in group.nodes] == [0, 1, 2, 3]
+    assert len(messages) == 4
+    assert written == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("by_node", [None, False, True])
