@@ -40,7 +40,7 @@ def loads(text: str) -> PlanFile:
     """
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(
             "plan file", text[:40], f"is no JSON ({error})", "write one with evenkeel plan"
         ) from None

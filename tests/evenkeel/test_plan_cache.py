@@ -143,7 +143,9 @@ def test_what_ended_processes_left_unfinished_gives_way_too(tmp_path: Path) -> N
     assert len([*tmp_path.glob("*.plan.json")]) == 1
 
 
-@pytest.mark.parametrize("broken", ["", "no plan", '{"format": "evenkeel-plan"}', "\udcff", "another request"])
+@pytest.mark.parametrize(
+    "broken", ["", "no plan", '{"format": "evenkeel-plan"}', "\udcff", "[" * 100_000, "another request"]
+)
 def test_what_is_no_plan_of_the_request_is_planned_again_and_replaced(tmp_path: Path, broken: str) -> None:
     counted = _Counted(tmp_path)
     first = counted.ask(REQUEST)
