@@ -21,10 +21,11 @@ from rich.table import Table
 
 from evenkeel.protocol import balancer_pb2 as pb
 from trainer_client.cli.calls import Calls
-from trainer_client.cli.watching import Seen, render_job
+from trainer_client.cli.watching import Seen, SlowRank, render_job, slow_ranks
 
 _SILENT_SECONDS = 10.0
 _MOST_JOBS = 3  # sessions of a job that are shown whole
+_MOST_SLOW = 4  # ranks that a line names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,8 @@ class Row:
         reasons: Rounds without a plan, by reason.
         state: In a word, as the balancer's page has it; empty: the balancer is older.
         saved_gpu_hours: That balancing has saved, an estimate; None: the balancer is older.
+        slow_ranks: Those that hold up the others, what costs most first; None: not one job was asked for, or the
+            balancer is older.
     """
 
     balancer: str
@@ -68,6 +71,7 @@ class Row:
     reasons: dict[str, int]
     state: str = ""
     saved_gpu_hours: float | None = None
+    slow_ranks: tuple[SlowRank, ...] | None = None
 
 
 _READ: dict[str, Callable[[Row], str]] = {
@@ -136,11 +140,19 @@ def lines(rows: list[Row], several: bool, silent: list[str], now: datetime) -> I
     if not rows:
         yield f"{stamp} no sessions"
     for row in _worst_first(rows):
+        slow = row.slow_ranks or ()
+        more = [f"{len(slow) - _MOST_SLOW} more ranks"] if len(slow) > _MOST_SLOW else []
+        notes = [*map(_told, slow[:_MOST_SLOW]), *more, *_notes(row)]
         values = {name.replace(" ", "_"): read(row).replace(" ", "") for name, read in _READ.items()}
         if several:
             values["balancer"] = row.balancer
-        notes = f" ({', '.join(_notes(row))})" if _notes(row) else ""
-        yield f"{stamp} {row.name} {' '.join(f'{name}={value}' for name, value in values.items())}{notes}"
+        told = f" ({', '.join(notes)})" if notes else ""
+        yield f"{stamp} {row.name} {' '.join(f'{name}={value}' for name, value in values.items())}{told}"
+
+
+def _told(slow: SlowRank) -> str:
+    where = f" on {printable(slow.node)}" if slow.node else ""
+    return f"rank {slow.rank}{where}: {slow}"
 
 
 def _worst_first(rows: list[Row]) -> list[Row]:
@@ -252,7 +264,8 @@ def look(balancers: list[Calls], job: str, rates: Rates, seen: Seen) -> tuple[li
             document = watched if watched and job else None
             row = document["session"] if document else watched
             seen.take(row, document)
-            rows.append(read_row(session, earlier.get(key), now, balancer.address, row))
+            slow = slow_ranks(document) if document else None
+            rows.append(read_row(session, earlier.get(key), now, balancer.address, row, slow))
             rates[key] = now, decided(session)
     return rows, silent
 
@@ -272,7 +285,12 @@ def decided(session: Any) -> int:
 
 
 def read_row(
-    session: Any, earlier: tuple[float, int] | None, now: float, balancer: str, watched: dict[str, Any] | None = None
+    session: Any,
+    earlier: tuple[float, int] | None,
+    now: float,
+    balancer: str,
+    watched: dict[str, Any] | None = None,
+    slow: tuple[SlowRank, ...] | None = None,
 ) -> Row:
     """A row of the table.
 
@@ -282,6 +300,7 @@ def read_row(
         now: Time of this one, in the same seconds.
         balancer: Where it lives.
         watched: What the balancer's page shows of it.
+        slow: Its ranks that hold up the others, where they are known.
     """
     rounds, balance = decided(session), session.last_balance
     after = balance.max_load_after
@@ -303,4 +322,5 @@ def read_row(
         reasons=dict(session.rounds_identity),
         state=str(watched["state"]) if watched else "",
         saved_gpu_hours=watched["saved_gpu_hours"] if watched else None,
+        slow_ranks=slow,
     )

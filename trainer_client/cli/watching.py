@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,32 @@ from rich.text import Text
 MOST_ROUNDS = 5000
 """Rounds of a session that a file keeps."""
 
+COMPUTING = "computing"
 _SHADES = " ▁▂▃▄▅▆▇█"
 _BAR = 24
 _SHOWN_RANKS, _SHOWN_SAMPLES, _SHOWN_REASONS = 16, 5, 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank:
+    """A rank that holds the others up.
+
+    Attributes:
+        rank: Its number.
+        node: Where it runs; None: unknown.
+        cause: In what it is slower, what costs most: `computing`, `loading`, `network`, or `loop`.
+        share: By how much, in what the median rank's computation takes.
+    """
+
+    rank: int
+    node: str | None
+    cause: str
+    share: float
+
+    def __str__(self) -> str:
+        return (
+            f"computing {1 / (1 + self.share):.2f}×" if self.cause == COMPUTING else f"{self.cause} +{self.share:.0%}"
+        )
 
 
 class Seen:
@@ -103,17 +127,15 @@ def render_job(document: dict[str, Any], width: int) -> RenderableType:
 
 def _ranks(document: dict[str, Any], width: int) -> RenderableType:
     """Ranks, the slow ones first, then those that come last; a column only where there is something to say in it."""
-    ranks = document["ranks"]
-    rows = [dict(zip(ranks, row, strict=True)) for row in zip(*ranks.values(), strict=True)]
-    rows.sort(key=lambda one: (not _slow_in(one), -(one["late_seconds"] or 0.0)))
+    rows = sorted(_rows(document), key=lambda one: (_slow(one) is None, -(one["late_seconds"] or 0.0)))
     left_out = document["ranks_left_out"] + max(0, len(rows) - _SHOWN_RANKS)
     rows = rows[:_SHOWN_RANKS]
-    largest = max((value for value in ranks["load_after"] if value), default=0.0)
+    largest = max((value for value in document["ranks"]["load_after"] if value), default=0.0)
     cells = {
         "rank": [str(one["rank"]) for one in rows],
         "late": [_milliseconds(one["late_seconds"]) for one in rows],
         "missed": [str(one["missed"] or "") for one in rows],
-        "slow in": [_slow_in(one) for one in rows],
+        "slow in": [str(_slow(one) or "") for one in rows],
     }
     cells = {name: column for name, column in cells.items() if any(column)}
     sizes = {name: max(map(len, (name, *column))) for name, column in cells.items()}
@@ -136,12 +158,22 @@ def _ranks(document: dict[str, Any], width: int) -> RenderableType:
     return Group(Text(f"ranks, the latest first{f'; {left_out} left out' if left_out else ''}"), table)
 
 
-def _slow_in(row: dict[str, Any]) -> str:
-    """In what a rank is slower than the others, what costs most; a balancer may be older, and not say it."""
-    speed, delay = row.get("speed", 1.0), row.get("delay_share") or 0.0
-    if delay > 1 / speed - 1:
-        return f"{row['delay']} +{delay:.0%}"
-    return f"computing {speed:.2f}×" if speed < 1 else ""
+def slow_ranks(document: dict[str, Any]) -> tuple[SlowRank, ...]:
+    """The ranks that are known to hold up a session's others, what costs most first."""
+    slow = (_slow(one) for one in _rows(document))
+    return tuple(sorted((one for one in slow if one is not None), key=lambda one: -one.share))
+
+
+def _rows(document: dict[str, Any]) -> list[dict[str, Any]]:
+    ranks = document["ranks"]
+    return [dict(zip(ranks, row, strict=True)) for row in zip(*ranks.values(), strict=True)]
+
+
+def _slow(row: dict[str, Any]) -> SlowRank | None:
+    """Whether and in what a rank is slower than the others; a balancer may be older, and not say it."""
+    computing, delay = 1 / row.get("speed", 1.0) - 1, row.get("delay_share") or 0.0
+    cause, share = (str(row["delay"]), delay) if delay > computing else (COMPUTING, computing)
+    return SlowRank(rank=row["rank"], node=row["node"], cause=cause, share=share) if share > 0 else None
 
 
 def _sparkline(values: Sequence[float | None], largest: float, base: float = 1.0) -> str:

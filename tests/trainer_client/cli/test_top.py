@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from tests.services.balancer.watched import GAP, WatchedJob
 from tests.services.security.jobs import RunningJob
 from trainer_client.cli import app
-from trainer_client.cli.sessions import Row, printable, render
-from trainer_client.cli.watching import render_job
+from trainer_client.cli.sessions import Row, lines, printable, render
+from trainer_client.cli.watching import render_job, slow_ranks
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,13 @@ def test_one_job_is_shown_with_rounds_and_ranks_and_saved(balancer: ServiceProce
         everything = json.loads(file.read_text())
         one = CliRunner().invoke(app, ["top", "--count", "4", "--job", "a-slow-one", *flags])
         assert one.exit_code == 0, one.output
+        looked = CliRunner().invoke(app, ["top", "--count", "1", "--job", "a-slow-one", "--json", *flags[:4]])
+        assert looked.exit_code == 0, looked.output
     assert "state=balanced" in one.stdout
+    assert all("(rank 2 on gpu01: loading +50%" in line for line in one.stdout.splitlines())
+    (watched,) = json.loads(looked.stdout)
+    assert watched["slow_ranks"] == [{"rank": 2, "node": "gpu01", "cause": "loading", "share": 0.5}]
+    assert "rank 2" not in every.stdout
     assert everything["jobs"] == []
     assert "a-slow-one" in [session["job"] for session in everything["sessions"]]
     saved = json.loads(file.read_text())
@@ -101,6 +108,17 @@ def test_a_file_that_cannot_be_written_is_named(balancer: ServiceProcess, tmp_pa
     done = CliRunner().invoke(app, ["top", *flags])
     assert done.exit_code == 1
     assert "folder.json" in done.output
+
+
+def test_the_slowest_ranks_are_named_in_a_line() -> None:
+    speeds = [1.0, 0.5, 1.0, 0.8, 0.8, 0.9, 0.95]
+    ranks = {"rank": list(range(7)), "node": ["a\nb", *[None] * 6], "speed": speeds,
+             "delay": ["loop", "network", *[None] * 5], "delay_share": [2.375, 0.1, *[None] * 5]}  # fmt: skip
+    slow = slow_ranks({"ranks": ranks})
+    assert [one.rank for one in slow] == [0, 1, 3, 4, 5, 6]
+    (line,) = lines([row(slow_ranks=slow, reasons={"deadline": 3})], False, [], datetime(2030, 1, 1))
+    named = r"rank 0 on a\nb: loop +238%, rank 1: computing 0.50×, rank 3: computing 0.80×, rank 4: computing 0.80×"
+    assert line.endswith(f"({named}, 2 more ranks, deadline 3)")
 
 
 def row(**changes: Any) -> Row:
