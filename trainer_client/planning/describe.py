@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,9 +83,22 @@ def _data_type(config: Any) -> DataType:
     kind = getattr(config.data_type, "name", str(config.data_type))
     if kind not in _TYPES:
         what = "is what trained tables are quantised to for serving, and nothing trains" if kind in _SERVED else ""
-        remedy = f"use one of: {', '.join(_TYPES)}"
+        remedy = "use FP32 or FP16, or BF16 with runtime dynamicemb"
         raise InvalidInputError(f"{config.name}.data_type", kind, what or "is not planned for", remedy)
     return _TYPES[kind]
+
+
+@contextlib.contextmanager
+def naming(tables: Sequence[Table]) -> Iterator[None]:
+    """Lets errors of a request tell a table by its name: who has a model knows no numbers of its tables."""
+    try:
+        yield
+    except InvalidInputError as error:
+        found = re.match(r"tables\[(\d+)\]", error.field)
+        if found is None:
+            raise
+        field = tables[int(found[1])].name + error.field[found.end() :]
+        raise InvalidInputError(field, error.value, error.problem, error.remedy) from None
 
 
 def check_same(config: Any, table: Table) -> None:

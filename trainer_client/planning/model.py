@@ -33,7 +33,7 @@ from evenkeel.placement.report import Report, make_report
 from evenkeel.planner_client import PlannerClient
 from trainer_client.checks import is_whole
 from trainer_client.planning.applying import dynamicemb_constraints, parameter_constraints, sharding_plan
-from trainer_client.planning.describe import describe_model, embedding_modules, module_configs
+from trainer_client.planning.describe import describe_model, embedding_modules, module_configs, naming
 from trainer_client.planning.machine import find_machines
 from trainer_client.planning.statistics import KeyStatistics
 
@@ -169,21 +169,24 @@ def plan_model(
             reserved_bytes=dense,
             reserved_fraction=reserve,
         )
-        request = PlanRequest(
-            tables=described,
-            topology=machines.topology,
-            hardware=machines.hardware,
-            runtime=runtime,
-            step=Step(
-                samples_per_rank=Step().samples_per_rank if samples is None else samples, prefetch_depth=prefetch_depth
-            ),
-        )
-        if traces:
-            request, _ = with_statistics(request, traces)
-        notes += machines.notes
-        if samples is None:
-            notes += (f"samples of a batch on one rank are assumed to be {request.step.samples_per_rank}",)
-        return PlanFile(request=request, plan=(planner or PlannerClient.from_env()).plan(request)), notes
+        with naming(described):
+            request = PlanRequest(
+                tables=described,
+                topology=machines.topology,
+                hardware=machines.hardware,
+                runtime=runtime,
+                step=Step(
+                    samples_per_rank=Step().samples_per_rank if samples is None else samples,
+                    prefetch_depth=prefetch_depth,
+                ),
+            )
+            if traces:
+                request, _ = with_statistics(request, traces)
+            notes += machines.notes
+            if samples is None:
+                notes += (f"samples of a batch on one rank are assumed to be {request.step.samples_per_rank}",)
+            plan = (planner or PlannerClient.from_env()).plan(request)
+        return PlanFile(request=request, plan=plan), notes
 
     content, notes = _same_on_all(make, group)
     request, plan = content.request, content.plan

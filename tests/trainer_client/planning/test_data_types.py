@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,25 @@ def test_what_fbgemm_does_not_train_is_not_planned_for_torchrec(kind: DataType) 
         _of_fbgemm(kind, EmbeddingLocation.DEVICE)
     with pytest.raises(InvalidInputError, match=r"data_type: .* (float32 and float16|nothing trains)"):
         _request(_bags(kind))
+
+
+@pytest.mark.parametrize("runtime", list(Runtime))
+@pytest.mark.parametrize("kind", [DataType.BF16, DataType.INT8])
+def test_the_remedy_names_types_that_the_runtime_takes(kind: DataType, runtime: Runtime) -> None:
+    taken = {"FP32", "FP16"} | ({"BF16"} if runtime is Runtime.DYNAMICEMB else set())
+    given: dict[str, Any] = {"topology": "h200x2", "device": "cpu", "runtime": runtime, "eviction": "lfu"}
+    if kind.name in taken:
+        assert plan_model(_Model(_bags(kind)), **given).request.tables[0].data_type.value == "bfloat16"
+        return
+    with pytest.raises(InvalidInputError, match=r"^item\.data_type: ") as caught:
+        plan_model(_Model(_bags(kind)), **given)
+    remedy = caught.value.remedy.replace("float", "FP")
+    advised, _, otherwise = remedy.partition(", or ")
+    named = set(re.findall(r"FP\d+|BF16", advised))
+    assert set() < named <= taken
+    assert otherwise in ("BF16 with runtime dynamicemb", "plan with runtime dynamicemb")
+    for name in named:
+        plan_model(_Model(_bags(DataType[name])), **given)
 
 
 def test_dynamicemb_has_bfloat16() -> None:
