@@ -23,14 +23,17 @@ from evenkeel.placement import InvalidInputError, Plan, PlanRequest, SolverOptio
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 
-_SUFFIX, _UNFINISHED = ".plan.json", ".part"
+_PREFIX, _SUFFIX, _UNFINISHED = "evenkeel-", ".plan", ".part"
 _LIBRARIES = ("numpy", "scipy", "highspy")
 MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCache:
-    """Plan files in a folder, for any number of processes at a time.
+    """Plans in a folder, for any number of processes at a time.
+
+    A file is a line that seals the rest, and a plan file. The seal tells of a plan that was altered or cut short, not
+    of one that somebody has sealed anew: who may write to the folder may say what is planned.
 
     Attributes:
         folder: Is made where it is not there.
@@ -48,7 +51,7 @@ class PlanCache:
         solver = replace(request.solver, time_limit_s=SolverOptions().time_limit_s)
         whole = replace(request, hardware=request.profile, solver=solver)
         whole = decode(PlanRequest, encode(whole))  # 5 and 5.0 are the same
-        path = self.folder / f"{_digest(whole)}{_SUFFIX}"
+        path = self.folder / f"{_PREFIX}{_digest(whole)}{_SUFFIX}"
         try:
             if (kept := self._read(path, whole)) is not None:
                 return kept
@@ -58,27 +61,34 @@ class PlanCache:
         made = make()
         if made.status is Status.OPTIMAL:
             try:
-                self._write(path, dumps(PlanFile(request=whole, plan=made)).encode())
+                content = dumps(PlanFile(request=whole, plan=made)).encode()
+                self._write(path, sealed(content))
             except OSError as error:
                 self._warn(error)
         return made
 
     def _read(self, path: Path, request: PlanRequest) -> Plan | None:
+        if not path.is_file():  # reading a pipe or a device may never end
+            return None
         try:
-            content = loads(path.read_text("utf-8"))
+            found = path.read_bytes()
+            _, _, content = found.partition(b"\n")
+            if found != sealed(content):
+                return None
+            file = loads(content.decode())
         except (FileNotFoundError, UnicodeDecodeError, InvalidInputError):  # one that is no plan is written again
             return None
-        if content.request != request:
+        if file.request != request:
             return None
         with contextlib.suppress(OSError):
             os.utime(path)
-        return content.plan
+        return file.plan
 
     def _write(self, path: Path, content: bytes) -> None:
         if len(content) > self.max_bytes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.folder, suffix=_UNFINISHED)
+        handle, name = tempfile.mkstemp(dir=self.folder, prefix=_PREFIX, suffix=_UNFINISHED)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
@@ -96,7 +106,7 @@ class PlanCache:
         """
         found = []
         for path in self.folder.iterdir():
-            if not path.name.endswith((_SUFFIX, _UNFINISHED)):
+            if not (path.name.startswith(_PREFIX) and path.name.endswith((_SUFFIX, _UNFINISHED))):
                 continue
             with contextlib.suppress(OSError):
                 facts = path.stat()
@@ -115,6 +125,11 @@ class PlanCache:
 def _digest(request: PlanRequest) -> str:
     text = json.dumps(encode(request), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(f"{_VERSION}\n{text}".encode()).hexdigest()
+
+
+def sealed(content: bytes) -> bytes:
+    """What is written of a plan file: its digest, a line's end, and itself."""
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
 
 
 def _version(folder: Path) -> str:

@@ -14,7 +14,7 @@ import pytest
 import evenkeel.placement
 import evenkeel.plan_cache as cache_module
 from evenkeel.placement import Plan, PlanRequest, Runtime, Status, Table, Topology, builtin_profile, plan
-from evenkeel.plan_cache import PlanCache
+from evenkeel.plan_cache import PlanCache, sealed
 from evenkeel.planner_client import PlannerClient
 
 REQUEST = PlanRequest(
@@ -133,30 +133,61 @@ def test_the_oldest_give_way_and_those_asked_for_stay(tmp_path: Path) -> None:
 
 
 def test_what_ended_processes_left_unfinished_gives_way_too(tmp_path: Path) -> None:
-    left, other = tmp_path / "left.part", tmp_path / "notes.txt"
-    for path in (left, other):
+    left = tmp_path / "evenkeel-x1.part"
+    others = [tmp_path / name for name in ("notes.txt", "film.part", "my.plan", "evenkeel-notes.txt")]
+    for path in (left, *others):
         path.write_bytes(bytes(1 << 20))
         os.utime(path, (0, 0))
     _Counted(tmp_path).ask(REQUEST)
     assert not left.exists()
-    assert other.exists()
-    assert len([*tmp_path.glob("*.plan.json")]) == 1
+    assert all(path.exists() for path in others)
+    assert len([*tmp_path.glob("evenkeel-*.plan")]) == 1
 
 
-@pytest.mark.parametrize(
-    "broken", ["", "no plan", '{"format": "evenkeel-plan"}', "\udcff", "[" * 100_000, "another request"]
-)
-def test_what_is_no_plan_of_the_request_is_planned_again_and_replaced(tmp_path: Path, broken: str) -> None:
+def _another_request(content: bytes) -> bytes:
+    kept = json.loads(content)
+    kept["request"]["topology"]["hbm_bytes"] += 1
+    return json.dumps(kept).encode()
+
+
+@pytest.mark.parametrize("content", [b"", b"no plan", b'{"format": "evenkeel-plan"}', b"\xff", b"[" * 100_000, None])
+@pytest.mark.parametrize("right", [True, False])
+def test_what_is_no_plan_of_the_request_is_planned_again_and_replaced(
+    tmp_path: Path, content: bytes | None, right: bool
+) -> None:
     counted = _Counted(tmp_path)
     first = counted.ask(REQUEST)
     (path,) = tmp_path.iterdir()
-    if broken == "another request":
-        content = json.loads(path.read_text())
-        content["request"]["topology"]["hbm_bytes"] += 1
-        broken = json.dumps(content)
-    path.write_bytes(broken.encode("utf-8", "surrogateescape"))
+    if content is None:
+        content = _another_request(path.read_bytes().partition(b"\n")[2])
+    path.write_bytes(sealed(content) if right else content)
     assert [counted.ask(REQUEST), counted.ask(REQUEST)] == [first, first]
     assert counted.plans == 2
+
+
+@pytest.mark.parametrize("share", [0.5, 0.999])
+def test_a_plan_that_was_altered_or_cut_short_is_made_again(tmp_path: Path, share: float) -> None:
+    counted = _Counted(tmp_path)
+    first = counted.ask(REQUEST)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for harmed in (whole[:80] + whole[80:].replace(b"0", b"1", 1), whole[: int(len(whole) * share)], whole + b" "):
+        assert harmed != whole
+        path.write_bytes(harmed)
+        assert counted.ask(REQUEST) == first
+        assert path.read_bytes() == whole
+    assert counted.plans == 4
+
+
+def test_a_pipe_in_the_place_of_a_plan_is_not_waited_for(tmp_path: Path) -> None:
+    counted = _Counted(tmp_path)
+    first = counted.ask(REQUEST)
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    assert [counted.ask(REQUEST), counted.ask(REQUEST)] == [first, first]
+    assert counted.plans == 2
+    assert path.is_file()
 
 
 def test_a_folder_that_is_none_costs_no_plan(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from evenkeel.placement import Plan, PlanRequest, plan
 from evenkeel.placement.codec import decode
 from evenkeel.placement.plan_file import PlanFile, dumps
 from evenkeel.placement.report import Report, make_report
+from evenkeel.plan_cache import sealed
 from tests.services.planner.serving import Served, served
 
 BINDINGS = ("hbm", "host", "both")
@@ -386,9 +387,9 @@ def test_a_plan_that_is_kept_is_given_again_by_another_service(tmp_path: Path) -
     with served(tmp_path, "--plan-cache", str(folder)) as running:
         first = httpx.post(f"{running.url}/v1/plans", json=JOB, timeout=60, trust_env=False).json()
     (path,) = folder.iterdir()
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_bytes().partition(b"\n")[2])
     content["plan"]["hbm"]["used_bytes"] += 1  # so that it tells that it was kept
-    path.write_text(json.dumps(content))
+    path.write_bytes(sealed(json.dumps(content).encode()))
     with served(tmp_path, "--plan-cache", str(folder)) as running:
         later = {**JOB, "solver": {"time_limit_s": 20}}
         again = httpx.post(f"{running.url}/v1/plans", json=later, timeout=60, trust_env=False).json()

@@ -17,6 +17,7 @@ from benchmarks.harness.authorities import write_certificate
 from evenkeel.placement.codec import decode
 from evenkeel.placement.plan_file import loads
 from evenkeel.placement.report import Report
+from evenkeel.plan_cache import sealed
 from services.security.tokens import hash_token
 from tests.services.planner.serving import served
 from trainer_client.cli import main
@@ -306,6 +307,7 @@ def test_the_same_request_gets_its_kept_plan(command: typer.Typer, tables: Path,
     first = CliRunner().invoke(command, flags)
     assert first.exit_code == 0, first.output
     (path,) = folder.iterdir()
-    path.write_text(path.read_text().replace('"status": "OPTIMAL"', '"status": "FEASIBLE"'))
+    kept = path.read_bytes().partition(b"\n")[2]
+    path.write_bytes(sealed(kept.replace(b'"status": "OPTIMAL"', b'"status": "FEASIBLE"')))
     assert json.loads(CliRunner().invoke(command, flags).stdout)["plan"]["status"] == "FEASIBLE"
     assert json.loads(CliRunner().invoke(command, [*flags, "--samples", "77"]).stdout)["plan"]["status"] == "OPTIMAL"
