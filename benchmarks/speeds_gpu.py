@@ -1,6 +1,7 @@
 """Two real GPUs, of which another process takes a part: how soon the slow rank gets less to do, and all of it back.
 
     python -m benchmarks.speeds_gpu --seconds 240 --json benchmarks/results/speeds_2xh200.json
+    python -m benchmarks.speeds_gpu --replayed-ranks 3 --seconds 240 --json benchmarks/results/speeds_h200.json
 
 A rank's step is a chain of matrix products as long as its load, then an all-reduce. Another process runs products of
 its own on the last rank's GPU, for a part of the time, from one step on and up to another; no clock is touched. What
@@ -9,6 +10,11 @@ loads stood in their proportion, and `equal`, that with equal loads. A step's ti
 rates, so that it tells of the plan and not of the noise; the measured times of steps stand beside it. The same is done
 without learning. What time is left goes to even GPUs, in blocks with and without learning: false alarms, and what the
 steps take. Without GPUs ranks sleep for their load, and the last one longer (to try the program).
+
+With `--replayed-ranks` one GPU is enough: rank 0 is on it and is the one that is disturbed; each other rank is a
+process on the CPU, which waits as long for a load as the same GPU took for it undisturbed, when the run began and
+again before the even ranks. How much longer or shorter a step takes than its load says is drawn from the measured
+steps, too. Collectives are Gloo's.
 """
 
 from __future__ import annotations
@@ -35,15 +41,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.speeds_gpu_work import MEAN_LOAD, Other, Work
+from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.speeds import Straggler
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.observing.measurement import StepTimer
 
-SAMPLES, MEAN_COST, MEAN_LOAD = 128, 200.0, 128 * 200.0
+SAMPLES, MEAN_COST = 128, MEAN_LOAD / 128
 BUSY = (0.25, 1.0)  # shares of the time in which the other process has work for the GPU
 BEFORE, DURING, AFTER = 50, 80, 80  # steps
 AHEAD = 2  # steps that the host may be ahead of the device
-SIZE = 3072
+RATES = 150  # steps by which the time of a load is measured, to be replayed
 
 
 class Source:
@@ -59,110 +67,13 @@ class Source:
             yield {"cost": torch.from_numpy(costs), "value": torch.arange(SAMPLES)}
 
 
-class Work:
-    """What a rank does for a load."""
-
-    def __init__(self, device: torch.device, milliseconds: float) -> None:
-        self._device = device
-        self._seconds = milliseconds / 1e3
-        self._gradient = torch.zeros(100_000, device=device)
-        self.slowdown = 1.0  # without GPUs
-        self._per_load = 0.0
-        if device.type == "cuda":
-            self._weights = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) / SIZE**0.5
-            self._products(50)
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            self._products(500)
-            torch.cuda.synchronize()
-            number = torch.tensor([500 * self._seconds / (time.perf_counter() - begin)], device=device)
-            dist.broadcast(number, 0)
-            self._per_load = float(number.item()) / MEAN_LOAD
-
-    def _products(self, number: int) -> None:
-        x = self._weights
-        for _ in range(number):
-            x = x @ self._weights
-        self._gradient.add_(x[0, 0].float())
-
-    def step(self, load: float, timer: StepTimer) -> None:
-        """Trains, so to say."""
-        timer.batch_ready()
-        if self._device.type == "cuda":
-            self._products(max(1, round(load * self._per_load)))
-        else:
-            time.sleep(self._seconds * load / MEAN_LOAD * self.slowdown)
-        timer.compute_done()
-        dist.all_reduce(self._gradient)
-        timer.gradients_ready()
-        timer.end_step()
-
-
-class Other:
-    """A process of its own on a GPU, with work for it for a part of the time."""
-
-    def __init__(self, device: torch.device, work: Work) -> None:
-        self._work = work
-        self._process: subprocess.Popen[str] | None = None
-        if device.type == "cuda":
-            command = [sys.executable, "-m", "benchmarks.speeds_gpu", "--other", str(device.index)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            assert self._process.stdout is not None
-            self._process.stdout.readline()  # it is ready
-
-    def take(self, busy: float) -> None:
-        """Sets for which share of the time it has work."""
-        if self._process is None:
-            self._work.slowdown = 1 + busy
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{busy}\n")
-        self._process.stdin.flush()
-
-    def close(self) -> None:
-        """Ends it."""
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait(20)
-
-
-def be_other(index: int) -> None:
-    """The other process: reads for which share of the time to be busy, until its input ends."""
-    import threading
-
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    weights = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) / SIZE**0.5
-    torch.cuda.synchronize()
-    state = {"busy": 0.0, "over": 0.0}
-
-    def listen() -> None:
-        for line in sys.stdin:
-            state["busy"] = float(line)
-        state["over"] = 1.0
-
-    threading.Thread(target=listen, daemon=True).start()
-    print("ready", flush=True)
-    end = time.monotonic() + 900
-    while not state["over"] and time.monotonic() < end:
-        if not state["busy"]:
-            time.sleep(0.001)
-            continue
-        begin = time.perf_counter()
-        for _ in range(16):
-            weights @ weights
-        torch.cuda.synchronize()
-        took = time.perf_counter() - begin
-        time.sleep(took * (1 / state["busy"] - 1))
-
-
 class Loop:
     """Steps with one loader."""
 
     def __init__(self, name: str, balancer: Balancer, rank: int, device: torch.device, work: Work) -> None:
+        place = torch.device("cpu") if work.alone else device
         self.loader: BalancedLoader[Any] = BalancedLoader(
-            Source(rank), balancer, cost=lambda batch: batch["cost"], device=device, name=name
+            Source(rank), balancer, cost=lambda batch: batch["cost"], device=place, name=name
         )
         self.timer = StepTimer(device, loader=self.loader)
         self._batches = iter(self.loader)
@@ -197,6 +108,20 @@ def gathered(own: NDArray[np.float64], group: dist.ProcessGroup) -> NDArray[np.f
     return np.array(tables)
 
 
+def measured_rates(doing: Work, device: torch.device) -> NDArray[np.float64]:
+    """Seconds of a unit of load in steps of rank 0 with nobody beside it; all ranks take these steps."""
+    timer = StepTimer(device)
+    loads = MEAN_LOAD * np.random.default_rng(5).uniform(0.6, 1.4, RATES + 30)
+    for load in loads:
+        doing.step(float(load), timer)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    own = np.array([t.compute / 1e3 for t in timer.finished()[-RATES:]]) / loads[-RATES:]
+    told = torch.from_numpy(own)
+    dist.broadcast(told, 0)
+    return told.numpy()
+
+
 def figures(tables: list[NDArray[np.float64]]) -> dict[str, Any]:
     """What a phase before, one during and one after a disturbance tell."""
     result: dict[str, Any] = {}
@@ -229,17 +154,30 @@ def work(options: argparse.Namespace) -> None:
     """One rank."""
     started = time.monotonic()
     local = int(os.environ["LOCAL_RANK"])
+    replays = options.replayed_ranks > 0
     has_gpus = torch.cuda.is_available()
-    device = torch.device("cuda", local) if has_gpus else torch.device("cpu")
-    if has_gpus:
+    on_gpu = has_gpus and (local == 0 or not replays)
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", device_id=device if has_gpus else None)
+    nccl = has_gpus and not replays
+    dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", device_id=device if nccl else None)
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     gloo = dist.new_group(backend="gloo")
-    doing = Work(device, options.step_ms)
-    other = Other(device, doing) if rank == last else None
+    doing = Work(device, options.step_ms, alone=replays)
     result: dict[str, Any] = {"disturbances": [], "even": {}}
+
+    def replay() -> None:
+        """Measures rank 0, and has the others replay it from now on."""
+        rates = measured_rates(doing, device)
+        doing.replayed = rates if rank else None
+        spread = float(np.std(rates) / np.median(rates))
+        result.setdefault("replayed", []).append({"s_of_mean_load": MEAN_LOAD * float(np.median(rates)), "cv": spread})
+
+    if replays:
+        replay()
+    other = Other(device, doing) if rank == (0 if replays else last) else None
     with contextlib.ExitStack() as stack:
         loops: dict[str, Loop] = {}
         for way, learn in (("embedded", True), ("service", True), ("not learning", False)):
@@ -269,6 +207,8 @@ def work(options: argparse.Namespace) -> None:
                         print(way, busy, said, "back:", found["after"]["steps_to_90_percent"], flush=True)
                         options.result.write_text(json.dumps(result))
         # Even GPUs, as long as there is time: the two take turns, so that both see the same clocks.
+        if replays:
+            replay()
         alarms = {way: loop.alarms for way, loop in loops.items()}
         blocks: dict[str, list[float]] = {"embedded": [], "not learning": []}
         lost: list[float] = []
@@ -311,6 +251,9 @@ def work(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=2, help="processes, one per GPU if there are GPUs")
+    parser.add_argument(
+        "--replayed-ranks", type=int, default=0, help="processes on the CPU that replay rank 0, the only one on a GPU"
+    )
     parser.add_argument("--seconds", type=float, default=240, help="after which no further block begins")
     parser.add_argument("--step-ms", type=float, default=20.0, help="a step's own work")
     parser.add_argument("--repeats", type=int, default=3, help="of each disturbance")
@@ -320,14 +263,17 @@ def main() -> None:
     parser.add_argument("--without-service", action="store_true", help="leave the balancer out")
     parser.add_argument("--address", default="", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--other", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.other is not None:
-        be_other(options.other)
-        return
+    if options.replayed_ranks < 0 or options.ranks < 1:
+        parser.error(
+            f"--replayed-ranks {options.replayed_ranks}, --ranks {options.ranks}: give 0 or more, and 1 or more"
+        )
+    if options.replayed_ranks:
+        options.ranks = 1 + options.replayed_ranks
     if options.result is not None:
         work(options)
         return
+    warm_up()  # once, for all ranks
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         address = "" if options.without_service else stack.enter_context(running_balancer()).address
@@ -338,11 +284,13 @@ def main() -> None:
             "-m", "benchmarks.speeds_gpu", "--result", str(path), "--address", address, "--ranks", str(options.ranks),
             "--seconds", str(options.seconds), "--step-ms", str(options.step_ms), "--repeats", str(options.repeats),
             "--even-steps", str(options.even_steps), "--block", str(options.block),
+            "--replayed-ranks", str(options.replayed_ranks),
         ]  # fmt: skip
         subprocess.run(command, check=True, timeout=options.seconds + 300, env={**os.environ, "OMP_NUM_THREADS": "1"})
         result = json.loads(path.read_text())
     result = {
         "command": " ".join(["python -m benchmarks.speeds_gpu", *sys.argv[1:]]), "ranks": options.ranks,
+        "replayed_ranks": options.replayed_ranks,
         "step_ms": options.step_ms, "before": BEFORE, "during": DURING, "after": AFTER, **result,
     }  # fmt: skip
     if options.json is not None:
