@@ -80,6 +80,33 @@ CONFIGURATIONS = (
 )
 """From a step that the host bounds to tens of milliseconds of GPU work."""
 
+_NARROW = (
+    TablePart(count=8, rows=512 * _K, dim=32),
+    TablePart(count=8, rows=_M, mode=_CACHED, ratio=0.2, dim=32),
+    TablePart(count=8, rows=_M, mode=_HOST, ids=2, dim=32),
+)
+_TWO_WIDTHS = (TablePart(count=4, rows=_M, ids=8), TablePart(count=12, rows=256 * _K, mode=_HOST, ids=2, dim=32))
+
+WIDTHS = (
+    _one("host 26x256k 32 wide", 49_152, count=26, rows=256 * _K, mode=_HOST, dim=32),
+    _one("host 8x1M 16 wide", 16_384, count=8, rows=_M, mode=_HOST, ids=8, dim=16),
+    _one("host 4x1M 256 wide", 8192, count=4, rows=_M, mode=_HOST, ids=8, dim=256),
+    _one("host 2x8M 32 wide", 16_384, count=2, rows=8 * _M, mode=_HOST, ids=32, dim=32),
+    _one("host 10x64k", 32_768, count=10, rows=64 * _K, mode=_HOST, ids=4, dim=64),
+    _one("host 4x4M 64 wide", 16_384, count=4, rows=4 * _M, mode=_HOST, ids=16, dim=64),
+    _one("host single 8x1M 64 wide", 16_384, count=8, rows=_M, mode=_HOST, ids=8, dim=64, sharding=_SINGLE),
+    _one("host sequence 2x1M 64 wide", 8192, count=2, rows=_M, mode=_HOST, ids=50, dim=64, pooled=False),
+    _one("cached 26x256k 0.1 32 wide", 49_152, count=26, rows=256 * _K, mode=_CACHED, ratio=0.1, dim=32),
+    _one("cached 4x1M 0.2 256 wide", 8192, count=4, rows=_M, mode=_CACHED, ratio=0.2, ids=8, dim=256),
+    _one("cached 8x512k 0.15", 16_384, count=8, rows=512 * _K, mode=_CACHED, ratio=0.15, ids=8, dim=64),
+    _one("hbm 2x4M 64 32 wide", 49_152, count=2, rows=4 * _M, ids=64, dim=32),
+    _one("hbm 4x1M 256 wide", 16_384, count=4, rows=_M, ids=32, dim=256),
+    _one("hbm sequence 4x1M 32 wide", 16_384, count=4, rows=_M, ids=40, dim=32, pooled=False),
+    StepSample(name="mixed narrow", samples=16_384, parts=_NARROW),
+    StepSample(name="two widths", samples=16_384, parts=_TWO_WIDTHS),
+)
+"""Other widths and more repeats, chosen after the others had been measured and before the costs of rows by width."""
+
 
 def main(
     json_path: Annotated[Path, typer.Option("--json", help="Write the figures to this file.")],
@@ -93,7 +120,7 @@ def main(
 ) -> None:
     """Measure configurations, in turns."""
     place = join_group(device)
-    chosen = [c for c in CONFIGURATIONS if not only or any(part in c.name for part in only)]
+    chosen = [c for c in (*WIDTHS, *CONFIGURATIONS) if not only or any(part in c.name for part in only)]
 
     def keep(records: list[dict[str, Any]]) -> None:
         if dist.get_rank() == 0:
