@@ -77,6 +77,8 @@ class Relay(pb_grpc.BalancerServiceServicer):
             def forward() -> None:
                 try:
                     for request in requests:
+                        if request.HasField("told"):  # whatever becomes of what it comes with
+                            outgoing.put(pb.BalanceRequest(submits=pb.SubmitGroup(), told=request.told))
                         if request.WhichOneof("request") == "submits":
                             for submits in self.submit_groups(rank, request.submits):
                                 outgoing.put(pb.BalanceRequest(submits=submits))

@@ -344,6 +344,14 @@ class Decision(_message.Message):
         REASON_QUEUED: _ClassVar[Decision.Reason]
         REASON_TOO_COSTLY: _ClassVar[Decision.Reason]
         REASON_QUARANTINED: _ClassVar[Decision.Reason]
+        REASON_NOT_FOLLOWED: _ClassVar[Decision.Reason]
+        REASON_INVALID_COSTS: _ClassVar[Decision.Reason]
+        REASON_COMPILING: _ClassVar[Decision.Reason]
+        REASON_NO_DECISION: _ClassVar[Decision.Reason]
+        REASON_BREAKER_OPEN: _ClassVar[Decision.Reason]
+        REASON_DECISIONS_DIFFER: _ClassVar[Decision.Reason]
+        REASON_TRANSFERS_DIFFER: _ClassVar[Decision.Reason]
+        REASON_NOT_TRAINED: _ClassVar[Decision.Reason]
     REASON_UNSPECIFIED: Decision.Reason
     REASON_DEADLINE: Decision.Reason
     REASON_NOT_FOUND: Decision.Reason
@@ -355,6 +363,14 @@ class Decision(_message.Message):
     REASON_QUEUED: Decision.Reason
     REASON_TOO_COSTLY: Decision.Reason
     REASON_QUARANTINED: Decision.Reason
+    REASON_NOT_FOLLOWED: Decision.Reason
+    REASON_INVALID_COSTS: Decision.Reason
+    REASON_COMPILING: Decision.Reason
+    REASON_NO_DECISION: Decision.Reason
+    REASON_BREAKER_OPEN: Decision.Reason
+    REASON_DECISIONS_DIFFER: Decision.Reason
+    REASON_TRANSFERS_DIFFER: Decision.Reason
+    REASON_NOT_TRAINED: Decision.Reason
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -448,16 +464,36 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., field: _Optional[str] = ..., value: _Optional[str] = ..., remedy: _Optional[str] = ..., message: _Optional[str] = ..., fatal: bool = ...) -> None: ...
 
 class BalanceRequest(_message.Message):
-    __slots__ = ("join", "submit", "submits", "elsewhere")
+    __slots__ = ("join", "submit", "submits", "elsewhere", "told")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
     join: Join
     submit: Submit
     submits: SubmitGroup
     elsewhere: Elsewhere
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., submits: _Optional[_Union[SubmitGroup, _Mapping]] = ..., elsewhere: _Optional[_Union[Elsewhere, _Mapping]] = ...) -> None: ...
+    told: Told
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., submits: _Optional[_Union[SubmitGroup, _Mapping]] = ..., elsewhere: _Optional[_Union[Elsewhere, _Mapping]] = ..., told: _Optional[_Union[Told, _Mapping]] = ...) -> None: ...
+
+class Told(_message.Message):
+    __slots__ = ("agreed", "unfollowed")
+    AGREED_FIELD_NUMBER: _ClassVar[int]
+    UNFOLLOWED_FIELD_NUMBER: _ClassVar[int]
+    agreed: int
+    unfollowed: _containers.RepeatedCompositeFieldContainer[Unfollowed]
+    def __init__(self, agreed: _Optional[int] = ..., unfollowed: _Optional[_Iterable[_Union[Unfollowed, _Mapping]]] = ...) -> None: ...
+
+class Unfollowed(_message.Message):
+    __slots__ = ("round", "reason", "ranks")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    reason: Decision.Reason
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., reason: _Optional[_Union[Decision.Reason, str]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Elsewhere(_message.Message):
     __slots__ = ()

@@ -30,6 +30,14 @@ class Reason(IntEnum):
     QUEUED = 8  # the round waited for a worker until its time was up; its search never began
     TOO_COSTLY = 9  # no search for a round of this size ends in time
     QUARANTINED = 10  # earlier rounds of the session ended their processes: it gets no plans for a while
+    NOT_FOLLOWED = 11  # from here on: what ranks tell of a decision that they did not follow
+    INVALID_COSTS = 12
+    COMPILING = 13
+    NO_DECISION = 14
+    BREAKER_OPEN = 15
+    DECISIONS_DIFFER = 16
+    TRANSFERS_DIFFER = 17
+    NOT_TRAINED = 18  # nobody trained the round: it is none
 
     @property
     def label(self) -> str:
@@ -92,3 +100,24 @@ def identity(reason: Reason, detail: str, missing_ranks: tuple[int, ...] = ()) -
 def drained() -> Decision:
     """The decision of a balancer that is shutting down."""
     return identity(Reason.DRAINING, "the balancer is shutting down")
+
+
+def unfollowed(reason: Reason, ranks: tuple[int, ...]) -> Decision:
+    """What ranks did instead of what was decided, as they tell it: every sample stayed at home, or they planned.
+
+    Args:
+        reason: Why.
+        ranks: Whom it is about, or some of them.
+    """
+    why = _UNFOLLOWED.get(reason, "the ranks did not follow the plan")
+    return identity(reason, why.format(ranks=f"rank(s) {', '.join(map(str, ranks))}" if ranks else "some ranks"))
+
+
+_UNFOLLOWED = {
+    Reason.INVALID_COSTS: "the costs of {ranks} cannot be used; their logs say why",
+    Reason.COMPILING: "kernels were being compiled on {ranks}",
+    Reason.NO_DECISION: "{ranks} got no answer in time",
+    Reason.BREAKER_OPEN: "the ranks did not wait for the answer, after one that had not come",
+    Reason.DECISIONS_DIFFER: "{ranks} held another decision than the first one",
+    Reason.TRANSFERS_DIFFER: "what the ranks would send did not fit what they would receive",
+}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from services.balancer.decisions import Decision
 from services.balancer.refusals import Refusal
 from services.balancer.submissions import SessionKey
@@ -114,6 +115,7 @@ class Decided(NamedTuple):
         waited: Seconds from its first submission to its decision.
         timeline: For its trace; None if no rank has one.
         caller: Whose session it is.
+        learned: The speeds of its ranks by which it was to be planned.
     """
 
     session: SessionId
@@ -122,6 +124,7 @@ class Decided(NamedTuple):
     waited: float
     timeline: Timeline | None = None
     caller: str = ""
+    learned: LearnedSpeeds = ALL_EQUAL
 
 
 class SessionId(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.rounds import RoundPlan
-from services.balancer.decisions import Reason
+from services.balancer.decisions import Decision, Reason
 from services.balancer.effects import Decided, PlanInput
 
 ROUNDS = 240
@@ -40,6 +41,7 @@ _FOLLOW_RANK_SECONDS = 1e-4
 _GIVE_UP_SECONDS = 60.0
 _SAMPLE_SECONDS = 10.0
 _MOST_SAMPLES = 1 << 20  # of a round whose heaviest samples are looked for
+_MOST_OPEN = 16  # rounds with a plan of which the ranks have not told yet what they did
 
 
 Sample: TypeAlias = tuple[int, PlanInput, RoundPlan]
@@ -68,8 +70,12 @@ class Gap:
 class History:
     """The last rounds of one session.
 
+    A round with a plan counts once the ranks have told that they followed it, which they do with their next
+    submission; of ranks that tell nothing it counts at once. One without a plan counts at once, too.
+
     Attributes:
-        rounds: How many have been decided.
+        rounds: How many have been counted.
+        newest: The highest of them; -1 at first.
         fallbacks: The last rounds without a plan.
         gaps: The last gaps between rounds.
         num_gaps: How many there were.
@@ -86,14 +92,15 @@ class History:
     """
 
     __slots__ = (
-        "_arrivals", "_follow_from", "_followed", "_highest", "_newest", "_ring", "decided_at", "fallbacks", "gaps",
-        "heaviest", "interval", "late", "lost_seconds", "missed", "num_gaps", "rounds", "sample", "sample_wanted",
-        "saved_seconds", "skipped", "world_size",
+        "_arrivals", "_decided", "_follow_from", "_followed", "_highest", "_newest", "_open", "_ring", "_tells",
+        "decided_at", "fallbacks", "gaps", "heaviest", "interval", "late", "lost_seconds", "missed", "newest",
+        "num_gaps", "rounds", "sample", "sample_wanted", "saved_seconds", "skipped", "world_size",
     )  # fmt: skip
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.rounds = 0
+        self.newest = -1
         self.fallbacks: deque[Fallback] = deque(maxlen=16)
         self.gaps: deque[Gap] = deque(maxlen=16)
         self.num_gaps = 0
@@ -107,6 +114,11 @@ class History:
         self.sample_wanted = False
         self.sample: tuple[float, Sample] | None = None
         self.heaviest: dict[str, Any] | None = None
+        self._tells = False  # the ranks tell what they did
+        self._open: dict[
+            int, tuple[float, Decided]
+        ] = {}  # when it was decided, of rounds that they have yet to tell of
+        self._decided = 0
         self._ring: bytearray | None = None
         self._highest = self._newest = self._followed = -1
         self._follow_from = -math.inf
@@ -123,19 +135,51 @@ class History:
             for rank in ranks:
                 self._arrivals.setdefault(rank, now)
 
-    def decided(self, now: float, clock: float, event: Decided) -> None:
-        """Notes a decided round.
+    def decided(self, now: float, clock: float, event: Decided) -> bool:
+        """Notes a decided round; returns whether it counts already.
 
         Args:
             now: Seconds of the loop's clock.
             clock: Seconds since 1970.
             event: The round.
         """
+        self._note_interval(now)
+        self._note_gap(event.round, clock)
+        self._decided += 1
+        if event.round == self._followed:
+            self._learn_lateness(now)
+        if self._tells and event.decision.plan is not None and len(self._open) < _MOST_OPEN:
+            self._open[event.round] = clock, event
+            return False
+        self._count(clock, event)
+        return True
+
+    def told(self, agreed: int | None = None, unfollowed: Mapping[int, Decision] | None = None) -> list[Decided]:
+        """Notes what the ranks did; returns the rounds that count from now on, as what they turned out to be.
+
+        Args:
+            agreed: They have agreed on all rounds below this one; None: nobody will tell any more.
+            unfollowed: What they did instead of what was decided, by round.
+        """
+        self._tells = True
+        counted = []
+        for number in sorted(self._open):
+            if agreed is None or number < agreed:
+                clock, event = self._open.pop(number)
+                instead = (unfollowed or {}).get(number)
+                if instead is not None:
+                    if instead.reason is Reason.NOT_TRAINED:
+                        continue
+                    event = event._replace(decision=instead)
+                self._count(clock, event)
+                counted.append(event)
+        return counted
+
+    def _count(self, clock: float, event: Decided) -> None:
         decision, number = event.decision, event.round
+        self.newest = max(self.newest, number)
         if self._ring is None:
             self._ring = bytearray(ROUNDS * _ROW.size)
-        self._note_interval(now)
-        self._note_gap(number, clock)
         place = self.rounds % ROUNDS * _ROW.size
         head = (self.rounds, number, clock, event.waited)
         plan = decision.plan
@@ -159,8 +203,6 @@ class History:
                 self.saved_seconds += step * (sum(batch.max_load_before for batch in plan.batches) / after - 1)
                 self.lost_seconds += step * max(0.0, 1 - sum(batch.lower_bound for batch in plan.batches) / after)
         self.rounds += 1
-        if number == self._followed:
-            self._learn_lateness(now)
 
     def planned(self, now: float, number: int, inputs: PlanInput, plan: RoundPlan) -> None:
         """Keeps the samples of a round, which somebody wants to see soon."""
@@ -198,9 +240,9 @@ class History:
         if not passed >= 0:  # the first
             return
         # The first rounds come in a burst, as ranks submit ahead: they tell nothing of what is usual.
-        usual = _PAUSE_FACTOR * self.interval if self.rounds >= _FIRST_ROUNDS else _LONGEST_INTERVAL
+        usual = _PAUSE_FACTOR * self.interval if self._decided >= _FIRST_ROUNDS else _LONGEST_INTERVAL
         passed = min(passed, usual)
-        self.interval += max(_SMOOTHING, 1 / max(1, self.rounds)) * (passed - self.interval)
+        self.interval += max(_SMOOTHING, 1 / max(1, self._decided)) * (passed - self.interval)
 
     def _note_gap(self, number: int, clock: float) -> None:
         if number > self._highest + 1 and self._highest >= 0:

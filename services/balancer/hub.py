@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import structlog
 
 from evenkeel.partitioning.rounds import RoundPlan
-from services.balancer.decisions import PlanFailure
+from services.balancer.decisions import Decision, PlanFailure
 from services.balancer.effects import Answer, Close, Decided, Effect, Leave, SessionId, StartPartition, Wake
 from services.balancer.history import History
 from services.balancer.limits import Limits
@@ -48,7 +48,7 @@ class Observer(Protocol):
     """What is told about rounds."""
 
     def decided(self, event: Decided) -> None:
-        """A round was decided."""
+        """A round was decided, and the ranks followed the decision, as far as they tell."""
 
 
 class Pool(Protocol):
@@ -143,6 +143,11 @@ class Hub:
         member.history.arrived(now, round_number, submission.ranks)
         self._perform(session.submit(now, round_number, submission, member.mailbox), session)
 
+    def told(self, member: Member, agreed: int, unfollowed: Mapping[int, Decision]) -> None:
+        """Notes what the ranks of a session did: as decided in rounds below `agreed`, but for those `unfollowed`."""
+        for event in member.history.told(agreed, unfollowed):
+            self._count(event)
+
     def leave(self, member: Member, *, finished: tuple[int, ...] = (), call: bool = False) -> None:
         """Forgets a stream or, with `call`, a call; `finished`: its ranks, if they will not come back."""
         self.registry.leave(self.now, member.session, member.mailbox, finished, call=call)
@@ -235,10 +240,9 @@ class Hub:
             self._perform(session.partitioned(self.now, start.round, result), session)
 
     def _note(self, event: Decided) -> None:
-        self._observer.decided(event)
         history = self.histories.get(event.session)
-        if history is not None:
-            history.decided(self.now, time.time(), event)
+        if history is None or history.decided(self.now, time.time(), event):
+            self._count(event)
         if self._traced is not None and event.timeline is not None:
             self._traced(event, self.now)
         task = self._tasks.pop((event.session, event.round), None)
@@ -255,6 +259,13 @@ class Hub:
             waited=event.waited,
             late=event.decision.missing_ranks,
         )
+
+    def _count(self, event: Decided) -> None:
+        """Counts a round, once it is known what the ranks have made of it."""
+        self._observer.decided(event)
+        session = self.registry.find(event.session)
+        if session is not None:
+            session.statistics.count(event.decision, event.waited, event.learned)
 
     def _wake(self, at: float, session: SessionId) -> None:
         """One timer a session, for its earliest deadline: when it rings, the next is asked for."""
@@ -278,7 +289,8 @@ class Hub:
         self.registry.expire(self.now)
         if len(self.histories) > len(self.registry.sessions):
             for gone in [one for one in self.histories if self.registry.find(one) is None]:
-                del self.histories[gone]
+                for event in self.histories.pop(gone).told():
+                    self._count(event)
         for history in self.histories.values():
             history.forget_sample(self.now)
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_SECONDS, self._keep_house)

@@ -39,7 +39,7 @@ class Metrics:
         self._jobs: dict[str, _OfJob] = {}
         self._rounds = Counter(
             "evenkeel_balancer_rounds_total",
-            "Decided rounds.",
+            "Rounds, by what the ranks did: followed a plan, or stayed as loaded or balanced by themselves, and why.",
             ("job", "outcome", "reason"),
             registry=self.registry,
         )
@@ -138,7 +138,7 @@ class Metrics:
         Gauge(name, help_text, registry=self.registry).set_function(read)
 
     def decided(self, event: Decided) -> None:
-        """A round was decided."""
+        """A round was decided, and the ranks followed the decision, as far as they tell."""
         of_job, decision = self._of_job(event.session.key.job, event.caller), event.decision
         of_job.rounds(decision.outcome, decision.reason).inc()
         of_job.wait.observe(event.waited)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -24,9 +24,10 @@ _SMALL_PART_BYTES = 1024
 _LEARNED_BYTES = 1 << 17  # it names half of 4096 ranks as slow, and as late
 _JOIN_PARTS = 512
 _JOIN_BYTES = 1 << 20
+_TOLD_BYTES = 1 << 14
 
 _REQUESTS = pb.BalanceRequest.DESCRIPTOR.fields_by_name
-_JOIN, _SUBMIT, _SUBMITS = (_REQUESTS[name].number for name in ("join", "submit", "submits"))
+_JOIN, _SUBMIT, _SUBMITS, _TOLD = (_REQUESTS[name].number for name in ("join", "submit", "submits", "told"))
 _SUBMITTED, _NODE = (pb.SubmitGroup.DESCRIPTOR.fields_by_name[name].number for name in ("submits", "nodes"))
 _SCHEMA = pb.Join.DESCRIPTOR.fields_by_name["schema"].number
 _ARRAYS = {
@@ -47,10 +48,20 @@ class OversizedError(DecodeError):
     """A message, or a part of it, that is larger than anything that makes sense there."""
 
 
-def read_request(
-    data: bytes, *, max_fields: int
-) -> pb.Join | pb.Elsewhere | Iterator[pb.Submit | pb.SubmitNode] | None:
-    """A Join, an Elsewhere, the submissions of a message one after another, or None for an empty request.
+class Request(NamedTuple):
+    """What a request says.
+
+    Attributes:
+        said: A Join, an Elsewhere, the submissions one after another, or None for an empty request.
+        told: What the ranks tell of earlier rounds, if they do.
+    """
+
+    said: pb.Join | pb.Elsewhere | Iterator[pb.Submit | pb.SubmitNode] | None
+    told: pb.Told | None = None
+
+
+def read_request(data: bytes, *, max_fields: int) -> Request:
+    """What a request says.
 
     Args:
         data: A `pb.BalanceRequest`, serialised.
@@ -62,23 +73,30 @@ def read_request(
     """
     if len(data) <= SMALL_BYTES:
         request = pb.BalanceRequest.FromString(data)
-        kind = request.WhichOneof("request")
+        kind, told = request.WhichOneof("request"), request.told if request.HasField("told") else None
         if kind == "join":
-            return request.join
+            return Request(request.join, told)
         if kind == "submit":
-            return iter((request.submit,))
+            return Request(iter((request.submit,)), told)
         if kind == "elsewhere":
-            return request.elsewhere
-        return chain(request.submits.submits, request.submits.nodes) if kind == "submits" else None
-    parts = [part for part in walk(data, 0, len(data), most=8) if part[0] in (_JOIN, _SUBMIT, _SUBMITS)]
+            return Request(request.elsewhere, told)
+        return Request(chain(request.submits.submits, request.submits.nodes) if kind == "submits" else None, told)
+    found = list(walk(data, 0, len(data), most=8))
+    parts = [part for part in found if part[0] in (_JOIN, _SUBMIT, _SUBMITS)]
     if len(parts) != 1 or parts[0][1] != _BYTES:
         raise DecodeError("not one request")
+    told = None
+    for number, kind, begin, end in found:
+        if number == _TOLD and kind == _BYTES:
+            if end - begin > _TOLD_BYTES:
+                raise OversizedError(f"a Told of {end - begin} bytes: at most {_TOLD_BYTES} can be needed")
+            told = pb.Told.FromString(data[begin:end])
     number, _, begin, end = parts[0]
     if number == _JOIN:
-        return read_join_message(data[begin:end], max_fields=max_fields)
+        return Request(read_join_message(data[begin:end], max_fields=max_fields), told)
     if number == _SUBMIT:
-        return iter((read_submit_message(data[begin:end], pb.Submit),))
-    return _members(data, begin, end)
+        return Request(iter((read_submit_message(data[begin:end], pb.Submit),)), told)
+    return Request(_members(data, begin, end), told)
 
 
 def read_join_message(data: bytes, *, max_fields: int) -> pb.Join:

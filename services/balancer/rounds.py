@@ -182,8 +182,8 @@ class SessionStatistics:
     """What has become of a session's rounds, for people and dashboards; no decision depends on it.
 
     Attributes:
-        last_round: The last decided round.
-        balanced: Rounds with a plan.
+        last_round: The last decided round, counted or not yet.
+        balanced: Rounds with a plan, which the ranks have followed.
         identity: Rounds without, by reason.
         waited: Seconds from first submission to decision, summed over all rounds.
         last_balance: How even the last balanced round is, with the seconds that its plan took, and the loads of its
@@ -198,9 +198,8 @@ class SessionStatistics:
     last_balance: tuple[Figures, float, NDArray[np.float64], NDArray[np.float64]] | None = None
     last_learned: LearnedSpeeds = ALL_EQUAL
 
-    def count(self, round_number: int, decision: Decision, waited: float, learned: LearnedSpeeds = ALL_EQUAL) -> None:
-        """Takes a decided round into account."""
-        self.last_round = round_number
+    def count(self, decision: Decision, waited: float, learned: LearnedSpeeds = ALL_EQUAL) -> None:
+        """Takes a decided round into account, of which it is known what the ranks have made of it."""
         self.waited += waited
         if decision.plan is not None:
             self.balanced += 1

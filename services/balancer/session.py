@@ -349,7 +349,8 @@ class Session:
         self._remember(round_number, DecidedRound(decision, current.fingerprints()))
         waited = now - current.opened_at
         first = current.submissions.get(0)
-        self.statistics.count(round_number, decision, waited, ALL_EQUAL if first is None else first.learned)
+        learned = ALL_EQUAL if first is None else first.learned
+        self.statistics.last_round = round_number
         answers = [Answer(asker, round_number, ranks, decision) for asker, ranks in current.owed()]
         timeline = None
         if current.traces:
@@ -359,7 +360,7 @@ class Session:
                 decided_at=now,
                 arrivals=current.traces,
             )
-        return [*answers, Decided(self.id, round_number, decision, waited, timeline, self.caller)]
+        return [*answers, Decided(self.id, round_number, decision, waited, timeline, self.caller, learned)]
 
     def _remember(self, round_number: int, decided: DecidedRound) -> None:
         self.highest = max(self.highest, round_number)

@@ -24,7 +24,7 @@ from services.balancer.refusals import Code, Refusal, RefusedError, out_of_memor
 from services.balancer.requests import OversizedError, read_request
 from services.balancer.shares import Account, Holder, Shares
 from services.balancer.submissions import Joining
-from services.balancer.validation import read_node, read_submission
+from services.balancer.validation import read_node, read_submission, read_unfollowed
 
 log = structlog.get_logger(__name__)
 
@@ -214,7 +214,7 @@ class Streams:
             raise RefusedError(_not_joined("nothing"))
         caller = context.caller.name
         async with self._turns.taken((caller, "")):
-            message = read_request(data, max_fields=self._hub.registry.limits.max_fields)
+            message = read_request(data, max_fields=self._hub.registry.limits.max_fields).said
             if not isinstance(message, pb.Join):
                 raise RefusedError(_not_joined("no Join" if message is None else "a submission"))
             context.authorize(message.job)
@@ -254,7 +254,9 @@ class Streams:
         began: float | None = await turns.begin(stream.holder)
         count = 0
         try:
-            messages = read_request(data, max_fields=self._hub.registry.limits.max_fields)
+            messages, told = read_request(data, max_fields=self._hub.registry.limits.max_fields)
+            if told is not None and 0 in stream.ranks:
+                self._hub.told(stream.member, told.agreed, read_unfollowed(told))
             if isinstance(messages, pb.Elsewhere):
                 self._hub.elsewhere(stream.member)
                 return

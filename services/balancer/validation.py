@@ -18,6 +18,7 @@ from evenkeel.partitioning.speeds import ALL_EQUAL, LOWEST, LearnedSpeeds, Strag
 from evenkeel.protocol import balancer_pb2 as pb
 from services.balancer.checks import F8, I8, U4, read_array
 from services.balancer.checks import refused as wrong
+from services.balancer.decisions import Decision, Reason, unfollowed
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal, RefusedError, shorten
 from services.balancer.submissions import Submission, Terms
@@ -47,6 +48,9 @@ class _Said(NamedTuple):
     num_divisible: tuple[int, ...]
     integers: Sequence[np.dtype[Any]]  # types that they may have, each of a width of its own
 
+
+_REASONS = frozenset(map(int, Reason))
+_MOST_TOLD = 64  # rounds, and ranks of each, that one message tells of
 
 Refused = list[tuple[tuple[int, ...], Refusal]]
 """Whom there is something wrong with, and what."""
@@ -132,6 +136,15 @@ def read_node(
         terms,
         limits,
     )
+
+
+def read_unfollowed(message: pb.Told) -> dict[int, Decision]:
+    """What ranks did instead of what was decided, by round; a reason of a newer client is none in particular."""
+    found = {}
+    for one in message.unfollowed[:_MOST_TOLD]:
+        reason = Reason(one.reason) if one.reason in _REASONS else Reason.NOT_FOLLOWED
+        found[one.round] = unfollowed(reason, tuple(one.ranks[:_MOST_TOLD]))
+    return found
 
 
 def _read(

@@ -181,8 +181,8 @@ def _state(session: Session, history: History, now: float, joined: int) -> str:
         return "starting"
     if now - history.decided_at > max(_QUIET_SECONDS, _QUIET_INTERVALS * history.interval):
         return "quiet"
-    last = history.fallbacks[-1].round if history.fallbacks else -1
-    return "falling back" if last >= session.statistics.last_round else "balanced"
+    last = max((one.round for one in list(history.fallbacks)), default=-1)
+    return "falling back" if last >= history.newest else "balanced"
 
 
 def _rounds(rows: NDArray[np.float64]) -> dict[str, list[Any]]:

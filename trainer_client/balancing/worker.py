@@ -220,7 +220,7 @@ class RoundWorker:
         if isinstance(item, Ticket):
             # One that has not asked was submitted after the end, and the next pass may have its number.
             if item.asked and self._connection is not None:
-                self._connection.settle(item.round)
+                self._connection.settle(item.round, self.turns.last_end)
             if item.trace is not None:
                 item.trace.end()
             if self.turns.last_end.reason is Reason.TOO_FEW_SAMPLES:
@@ -372,7 +372,7 @@ class RoundWorker:
         learned = ALL_EQUAL if self._speeds is None else self._speeds.note(number, votes)
         self.turns.move_on(verdict, breaker, learned, self._costs.fit)
         if self._connection is not None:
-            self._connection.settle(number)
+            self._connection.settle(number, verdict)
             if missed:
                 self._connection.suspect()
             ready = sum(vote.ready for vote in votes)

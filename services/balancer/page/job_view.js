@@ -92,7 +92,7 @@ export class JobView {
     const shown = this.rounds.slice(Math.max(0, end - DRAWN_ROUNDS), end);
     drawCurve($("curve"), shown, kind, this.isLive ? null : this.rounds[this.moment]);
     show($("legend"), ...CURVES[kind].lines.map((line) => html("span", {}, html("i", { class: `key ${line.class}` }), line.name)),
-      html("span", {}, html("i", { class: "key fallback" }), "a round without a plan"));
+      html("span", {}, html("i", { class: "key fallback" }), "a round without a plan that was followed"));
   }
 
   drawMoment() {
@@ -105,7 +105,7 @@ export class JobView {
     slider.setAttribute("aria-valuetext", `round ${text}`);
     say($("moment-text"), text);
     say($("moment-facts"), round.reason
-      ? `No plan: ${round.reason}. The ranks waited ${seconds(round.wait_seconds)}.`
+      ? `Without a plan: ${round.reason}. The ranks waited ${seconds(round.wait_seconds)}.`
       : `Max/mean load ${ratio(round.imbalance_before)} as loaded, ${ratio(round.imbalance_after)} as trained, at best ${ratio(boundOf(round))}. `
         + `${whole(round.moved_samples)} of ${whole(round.samples)} samples moved, ${percent(movedShare(round))} of ${bytes(round.size)}. `
         + `Decided after ${seconds(round.wait_seconds)}, of which the search took ${seconds(round.search_seconds)}.`);
@@ -136,7 +136,7 @@ export class JobView {
     const said = [...fallbacks.map((one) => ({ time: one.time, text: `round ${whole(one.round)}: ${one.reason}. ${one.detail}` })),
       ...gaps.map((one) => ({ time: one.time, text: `rounds ${whole(one.first)} to ${whole(one.last)} did not come here: the ranks' breaker was open, and they balanced by themselves` }))]
       .sort((a, b) => b.time - a.time);
-    show($("fallbacks"), html("p", {}, counts.length ? `By reason: ${counts.join(", ")}.` : "Every round that came here got a plan."),
+    show($("fallbacks"), html("p", {}, counts.length ? `By reason: ${counts.join(", ")}.` : "Every round that came here got a plan, and it was followed."),
       said.length ? html("ul", {}, ...said.map((one) => html("li", {}, `${clock(one.time)} ${one.text}`))) : null);
   }
 

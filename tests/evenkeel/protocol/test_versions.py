@@ -153,6 +153,38 @@ def test_a_rank_that_tells_of_speeds_beside_one_that_does_not(channel: grpc.Chan
         stream.end()
 
 
+@pytest.mark.parametrize("newer", [0, 1])
+def test_what_ranks_did_is_known_of_a_newer_first_rank(channel: grpc.Channel, newer: int) -> None:
+    """Of an older one, and of any other rank, rounds count as they were decided."""
+    name = f"told-{newer}"
+    streams = [(NewStream if rank == newer else OldStream)(channel, old_join(name, rank, 2)) for rank in range(2)]
+
+    def counted() -> tuple[int, dict[str, int]]:
+        (found,) = Stub(channel).GetSessionStats(message("GetSessionStatsRequest")(job=name), timeout=SECONDS).sessions
+        assert found.last_round == 2
+        return found.rounds_balanced, dict(found.rounds_identity)
+
+    unfollowed = [pb.Unfollowed(round=0, reason=pb.Decision.REASON_COMPILING, ranks=[1]), pb.Unfollowed(round=1)]
+    unfollowed[1].reason = 9999  # type: ignore[assignment]  # of a yet newer client
+    for number in range(3):
+        for rank, stream in enumerate(streams):
+            submit = old_submit(number, rank)
+            if rank == newer:
+                told = pb.Told(agreed=number, unfollowed=unfollowed[:number])
+                stream.send(submit=pb.Submit.FromString(submit.SerializeToString()), told=told)
+            else:
+                stream.send(submit=submit)
+        check_fit([stream.receive().answer.decision for stream in streams], 32)
+    assert counted() == ((0, {"compiling": 1, "not_followed": 1}) if newer == 0 else (3, {}))
+    streams[newer].send(submits=pb.SubmitGroup(), told=pb.Told(agreed=3, unfollowed=unfollowed))  # as at the end
+    deadline = time.monotonic() + SECONDS
+    while counted() != ((1, {"compiling": 1, "not_followed": 1}) if newer == 0 else (3, {})):
+        assert time.monotonic() < deadline, counted()
+        time.sleep(0.01)
+    for stream in streams:
+        stream.end()
+
+
 def test_an_old_node_speaks_for_its_ranks(channel: grpc.Channel) -> None:
     nodes = [OldStream(channel, old_join("old-nodes", first, 4, ranks=[first, first + 1])) for first in (0, 2)]
     for number in range(3):
@@ -207,6 +239,11 @@ def test_today_s_job_runs_on_an_old_server(balancer: ServiceProcess) -> None:
         results = run_ranks(2, run_job, job)
     check_complete(job, results)
     assert {record["mode"] for records in results for record in records} == {"service"}
+    with grpc.insecure_channel(balancer.address) as channel:  # the job has left in order: its name is free
+        asked, deadline = message("GetSessionStatsRequest")(job=job.name), time.monotonic() + 5
+        while Stub(channel).GetSessionStats(asked, timeout=SECONDS).sessions:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_today_s_commands_work_with_an_old_server(balancer: ServiceProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.harness.plans import said
 from evenkeel.partitioning.rounds import RoundOptions, plan_round
 from evenkeel.partitioning.samples import RankSamples, RoundSamples
-from services.balancer.decisions import Reason, balanced, identity
+from services.balancer.decisions import Reason, balanced, identity, unfollowed
 from services.balancer.effects import Decided, PlanInput, SessionId
 from services.balancer.history import COLUMNS, ROUNDS, History, heaviest
 from services.balancer.submissions import SessionKey
@@ -110,6 +110,47 @@ def test_rounds_without_a_plan_are_told_with_reason_and_ranks() -> None:
     assert history.missed == {3: 1}
     assert math.isnan(column(history, "after")[0])
     assert column(history, "reason") == [Reason.DEADLINE, 0]
+
+
+def test_a_round_counts_once_the_ranks_have_told_what_they_did() -> None:
+    history, plan = History(2), planned()
+    assert history.told(0) == []
+    for number in range(4):
+        assert not history.decided(1.0 * number, 1e9 + number, round_of(number, balanced(plan)))
+    assert history.decided(4.0, 1e9 + 4, round_of(4, identity(Reason.DEADLINE, "rank(s) 1 did not come", (1,))))
+    assert column(history, "round") == [4]  # without a plan there is nothing to follow
+    bad = {1: unfollowed(Reason.INVALID_COSTS, (1,)), 2: unfollowed(Reason.NOT_TRAINED, ())}
+    counted = history.told(3, bad)
+    assert [(event.round, event.decision.reason) for event in counted] == [(0, Reason.NONE), (1, Reason.INVALID_COSTS)]
+    assert column(history, "round") == [4, 0, 1]
+    assert column(history, "time") == [1e9 + 4, 1e9, 1e9 + 1]  # when they were decided
+    assert column(history, "reason") == [Reason.DEADLINE, 0, Reason.INVALID_COSTS]
+    assert [(one.round, one.reason) for one in history.fallbacks] == [(4, "deadline"), (1, "invalid_costs")]
+    assert history.fallbacks[-1].detail == "the costs of rank(s) 1 cannot be used; their logs say why"
+    assert (history.newest, history.missed, history.gaps) == (4, {1: 1}, type(history.gaps)())
+    assert history.told(3, bad) == []  # again, after a reconnect
+    assert [event.round for event in history.told()] == [3]
+
+
+def test_rounds_that_are_not_followed_save_nothing() -> None:
+    followed, not_followed, plan = History(2), History(2), planned()
+    for history in (followed, not_followed):
+        history.told(0)
+        for number in range(20):
+            history.decided(1.0 * number, 1e9, round_of(number, balanced(plan)))
+            history.told(number + 1, {number: unfollowed(Reason.COMPILING, (0,))} if history is not_followed else {})
+    assert followed.saved_seconds > 10
+    assert not_followed.saved_seconds == not_followed.lost_seconds == 0.0
+    assert followed.interval == not_followed.interval == pytest.approx(1.0)
+
+
+def test_of_ranks_that_tell_no_more_only_some_rounds_are_held() -> None:
+    history, plan = History(2), planned()
+    history.told(0)
+    held = [not history.decided(1.0 * number, 1e9, round_of(number, balanced(plan))) for number in range(100)]
+    assert 0 < sum(held) < 50
+    assert len(history.told()) == sum(held)
+    assert sorted(column(history, "round")) == list(range(100))
 
 
 def test_rounds_that_did_not_come_are_counted_and_late_decisions_are_no_gap() -> None:

@@ -207,8 +207,8 @@ def test_ranks_of_a_stream_join_together_and_compare_their_terms_once() -> None:
 def test_messages_that_consist_of_tiny_parts_are_not_parsed(data: bytes, reason: str) -> None:
     def read() -> None:
         request = read_request(data, max_fields=4096)
-        assert request is not None
-        for _ in request:  # type: ignore[union-attr]
+        assert request.said is not None
+        for _ in request.said:  # type: ignore[union-attr]
             pass
 
     with pytest.raises(OversizedError, match=reason):
@@ -220,8 +220,8 @@ def test_a_large_group_is_read_one_submission_at_a_time() -> None:
     data = pb.BalanceRequest(submits=pb.SubmitGroup(submits=members)).SerializeToString()
     assert len(data) > 1 << 16
     request = read_request(data, max_fields=16)
-    assert list(request) == members  # type: ignore[arg-type]
-    assert not isinstance(request, list)
+    assert list(request.said) == members  # type: ignore[arg-type]
+    assert not isinstance(request.said, list)
 
 
 def of_slow_ranks(count: int, kind: type[pb.Submit] | type[pb.SubmitNode]) -> tuple[pb.Submit | pb.SubmitNode, bytes]:
@@ -241,10 +241,21 @@ def test_any_number_of_slow_ranks_may_be_told_but_not_tiny_parts(
     kind: type[pb.Submit] | type[pb.SubmitNode],
 ) -> None:
     message, data = of_slow_ranks(2048, kind)
-    assert list(read_request(data, max_fields=16)) == [message]  # type: ignore[arg-type]
+    assert list(read_request(data, max_fields=16).said) == [message]  # type: ignore[arg-type]
     twice = message.SerializeToString() * 2  # what comes in pieces is merged
     with pytest.raises(OversizedError, match=f"of a {kind.DESCRIPTOR.name} takes"):
         read_submit_message(twice, kind)
+
+
+def test_what_ranks_did_is_read_beside_a_large_submission_unless_it_is_large_itself() -> None:
+    message = pb.Submit(round=7, memory=bytes(1 << 16))
+    told = pb.Told(agreed=7, unfollowed=[pb.Unfollowed(round=6, reason=pb.Decision.REASON_COMPILING, ranks=[1])])
+    request = read_request(pb.BalanceRequest(submit=message, told=told).SerializeToString(), max_fields=16)
+    assert list(request.said) == [message]  # type: ignore[arg-type]
+    assert request.told == told
+    told.unfollowed.extend(pb.Unfollowed(round=number) for number in range(8192))
+    with pytest.raises(OversizedError, match="a Told of"):
+        read_request(pb.BalanceRequest(submit=message, told=told).SerializeToString(), max_fields=16)
 
 
 def test_a_join_of_any_accepted_size_is_read() -> None:

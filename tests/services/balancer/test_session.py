@@ -248,10 +248,13 @@ def test_ranks_that_differ_are_told_both_values() -> None:
 def test_statistics_count_rounds_by_outcome() -> None:
     session = make_session(world_size=1)
     start = only_partition(session.submit(0.0, 0, submission(1), "a"))
-    session.partitioned(0.5, 0, make_plan(start.inputs))
+    effects = session.partitioned(0.5, 0, make_plan(start.inputs))
     session.submit(1.0, 1, submission(1), "a")
-    session.drain(2.5)
+    effects += session.drain(2.5)
     statistics = session.statistics
+    for event in effects:
+        if isinstance(event, Decided):
+            statistics.count(event.decision, event.waited, event.learned)
     assert statistics.balanced == 1
     assert statistics.identity == {Reason.DRAINING: 1}
     assert statistics.mean_wait == pytest.approx(1.0)

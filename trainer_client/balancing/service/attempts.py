@@ -28,6 +28,7 @@ class Attempt:
         timed_out: It was not joined in time.
         max_message_bytes: What the service takes; 0 before it has said so.
         takes_nodes: The service takes the ranks of a node together.
+        told: The last round of which the service has been told on it what the ranks did; -1 at first.
     """
 
     def __init__(self, join: pb.Join) -> None:
@@ -39,6 +40,18 @@ class Attempt:
         self.ends_at = math.inf
         self.max_message_bytes = 0
         self.takes_nodes = False
+        self.told = -1
+        self._telling: pb.Told | None = None
+
+    def tell(self, told: pb.Told | None) -> None:
+        """Tells the service, with the next request or at the end, what the ranks did."""
+        self._telling = told
+
+    def end(self) -> None:
+        """Ends the requests in order."""
+        if self._telling is not None:
+            self._send(pb.BalanceRequest(submits=pb.SubmitGroup()))
+        self.outbox.put(None)
 
     def give_up(self) -> None:
         """Ends it at once."""
@@ -55,7 +68,7 @@ class Attempt:
     def _put(self, messages: list[pb.Submit]) -> list[pb.Answer]:
         request, most = self._request(messages), self.max_message_bytes
         if not most or request.ByteSize() <= most:
-            self.outbox.put(request)
+            self._send(request)
             return []
         if len(messages) > 1:
             half = len(messages) // 2
@@ -67,6 +80,13 @@ class Attempt:
         )
         error = pb.Error(field="max_message_bytes", message=said)
         return [pb.Answer(round=message.round, rank=message.rank, error=error)]
+
+    def _send(self, request: pb.BalanceRequest) -> None:
+        if self._telling is not None:
+            request.told.CopyFrom(self._telling)
+            self.told = max([self.told, *(one.round for one in self._telling.unfollowed)])
+            self._telling = None
+        self.outbox.put(request)
 
     def _request(self, messages: list[pb.Submit]) -> pb.BalanceRequest:
         if not self._join.ranks:

@@ -12,7 +12,8 @@ from evenkeel.credentials import Credentials
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from evenkeel.protocol import balancer_pb2 as pb
-from trainer_client.balancing.service.messages import ServiceDecision, read_decision, submit_request
+from trainer_client.balancing.agreement import Verdict
+from trainer_client.balancing.service.messages import ServiceDecision, read_decision, submit_request, unfollowed
 from trainer_client.balancing.service.node import NodeFollower, NodeLeader, NodeSeat
 from trainer_client.balancing.service.outages import Cause
 from trainer_client.balancing.service.uplink import Listener, Uplink
@@ -33,8 +34,8 @@ class Route(Protocol):
     def submit(self, message: pb.Submit) -> None:
         """Sends a round now, and again after each reconnect until it is settled."""
 
-    def settle(self, round_number: int) -> None:
-        """Forgets a round that all ranks have agreed on."""
+    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None) -> None:
+        """Forgets a round that all ranks have agreed on, once the service knows what they did."""
 
     def suspect(self) -> None:
         """Gives the stream up after a missed round."""
@@ -172,12 +173,17 @@ class Connection:
             self.noted(f"malformed answer to round {round_number}: {error}")
             return None
 
-    def settle(self, round_number: int) -> None:
-        """Forgets a round that all ranks have agreed on."""
+    def settle(self, round_number: int, verdict: Verdict | None = None) -> None:
+        """Forgets a round that all ranks have agreed on, and lets the service know what they did.
+
+        Args:
+            round_number: The round; they come in order.
+            verdict: What all ranks do; None: what the service has decided.
+        """
         with self._changed:
             self._open.discard(round_number)
             self._answers.pop(round_number, None)
-        self._route.settle(round_number)
+        self._route.settle(round_number, None if verdict is None else unfollowed(round_number, verdict))
 
     def suspect(self) -> None:
         """Gives the stream up after a missed round; it is ready again when a new one has been joined."""

@@ -19,6 +19,7 @@ from evenkeel.partitioning.slices import Slice
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from evenkeel.partitioning.splits import Cuts, SplitSample, check_splits
 from evenkeel.protocol import balancer_pb2 as pb
+from trainer_client.balancing.agreement import Mode, Reason, Verdict
 
 if TYPE_CHECKING:  # it opens streams
     from trainer_client.balancing.opening import SessionName
@@ -40,6 +41,19 @@ _FINAL_REASONS = frozenset(
         pb.Decision.REASON_QUARANTINED,
     }
 )
+
+
+# Verdicts that follow what the service has answered, or that it has no decision to follow.
+_FOLLOWED = frozenset({Reason.NONE, Reason.SERVICE_IDENTITY, Reason.UNDECIDED})
+_UNFOLLOWED = {
+    Reason.INVALID_COSTS: pb.Decision.REASON_INVALID_COSTS,
+    Reason.COMPILING: pb.Decision.REASON_COMPILING,
+    Reason.NO_DECISION: pb.Decision.REASON_NO_DECISION,
+    Reason.BREAKER_OPEN: pb.Decision.REASON_BREAKER_OPEN,
+    Reason.DECISIONS_DIFFER: pb.Decision.REASON_DECISIONS_DIFFER,
+    Reason.TRANSFERS_DIFFER: pb.Decision.REASON_TRANSFERS_DIFFER,
+}
+_MOST_NAMED = 32
 
 
 class MalformedAnswerError(ValueError):
@@ -180,6 +194,16 @@ def submit_request(
     else:
         message.costs_i64 = costs.astype("<i8").tobytes()
     return message
+
+
+def unfollowed(round_number: int, verdict: Verdict) -> pb.Unfollowed | None:
+    """That the ranks did not follow the service in a round, and why; None if they did."""
+    if verdict.mode in (Mode.END, Mode.DROP):
+        return pb.Unfollowed(round=round_number, reason=pb.Decision.REASON_NOT_TRAINED)
+    if verdict.reason in _FOLLOWED:
+        return None
+    reason = _UNFOLLOWED.get(verdict.reason, pb.Decision.REASON_NOT_FOLLOWED)
+    return pb.Unfollowed(round=round_number, reason=reason, ranks=verdict.ranks[:_MOST_NAMED])
 
 
 @lru_cache(maxsize=4)  # what is learned changes seldom, and may be of hundreds of ranks

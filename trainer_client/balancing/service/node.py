@@ -89,9 +89,9 @@ class NodeLeader:
         self.start()
         self._thread.call(self._gather, message)
 
-    def settle(self, round_number: int) -> None:
+    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None) -> None:
         """Forgets a round, which all ranks have agreed on, for all ranks of the node."""
-        self._uplink.settle(round_number)
+        self._uplink.settle(round_number, unfollowed)
 
     def suspect(self) -> None:
         """Gives the stream up after a missed round."""
@@ -226,8 +226,8 @@ class NodeFollower:
         self.start()
         self._thread.call(self._send, message.round, message.SerializeToString())
 
-    def settle(self, round_number: int) -> None:
-        """Forgets a round that all ranks have agreed on."""
+    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None) -> None:  # noqa: ARG002
+        """Forgets a round that all ranks have agreed on; rank 0, who tells the service, follows nobody."""
         self._thread.call(self._forget, round_number)
 
     def suspect(self) -> None:

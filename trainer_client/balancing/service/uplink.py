@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from trainer_client.balancing.service.messages import VersionError, check_versio
 from trainer_client.balancing.service.outages import Backoff, Cause, is_superseded, of_call, of_refusal
 
 CLOSE_SECONDS = 2.0
+_TOLD_AGAIN = 32  # rounds that were not followed, on a new stream
 
 _CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
@@ -72,6 +74,7 @@ class Uplink:
         self._changed = threading.Condition()
         self._unsettled: dict[int, dict[int, pb.Submit]] = {}  # by round, then rank
         self._settled = -1  # rounds up to here have been agreed on
+        self._unfollowed: deque[pb.Unfollowed] = deque(maxlen=_TOLD_AGAIN)
         self._streams: set[Attempt] = set()  # that have begun and not ended
         self._current: Attempt | None = None  # gets the rounds
         self._next: Attempt | None = None  # joined, and gets them when the current one's balancer has left
@@ -108,11 +111,17 @@ class Uplink:
             refused = self._send(open_ones)
         self._answer(refused)
 
-    def settle(self, round_number: int) -> None:
-        """Forgets a round that all ranks have agreed on; rounds are settled in order."""
+    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None = None) -> None:
+        """Forgets a round that all ranks have agreed on; rounds are settled in order.
+
+        Args:
+            round_number: The round.
+            unfollowed: Why they did not do what the service has decided; None: they did.
+        """
         with self._changed:
             self._settled = max(self._settled, round_number)
-            self._unsettled.pop(round_number, None)
+            if self._unsettled.pop(round_number, None) and unfollowed is not None:
+                self._unfollowed.append(unfollowed)
             self._leave_old()
 
     def suspect(self, epoch: int | None = None) -> None:
@@ -141,9 +150,11 @@ class Uplink:
             self._closed = True
             streams, threads = list(self._streams), list(self._threads)
             self._changed.notify_all()
+            for stream in streams:
+                self._tell(stream)
         for stream in streams:
             if stream.joined:
-                stream.outbox.put(None)  # a clean end of the requests tells the service that the ranks have left
+                stream.end()  # a clean end of the requests tells the service that the ranks have left
             elif stream.call is not None:
                 stream.call.cancel()  # nothing to leave: the stream was not joined yet
         for patience in (CLOSE_SECONDS / 2, CLOSE_SECONDS / 2):
@@ -291,7 +302,8 @@ class Uplink:
     def _leave_old(self) -> None:
         """Ends the stream to the balancer that has left, once all ranks have agreed on its last round."""
         if self._old is not None and self._settled + 1 >= self._old.ends_at:
-            self._old.outbox.put(None)
+            self._tell(self._old)
+            self._old.end()
             self._old = None
 
     def _go_to(self, stream: Attempt) -> tuple[int, list[pb.Answer]]:
@@ -366,11 +378,19 @@ class Uplink:
         """Sends submissions, if there is a stream for them; returns the answers to those that are sent to nobody."""
         old, refused = self._old, list[pb.Answer]()
         if old is not None:
+            self._tell(old)
             refused = old.put([one for one in messages if one.round < old.ends_at])
             messages = [one for one in messages if one.round >= old.ends_at]
         if self._current is not None:
+            self._tell(self._current)
             return refused + self._current.put(messages)
         if self._left:
             said = pb.Error(code=pb.ERROR_CODE_DRAINING, message=self._left)
             refused += [pb.Answer(round=one.round, rank=one.rank, error=said) for one in messages]
         return refused
+
+    def _tell(self, stream: Attempt) -> None:
+        """Lets a stream's next request say what the ranks did, which all know: that of rank 0 is enough."""
+        if self._join.rank == 0:
+            new = [one for one in self._unfollowed if one.round > stream.told]
+            stream.tell(pb.Told(agreed=self._settled + 1, unfollowed=new))
