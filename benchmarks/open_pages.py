@@ -197,13 +197,19 @@ def history_seconds(ranks: int, samples: int) -> float:
     parts = said([RankSamples(costs=costs_of(own), lengths=own) for own in draws]).samples
     plan = make_plan(PlanInput(parts=(parts,), options=RoundOptions(), nodes=("",) * ranks))
     assert isinstance(plan, RoundPlan)
-    history = History(ranks)
+    history, submissions = (
+        History(ranks),
+        [
+            said([RankSamples(costs=np.ones(1, np.int64), lengths=np.ones((1, 4), np.int64))], rank)
+            for rank in range(ranks)
+        ],
+    )
     session = SessionId(SessionKey(JOB, "", ""), "run", 0)
     rounds = 2000
     began = time.thread_time()
     for number in range(rounds):
         for rank in range(ranks):
-            history.arrived(number * 0.002, number, (rank,))
+            history.arrived(number * 0.002, number, submissions[rank])
         history.decided(number * 0.002, 1e9, Decided(session, number, balanced(plan), 0.001))
     return (time.thread_time() - began) / rounds
 

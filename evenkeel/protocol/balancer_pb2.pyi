@@ -172,7 +172,7 @@ class Limits(_message.Message):
     def __init__(self, max_ranks: _Optional[int] = ..., max_samples_per_rank: _Optional[int] = ..., max_rounds_ahead: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("round", "num_samples", "costs_i64", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "measurement", "rank", "traceparent", "divisible", "learned")
+    __slots__ = ("round", "num_samples", "costs_i64", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "measurement", "rank", "traceparent", "divisible", "learned", "held")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     COSTS_I64_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +188,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     DIVISIBLE_FIELD_NUMBER: _ClassVar[int]
     LEARNED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     round: int
     num_samples: int
     costs_i64: bytes
@@ -203,7 +204,8 @@ class Submit(_message.Message):
     traceparent: str
     divisible: bytes
     learned: LearnedSpeeds
-    def __init__(self, round: _Optional[int] = ..., num_samples: _Optional[int] = ..., costs_i64: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., exhausted: bool = ..., timeout_ms: _Optional[int] = ..., measurement: _Optional[_Union[Measurement, _Mapping]] = ..., rank: _Optional[int] = ..., traceparent: _Optional[str] = ..., divisible: _Optional[bytes] = ..., learned: _Optional[_Union[LearnedSpeeds, _Mapping]] = ...) -> None: ...
+    held: int
+    def __init__(self, round: _Optional[int] = ..., num_samples: _Optional[int] = ..., costs_i64: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., exhausted: bool = ..., timeout_ms: _Optional[int] = ..., measurement: _Optional[_Union[Measurement, _Mapping]] = ..., rank: _Optional[int] = ..., traceparent: _Optional[str] = ..., divisible: _Optional[bytes] = ..., learned: _Optional[_Union[LearnedSpeeds, _Mapping]] = ..., held: _Optional[int] = ...) -> None: ...
 
 class LearnedSpeeds(_message.Message):
     __slots__ = ("stragglers", "fixed", "delays")
@@ -268,7 +270,7 @@ class Answer(_message.Message):
     def __init__(self, round: _Optional[int] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class SubmitNode(_message.Message):
-    __slots__ = ("round", "ranks", "num_samples", "costs_int", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "divisible", "num_divisible", "learned", "traceparents")
+    __slots__ = ("round", "ranks", "num_samples", "costs_int", "costs_f64", "memory", "sizes", "lengths", "batch_sizes", "exhausted", "timeout_ms", "divisible", "num_divisible", "learned", "traceparents", "held")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +286,7 @@ class SubmitNode(_message.Message):
     NUM_DIVISIBLE_FIELD_NUMBER: _ClassVar[int]
     LEARNED_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     round: int
     ranks: bytes
     num_samples: bytes
@@ -299,7 +302,8 @@ class SubmitNode(_message.Message):
     num_divisible: bytes
     learned: LearnedSpeeds
     traceparents: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, round: _Optional[int] = ..., ranks: _Optional[bytes] = ..., num_samples: _Optional[bytes] = ..., costs_int: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[bytes] = ..., exhausted: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., divisible: _Optional[bytes] = ..., num_divisible: _Optional[bytes] = ..., learned: _Optional[_Union[LearnedSpeeds, _Mapping]] = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
+    held: bytes
+    def __init__(self, round: _Optional[int] = ..., ranks: _Optional[bytes] = ..., num_samples: _Optional[bytes] = ..., costs_int: _Optional[bytes] = ..., costs_f64: _Optional[bytes] = ..., memory: _Optional[bytes] = ..., sizes: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., batch_sizes: _Optional[bytes] = ..., exhausted: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., divisible: _Optional[bytes] = ..., num_divisible: _Optional[bytes] = ..., learned: _Optional[_Union[LearnedSpeeds, _Mapping]] = ..., traceparents: _Optional[_Iterable[str]] = ..., held: _Optional[bytes] = ...) -> None: ...
 
 class AnswerNode(_message.Message):
     __slots__ = ("round", "ranks", "decision", "num_parts", "num_sources", "num_cuts", "loads", "num_fields")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.rounds import RoundPlan
 from services.balancer.decisions import Decision, Reason
 from services.balancer.effects import Decided, PlanInput
+from services.balancer.submissions import Submission
 
 ROUNDS = 240
 """Rounds whose figures are kept."""
@@ -124,16 +125,15 @@ class History:
         self._follow_from = -math.inf
         self._arrivals: dict[int, float] = {}
 
-    def arrived(self, now: float, round_number: int, ranks: tuple[int, ...]) -> None:
+    def arrived(self, now: float, round_number: int, submission: Submission) -> None:
         """Notes when ranks came to a round, of some rounds."""
         if round_number > self._newest:
             self._newest = round_number
             if now >= self._follow_from:
-                self._followed, self._arrivals = round_number, dict.fromkeys(ranks, now)
+                self._followed, self._arrivals = round_number, submission.arrivals(now)
                 self._follow_from = now + _GIVE_UP_SECONDS
         elif round_number == self._followed:
-            for rank in ranks:
-                self._arrivals.setdefault(rank, now)
+            self._arrivals = submission.arrivals(now) | self._arrivals
 
     def decided(self, now: float, clock: float, event: Decided) -> bool:
         """Notes a decided round; returns whether it counts already.

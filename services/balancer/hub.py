@@ -140,7 +140,7 @@ class Hub:
             session = outcome
             self.histories.setdefault(session.id, member.history)
         now = self.now
-        member.history.arrived(now, round_number, submission.ranks)
+        member.history.arrived(now, round_number, submission)
         self._perform(session.submit(now, round_number, submission, member.mailbox), session)
 
     def told(self, member: Member, agreed: int, unfollowed: Mapping[int, Decision]) -> None:

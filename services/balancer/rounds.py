@@ -51,8 +51,10 @@ class OpenRound:
         self.said.append(submission)
         self.submissions.update(dict.fromkeys(submission.ranks, submission))
         self.nbytes += submission.nbytes
-        for rank, traceparent in submission.traceparents.items():
-            self.traces[rank] = (now, traceparent)
+        if submission.traceparents:
+            came = submission.arrivals(now)
+            for rank, traceparent in submission.traceparents.items():
+                self.traces[rank] = (came[rank], traceparent)
 
     def wait(self, asker: Asker, ranks: tuple[int, ...], timeout: float) -> None:
         """Notes whom to tell about ranks that have come, now or before."""

@@ -7,12 +7,17 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RoundSamples
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 
 SUBMISSION_BYTES = 700
 """What a submission takes beside its arrays, in an open round."""
+MOST_HELD = 60.0
+"""Seconds for which a node's leader may have had a submission."""
 
 
 class SessionKey(NamedTuple):
@@ -123,6 +128,7 @@ class Submission:
         timeout: Seconds from the round's first submission to its deadline.
         traceparents: Contexts of the traces of this round, of the ranks that have one.
         learned: What the ranks know of their speeds, if rank 0 is among these.
+        held: (ranks,) seconds for which each came earlier than the message; None: none did.
     """
 
     ranks: tuple[int, ...]
@@ -130,6 +136,7 @@ class Submission:
     timeout: float = 1.0
     traceparents: Mapping[int, str] = field(default_factory=dict)
     learned: LearnedSpeeds = ALL_EQUAL
+    held: NDArray[np.float64] | None = None
     _said: list[int] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -142,6 +149,12 @@ class Submission:
         """Memory of its arrays, and of all that goes with them."""
         learned = len(self.learned.stragglers) + len(self.learned.delays)
         return SUBMISSION_BYTES * len(self.ranks) + self.samples.nbytes + 200 * learned
+
+    def arrivals(self, now: float) -> dict[int, float]:
+        """By rank, when it came, where the message came `now`; not before the longest time that counts."""
+        if self.held is None:
+            return dict.fromkeys(self.ranks, now)
+        return dict(zip(self.ranks, (now - np.minimum(self.held, MOST_HELD)).tolist(), strict=True))
 
     @property
     def fingerprints(self) -> dict[int, int]:
@@ -163,6 +176,7 @@ class Submission:
             ranks=tuple(self.ranks[at] for at in places),
             samples=RoundSamples.joined(chosen),
             traceparents={rank: text for rank, text in self.traceparents.items() if rank in ranks},
+            held=None if self.held is None else self.held[places],
         )
 
     def _fingerprints(self) -> list[int]:

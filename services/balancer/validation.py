@@ -28,6 +28,7 @@ _U8 = np.dtype("<u8")
 _LENGTHS = (np.dtype("<u1"), np.dtype("<u2"), U4)
 _INTEGERS = (*_LENGTHS, I8)
 _NONE: dict[int, str] = {}
+_U32 = struct.Struct("<I")
 _DOUBLE, _DOUBLE_BITS = struct.Struct("<d"), struct.Struct("<Q")
 _CAUSES = frozenset(map(int, Cause))
 _MOST_CAUSES = 16  # that a newer client may know
@@ -47,6 +48,7 @@ class _Said(NamedTuple):
     divisible: bytes
     num_divisible: tuple[int, ...]
     integers: Sequence[np.dtype[Any]]  # types that they may have, each of a width of its own
+    held: bytes
 
 
 _REASONS = frozenset(map(int, Reason))
@@ -84,6 +86,7 @@ def read_submission(message: pb.Submit, terms: Terms, limits: Limits, rank: int 
         divisible=message.divisible,
         num_divisible=(len(message.divisible) // (WIDTH * F8.itemsize),) if message.divisible else (),
         integers=(I8,),
+        held=_U32.pack(message.held) if message.held else b"",
     )
     traceparents = (message.traceparent,) if message.traceparent else ()
     found, refused = _read(said, message, traceparents, terms, limits)
@@ -130,6 +133,7 @@ def read_node(
             divisible=message.divisible,
             num_divisible=tuple(read_array(tables, len(ranks), "num_divisible", (U4,)).tolist()) if tables else (),
             integers=_INTEGERS,
+            held=message.held,
         ),
         message,
         traceparents,
@@ -195,6 +199,9 @@ def _read(
             learned = _read_learned(message.learned, terms.world_size)
         except RefusedError as error:
             refused.setdefault(said.ranks.index(0), error.refusal)
+    held = None
+    if said.held:
+        held = read_array(said.held, len(counts), "held", (U4,)) * 1e-6
     traced = _NONE
     if traceparents:
         named = zip(said.ranks, traceparents, strict=True)
@@ -213,6 +220,7 @@ def _read(
         timeout=min(timeout, limits.max_round_timeout),
         traceparents=traced,
         learned=learned,
+        held=held,
     )
     if not refused:
         return submission, []

@@ -18,6 +18,7 @@ from services.balancer.effects import Decided, PlanInput, SessionId
 from services.balancer.history import COLUMNS, ROUNDS, History, heaviest
 from services.balancer.submissions import SessionKey
 from tests.evenkeel.partitioning.test_split_rounds import giants
+from tests.services.balancer.samples import node, submission
 
 SESSION = SessionId(SessionKey("job", "default", "train"), "run", 0)
 COSTS = ((9, 1, 5, 5), (1, 1, 1, 1))
@@ -167,18 +168,32 @@ def test_a_rank_that_comes_last_is_known_by_its_lateness() -> None:
     for number in range(50):
         now += 1.0
         for rank, late in ((1, 0.0), (0, 0.001), (2, 0.3)):
-            history.arrived(now + late, number, (rank,))
-        history.arrived(now + 0.9, number, (1,))  # asks again after a reconnect: it came when it came first
+            history.arrived(now + late, number, submission(1, rank=rank))
+        history.arrived(
+            now + 0.9, number, submission(1, rank=1)
+        )  # asks again after a reconnect: it came when it came first
         history.decided(now + 0.3, 1e9, round_of(number, balanced(plan)))
     assert history.late == {0: pytest.approx(0.001), 1: 0.0, 2: pytest.approx(0.3)}
 
 
+def test_of_ranks_that_come_together_the_last_is_known_by_how_long_the_others_were_held() -> None:
+    """Two nodes: one sends all at once when its last rank has come, the other says nothing of it."""
+    history, plan = History(4), planned()
+    for number in range(50):
+        history.arrived(number + 0.5, number, replace(node(0, 1), held=np.array([0.3, 0.0])))
+        history.arrived(number + 0.6, number, node(2, 3))
+        history.decided(number + 0.6, 1e9, round_of(number, balanced(plan)))
+    near = {0: 0.0, 1: 0.3, 2: 0.4, 3: 0.4}
+    assert history.late == {rank: pytest.approx(late) for rank, late in near.items()}
+    assert replace(node(0, 1), held=np.array([1e9, 0.0])).arrivals(100.0) == {0: 40.0, 1: 100.0}
+
+
 def test_a_round_that_is_never_decided_is_given_up() -> None:
     history, plan = History(2), planned()
-    history.arrived(0.0, 0, (0,))
+    history.arrived(0.0, 0, submission(1, rank=0))
     for number in range(1, 100):
-        history.arrived(number * 1.0, number, (0,))
-        history.arrived(number + 0.5, number, (1,))
+        history.arrived(number * 1.0, number, submission(1, rank=0))
+        history.arrived(number + 0.5, number, submission(1, rank=1))
         history.decided(number + 0.5, 1e9, round_of(number, balanced(plan)))
     assert history.late == {0: 0.0, 1: pytest.approx(0.5)}
 

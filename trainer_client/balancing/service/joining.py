@@ -65,6 +65,8 @@ def _join(group: list[pb.Submit], join: pb.Join) -> pb.SubmitNode:
     if any(one.divisible for one in group):
         node.divisible = b"".join([one.divisible for one in group])
         node.num_divisible = _u32([len(one.divisible) // _ROW for one in group])
+    if any(one.held for one in group):
+        node.held = _u32([one.held for one in group])
     if any(one.traceparent for one in group):
         node.traceparents.extend(one.traceparent for one in group)
     for one in group:

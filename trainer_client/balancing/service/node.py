@@ -70,7 +70,7 @@ class NodeLeader:
         self._thread = LoopThread("evenkeel-node-leader")
         # Used in the thread only.
         self._followers: dict[FrameLink, int] = {}
-        self._gathering: dict[int, dict[int, pb.Submit]] = {}
+        self._gathering: dict[int, dict[int, tuple[float, pb.Submit]]] = {}  # with when each came
         self._sent = -1  # rounds up to here have been sent, late submissions to them go at once
 
     @property
@@ -177,14 +177,14 @@ class NodeLeader:
                 links[answer.rank].send(Kind.ANSWER, answer.SerializeToString())
 
     def _gather(self, message: pb.Submit) -> None:
-        number = message.round
+        number, loop = message.round, asyncio.get_running_loop()
         if number <= self._sent:
             self._uplink.submit(message)
             return
         if number not in self._gathering:
             self._gathering[number] = {}
-            asyncio.get_running_loop().call_later(self._seat.linger, self._send, number)
-        self._gathering[number][message.rank] = message
+            loop.call_later(self._seat.linger, self._send, number)
+        self._gathering[number].setdefault(message.rank, (loop.time(), message))
         if len(self._gathering[number]) == len(self._seat.ranks):
             self._send(number)
 
@@ -192,7 +192,11 @@ class NodeLeader:
         """Sends a round, complete or not, and those before it."""
         self._sent = max(self._sent, number)
         due = sorted(earlier for earlier in self._gathering if earlier <= number)
-        messages = [message for earlier in due for message in self._gathering.pop(earlier).values()]
+        now, messages = asyncio.get_running_loop().time(), list[pb.Submit]()
+        for earlier in due:
+            for came, message in self._gathering.pop(earlier).values():
+                message.held = int(1e6 * (now - came))  # so that who came last is known also where all come together
+                messages.append(message)
         if messages:
             self._uplink.submit(*messages)
 
