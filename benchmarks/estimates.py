@@ -108,7 +108,7 @@ def main(
         full = seconds_of(lambda inputs=inputs: make_plan(inputs)) * speed  # type: ignore[misc]
         least = seconds_of(cheap) * speed
         rows.append({
-            "size": {name: getattr(size, name) for name in Size.__slots__}, "costs": kind,
+            "size": {name: getattr(size, name) for name in Size._fields}, "costs": kind,
             "seconds": full, "expected": full_seconds(size),
             "cheapest": least, "expected_cheapest": cheap_seconds(size),
         })  # fmt: skip

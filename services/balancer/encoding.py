@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -109,7 +110,7 @@ def balance_message(figures: Figures, seconds: float) -> pb.Balance:
         figures: How even the plan is.
         seconds: That its plan took.
     """
-    return pb.Balance(partition_seconds=seconds, **{name: getattr(figures, name) for name in FIGURES})
+    return pb.Balance(partition_seconds=seconds, **dict(zip(FIGURES, _values(figures), strict=True)))
 
 
 def identity_bytes(instance: int, decision: Decision) -> bytes:
@@ -266,6 +267,7 @@ def varint(value: int) -> bytes:
 
 
 _LATEST_PLANS = 4
+_values = attrgetter(*FIGURES)
 _SMALL = [bytes((value,)) for value in range(128)]
 _ROUND, _RANK, _DECISION = (tag_of(pb.Answer, field) for field in ("round", "rank", "decision"))
 _DESTINATIONS, _DESTINATION_STEPS, _SOURCES, _SOURCE_COUNTS, _SOURCE_TOTALS, _BALANCE, _BATCH_BALANCES = (

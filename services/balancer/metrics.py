@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.balancer.decisions import Outcome, Reason
 from services.balancer.effects import Decided
 from services.balancer.shares import Shares
 from services.operations.http import OperationsServer, Site
 from services.operations.process import EventLoopLag, add_process_metrics
+from services.operations.tallies import Tallies
 
 _SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _EXCESS = (0.0001, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -43,20 +44,21 @@ class Metrics:
             ("job", "outcome", "reason"),
             registry=self.registry,
         )
-        self._wait = Histogram(
+        self._wait = Tallies(
             "evenkeel_balancer_round_wait_seconds",
             "From a round's first submission to its decision.",
             ("job",),
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self._partition = Histogram(
+        self._partition = Tallies(
             "evenkeel_balancer_partition_seconds",
             "Time to compute a plan and cut it into slices.",
+            (),
             buckets=_SECONDS,
             registry=self.registry,
-        )
-        self._excess = Histogram(
+        ).labels()
+        self._excess = Tallies(
             "evenkeel_balancer_imbalance_excess_ratio",
             "Largest load over mean load, minus one: before and after balancing, and the lower bound.",
             ("job", "when"),
@@ -105,12 +107,13 @@ class Metrics:
         )
         for cause in ("died", "stuck", "unwanted"):
             self._lost.labels(cause)
-        self._queue = Histogram(
+        self._queue = Tallies(
             "evenkeel_balancer_queue_seconds",
             "From a complete round to a worker that begins with its plan.",
+            (),
             buckets=_SECONDS,
             registry=self.registry,
-        )
+        ).labels()
         self._unplanned = Counter(
             "evenkeel_balancer_refused_partitions_total",
             "Complete rounds that no worker began with, by reason: overloaded, queued, too_costly, quarantined.",

@@ -189,18 +189,19 @@ class Submission:
             for array, dtype in zip(arrays, (costs, "<u4", "<i8", "<f8"), strict=True)
             if array is not None
         ]
+        kind = (costs, samples.sizes is None)
         for rank, own in zip(self.ranks, samples.batch_sizes.tolist(), strict=True):
             last = first + sum(own)
-            more: list[object] = []
+            more: list[object] = [*own]
             if last > first:
-                more += (costs, samples.sizes is None)
+                more += kind
                 more += [data[width * first : width * last] for data, width in columns]
-            if self.learned and rank == 0:
+            if rank == 0 and self.learned:
                 more.append(self.learned)
-            table = samples.divisible_in(first, last)
+            table = None if samples.divisible is None else samples.divisible_in(first, last)
             if table is not None and len(table):
                 more.append(table.tobytes())
-            said.append(hash((*own, *more)))
+            said.append(hash(tuple(more)))
             first = last
         return said
 

@@ -82,22 +82,18 @@ class Arena:
 
     def write(self, header: str, columns: Sequence[Column]) -> int:
         """Writes a message over the last, its header being an object in JSON; returns its length in bytes."""
-        table = _dumps([(dtype.str, *shape) for dtype, shape, _ in columns])
+        table, places, nbytes = _layout(tuple([(dtype, shape) for dtype, shape, _ in columns]))
         head = f"[{header},{table}]".encode()
-        end = _aligned(8 + len(head))
-        places = []
-        for dtype, shape, _ in columns:
-            places.append(end)
-            end = _aligned(end + math.prod(shape) * dtype.itemsize)
-        memory = self._mapped(end, grow=True)
+        begin = _aligned(8 + len(head))
+        memory = self._mapped(begin + nbytes, grow=True)
         memory[: 8 + len(head)] = len(head).to_bytes(8, "little") + head
         for (dtype, shape, parts), place in zip(columns, places, strict=True):
-            target = np.ndarray(shape, dtype, memory, place)
+            target = np.ndarray(shape, dtype, memory, begin + place)
             if len(parts) == 1:
                 target[...] = parts[0]
             elif target.size:
                 np.concatenate(parts, out=target)
-        return end
+        return begin + nbytes
 
     def read(self, nbytes: int, *, copy: bool = False) -> tuple[dict[str, Any], list[NDArray[Any]]]:
         """Reads a message; its arrays are the shared memory itself, good until the next message, or `copy` a copy.
@@ -115,12 +111,11 @@ class Arena:
             header, table = json.loads(memory[8 : 8 + length])
             arrays, begin = [], _aligned(8 + length)
             for name, *shape in table:
-                dtype = _DTYPES[name]
-                end = begin + math.prod(shape) * dtype.itemsize
-                if end > nbytes or {*map(type, shape)} != {int} or min(shape) < 0:
-                    raise MessageError(f"an array of shape {shape} at {begin} in a message of {nbytes}")
-                arrays.append(np.ndarray(shape, dtype, memory, begin))
-                begin = _aligned(end)
+                array: NDArray[Any] = np.ndarray(shape, _DTYPES[name], memory, begin)  # of which NumPy checks all
+                arrays.append(array)
+                begin = _aligned(begin + array.nbytes)
+            if begin > _aligned(nbytes):
+                raise MessageError(f"arrays of {begin} bytes in a message of {nbytes}")
         except MessageError:
             raise
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -138,6 +133,16 @@ class Arena:
             if len(self._map) < nbytes:
                 raise MessageError(f"a message of {nbytes} bytes in {len(self._map)}")
         return self._map
+
+
+@lru_cache(maxsize=256)
+def _layout(kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> tuple[str, list[int], int]:
+    """Arrays in JSON, where each begins after the first, and the end of all: most rounds of a session are alike."""
+    end, places = 0, []
+    for dtype, shape in kinds:
+        places.append(end)
+        end = _aligned(end + math.prod(shape) * dtype.itemsize)
+    return _dumps([(dtype.str, *shape) for dtype, shape in kinds]), places, end
 
 
 def write_round(arena: Arena, inputs: PlanInput) -> int:
@@ -244,7 +249,7 @@ def _numbered(nodes: tuple[str, ...]) -> NDArray[np.int32] | None:
 
 
 def _figures(values: list[Any]) -> Figures:
-    if not all(type(value) in (int, float) for value in values):
+    if not {int, float}.issuperset(map(type, values)):
         raise MessageError(f"figures of {values}")
     return Figures(**dict(zip(FIGURES, values, strict=True)))
 

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from evenkeel.partitioning.rounds import CHEAP_STRATEGY
 from services.balancer.effects import PlanInput
@@ -16,8 +17,7 @@ _RELAX = 0.95  # a round that got the cheap search brings the full one this much
 _MOST = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """What the time of a partition depends on.
 
     Attributes:
