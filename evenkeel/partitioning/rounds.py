@@ -216,6 +216,8 @@ class RoundPlan:
     @property
     def worst(self) -> int:
         """The least even batch."""
+        if len(self.batches) == 1:
+            return 0
         return max(range(len(self.batches)), key=lambda batch: self.batches[batch].imbalance_after)
 
     @property

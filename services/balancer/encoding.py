@@ -12,7 +12,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,14 +171,18 @@ def _batches(shared: _Shared, rank: int) -> bytes:
 
 def of_latest_plans(make: Callable[[int, RoundPlan], T]) -> Callable[[int, RoundPlan], T]:
     """Keeps what a function makes of the latest plans; of one that nobody remembers any more, nothing."""
-    kept: WeakKeyDictionary[RoundPlan, tuple[int, T]] = WeakKeyDictionary()
+    kept: dict[ref[RoundPlan], tuple[int, T]] = {}
+
+    def forget(gone: ref[RoundPlan]) -> None:
+        kept.pop(gone, None)
 
     def find(instance: int, plan: RoundPlan) -> T:
-        found = kept.get(plan)
+        found = kept.get(ref(plan))
         if found is None or found[0] != instance:
+            made = instance, make(instance, plan)
             if len(kept) >= _LATEST_PLANS:
-                del kept[next(iter(kept))]
-            found = kept[plan] = instance, make(instance, plan)
+                forget(next(iter(kept)))
+            found = kept[ref(plan, forget)] = made
         return found[1]
 
     return find

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -202,7 +203,7 @@ class Hub:
             if session is not None:
                 self._perform(session.started(self.now, start.round), session)
                 # Not before: the round may still be copied by another thread, which wants the interpreter too.
-                self._loop.call_soon(self._note_contents, start.session, start.round)
+                self._note_contents(start.session, start.round)
 
         def is_wanted() -> bool:
             session = self.registry.find(start.session)
@@ -248,17 +249,18 @@ class Hub:
         task = self._tasks.pop((event.session, event.round), None)
         if task is not None:
             self._pool.cancel(task)
-        self._log.debug(
-            "round decided",
-            job=event.session.key.job,
-            session=str(event.session.key),
-            run=event.session.run_id,
-            step=event.round,
-            outcome=event.decision.outcome.name,
-            reason=event.decision.reason.name,
-            waited=event.waited,
-            late=event.decision.missing_ranks,
-        )
+        if self._log.is_enabled_for(logging.DEBUG):
+            self._log.debug(
+                "round decided",
+                job=event.session.key.job,
+                session=str(event.session.key),
+                run=event.session.run_id,
+                step=event.round,
+                outcome=event.decision.outcome.name,
+                reason=event.decision.reason.name,
+                waited=event.waited,
+                late=event.decision.missing_ranks,
+            )
 
     def _count(self, event: Decided) -> None:
         """Counts a round, once it is known what the ranks have made of it."""

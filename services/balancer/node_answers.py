@@ -84,17 +84,16 @@ def _told(instance: int, plan: RoundPlan) -> _Told:
         batch_balances=[balance_message(figures, plan.seconds) for figures in plan.batches] if windowed else (),
     )
     num_ranks, batches, totals = len(slices), slices.num_batches, slices.source_totals
-    ranks, homes = range(num_ranks + 1), slices.home_begin.tolist()
+    ranks, homes, last = range(num_ranks + 1), slices.home_begin.tolist(), num_ranks - 1
     sources = slices.source_begin[::batches].tolist()
     arrays = [
-        _narrow(_DESTINATIONS, slices.destinations, homes),
-        _narrow(_SOURCES, slices.sources, sources),
+        _narrow(_DESTINATIONS, slices.destinations, homes, last),
+        _narrow(_SOURCES, slices.sources, sources, last),
         _narrow(_SOURCE_COUNTS, slices.source_counts, sources),
         _narrow(_SOURCE_TOTALS, totals, sources),
     ]
     shown = [plan.worst, *(range(batches) if windowed else ())]
-    loads = np.empty((num_ranks, len(shown), 2))
-    loads[:, :, 0], loads[:, :, 1] = plan.loads_before[shown].T, plan.loads_after[shown].T
+    loads = np.array((plan.loads_before, plan.loads_after))[:, shown].T
     beside = [
         _column(_NUM_PARTS, _steps(slices.home_begin), _U4, ranks),
         _column(_NUM_SOURCES, _steps(slices.source_begin).reshape(num_ranks, batches), _U4, ranks),
@@ -111,9 +110,10 @@ def _told(instance: int, plan: RoundPlan) -> _Told:
     return _Told(decision.SerializeToString(), arrays, beside, _NUM_FIELDS + varint(totals.shape[1]))
 
 
-def _narrow(tag: bytes, array: NDArray[Any], begins: Sequence[int]) -> _Column:
-    """A field of the decision in the narrowest type that holds it."""
-    most = int(np.maximum.reduce(array, axis=None)) if array.size else 0
+def _narrow(tag: bytes, array: NDArray[Any], begins: Sequence[int], most: int | None = None) -> _Column:
+    """A field of the decision in the narrowest type that holds it, or `most`, where that is known."""
+    if most is None:
+        most = int(np.maximum.reduce(array, axis=None)) if array.size else 0
     dtype = _U1 if most < 1 << 8 else _U2 if most < 1 << 16 else _U4 if most < 1 << 32 else _I8
     return _column(tag, array, dtype, begins)
 

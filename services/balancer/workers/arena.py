@@ -31,11 +31,12 @@ _ALIGNMENT = 64
 _DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<u4", "<f8")}
 _PER_RANK = ("speeds", "memory_caps")  # of the options
 _SCALARS = tuple(field.name for field in fields(RoundOptions) if field.name not in (*_PER_RANK, "split", "learned"))
-_PLAN = (("<f8", 2), ("<f8", 2))  # loads before and after
-_PARTS = (("<i8", 1), ("<i8", 1), ("<i8", 2))  # of split samples
-_SLICES = (("<i4", 1), ("<i8", 1), ("<i8", 1), ("<i4", 1), ("<i4", 1), ("<i8", 2), ("<i4", 1))
+_I4, _I8, _F8 = (_DTYPES[name] for name in ("<i4", "<i8", "<f8"))
+_PLAN = ((_F8, 2), (_F8, 2))  # loads before and after
+_PARTS = ((_I8, 1), (_I8, 1), (_I8, 2))  # of split samples
+_SLICES = ((_I4, 1), (_I8, 1), (_I8, 1), (_I4, 1), (_I4, 1), (_I8, 2), (_I4, 1))
 _values = attrgetter(*FIGURES)
-_dumps = json.JSONEncoder(separators=(",", ":")).encode
+_dumps, _loads = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().decode
 
 
 class MessageError(ValueError):
@@ -108,7 +109,7 @@ class Arena:
             length = int.from_bytes(memory[:8], "little")
             if 8 + length > nbytes:
                 raise MessageError(f"a header of {length} bytes in a message of {nbytes}")
-            header, table = json.loads(memory[8 : 8 + length])
+            header, table = _loads(str(memory[8 : 8 + length], "ascii"))
             arrays, begin = [], _aligned(8 + length)
             for name, *shape in table:
                 array: NDArray[Any] = np.ndarray(shape, _DTYPES[name], memory, begin)  # of which NumPy checks all

@@ -131,7 +131,7 @@ class WorkerPool:
     # ------------------------------------------------------------------ which task next
 
     def _dispatch(self) -> None:
-        while self._staff.is_ready and not self._closed:
+        while self.queued and self._staff.is_ready and not self._closed:
             free = self._slots - sum(not busy.is_overdue for busy in self._busy.values())
             if free <= 0 or len(self._busy) >= 2 * self._slots:
                 return
