@@ -11,12 +11,10 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import typer
@@ -28,7 +26,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.key_files import read_keys
 from benchmarks.peers.checkouts import TorchEasyRec, load_torcheasyrec
+from benchmarks.placement_gpu_keys import Job, batches, job_of, traced_job
 from benchmarks.placement_gpu_model import sharders
 from benchmarks.placement_gpu_planners import (
     Planner,
@@ -45,50 +45,10 @@ from evenkeel.placement import Mode, Optimizer, PlanRequest, Runtime, Step, Topo
 from evenkeel.placement.hardware import parse_profile
 from trainer_client.planning import KeyStatistics, describe_model, with_statistics
 
-SEED = 11
 OBSERVED, WARMUP, REPEATS, BLOCKS = 120, 120, 20, 3
 HBM_STEPS = 6
 """Steps after which the HBM that a plan takes is read: its peak does not grow any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Tables of a model and their keys.
-
-    Attributes:
-        rows: Rows of each table.
-        dims: Width of each.
-        ids: Lookups of a sample of each.
-        exponents: Of the power law of each table's keys.
-        samples: Samples of a batch.
-    """
-
-    rows: tuple[int, ...]
-    dims: tuple[int, ...]
-    ids: tuple[int, ...]
-    exponents: tuple[float, ...]
-    samples: int
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tables."""
-        return [f"t{index}" for index in range(len(self.rows))]
-
-
-def job_of(tables: int, gib: float, samples: int) -> Job:
-    """Few large tables and many small ones, as of click logs, `gib` of weights in all."""
-    draw = np.random.default_rng(SEED + tables)
-    weight = np.exp(draw.normal(0, 2.0, tables))
-    dims = draw.choice([32, 64, 128], tables)
-    rows = np.maximum(1_000, weight / (weight * dims * 4).sum() * gib * 2**30).astype(np.int64)
-    ids = draw.choice([1, 1, 1, 2, 5, 20], tables)
-    return Job(
-        rows=tuple(rows.tolist()),
-        dims=tuple(dims.tolist()),
-        ids=tuple(ids.tolist()),
-        exponents=tuple(draw.choice([0.7, 0.9, 1.05, 1.2], tables).tolist()),
-        samples=samples,
-    )
+STEPS = WARMUP + BLOCKS * (REPEATS + 2) + HBM_STEPS
 
 
 class Model(torch.nn.Module):
@@ -106,28 +66,6 @@ class Model(torch.nn.Module):
         """The mean of all embeddings."""
         mean: torch.Tensor = self.bags(keys).values().mean()
         return mean
-
-
-def batches(job: Job, device: torch.device, trace: torch.Tensor | None) -> Iterator[KeyedJaggedTensor]:
-    """Keys of power laws, or those of a trace in their order, each table from a place of its own."""
-    generator = torch.Generator(device).manual_seed(SEED)
-    names = [f"f_{name}" for name in job.names]
-    lengths = torch.cat([torch.full((job.samples,), ids, device=device, dtype=torch.int32) for ids in job.ids])
-    at = [0 if trace is None else len(trace) * index // len(names) for index in range(len(names))]
-    while True:
-        values = []
-        for index, (rows, ids, exponent) in enumerate(zip(job.rows, job.ids, job.exponents, strict=True)):
-            count = job.samples * ids
-            if trace is None:
-                uniform = torch.rand(count, generator=generator, dtype=torch.float64, device=device)
-                power = 1 - exponent
-                ranks = ((((rows + 1.0) ** power - 1) * uniform + 1) ** (1 / power)).to(torch.int64).clamp_(1, rows) - 1
-                values.append(ranks * 2_654_435_761 % rows)
-            else:
-                places = (at[index] + torch.arange(count, device=device)) % len(trace)
-                values.append(trace[places] % rows)
-                at[index] = (at[index] + count) % len(trace)
-        yield KeyedJaggedTensor(keys=names, values=torch.cat(values), lengths=lengths)
 
 
 @dataclass(slots=True)
@@ -292,10 +230,12 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main(
     json_path: Annotated[Path, typer.Option("--json", help="Write the figures to this file.")],
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the way without GPUs.")] = "cuda",
-    keys: Annotated[Path | None, typer.Option(help="A .npy file of integer keys in their order.")] = None,
+    keys: Annotated[
+        list[Path] | None, typer.Option(help="Keys in their order, .npy or text; tables take turns.")
+    ] = None,
     profile: Annotated[Path | None, typer.Option(help="Hardware profile written by `evenkeel calibrate`.")] = None,
     torcheasyrec: Annotated[Path | None, typer.Option(help="Checkout of TorchEasyRec, its protocol generated.")] = None,
-    gib: Annotated[float, typer.Option(help="Weights of all tables.")] = 6.0,
+    gib: Annotated[float, typer.Option(help="Weights of all tables, without --keys.")] = 6.0,
     samples: Annotated[int, typer.Option(help="Samples of a batch.")] = 8192,
     tables: Annotated[list[int] | None, typer.Option("--tables", help="Numbers of tables.")] = None,
     share: Annotated[list[float] | None, typer.Option("--share", help="HBM over what all tables take.")] = None,
@@ -308,14 +248,18 @@ def main(
         torch.cuda.set_device(place)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     peer = None if torcheasyrec is None else load_torcheasyrec(torcheasyrec)
-    trace = None if keys is None else torch.from_numpy(np.load(keys).astype(np.int64)).to(place)
+    traces = [read_keys(path) for path in keys or []]
     hardware = "h200" if profile is None else parse_profile(json.loads(profile.read_text("utf-8")))
-    about = {"command": _COMMAND, "peer": None if peer is None else peer.checkout.describe()}
+    about = {
+        "command": _COMMAND,
+        "peer": None if peer is None else peer.checkout.describe(),
+        "traces": [path.name for path in keys or []],
+    }
     rows: list[dict[str, Any]] = []
     for count in tables or [100, 60, 26]:
-        job = job_of(count, gib, samples)
-        source = batches(job, place, trace)
-        pool = [next(source) for _ in range(WARMUP + BLOCKS * (REPEATS + 2) + HBM_STEPS)]
+        job = traced_job(count, samples, STEPS, traces) if traces else job_of(count, gib, samples)
+        source = batches(job, place)
+        pool = [next(source) for _ in range(STEPS)]
         request, error = observed_request(job, pool, hardware)
         for part in share or [0.2, 0.5]:
             if time.perf_counter() - begin > seconds:
