@@ -1,6 +1,7 @@
 """How well key statistics of the first half of a trace predict the misses of the second, and what they cost a step.
 
 python -m benchmarks.key_statistics --json benchmarks/results/key_statistics.json
+python -m benchmarks.key_statistics --trace keys.npy --trace clicks.csv --column 1 --png curves.png
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.key_files import read_keys
 from benchmarks.key_statistics_limits import best_in_hindsight
+from benchmarks.key_statistics_plot import draw
 from benchmarks.key_traces import LATER, TRACES
+from benchmarks.key_traces_public import PUBLIC
 from benchmarks.key_traces_unseen import UNSEEN
 from evenkeel import key_statistics
 from evenkeel.key_statistics import KeySampler, KeyTrace, dumps
@@ -35,6 +39,10 @@ from trainer_client.planning import KeyHistogram, KeyStatistics
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 AIM = 0.02
+Steps = tuple[str, int | None, str, int, list[Any]]
+"""Kind, lookups in all where all of a kind have as many, name, lookups a step, and the steps."""
+MOST_STEPS = 5_000
+"""Of a trace from a file; more are left to larger steps."""
 
 
 def sampled(steps: list[Any], most: int) -> KeyTrace:
@@ -97,7 +105,7 @@ def compare(name: str, lookups: int, steps: list[Any]) -> list[dict[str, Any]]:
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """By kind of traces, lookups in all and policy: how many predictions are within the aim, and by what they fail."""
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int | None, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["kind"], row["total"], row["policy"]), []).append(row)
     found = []
@@ -116,6 +124,14 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if how in own[0]["told"]:
                 one[how]["told"] = statistics.mean(row["told"][how] for row in own)
                 one[how]["covered"] = sum(row["worst"][how] <= row["told"][how] for row in own)
+                one[how]["sizes_covered"] = float(
+                    np.mean(
+                        [
+                            np.abs(np.subtract(row["predicted"][how], row["simulated"])) <= row["told"][how]
+                            for row in own
+                        ]
+                    )
+                )
         limits = [row["best_in_hindsight"] for row in own]
         one["best_in_hindsight"] = {"within_0.02": sum(each <= AIM for each in limits), "mean": statistics.mean(limits)}
         one["by_sampling"] = statistics.mean(row["by_sampling"] for row in own)
@@ -168,7 +184,11 @@ def main(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the traces.")] = 23,
     steps: Annotated[int, typer.Option(help="Steps whose overhead is measured; 0 leaves it out.")] = 1_000,
-    keys: Annotated[Path | None, typer.Option(help="A .npy file of integer keys in their order, instead.")] = None,
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="Keys in their order, instead: .npy or text, also as .gz or .xz.")
+    ] = None,
+    column: Annotated[int, typer.Option(help="Of a text file: where the key is.")] = 0,
+    png: Annotated[Path | None, typer.Option(help="Draw simulated and predicted miss rates.")] = None,
 ) -> None:
     """Print the worst error of each way to predict, by trace, step and policy."""
     console = Console(width=130)
@@ -185,8 +205,9 @@ def main(
     ):
         out.add_column(heading, justify="left" if heading in ("trace", "policy") else "right")
     rows = []
-    for kind, asked, name, lookups, made in _traces(total or [150_000, 1_200_000], seed, keys):
-        for row in compare(name, lookups, made):
+    made = _read(trace, column) if trace else _generated(total or [150_000, 1_200_000], seed)
+    for kind, asked, name, lookups, own in made:
+        for row in compare(name, lookups, own):
             rows.append({"kind": kind, "total": asked} | row)
             errors = [*row["worst"].values()]
             cells = [errors[0], row["told"]["curve"], row["best_in_hindsight"], *errors[1:]]
@@ -194,7 +215,9 @@ def main(
         if json_path:
             _write(json_path, seed, rows, [])
     console.print(out)
-    cost = [overhead(26, 4_096, steps), overhead(26, 512, steps)] if steps else []
+    if png:
+        draw(rows, png)
+    cost = [overhead(26, 4_096, steps), overhead(26, 512, steps)] if steps and not trace else []
     for each in cost:
         console.print(
             f"{each['lookups_per_step']:,} lookups a step: {each['call_us']:.0f} µs of the training thread, "
@@ -205,19 +228,30 @@ def main(
 
 
 def _write(path: Path, seed: int, rows: list[dict[str, Any]], cost: list[dict[str, Any]]) -> None:
-    payload: dict[str, Any] = {"command": "python -m benchmarks.key_statistics --json FILE", "seed": seed}
+    read = sorted({row["trace"] for row in rows if row["kind"] == "read"})
+    payload: dict[str, Any] = {"command": "python -m benchmarks.key_statistics --json FILE"}
+    if read:
+        payload["command"] += " --trace FILE" * len(read)
+        known = {name: PUBLIC[name] for name in read if name in PUBLIC}
+        payload["from"] = {name: [own.repository, own.file, own.about] for name, own in known.items()}
+    else:
+        payload["seed"] = seed
     payload |= {"summary": summary(rows), "overhead": cost, "rows": rows}
     path.write_text(json.dumps(payload, indent=1) + "\n")
 
 
-def _traces(totals: list[int], seed: int, keys: Path | None) -> Iterator[tuple[str, int, str, int, list[Any]]]:
-    """Kind, lookups in all, name, lookups a step, and the steps."""
-    if keys is not None:
-        real = np.load(keys).astype(np.int64).ravel()
+def _read(paths: list[Path], column: int) -> Iterator[Steps]:
+    """From files, at some numbers of lookups a step, where they make neither too few steps nor too many."""
+    for path in paths:
+        keys = read_keys(path, column)
         for many in (512, 4_096, 32_768):
-            if len(real) >= 16 * many:
-                yield "real", len(real), keys.name, many, list(real[: len(real) // many * many].reshape(-1, many))
-        return
+            if 16 <= len(keys) // many <= MOST_STEPS:
+                steps = keys[: len(keys) // many * many].reshape(-1, many)
+                yield "read", None, path.name.partition(".")[0], many, list(steps)
+
+
+def _generated(totals: list[int], seed: int) -> Iterator[Steps]:
+    """From the generators."""
     for total, kind in product(totals, ("unseen", "developed on")):
         if kind == "developed on" and total != min(totals):
             continue
