@@ -42,9 +42,10 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.speeds_gpu_work import MEAN_LOAD, Other, Work
-from evenkeel.partitioning import warm_up
+from evenkeel import partitioning
 from evenkeel.partitioning.speeds import Straggler
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.balancing import redistribution
 from trainer_client.observing.measurement import StepTimer
 
 SAMPLES, MEAN_COST = 128, MEAN_LOAD / 128
@@ -273,7 +274,8 @@ def main() -> None:
     if options.result is not None:
         work(options)
         return
-    warm_up()  # once, for all ranks
+    partitioning.warm_up()  # once, for all ranks
+    redistribution.warm_up()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         address = "" if options.without_service else stack.enter_context(running_balancer()).address
