@@ -1,12 +1,16 @@
 """Measured whole steps against what a profile that never saw them predicts.
 
-python -m benchmarks.placement_gpu_fit --profile profile.json --json benchmarks/results/placement_gpu_fit.json
+python -m benchmarks.placement_gpu_fit --steps STEPS --json benchmarks/results/placement_gpu_fit_h200.json
+
+The profile's constants may have been fitted to these steps, or not; so what a step takes beside its tables is also
+fitted to each half of them (every other one), and the other half predicted.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +19,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from evenkeel.placement import plan, whole_step_seconds
-from evenkeel.placement.calibration import measured_samples
+from evenkeel.placement.calibration import measured_samples, with_whole_steps
 from evenkeel.placement.codec import encode
-from evenkeel.placement.hardware import builtin_profile, parse_profile
-from evenkeel.placement.step_samples import request_of
+from evenkeel.placement.hardware import HardwareProfile, builtin_profile, parse_profile
+from evenkeel.placement.step_samples import StepSample, request_of
 from evenkeel.placement.whole_step import step_costs
 
 STEPS = Path(__file__).parent / "results/placement_gpu_steps_2xh200.json"
@@ -40,29 +44,44 @@ def main(
     out = RichTable(title=f"ms a step on {record['ranks']} {record['device']}, predicted by profile {hardware.name}")
     for heading in ("configuration", "measured", "tables alone", "predicted", "error"):
         out.add_column(heading, justify="left" if heading == "configuration" else "right")
-    results: list[dict[str, Any]] = []
+    results = predicted(samples, hardware)
+    for result in results:
+        figures = (f"{result[name]:.2f}" for name in ("measured_ms", "tables_alone_ms", "predicted_ms"))
+        out.add_row(result["configuration"], *figures, f"{result['error']:+.0%}")
+    Console(width=120).print(out)
+    summary = summarize(results)
+    halves = []
+    for first in (0, 1):
+        fitted, _ = with_whole_steps(hardware, samples[first::2])
+        halves.append(summarize(predicted(samples[1 - first :: 2], fitted)))
+    print(json.dumps(summary), *(f"half: {json.dumps(half)}" for half in halves), sep="\n")
+    if json_path:
+        costs = step_costs(request_of(samples[0], hardware))
+        payload: dict[str, Any] = {
+            "command": f"python -m benchmarks.placement_gpu_fit --steps {steps.name} --json FILE"
+        }
+        payload |= {"profile": hardware.name, "costs": encode(costs), "summary": summary}
+        payload |= {"other_halves": halves, "rows": results}
+        json_path.write_text(json.dumps(payload, indent=1) + "\n")
+
+
+def predicted(samples: Sequence[StepSample], hardware: HardwareProfile) -> list[dict[str, Any]]:
+    """Each step as measured and as predicted."""
+    results = []
     for sample in samples:
         request = request_of(sample, hardware)
         found = plan(request, split=False)
         seconds = whole_step_seconds(request, found) or 0.0
-        result = {
-            "configuration": sample.name,
-            "measured_ms": sample.seconds * 1e3,
-            "tables_alone_ms": (found.seconds or 0.0) * 1e3,
-            "predicted_ms": seconds * 1e3,
-            "error": seconds / sample.seconds - 1,
-        }
-        results.append(result)
-        figures = (f"{result[name]:.2f}" for name in ("measured_ms", "tables_alone_ms", "predicted_ms"))
-        out.add_row(sample.name, *figures, f"{result['error']:+.0%}")
-    Console(width=120).print(out)
-    summary = summarize(results)
-    print(json.dumps(summary))
-    if json_path:
-        costs = step_costs(request_of(samples[0], hardware))
-        payload: dict[str, Any] = {"command": "python -m benchmarks.placement_gpu_fit --profile PROFILE --json FILE"}
-        payload |= {"profile": hardware.name, "costs": encode(costs), "summary": summary, "rows": results}
-        json_path.write_text(json.dumps(payload, indent=1) + "\n")
+        results.append(
+            {
+                "configuration": sample.name,
+                "measured_ms": sample.seconds * 1e3,
+                "tables_alone_ms": (found.seconds or 0.0) * 1e3,
+                "predicted_ms": seconds * 1e3,
+                "error": seconds / sample.seconds - 1,
+            }
+        )
+    return results
 
 
 def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:

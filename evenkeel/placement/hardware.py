@@ -17,6 +17,8 @@ from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Bytes, Runtime
 
 PROFILE_VERSION = 1
+NARROW = 32
+"""Elements of the widest rows that FBGEMM reads with kernels for small ones, where they are not pooled."""
 
 Fixed: TypeAlias = Annotated[float, Range(0, 60)]
 Factor: TypeAlias = Annotated[float, Range(0, 1e4)]
@@ -35,6 +37,7 @@ class StepCosts:
         exchange_host_s: More for each exchange.
         table_host_s: More for each of its tables.
         cache_host_s: More for each exchange with a cached table in it.
+        rows_host_s: More for each exchange of rows that are not pooled.
         exchange_gpu_s: Time of the GPU for the kernels of an exchange, however little is exchanged.
         copies: Times that an exchanged byte is read or written in HBM on its way between kernels of tables.
     """
@@ -43,6 +46,7 @@ class StepCosts:
     exchange_host_s: Fixed
     table_host_s: Fixed = 0.0
     cache_host_s: Fixed = 0.0
+    rows_host_s: Fixed = 0.0
     exchange_gpu_s: Fixed = 0.0
     copies: Factor = 0.0
 
@@ -62,6 +66,14 @@ class RuntimeCosts:
         contention_rows: Cache rows per unique key at which eviction doubles the cost of a miss. The cost of a
             missed row grows by `1 + (contention_rows / (cache rows / unique keys)) ** 2`.
         host_factor: Time of a row in host memory over that of a random host gather of it.
+        hbm_gather: Pairs of row bytes and bytes per second with which its kernels read random rows from HBM; those of
+            the profile by default.
+        host_gather: The same from host memory.
+        host_update: Time of an updated row in host memory over that of one that is read.
+        in_flight_bytes: Bytes that reads of host memory have under way at once. A row that is looked up again
+            meanwhile is read once.
+        narrow_hbm_s: Further time of a lookup of an unpooled row of at most `NARROW` elements in HBM.
+        narrow_host_s: The same in host memory.
         hybrid_hit: Part of the lookups of a HYBRID table that HBM serves, per unit of its HBM ratio.
         workspace_bytes: HBM in use on a rank outside of tables and step (context, code, communicators, allocator).
         unique_copies: Copies of the unique rows of a step that its buffers hold.
@@ -78,6 +90,12 @@ class RuntimeCosts:
     miss_factor: Factor
     contention_rows: Factor
     host_factor: Factor = 1.0
+    hbm_gather: Gather | None = None
+    host_gather: Gather | None = None
+    host_update: Factor = 1.0
+    in_flight_bytes: Annotated[float, Range(0, 2**40)] = 0.0
+    narrow_hbm_s: Fixed = 0.0
+    narrow_host_s: Fixed = 0.0
     hybrid_hit: Share = 0.1
     workspace_bytes: Annotated[int, Range(0, 2**50)] = 0
     unique_copies: Factor = 2.0
@@ -89,6 +107,7 @@ class RuntimeCosts:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        _check_widths(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +148,18 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        for name in ("hbm_gather", "host_gather"):
-            widths = [width for width, _ in getattr(self, name)]
-            for index, (last, width) in enumerate(pairwise(widths), start=1):
-                require(width > last, f"{name}[{index}]", width, "row widths do not ascend", "sort by width")
+        _check_widths(self)
         for key in self.runtimes:
             known = [runtime.value for runtime in Runtime]
             require(key in known, f"runtimes.{key}", key, "is no runtime", f"use one of: {', '.join(known)}")
 
-    def hbm_row_s(self, row_bytes: float) -> float:
-        """Time to gather one random row of `row_bytes` from HBM, in seconds."""
-        return _row_seconds(self.hbm_gather, row_bytes)
+    def hbm_row_s(self, costs: RuntimeCosts, row_bytes: float) -> float:
+        """Time in which kernels of a runtime read one random row of `row_bytes` from HBM, in seconds."""
+        return _row_seconds(costs.hbm_gather or self.hbm_gather, row_bytes)
 
-    def host_row_s(self, row_bytes: float) -> float:
-        """Time to gather one random row of `row_bytes` from host memory, in seconds."""
-        return _row_seconds(self.host_gather, row_bytes)
+    def host_row_s(self, costs: RuntimeCosts, row_bytes: float) -> float:
+        """Time in which kernels of a runtime read one random row of `row_bytes` from host memory, in seconds."""
+        return _row_seconds(costs.host_gather or self.host_gather, row_bytes)
 
     def costs(self, runtime: Runtime) -> RuntimeCosts:
         """The constants of `runtime`.
@@ -155,6 +171,13 @@ class HardwareProfile:
         remedy = f"calibrate it, or plan for one of: {known}"
         require(runtime.value in self.runtimes, "runtime", runtime.value, f"is not in profile {self.name!r}", remedy)
         return self.runtimes[runtime.value]
+
+
+def _check_widths(holder: RuntimeCosts | HardwareProfile) -> None:
+    for name in ("hbm_gather", "host_gather"):
+        widths = [width for width, _ in getattr(holder, name) or ()]
+        for index, (last, width) in enumerate(pairwise(widths), start=1):
+            require(width > last, f"{name}[{index}]", width, "row widths do not ascend", "sort by width")
 
 
 def _row_seconds(curve: tuple[tuple[float, float], ...], row_bytes: float) -> float:

@@ -6,13 +6,14 @@ With `p_i` the popularity of key `i` and `n` lookups a step, a step touches key 
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
 import numpy as np
 
-from evenkeel.placement.access import Access, FloatArray, MissCurve, Popularity, popularity
+from evenkeel.placement.access import Access, FloatArray, MissCurve, Popularity, Zipf, popularity
 
 
 class Eviction(StrEnum):
@@ -98,6 +99,26 @@ def step_keys(access: Access, rows: int, lookups: float, eviction: Eviction) -> 
     keys = popularity(access, rows)
     held, missed = (che_curve if eviction is Eviction.LRU else lfu_curve)(keys, lookups)
     return StepKeys(lookups, unique_keys(keys, lookups), held, missed)
+
+
+@lru_cache(maxsize=8192)
+def different_share(access: Access, rows: int, lookups: float, among: float) -> float:
+    """Expected share of different keys among `among` lookups that follow each other in a step of `lookups`.
+
+    A miss curve says how many keys of a whole step differ, and nothing of fewer lookups: those are taken to be of the
+    Zipf law under which as many differ.
+    """
+    among = min(among, lookups)
+    if among <= 1:
+        return 1.0
+    if isinstance(access, MissCurve):
+        wanted = access.unique_fraction * lookups
+        at = bisect(_EXPONENTS, -wanted, key=lambda e: -unique_keys(popularity(Zipf(exponent=e), rows), lookups))
+        access = Zipf(exponent=_EXPONENTS[min(at, len(_EXPONENTS) - 1)])
+    return unique_keys(popularity(access, rows), among) / among
+
+
+_EXPONENTS = tuple(step / 16 for step in range(49))
 
 
 def _touched(keys: Popularity, lookups: float) -> FloatArray:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from evenkeel.placement.collectives import Exchange, exchange_seconds
-from evenkeel.placement.hit_rates import step_keys
+from evenkeel.placement.hardware import NARROW
+from evenkeel.placement.hit_rates import different_share, step_keys
 from evenkeel.placement.layouts import ROW_WISE, Layout, layouts
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
 from evenkeel.placement.request import PlanRequest
@@ -95,9 +96,12 @@ def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) 
         stored, uncached = row_bytes(table, training=step.training) * shard.dim // table.dim, 0
     else:
         stored, uncached = shard.dim * table.value_bytes, follows
+    under_way = request.profile.costs(request.runtime).in_flight_bytes / (shard.dim * table.value_bytes)
     return RankLoad(
         keys=keys,
         unique=keys.unique / shard.parts,
+        narrow=0.0 if table.pooled or shard.dim > NARROW else keys.lookups / shard.parts,
+        fetched=different_share(table.access, table.rows, keys.lookups, under_way),
         forward_rows=(keys.unique if request.runtime is Runtime.DYNAMICEMB else keys.lookups) / shard.parts,
         backward_rows=keys.lookups / shard.parts if table.weighted else 0.0,
         received=keys.lookups / shard.parts,

@@ -29,10 +29,13 @@ class RankLoad:
         keys: The keys of the step over all ranks.
         unique: Unique rows that this shard serves in a step.
         forward_rows: Rows that the forward pass reads: the unique ones, or all lookups without deduplication.
+        fetched: Share of the rows to be read that are read where they are in host memory: one that is looked up
+            again while it is under way is not.
         received: Lookups that this shard serves in a step, repeated keys included.
         served: Output rows of this shard in a step: the lookups, or where they are pooled one row a sample and feature.
         sent: Output rows that one rank receives for its own samples.
         shards: Shards that the keys are spread over: a cache of this shard is `1 / shards` of all caches.
+        narrow: Lookups that are served by kernels for small unpooled rows.
         backward_rows: Rows that the backward pass reads before it updates any: of weighted lookups all, for the
             gradients of the weights.
         embedding_bytes: Bytes of an embedding in the shard.
@@ -47,6 +50,8 @@ class RankLoad:
     keys: StepKeys
     unique: float
     forward_rows: float
+    fetched: float
+    narrow: float
     backward_rows: float
     received: float
     served: float
@@ -71,16 +76,17 @@ def fixed_seconds(costs: RuntimeCosts, mode: Mode) -> float:
     }[mode]
 
 
-def hbm_seconds(profile: HardwareProfile, load: RankLoad) -> float:
+def hbm_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
     """All rows from HBM: gathered once, and in training the unique ones read and written with their state."""
-    back = 2 * load.unique * profile.hbm_row_s(load.row_bytes) if load.training else 0.0
-    return _gathered(load) * profile.hbm_row_s(load.embedding_bytes) + back
+    back = 2 * load.unique * profile.hbm_row_s(costs, load.row_bytes) if load.training else 0.0
+    return _gathered(load) * profile.hbm_row_s(costs, load.embedding_bytes) + load.narrow * costs.narrow_hbm_s + back
 
 
 def host_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
-    """All rows from host memory. The link carries reads and writes at the same time, so a row pays one way."""
-    back = load.unique * profile.host_row_s(load.row_bytes) if load.training else 0.0
-    return costs.host_factor * (_gathered(load) * profile.host_row_s(load.embedding_bytes) + back)
+    """All rows from host memory; an updated row crosses the link both ways, at the same time as others."""
+    back = costs.host_update * load.unique * profile.host_row_s(costs, load.row_bytes) if load.training else 0.0
+    read = load.fetched * _gathered(load) * profile.host_row_s(costs, load.embedding_bytes)
+    return costs.host_factor * (read + back) + load.narrow * costs.narrow_host_s
 
 
 def _gathered(load: RankLoad) -> float:
@@ -90,7 +96,7 @@ def _gathered(load: RankLoad) -> float:
 
 def miss_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
     """One missed row of an ample cache: fetched, and in training the evicted one written back."""
-    return costs.miss_factor * (2 if load.training else 1) * profile.host_row_s(load.row_bytes)
+    return costs.miss_factor * (2 if load.training else 1) * profile.host_row_s(costs, load.row_bytes)
 
 
 def mode_seconds(
@@ -109,7 +115,7 @@ def mode_seconds(
     """
     if load.unique <= 0:
         return np.zeros(len(ratios))
-    in_hbm = hbm_seconds(profile, load)
+    in_hbm = hbm_seconds(profile, costs, load)
     if mode is Mode.HBM_ONLY:
         return np.full(len(ratios), in_hbm)
     in_host = host_seconds(profile, costs, load)
@@ -124,7 +130,7 @@ def mode_seconds(
     crowding = 1 + (costs.contention_rows / np.maximum(per_unique, 1e-9)) ** 2
     state = 0.0
     if load.uncached_state_bytes:
-        state = 2 * costs.host_factor * load.unique * profile.host_row_s(load.uncached_state_bytes)
+        state = 2 * costs.host_factor * load.unique * profile.host_row_s(costs, load.uncached_state_bytes)
     cached: FloatArray = in_hbm + missed * miss_seconds(profile, costs, load) * crowding + state
     return cached
 

@@ -7,7 +7,7 @@ import pytest
 
 from evenkeel.placement import Eviction, Histogram, InvalidInputError, MissCurve, Zipf
 from evenkeel.placement.access import popularity
-from evenkeel.placement.hit_rates import step_keys, unique_keys
+from evenkeel.placement.hit_rates import different_share, step_keys, unique_keys
 
 ROWS, LOOKUPS = 20_000, 1_024
 
@@ -90,3 +90,22 @@ def test_bad_statistics_are_refused_by_field(build: object, field: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         build()  # type: ignore[operator]
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.05, 1.3])
+@pytest.mark.parametrize("among", [30.0, 400.0])
+def test_of_lookups_that_follow_each_other_as_many_differ_as_are_drawn(exponent: float, among: float) -> None:
+    weight = np.arange(1, ROWS + 1) ** -exponent
+    drawn = np.random.default_rng(1).choice(ROWS, size=(400, int(among)), p=weight / weight.sum())
+    expected = np.mean([len(np.unique(row)) for row in drawn]) / among
+    share = different_share(Zipf(exponent=exponent), ROWS, float(LOOKUPS), among)
+    assert share == pytest.approx(expected, rel=0.02)
+    differ = unique_keys(popularity(Zipf(exponent=exponent), ROWS), LOOKUPS) / LOOKUPS
+    curve = MissCurve(cache_fractions=(1.0,), miss_rates=(0.0,), unique_fraction=differ)
+    assert different_share(curve, ROWS, float(LOOKUPS), among) == pytest.approx(share, rel=0.05)
+
+
+def test_of_no_more_than_one_lookup_all_differ() -> None:
+    assert different_share(Zipf(exponent=1.0), ROWS, float(LOOKUPS), 0.0) == 1.0
+    assert different_share(Zipf(exponent=1.0), ROWS, 0.5, 100.0) == 1.0
+    assert different_share(Zipf(exponent=10.0), 2, float(LOOKUPS), 1e9) == pytest.approx(2 / LOOKUPS, rel=0.6)

@@ -33,7 +33,13 @@ from evenkeel.placement.whole_step import (
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 COSTS = StepCosts(
-    host_s=1e-3, exchange_host_s=2e-3, table_host_s=1e-5, cache_host_s=5e-4, exchange_gpu_s=3e-4, copies=5.0
+    host_s=1e-3,
+    exchange_host_s=2e-3,
+    table_host_s=1e-5,
+    cache_host_s=5e-4,
+    rows_host_s=3e-4,
+    exchange_gpu_s=3e-4,
+    copies=5.0,
 )
 
 
@@ -64,8 +70,8 @@ def test_tables_without_exchange_take_their_own_time() -> None:
 def test_tables_that_are_exchanged_together_are_one_exchange() -> None:
     together = _request(2, _table("a", Mode.HBM_ONLY), _table("b", Mode.HOST_ONLY), _table("c", Mode.CACHING))
     work = step_work(together, plan(together))
-    assert (work.exchanges, work.exchanged, work.caching) == (1, 3, 1)
-    assert host_seconds(work, COSTS) == pytest.approx(1e-3 + 2e-3 + 3e-5 + 5e-4)
+    assert (work.exchanges, work.exchanged, work.caching, work.of_rows) == (1, 3, 1, 1)
+    assert host_seconds(work, COSTS) == pytest.approx(1e-3 + 2e-3 + 3e-5 + 5e-4 + 3e-4)
     single = {"sharding": Sharding.TABLE_WISE}
     apart = _request(
         2,
@@ -83,7 +89,7 @@ def test_tables_that_are_exchanged_together_are_one_exchange() -> None:
 def test_the_slower_of_host_and_gpu_tells() -> None:
     request = _request(2, _table("a", Mode.HBM_ONLY))
     found = plan(request)
-    launched = MEASURED.host_s + MEASURED.exchange_host_s
+    launched = MEASURED.host_s + MEASURED.exchange_host_s + MEASURED.rows_host_s
     assert whole_step_seconds(request, found) == pytest.approx(launched, rel=0.01)
     slow = replace(found, seconds=1.0)
     assert whole_step_seconds(request, slow) == pytest.approx(1.0, rel=1e-3)
@@ -102,15 +108,16 @@ def test_what_a_profile_says_of_steps_is_used_and_kept() -> None:
 
 def test_costs_that_made_steps_are_found_from_them() -> None:
     works = [
-        StepWork(tables * 1e-4, exchanges, exchanged, caching, sweep * 1e-4)
-        for tables, exchanges, exchanged, caching, sweep in [
-            (1, 1, 4, 0, 0), (1, 1, 200, 0, 0), (2, 1, 4, 1, 0), (2, 2, 6, 0, 0), (2, 3, 12, 0, 0), (3, 2, 6, 2, 0),
-            (5, 1, 20, 0, 20), (9, 1, 2, 0, 30), (80, 1, 4, 0, 1), (99, 1, 2, 0, 1), (60, 3, 6, 0, 1), (20, 1, 9, 0, 9),
+        StepWork(tables * 1e-4, exchanges, exchanged, caching, rows, sweep * 1e-4)
+        for tables, exchanges, exchanged, caching, rows, sweep in [
+            (1, 1, 4, 0, 0, 0), (1, 1, 200, 0, 0, 0), (2, 1, 4, 1, 0, 0), (2, 2, 6, 0, 1, 0), (2, 3, 12, 0, 1, 0),
+            (3, 2, 6, 2, 1, 0), (5, 1, 20, 0, 0, 20), (9, 1, 2, 0, 0, 30), (80, 1, 4, 0, 0, 1), (99, 1, 2, 0, 1, 1),
+            (60, 3, 6, 0, 1, 1), (20, 1, 9, 0, 0, 9), (1, 1, 2, 0, 1, 0),
         ]
     ]  # fmt: skip
     request = _request(2, _table("a", Mode.HBM_ONLY))
     found = plan(request)
-    unseen = [StepWork(2e-4, 2, 150, 1, 0.0), StepWork(1e-3, 1, 30, 0, 2e-3), StepWork(7e-3, 2, 8, 0, 1e-3)]
+    unseen = [StepWork(2e-4, 2, 150, 1, 1, 0.0), StepWork(1e-3, 1, 30, 0, 0, 2e-3), StepWork(7e-3, 2, 8, 0, 1, 1e-3)]
     fitted = fit_step_costs([(work, seconds_of(work, COSTS)) for work in works])
     for work in unseen:
         assert seconds_of(work, fitted) == pytest.approx(seconds_of(work, COSTS), rel=0.05)
@@ -121,7 +128,7 @@ def test_costs_that_made_steps_are_found_from_them() -> None:
 
 @pytest.mark.parametrize(
     ("file", "least", "field"),
-    [("placement_gpu_steps_2xh200.json", 1.0, "step"), ("placement_gpu_steps_h200.json", 0.9, "step_one_rank")],
+    [("placement_gpu_steps_2xh200.json", 1.0, "step"), ("placement_gpu_steps_h200.json", 1.0, "step_one_rank")],
 )
 def test_a_profile_is_calibrated_with_steps_that_were_measured(file: str, least: float, field: str) -> None:
     rows = json.loads((RESULTS / file).read_text("utf-8"))["rows"]
@@ -131,19 +138,28 @@ def test_a_profile_is_calibrated_with_steps_that_were_measured(file: str, least:
     for sample, predicted in told:
         request = request_of(sample, profile)
         assert whole_step_seconds(request, plan(request, split=False)) == pytest.approx(predicted)
-    near = [predicted == pytest.approx(sample.seconds, rel=0.35) for sample, predicted in told]
+    near = [predicted == pytest.approx(sample.seconds, rel=0.3) for sample, predicted in told]
     assert sum(near) >= least * len(near)
     before, after = builtin_profile("h200").costs(Runtime.TORCHREC), profile.costs(Runtime.TORCHREC)
     assert after == replace(before, **{field: getattr(after, field)}) != before
 
 
-def test_steps_of_a_machine_that_no_cost_was_fitted_to_are_predicted() -> None:
-    record = json.loads((RESULTS / "placement_gpu_steps_h100.json").read_text("utf-8"))
-    errors = []
-    for sample in measured_samples(record["rows"]):
-        request = request_of(sample, builtin_profile("h100"))
-        errors.append((whole_step_seconds(request, plan(request, split=False)) or 0.0) / sample.seconds - 1)
-    assert sum(abs(error) <= 0.21 for error in errors) >= 31
+@pytest.mark.parametrize(
+    ("file", "profile", "steps"),
+    [
+        ("placement_gpu_steps_h200.json", "h200", 50),
+        ("placement_gpu_steps_h200_first.json", "h200", 34),
+        ("placement_gpu_steps_h100.json", "h100", 34),
+    ],
+)
+def test_measured_steps_are_predicted_within_a_fifth(file: str, profile: str, steps: int) -> None:
+    record = json.loads((RESULTS / file).read_text("utf-8"))
+    samples = measured_samples(record["rows"])
+    assert len(samples) == steps
+    for sample in samples:
+        request = request_of(sample, builtin_profile(profile))
+        predicted = whole_step_seconds(request, plan(request, split=False)) or 0.0
+        assert predicted == pytest.approx(sample.seconds, rel=0.2), sample.name
 
 
 @pytest.mark.parametrize(
