@@ -103,7 +103,7 @@ def main(
     for ranks, samples, window, kind, strategy in track(cases, transient=True):
         inputs = draw(ranks, samples, window, kind, strategy, fields, seed=1)
         size = Size.of(inputs)
-        read, options = read_round(arena, write_round(arena, inputs))
+        read, options, _ = read_round(arena, write_round(arena, inputs))
         cheap = partial(plan_or_failure, read, options.cheapest())
         full = seconds_of(lambda inputs=inputs: make_plan(inputs)) * speed  # type: ignore[misc]
         least = seconds_of(cheap) * speed

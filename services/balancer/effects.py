@@ -65,6 +65,7 @@ class PlanInput:
         nodes: Host of each rank.
         window: Batches of the round.
         roles: What each jagged field is to a sample in parts; empty where none is split.
+        together: The ranks of each stream whose ranks are told of the plan together, as arrays.
     """
 
     parts: tuple[RoundSamples, ...]
@@ -72,6 +73,7 @@ class PlanInput:
     nodes: tuple[str, ...]
     window: int = 1
     roles: tuple[int, ...] = ()
+    together: tuple[tuple[int, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:

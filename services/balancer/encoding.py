@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -125,8 +126,15 @@ def identity_bytes(instance: int, decision: Decision) -> bytes:
     ).SerializeToString()
 
 
+@lru_cache(maxsize=256)
+def opening_bytes(instance: int, detail: str) -> bytes:
+    """What a `pb.Decision` with a plan says that does not follow from the plan, serialised."""
+    balanced = Outcome.BALANCED
+    return pb.Decision(instance=instance, outcome=int(balanced), detail=detail).SerializeToString()  # type: ignore[arg-type]
+
+
 def _balanced(instance: int, rank: int, plan: RoundPlan) -> bytes:
-    shared = _shared(instance, plan)
+    shared = _shared(plan)
     begin, end = shared.home_begin[rank], shared.home_begin[rank + 1]
     first, last = shared.source_begin[rank * shared.num_batches], shared.source_begin[(rank + 1) * shared.num_batches]
     arrays = (
@@ -139,6 +147,7 @@ def _balanced(instance: int, rank: int, plan: RoundPlan) -> bytes:
     cuts = b"" if plan.parts is None else as_bytes(plan.parts.further_of(rank, plan.slices), "<i8")
     return b"".join(
         (
+            opening_bytes(instance, plan.detail),
             shared.head,
             _DESTINATIONS, varint(len(arrays[0])), arrays[0],
             _SOURCES, varint(len(arrays[1])), arrays[1],
@@ -169,21 +178,21 @@ def _batches(shared: _Shared, rank: int) -> bytes:
     return b"".join(parts)
 
 
-def of_latest_plans(make: Callable[[int, RoundPlan], T]) -> Callable[[int, RoundPlan], T]:
+def of_latest_plans(make: Callable[[RoundPlan], T]) -> Callable[[RoundPlan], T]:
     """Keeps what a function makes of the latest plans; of one that nobody remembers any more, nothing."""
-    kept: dict[ref[RoundPlan], tuple[int, T]] = {}
+    kept: dict[ref[RoundPlan], T] = {}
 
     def forget(gone: ref[RoundPlan]) -> None:
         kept.pop(gone, None)
 
-    def find(instance: int, plan: RoundPlan) -> T:
+    def find(plan: RoundPlan) -> T:
         found = kept.get(ref(plan))
-        if found is None or found[0] != instance:
-            made = instance, make(instance, plan)
+        if found is None:
+            made = make(plan)
             if len(kept) >= _LATEST_PLANS:
                 forget(next(iter(kept)))
             found = kept[ref(plan, forget)] = made
-        return found[1]
+        return found
 
     return find
 
@@ -210,14 +219,9 @@ class _Shared(NamedTuple):
 
 
 @of_latest_plans
-def _shared(instance: int, plan: RoundPlan) -> _Shared:
-    head = pb.Decision(
-        instance=instance,
-        outcome=int(Outcome.BALANCED),  # type: ignore[arg-type]
-        digest=plan.digest,
-        detail=plan.detail,
-        pieces=b"" if plan.parts is None else bytes(as_bytes(plan.parts.pieces, "<i8")),
-    ).SerializeToString()
+def _shared(plan: RoundPlan) -> _Shared:
+    pieces = b"" if plan.parts is None else bytes(as_bytes(plan.parts.pieces, "<i8"))
+    head = pb.Decision(digest=plan.digest, pieces=pieces).SerializeToString()
     slices = plan.slices
     windowed = slices.steps is not None
     return _Shared(

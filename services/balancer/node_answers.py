@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +12,16 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.rounds import RoundPlan
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.decisions import Decision, Outcome
-from services.balancer.encoding import as_bytes, balance_message, identity_bytes, of_latest_plans, tag_of, varint
+from services.balancer.decisions import Decision
+from services.balancer.encoding import (
+    as_bytes,
+    balance_message,
+    identity_bytes,
+    of_latest_plans,
+    opening_bytes,
+    tag_of,
+    varint,
+)
 from services.balancer.submissions import runs_of
 
 
@@ -25,13 +34,33 @@ class _Column(NamedTuple):
     begins: Sequence[int]  # element with which each rank's part begins, and the end
 
 
-class _Told(NamedTuple):
+class _Laid(NamedTuple):
     """All that ranks are told of a plan."""
 
     head: bytes  # of the decision
     arrays: list[_Column]  # of the decision
     beside: list[_Column]
     num_fields: bytes
+
+
+Told = tuple[bytes, bytes]
+"""What ranks are told of a plan: in the decision after its opening, and beside the decision."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ToldPlan(RoundPlan):
+    """A plan with what ranks are told of it.
+
+    Attributes:
+        told: By those who are told together.
+    """
+
+    told: Mapping[tuple[int, ...], Told]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its arrays, and of what is told."""
+        return super().nbytes + sum(len(inside) + len(beside) for inside, beside in self.told.values())
 
 
 def node_bytes(instance: int, round_number: int, ranks: tuple[int, ...], decision: Decision) -> bytes:
@@ -43,19 +72,31 @@ def node_bytes(instance: int, round_number: int, ranks: tuple[int, ...], decisio
         ranks: Whose answer it is.
         decision: The round's.
     """
-    named = struct.pack(f"<{len(ranks)}I", *ranks)
-    parts: list[bytes | memoryview] = [_ROUND, varint(round_number), _RANKS, varint(len(named)), named]
-    if decision.plan is None:
-        content = identity_bytes(instance, decision)
-        parts += (_DECISION, varint(len(content)), content)
+    plan = decision.plan
+    if plan is None:
+        opening, inside, beside = identity_bytes(instance, decision), b"", _named(ranks)
     else:
-        told = _told(instance, decision.plan)
-        runs = [(ranks[begin], ranks[end - 1] + 1) for begin, end in runs_of(ranks)]
-        own = _cut(told.arrays, runs)
-        parts += (_DECISION, varint(len(told.head) + sum(map(len, own))), told.head, *own)
-        parts += _cut(told.beside, runs)
-        parts.append(told.num_fields)
+        told = plan.told.get(ranks) if isinstance(plan, ToldPlan) else None
+        opening, (inside, beside) = opening_bytes(instance, plan.detail), told or _tell(_laid(plan), ranks)
+    number, length = varint(round_number), varint(len(opening) + len(inside))
+    parts = (_ROUND, number, _DECISION, length, opening, inside, beside)
     return b"".join((_NODE, varint(sum(map(len, parts))), *parts))
+
+
+def tell(plan: RoundPlan, together: Iterable[tuple[int, ...]]) -> list[Told]:
+    """What ranks are told of a plan, of each some that are told together."""
+    laid = _lay_out(plan)
+    return [_tell(laid, ranks) for ranks in together]
+
+
+def _tell(laid: _Laid, ranks: tuple[int, ...]) -> Told:
+    runs = [(ranks[begin], ranks[end - 1] + 1) for begin, end in runs_of(ranks)]
+    beside = b"".join((_named(ranks), *_cut(laid.beside, runs), laid.num_fields))
+    return b"".join((laid.head, *_cut(laid.arrays, runs))), beside
+
+
+def _named(ranks: tuple[int, ...]) -> bytes:
+    return b"".join((_RANKS, varint(4 * len(ranks)), struct.pack(f"<{len(ranks)}I", *ranks)))
 
 
 def _cut(columns: list[_Column], runs: list[tuple[int, int]]) -> list[bytes | memoryview]:
@@ -71,14 +112,10 @@ def _cut(columns: list[_Column], runs: list[tuple[int, int]]) -> list[bytes | me
     return parts
 
 
-@of_latest_plans
-def _told(instance: int, plan: RoundPlan) -> _Told:
+def _lay_out(plan: RoundPlan) -> _Laid:
     slices, parts, windowed = plan.slices, plan.parts, plan.slices.steps is not None
     decision = pb.Decision(
-        instance=instance,
-        outcome=int(Outcome.BALANCED),  # type: ignore[arg-type]
         digest=plan.digest,
-        detail=plan.detail,
         pieces=b"" if parts is None else bytes(as_bytes(parts.pieces, "<i8")),
         balance=balance_message(plan.figures, plan.seconds),
         batch_balances=[balance_message(figures, plan.seconds) for figures in plan.batches] if windowed else (),
@@ -107,7 +144,10 @@ def _told(instance: int, plan: RoundPlan) -> _Told:
         rows = np.stack([parts.samples[further], parts.begins[further]], axis=1)
         arrays.append(_column(_CUTS, rows, _I8, cuts.tolist()))
         beside.append(_column(_NUM_CUTS, _steps(cuts), _U4, ranks))
-    return _Told(decision.SerializeToString(), arrays, beside, _NUM_FIELDS + varint(totals.shape[1]))
+    return _Laid(decision.SerializeToString(), arrays, beside, _NUM_FIELDS + varint(totals.shape[1]))
+
+
+_laid = of_latest_plans(_lay_out)
 
 
 def _narrow(tag: bytes, array: NDArray[Any], begins: Sequence[int], most: int | None = None) -> _Column:

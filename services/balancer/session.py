@@ -335,6 +335,7 @@ class Session:
             nodes=tuple(self.nodes.get(rank, "") for rank in range(self.terms.world_size)),
             window=self.terms.window,
             roles=self.terms.roles,
+            together=tuple([one.ranks for one in current.said if len(one.ranks) > 1]),
         )
 
     def _decide(self, now: float, round_number: int, decision: Decision) -> list[Effect]:

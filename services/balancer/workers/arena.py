@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
+from itertools import accumulate, chain, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -24,15 +25,16 @@ from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, Straggler
 from evenkeel.partitioning.split_options import SplitOptions
 from services.balancer.decisions import PlanFailure, Reason
 from services.balancer.effects import PlanInput
+from services.balancer.node_answers import Told, ToldPlan
 
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2  # of fcntl.h; the module names them only from Python 3.13 on
 _LEAST = 1 << 20
 _ALIGNMENT = 64
-_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<u4", "<f8")}
+_DTYPES = {name: np.dtype(name) for name in ("|u1", "<i4", "<i8", "<u4", "<f8")}
 _PER_RANK = ("speeds", "memory_caps")  # of the options
 _SCALARS = tuple(field.name for field in fields(RoundOptions) if field.name not in (*_PER_RANK, "split", "learned"))
-_I4, _I8, _F8 = (_DTYPES[name] for name in ("<i4", "<i8", "<f8"))
-_PLAN = ((_F8, 2), (_F8, 2))  # loads before and after
+_U1, _I4, _I8, _F8 = (_DTYPES[name] for name in ("|u1", "<i4", "<i8", "<f8"))
+_PLAN = ((_U1, 1), (_F8, 2), (_F8, 2))  # what is told, loads before and after
 _PARTS = ((_I8, 1), (_I8, 1), (_I8, 2))  # of split samples
 _SLICES = ((_I4, 1), (_I8, 1), (_I8, 1), (_I4, 1), (_I4, 1), (_I8, 2), (_I4, 1))
 _values = attrgetter(*FIGURES)
@@ -149,14 +151,17 @@ def _layout(kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> tuple[s
 def write_round(arena: Arena, inputs: PlanInput) -> int:
     """Writes a round for a worker, its ranks' arrays joined; returns its length in bytes."""
     columns = columns_of(inputs)
-    header, limits = _header_of(inputs.options, tuple(columns))
+    header, limits = _header_of(inputs.options, tuple(columns), inputs.together)
     return arena.write(header, [*columns.values(), *limits])
 
 
 @lru_cache(maxsize=256)
-def _header_of(options: RoundOptions, names: tuple[str, ...]) -> tuple[str, list[Column]]:
+def _header_of(
+    options: RoundOptions, names: tuple[str, ...], together: tuple[tuple[int, ...], ...]
+) -> tuple[str, list[Column]]:
     """What of a round's message is the same in most rounds of a session: its header, and the limits by rank."""
     header: dict[str, Any] = {"arrays": names, "options": {name: getattr(options, name) for name in _SCALARS}}
+    header["together"] = together
     if options.split is not None:
         header["split"] = asdict(options.split)
     if options.learned:
@@ -164,8 +169,8 @@ def _header_of(options: RoundOptions, names: tuple[str, ...]) -> tuple[str, list
     return _dumps(header), [Column.of(np.array(getattr(options, name), np.float64)) for name in _PER_RANK]
 
 
-def read_round(arena: Arena, nbytes: int) -> tuple[RoundSamples, RoundOptions]:
-    """Reads the round that was written; its arrays are the arena's."""
+def read_round(arena: Arena, nbytes: int) -> tuple[RoundSamples, RoundOptions, list[tuple[int, ...]]]:
+    """Reads the round that was written, with who is told of its plan together; its arrays are the arena's."""
     header, arrays = arena.read(nbytes)
     count = len(header["arrays"])
     limits: dict[str, Any] = dict(zip(_PER_RANK, (tuple(each.tolist()) for each in arrays[count:]), strict=True))
@@ -175,25 +180,33 @@ def read_round(arena: Arena, nbytes: int) -> tuple[RoundSamples, RoundOptions]:
     if "learned" in header:
         slow = tuple(Straggler(**one) for one in header["learned"]["stragglers"])
         learned = LearnedSpeeds(stragglers=slow, fixed=header["learned"]["fixed"])
-    return samples, RoundOptions(**header["options"], **limits, split=split, learned=learned)
+    options = RoundOptions(**header["options"], **limits, split=split, learned=learned)
+    return samples, options, [tuple(ranks) for ranks in header["together"]]
 
 
-def write_result(arena: Arena, result: RoundPlan | PlanFailure) -> int:
-    """Writes the outcome of a partition; returns its length in bytes."""
+def write_result(arena: Arena, result: RoundPlan | PlanFailure, told: Sequence[Told] = ()) -> int:
+    """Writes the outcome of a partition, and what is told of it; returns its length in bytes."""
     if isinstance(result, PlanFailure):
         return arena.write(_dumps({"reason": int(result.reason), "detail": result.detail}), [])
     header = {
-        "digest": result.digest.hex(), "seconds": result.seconds, "batches": [_values(each) for each in result.batches]
+        "digest": result.digest.hex(), "seconds": result.seconds, "batches": [_values(each) for each in result.batches],
+        "told": [len(each) for pair in told for each in pair],
     }  # fmt: skip
     parts = result.parts
     of_parts = () if parts is None else (parts.samples, parts.begins, parts.pieces)
     header["parts"] = len(of_parts)
-    arrays = (result.loads_before, result.loads_after, *of_parts, *result.slices.arrays)
+    said = np.frombuffer(b"".join(chain.from_iterable(told)), _U1)
+    arrays = (said, result.loads_before, result.loads_after, *of_parts, *result.slices.arrays)
     return arena.write(_dumps(header), [Column.of(array) for array in arrays])
 
 
-def read_result(arena: Arena, nbytes: int) -> RoundPlan | PlanFailure:
+def read_result(arena: Arena, nbytes: int, together: Sequence[tuple[int, ...]] = ()) -> ToldPlan | PlanFailure:
     """Reads the outcome of a partition; its arrays are a copy.
+
+    Args:
+        arena: Where it is.
+        nbytes: Its length.
+        together: Who is told of it together.
 
     Raises:
         MessageError: If it is none.
@@ -209,7 +222,7 @@ def read_result(arena: Arena, nbytes: int) -> RoundPlan | PlanFailure:
         for array, (dtype, dimensions) in zip(arrays, kinds, strict=False):
             if array.dtype != dtype or array.ndim != dimensions:
                 raise MessageError(f"{array.dtype} of {array.ndim} dimensions where {dtype} of {dimensions} belongs")
-        before, after, *others = arrays
+        told, before, after, *others = arrays
         of_parts, slices = others[: len(cut)], others[len(cut) :]
         parts = None
         if cut:
@@ -217,7 +230,8 @@ def read_result(arena: Arena, nbytes: int) -> RoundPlan | PlanFailure:
             if samples.size != begins.size or samples.size != slices[0].size or pieces.shape[1] != PIECE_WIDTH:
                 raise MessageError("arrays of parts that do not fit each other")
             parts = RoundParts(samples=samples, begins=begins, pieces=pieces)
-        return RoundPlan(
+        return ToldPlan(
+            told=_told(told, header["told"], together),
             slices=Slices(*slices),
             parts=parts,
             loads_before=before,
@@ -230,6 +244,17 @@ def read_result(arena: Arena, nbytes: int) -> RoundPlan | PlanFailure:
         raise
     except (ValueError, TypeError, KeyError) as error:
         raise MessageError(f"{type(error).__name__}: {error}") from error
+
+
+def _told(
+    data: NDArray[np.uint8], lengths: list[int], together: Sequence[tuple[int, ...]]
+) -> dict[tuple[int, ...], Told]:
+    """What is told, of two pieces for each who are told together."""
+    ends = [0, *accumulate(lengths)]
+    if len(lengths) != 2 * len(together) or ends[-1] != data.size or min(lengths, default=0) < 0:
+        raise MessageError(f"{data.size} bytes for {len(together)} who are told together, in pieces of {lengths[:16]}")
+    pieces = [data[begin:end].tobytes() for begin, end in pairwise(ends)]
+    return dict(zip(together, zip(pieces[::2], pieces[1::2], strict=True), strict=True))
 
 
 def columns_of(inputs: PlanInput) -> dict[str, Column]:

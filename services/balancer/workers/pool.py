@@ -242,7 +242,8 @@ class WorkerPool:
         busy = self._busy[worker.number]
         busy.due = math.inf
         busy.used = max(0.0, min(seconds, self._now() - busy.since))  # whatever it says
-        self._copy(busy, nbytes, lambda: read_result(worker.plans, nbytes), self._take)
+        together = busy.task.inputs.together
+        self._copy(busy, nbytes, lambda: read_result(worker.plans, nbytes, together), self._take)
 
     def _take(self, busy: Busy, result: RoundPlan | PlanFailure | BaseException) -> None:
         task, choice = busy.task, busy.choice

@@ -6,12 +6,14 @@ import socket
 import struct
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 
 from evenkeel.partitioning import ImpossiblePartitionError, PartitionError
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, digest_of, plan_round
 from evenkeel.partitioning.samples import RoundSamples
 from services.balancer.decisions import PlanFailure, Reason
+from services.balancer.node_answers import Told, tell
 from services.balancer.workers.arena import Arena, read_round, write_result
 from services.operations.children import limit_memory
 
@@ -35,22 +37,25 @@ def run_worker(end: socket.socket, rounds: Arena, plans: Arena, *, memory_bytes:
     while message := end.recv(MESSAGE.size):
         nbytes, is_cheap = MESSAGE.unpack(message)
         began = time.process_time_ns()
-        written = write_result(plans, _plan(rounds, nbytes, is_cheap=bool(is_cheap), memory_bytes=memory_bytes))
-        end.send(MESSAGE.pack(written, time.process_time_ns() - began))
+        result, told = _plan(rounds, nbytes, is_cheap=bool(is_cheap), memory_bytes=memory_bytes)
+        end.send(MESSAGE.pack(write_result(plans, result, told), time.process_time_ns() - began))
 
 
-def _plan(rounds: Arena, nbytes: int, *, is_cheap: bool, memory_bytes: int) -> RoundPlan | PlanFailure:
+def _plan(
+    rounds: Arena, nbytes: int, *, is_cheap: bool, memory_bytes: int
+) -> tuple[RoundPlan | PlanFailure, Sequence[Told]]:
+    """The outcome of a round, and what is told of its plan."""
     try:
-        samples, options = read_round(rounds, nbytes)
-        return plan_or_failure(samples, options.cheapest() if is_cheap else options)
+        samples, options, together = read_round(rounds, nbytes)
+        result = plan_or_failure(samples, options.cheapest() if is_cheap else options)
+        return result, tell(result, together) if together and isinstance(result, RoundPlan) else ()
     except MemoryError as error:
         detail = f"a partition may take {memory_bytes} bytes of memory (worker_memory_bytes): {error}"
-        return PlanFailure(reason=Reason.PARTITION_FAILED, detail=detail)
+        return PlanFailure(reason=Reason.PARTITION_FAILED, detail=detail), ()
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
-        return PlanFailure(
-            reason=Reason.PARTITION_FAILED, detail=detail, trace=traceback.format_exc()[-_MAX_TRACEBACK:]
-        )
+        trace = traceback.format_exc()[-_MAX_TRACEBACK:]
+        return PlanFailure(reason=Reason.PARTITION_FAILED, detail=detail, trace=trace), ()
 
 
 def plan_or_failure(samples: RoundSamples, options: RoundOptions) -> RoundPlan | PlanFailure:

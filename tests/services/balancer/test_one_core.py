@@ -121,7 +121,7 @@ def _plan_of(submissions: list[Submission], terms: Terms, nodes: tuple[str, ...]
         effects += session.submit(0.0, 0, submission, rank)
     (start,) = [effect for effect in effects if isinstance(effect, StartPartition)]
     memory = Arena.create("one-core")
-    samples, options = read_round(memory, write_round(memory, start.inputs))
+    samples, options, _ = read_round(memory, write_round(memory, start.inputs))
     assert options == replace(terms.options, learned=submissions[0].learned)
     plan = make_plan(start.inputs)
     assert isinstance(plan, RoundPlan)

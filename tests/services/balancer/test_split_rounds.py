@@ -81,7 +81,7 @@ def served(done: Round) -> list[ServiceDecision] | None:
         roles=terms.roles,
     )
     memory = Arena.create("test")
-    samples, options = read_round(memory, write_round(memory, inputs))
+    samples, options, _ = read_round(memory, write_round(memory, inputs))
     result = plan_or_failure(samples, options)
     back = Arena(os.dup(memory.fd))
     result = read_result(back, write_result(memory, result))

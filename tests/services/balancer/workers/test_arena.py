@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning.rounds import RoundPlan
-from services.balancer.decisions import PlanFailure, Reason
+from services.balancer.decisions import PlanFailure, Reason, balanced
 from services.balancer.effects import PlanInput
+from services.balancer.node_answers import ToldPlan, node_bytes, tell
 from services.balancer.workers.arena import (
     Arena,
     Column,
@@ -143,12 +145,14 @@ def _arrays(value: object) -> list[NDArray[Any]]:
 def test_a_worker_makes_the_plan_that_this_process_makes(arena: Arena, changes: dict[str, Any]) -> None:
     inputs = _inputs(**changes)
     here = make_plan(inputs)
-    there = plan_or_failure(*read_round(arena, write_round(arena, inputs)))
+    samples, chosen, together = read_round(arena, write_round(arena, inputs))
+    there = plan_or_failure(samples, chosen)
     plans = Arena.create("plans")
     came = read_result(plans, write_result(plans, there))
     plans.close()
     assert isinstance(here, RoundPlan)
     assert isinstance(came, RoundPlan)
+    assert together == []
     assert here.digest == came.digest
     assert here.nbytes == came.nbytes
     expected, found = _arrays(here), _arrays(came)
@@ -156,6 +160,40 @@ def test_a_worker_makes_the_plan_that_this_process_makes(arena: Arena, changes: 
     for one, other in zip(expected, found, strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("together", [((0, 1), (2, 3)), ((3, 1),), ((0, 1, 2, 3),)])
+def test_what_nodes_are_told_comes_ready_and_is_what_this_process_would_say(
+    arena: Arena, together: tuple[tuple[int, ...], ...]
+) -> None:
+    inputs = replace(_inputs(), together=together)
+    here = make_plan(inputs)
+    assert isinstance(here, RoundPlan)
+    samples, chosen, named = read_round(arena, write_round(arena, inputs))
+    assert tuple(named) == together
+    there = plan_or_failure(samples, chosen)
+    assert isinstance(there, RoundPlan)
+    there = replace(there, seconds=here.seconds)
+    plans = Arena.create("plans")
+    came = read_result(plans, write_result(plans, there, tell(there, named)), together)
+    plans.close()
+    assert isinstance(came, ToldPlan)
+    assert set(came.told) == set(together)
+    assert came.nbytes > here.nbytes, "what is told counts"
+    for ranks in (*together, (0,), (2, 1)):
+        for detail in ("", "planned by another search"):
+            ready, plain = (balanced(replace(plan, detail=detail)) for plan in (came, here))
+            assert node_bytes(7, 300, ranks, ready) == node_bytes(7, 300, ranks, plain)
+
+
+def test_what_is_told_must_fit_who_is_told(arena: Arena) -> None:
+    plan = make_plan(_inputs())
+    assert isinstance(plan, RoundPlan)
+    nbytes = write_result(arena, plan, tell(plan, [(0, 1)]))
+    with pytest.raises(MessageError, match="told together"):
+        read_result(arena, nbytes, ((0, 1), (2, 3)))
+    with pytest.raises(MessageError, match="told together"):
+        read_result(arena, nbytes)
 
 
 def test_a_failure_comes_as_it_was(arena: Arena) -> None:
