@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.key_traces import LATER, TRACES, simulated
+from benchmarks.key_traces_unseen import UNSEEN
 from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge, miss_curve
-from evenkeel.key_statistics.curves import checked
+from evenkeel.key_statistics.curves import _TESTED, checked
 from evenkeel.key_statistics.exchangeable import Exchangeable
 from evenkeel.key_statistics.ranks import observed
 from evenkeel.key_statistics.sets import in_sets
@@ -82,6 +83,38 @@ def test_lfu_is_predicted_where_counts_are_alike_for_long(name: str, within: flo
     sizes = np.array([0.02, 0.1, 0.25, 0.5, 0.75, 1.0]) * keys
     found = checked(_trace(steps[:75]), Eviction.LFU, sizes, ahead=1.0, rows=keys)[0].rates
     assert found.tolist() == pytest.approx(simulated(steps, sizes, 75, Eviction.LFU).tolist(), abs=within)
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+@pytest.mark.parametrize("name", ["zipf", "launch", "fading", "news", "members", "reshuffled"])
+def test_predictions_are_off_by_no_more_than_is_told(name: str, eviction: Eviction) -> None:
+    steps = list((TRACES | LATER | UNSEEN)[name](np.random.default_rng(9), 120, 1_024))
+    keys = len(np.unique(np.concatenate(steps)))
+    sizes = np.array([0.02, 0.1, 0.25, 0.5, 0.75, 0.9]) * keys
+    found, error = checked(_trace(steps[:60]), eviction, sizes, ahead=1.0, rows=keys)
+    assert np.abs(found.rates - simulated(steps, sizes, 60, eviction)).max() <= error
+    if name == "zipf":
+        assert error <= 0.08
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+@pytest.mark.parametrize("part", [0.25, 0.5, 0.75])
+def test_keys_that_changed_while_they_were_watched_make_the_error_large(part: float, eviction: Eviction) -> None:
+    steps = list(TRACES["zipf"](np.random.default_rng(9), 120, 1_024))
+    sizes = np.array([0.02, 0.1, 0.25, 0.5, 0.75]) * len(np.unique(np.concatenate(steps)))
+    steady = checked(_trace(steps), eviction, sizes, ahead=1.0, rows=1e9)[1]
+    # From then on all keys are other ones.
+    changed = [keys + (at >= 120 * part) * 10_000_000 for at, keys in enumerate(steps)]
+    assert checked(_trace(changed), eviction, sizes, ahead=1.0, rows=1e9)[1] >= steady + 0.1
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_long_traces_are_tested_on_a_part_of_their_keys(eviction: Eviction) -> None:
+    steps = list(TRACES["zipf"](np.random.default_rng(9), 140, 8_192))
+    trace = _trace(steps)
+    assert len(trace.step) > 2 * _TESTED
+    sizes = np.array([0.02, 0.1, 0.25, 0.5, 0.75]) * len(np.unique(trace.key))
+    assert checked(trace, eviction, sizes, ahead=1.0, rows=1e9)[1] <= 0.07
 
 
 def test_keys_of_constant_rates_are_told_from_their_counts() -> None:
