@@ -26,6 +26,7 @@ class Relay(pb_grpc.BalancerServiceServicer):
 
     Attributes:
         target: The port of the balancer.
+        joins: Sees each stream that begins; it may wait, which holds the stream.
         submits: From a rank and its submission to what is passed on.
         answers: From a rank and an answer to what is passed on; it may sleep, which holds this rank's stream.
         submit_groups: From the leader of a node and what it submits to what is passed on.
@@ -39,6 +40,7 @@ class Relay(pb_grpc.BalancerServiceServicer):
         self.seen: Counter[str] = Counter()
         self.lock = threading.Lock()
         self._contexts: dict[int, Any] = {}
+        self.joins: Callable[[int], None]
         self.submits: Submits
         self.answers: Answers
         self.submit_groups: SubmitGroups
@@ -55,6 +57,7 @@ class Relay(pb_grpc.BalancerServiceServicer):
 
     def heal(self) -> None:
         """Passes everything on."""
+        self.joins = lambda _rank: None
         self.submits = lambda _rank, submit: [submit]
         self.answers = lambda _rank, answer: [answer]
         self.submit_groups = lambda _rank, group: [group]
@@ -67,6 +70,7 @@ class Relay(pb_grpc.BalancerServiceServicer):
     def Balance(self, requests: Iterator[pb.BalanceRequest], context: Any) -> Iterator[pb.BalanceResponse]:  # noqa: N802
         first = next(requests)
         rank = first.join.rank
+        self.joins(rank)
         self._contexts[rank] = context
         outgoing: SimpleQueue[pb.BalanceRequest | None] = SimpleQueue()
         outgoing.put(first)

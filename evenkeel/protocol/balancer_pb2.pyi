@@ -490,14 +490,16 @@ class Told(_message.Message):
     def __init__(self, agreed: _Optional[int] = ..., unfollowed: _Optional[_Iterable[_Union[Unfollowed, _Mapping]]] = ...) -> None: ...
 
 class Unfollowed(_message.Message):
-    __slots__ = ("round", "reason", "ranks")
+    __slots__ = ("round", "reason", "ranks", "by_ranks")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    BY_RANKS_FIELD_NUMBER: _ClassVar[int]
     round: int
     reason: Decision.Reason
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., reason: _Optional[_Union[Decision.Reason, str]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    by_ranks: bool
+    def __init__(self, round: _Optional[int] = ..., reason: _Optional[_Union[Decision.Reason, str]] = ..., ranks: _Optional[_Iterable[int]] = ..., by_ranks: bool = ...) -> None: ...
 
 class Elsewhere(_message.Message):
     __slots__ = ()

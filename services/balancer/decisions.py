@@ -70,6 +70,7 @@ class Decision:
         detail: The reason in words; of a plan, what another search was made than the one asked for.
         missing_ranks: Ranks that did not come before the deadline, ascending.
         plan: Where the samples go; None for IDENTITY.
+        by_ranks: The ranks tell that they have balanced the round by themselves.
     """
 
     outcome: Outcome
@@ -77,6 +78,7 @@ class Decision:
     detail: str = ""
     missing_ranks: tuple[int, ...] = ()
     plan: RoundPlan | None = None
+    by_ranks: bool = False
 
     @property
     def digest(self) -> bytes:
@@ -102,15 +104,17 @@ def drained() -> Decision:
     return identity(Reason.DRAINING, "the balancer is shutting down")
 
 
-def unfollowed(reason: Reason, ranks: tuple[int, ...]) -> Decision:
+def unfollowed(reason: Reason, ranks: tuple[int, ...] = (), *, by_ranks: bool = False) -> Decision:
     """What ranks did instead of what was decided, as they tell it: every sample stayed at home, or they planned.
 
     Args:
         reason: Why.
         ranks: Whom it is about, or some of them.
+        by_ranks: They have balanced the round by themselves.
     """
     why = _UNFOLLOWED.get(reason, "the ranks did not follow the plan")
-    return identity(reason, why.format(ranks=f"rank(s) {', '.join(map(str, ranks))}" if ranks else "some ranks"))
+    detail = why.format(ranks=f"rank(s) {', '.join(map(str, ranks))}" if ranks else "some ranks")
+    return Decision(outcome=Outcome.IDENTITY, reason=reason, detail=detail, by_ranks=by_ranks)
 
 
 _UNFOLLOWED = {
@@ -120,4 +124,5 @@ _UNFOLLOWED = {
     Reason.BREAKER_OPEN: "the ranks did not wait for the answer, after one that had not come",
     Reason.DECISIONS_DIFFER: "{ranks} held another decision than the first one",
     Reason.TRANSFERS_DIFFER: "what the ranks would send did not fit what they would receive",
+    Reason.NOT_TRAINED: "nobody trained the round: the loop was over",
 }

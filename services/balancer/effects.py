@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RoundSamples
-from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from services.balancer.decisions import Decision
 from services.balancer.refusals import Refusal
 from services.balancer.submissions import SessionKey
@@ -117,7 +116,6 @@ class Decided(NamedTuple):
         waited: Seconds from its first submission to its decision.
         timeline: For its trace; None if no rank has one.
         caller: Whose session it is.
-        learned: The speeds of its ranks by which it was to be planned.
     """
 
     session: SessionId
@@ -126,7 +124,6 @@ class Decided(NamedTuple):
     waited: float
     timeline: Timeline | None = None
     caller: str = ""
-    learned: LearnedSpeeds = ALL_EQUAL
 
 
 class SessionId(NamedTuple):

@@ -10,7 +10,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -81,6 +81,7 @@ class History:
         gaps: The last gaps between rounds.
         num_gaps: How many there were.
         skipped: Rounds that did not come here.
+        by_ranks: Rounds without a plan that was followed, which the ranks have balanced by themselves.
         interval: Seconds between two decisions, on average of late; 0 before the second.
         decided_at: When the last round was decided; NaN before.
         saved_seconds: GPU-seconds that balancing has saved so far, an estimate.
@@ -93,9 +94,9 @@ class History:
     """
 
     __slots__ = (
-        "_arrivals", "_decided", "_follow_from", "_followed", "_highest", "_newest", "_open", "_ring", "_tells",
-        "decided_at", "fallbacks", "gaps", "heaviest", "interval", "late", "lost_seconds", "missed", "newest",
-        "num_gaps", "rounds", "sample", "sample_wanted", "saved_seconds", "skipped", "world_size",
+        "_arrivals", "_by_ranks", "_decided", "_follow_from", "_followed", "_newest", "_open", "_passed", "_ring",
+        "_tells", "by_ranks", "decided_at", "fallbacks", "gaps", "heaviest", "interval", "late", "lost_seconds",
+        "missed", "newest", "num_gaps", "rounds", "sample", "sample_wanted", "saved_seconds", "skipped", "world_size",
     )  # fmt: skip
 
     def __init__(self, world_size: int) -> None:
@@ -106,6 +107,7 @@ class History:
         self.gaps: deque[Gap] = deque(maxlen=16)
         self.num_gaps = 0
         self.skipped = 0
+        self.by_ranks = 0
         self.interval = 0.0
         self.decided_at = _NAN
         self.saved_seconds = 0.0
@@ -121,13 +123,20 @@ class History:
         ] = {}  # when it was decided, of rounds that they have yet to tell of
         self._decided = 0
         self._ring: bytearray | None = None
-        self._highest = self._newest = self._followed = -1
+        self._newest = self._followed = self._by_ranks = -1
+        self._passed: deque[tuple[int, int]] = deque(
+            maxlen=16
+        )  # rounds that did not come here, until a later one is decided
         self._follow_from = -math.inf
         self._arrivals: dict[int, float] = {}
 
     def arrived(self, now: float, round_number: int, submission: Submission) -> None:
         """Notes when ranks came to a round, of some rounds."""
         if round_number > self._newest:
+            if round_number > self._newest + 1 and self._newest >= 0:
+                self._passed.append((self._newest + 1, round_number - 1))
+                self.num_gaps += 1
+                self.skipped += round_number - self._newest - 1
             self._newest = round_number
             if now >= self._follow_from:
                 self._followed, self._arrivals = round_number, submission.arrivals(now)
@@ -136,15 +145,18 @@ class History:
             self._arrivals = submission.arrivals(now) | self._arrivals
 
     def decided(self, now: float, clock: float, event: Decided) -> bool:
-        """Notes a decided round; returns whether it counts already.
+        """Notes a decided round; returns whether it counts already. One that nobody trained never does.
 
         Args:
             now: Seconds of the loop's clock.
             clock: Seconds since 1970.
             event: The round.
         """
+        self.gaps.extend(Gap(first, last, clock) for first, last in self._passed)
+        self._passed.clear()
+        if event.decision.reason is Reason.NOT_TRAINED:
+            return False
         self._note_interval(now)
-        self._note_gap(event.round, clock)
         self._decided += 1
         if event.round == self._followed:
             self._learn_lateness(now)
@@ -173,6 +185,11 @@ class History:
                     event = event._replace(decision=instead)
                 self._count(clock, event)
                 counted.append(event)
+        for number, instead in sorted((unfollowed or {}).items()):
+            if instead.reason is Reason.NOT_TRAINED and number == self._newest + 1 and self._newest >= 0:
+                self._newest = number  # it never came: the loop was over, and the ranks' breaker closed
+            if instead.by_ranks and number > self._by_ranks:
+                self._note_by_ranks(number)
         return counted
 
     def _count(self, clock: float, event: Decided) -> None:
@@ -244,14 +261,12 @@ class History:
         passed = min(passed, usual)
         self.interval += max(_SMOOTHING, 1 / max(1, self._decided)) * (passed - self.interval)
 
-    def _note_gap(self, number: int, clock: float) -> None:
-        if number > self._highest + 1 and self._highest >= 0:
-            self.gaps.append(Gap(self._highest + 1, number - 1, clock))
-            self.num_gaps += 1
-            self.skipped += number - self._highest - 1
-        elif number < self._highest:  # it was decided after a later one
-            self.skipped = max(0, self.skipped - 1)
-        self._highest = max(self._highest, number)
+    def _note_by_ranks(self, number: int) -> None:
+        self._by_ranks = number
+        self.by_ranks += 1
+        for at, told in enumerate(self.fallbacks):
+            if told.round == number:
+                self.fallbacks[at] = replace(told, detail=f"{told.detail}; the ranks balanced it by themselves")
 
     def _learn_lateness(self, now: float) -> None:
         arrivals, late = self._arrivals, self.late

@@ -51,6 +51,9 @@ class Observer(Protocol):
     def decided(self, event: Decided) -> None:
         """A round was decided, and the ranks followed the decision, as far as they tell."""
 
+    def balanced_by_ranks(self, session: SessionId, caller: str, rounds: int) -> None:
+        """Of rounds without a plan that was followed the ranks of a session have balanced so many by themselves."""
+
 
 class Pool(Protocol):
     """What computes plans."""
@@ -145,9 +148,15 @@ class Hub:
         self._perform(session.submit(now, round_number, submission, member.mailbox), session)
 
     def told(self, member: Member, agreed: int, unfollowed: Mapping[int, Decision]) -> None:
-        """Notes what the ranks of a session did: as decided in rounds below `agreed`, but for those `unfollowed`."""
-        for event in member.history.told(agreed, unfollowed):
+        """Takes what the ranks of a session did: as decided in rounds below `agreed`, but for those `unfollowed`."""
+        session, history = self.registry.find(member.session), member.history
+        if session is not None:
+            self._perform(session.told(self.now, agreed, unfollowed), session)
+        before = history.by_ranks
+        for event in history.told(agreed, unfollowed):
             self._count(event)
+        if history.by_ranks > before:
+            self._observer.balanced_by_ranks(member.session, member.joining.caller, history.by_ranks - before)
 
     def leave(self, member: Member, *, finished: tuple[int, ...] = (), call: bool = False) -> None:
         """Forgets a stream or, with `call`, a call; `finished`: its ranks, if they will not come back."""
@@ -267,7 +276,7 @@ class Hub:
         self._observer.decided(event)
         session = self.registry.find(event.session)
         if session is not None:
-            session.statistics.count(event.decision, event.waited, event.learned)
+            session.statistics.count(event.decision, event.waited)
 
     def _wake(self, at: float, session: SessionId) -> None:
         """One timer a session, for its earliest deadline: when it rings, the next is asked for."""

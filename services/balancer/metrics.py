@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.balancer.decisions import Outcome, Reason
-from services.balancer.effects import Decided
+from services.balancer.effects import Decided, SessionId
 from services.balancer.shares import Shares
 from services.operations.http import OperationsServer, Site
 from services.operations.process import EventLoopLag, add_process_metrics
@@ -44,9 +44,15 @@ class Metrics:
             ("job", "outcome", "reason"),
             registry=self.registry,
         )
+        self._by_ranks = Counter(
+            "evenkeel_balancer_rounds_by_ranks_total",
+            "Rounds without a plan that was followed, which the ranks have balanced by themselves.",
+            ("job",),
+            registry=self.registry,
+        )
         self._wait = Tallies(
             "evenkeel_balancer_round_wait_seconds",
-            "From a round's first submission to its decision.",
+            "From the first rank's submission to a round, as its node's leader got it, to the decision.",
             ("job",),
             buckets=_SECONDS,
             registry=self.registry,
@@ -158,6 +164,10 @@ class Metrics:
         if figures.split_samples:
             of_job.split.inc(figures.split_samples)
 
+    def balanced_by_ranks(self, session: SessionId, caller: str, rounds: int) -> None:
+        """Of rounds without a plan that was followed the ranks of a session have balanced so many by themselves."""
+        self._of_job(session.key.job, caller).by_ranks.inc(rounds)
+
     def worker_lost(self, cause: str) -> None:
         """A worker has `died`, or was killed: `stuck`, `unwanted`."""
         self._lost.labels(cause).inc()
@@ -219,7 +229,7 @@ class _OfJob:
             metrics._excess.labels(job, when) for when in ("before", "after", "bound")
         )
         self.samples, self.moved = metrics._samples.labels(job), metrics._moved.labels(job)
-        self.split = metrics._split.labels(job)
+        self.split, self.by_ranks = metrics._split.labels(job), metrics._by_ranks.labels(job)
 
     def rounds(self, outcome: Outcome, reason: Reason) -> Counter:
         """The count of rounds that ended so."""

@@ -108,3 +108,33 @@ def too_high(round_number: int, highest: int, jump: int) -> Refusal:
         value=f"{round_number}, more than {jump} beyond round {highest}",
         remedy="number rounds consecutively",
     )
+
+
+def too_old(round_number: int, remembered: int, floor: int) -> Refusal:
+    """A round whose decision was forgotten."""
+    return Refusal(
+        code=Code.ROUND_OUT_OF_RANGE,
+        field="round",
+        value=f"{round_number}, decided or passed before the {remembered} that are remembered",
+        remedy=f"go on with a round above {floor}",
+    )
+
+
+def too_often(round_number: int, owed: int) -> Refusal:
+    """A round that is asked for again and again."""
+    return Refusal(
+        code=Code.LIMIT_EXCEEDED,
+        field="round",
+        value=f"{round_number}, for which {owed} answers are owed already",
+        remedy="ask on one stream a rank, and again when that has ended",
+    )
+
+
+def too_many_open(round_number: int, undecided: int) -> Refusal:
+    """One more round, of a session whose ranks are in too many."""
+    return Refusal(
+        code=Code.ROUND_OUT_OF_RANGE,
+        field="round",
+        value=f"{round_number} while {undecided} rounds of the session are undecided",
+        remedy="submit to the rounds that the other ranks are in (twice max_rounds_ahead may be undecided)",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -24,6 +25,7 @@ class OpenRound:
 
     Attributes:
         opened_at: Time of the first submission.
+        came_at: When the first rank had it ready: of ranks that share a stream, its node's leader tells.
         deadline: When it is decided without the ranks that are missing.
         submissions: By rank; one of several ranks stands with each of them.
         waiters: Who is to be told, with the ranks it asked for; a rank that reconnected can have several.
@@ -45,12 +47,14 @@ class OpenRound:
     traces: dict[int, tuple[float, str]] = field(default_factory=dict)
     running_since: float | None = None
     said: list[Submission] = field(default_factory=list)
+    came_at: float = math.inf
 
     def add(self, now: float, submission: Submission) -> None:
         """Takes the part of ranks of which none has come before."""
         self.said.append(submission)
         self.submissions.update(dict.fromkeys(submission.ranks, submission))
         self.nbytes += submission.nbytes
+        self.came_at = min(self.came_at, submission.earliest(now))
         if submission.traceparents:
             came = submission.arrivals(now)
             for rank, traceparent in submission.traceparents.items():
@@ -137,6 +141,7 @@ class OpenRound:
             dict(self.traces),
             self.running_since,
             list(self.said),
+            self.came_at,
         )
 
 
@@ -187,10 +192,10 @@ class SessionStatistics:
         last_round: The last decided round, counted or not yet.
         balanced: Rounds with a plan, which the ranks have followed.
         identity: Rounds without, by reason.
-        waited: Seconds from first submission to decision, summed over all rounds.
+        waited: Seconds from the first rank's submission to the decision, summed over all rounds.
         last_balance: How even the last balanced round is, with the seconds that its plan took, and the loads of its
             ranks before and after in its least even batch.
-        last_learned: By which speeds of its ranks that round was planned.
+        last_learned: What the ranks know of their speeds, of the newest decided round.
     """
 
     last_round: int = 0
@@ -200,12 +205,11 @@ class SessionStatistics:
     last_balance: tuple[Figures, float, NDArray[np.float64], NDArray[np.float64]] | None = None
     last_learned: LearnedSpeeds = ALL_EQUAL
 
-    def count(self, decision: Decision, waited: float, learned: LearnedSpeeds = ALL_EQUAL) -> None:
+    def count(self, decision: Decision, waited: float) -> None:
         """Takes a decided round into account, of which it is known what the ranks have made of it."""
         self.waited += waited
         if decision.plan is not None:
             self.balanced += 1
-            self.last_learned = learned
             plan = decision.plan
             worst = plan.worst
             self.last_balance = plan.figures, plan.seconds, plan.loads_before[worst], plan.loads_after[worst]

@@ -7,18 +7,18 @@ A round goes through these states, and only forwards:
 
     unknown --submit--> collecting --last rank--> partitioning --plan or failure--> decided --> forgotten
                             |                          |                               ^
-                            +------ deadline, stuck or dead worker, overload, drain ---+
+                            +-- deadline, stuck or dead worker, overload, drain, told -+
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 
 from evenkeel.partitioning.rounds import RoundPlan
-from evenkeel.partitioning.speeds import ALL_EQUAL
-from services.balancer.decisions import Decision, PlanFailure, balanced, drained, identity
+from services.balancer import refusals
+from services.balancer.decisions import Decision, PlanFailure, Reason, balanced, drained, identity, unfollowed
 from services.balancer.effects import (
     Answer,
     Asker,
@@ -31,7 +31,7 @@ from services.balancer.effects import (
     Wake,
 )
 from services.balancer.limits import Limits
-from services.balancer.refusals import Code, Refusal, conflict, out_of_memory, too_far, too_high
+from services.balancer.refusals import Code, Refusal, out_of_memory
 from services.balancer.rounds import DecidedRound, OpenRound, SessionStatistics, describe_ranks
 from services.balancer.shares import Account
 from services.balancer.submissions import Submission, Terms
@@ -52,14 +52,15 @@ class Session:
         caller: Who opened it.
         last_message_at: When a rank last said anything.
         abandoned_at: When its last stream ended, not all of them in order; infinity while there are some.
+        agreed: The ranks have agreed on all rounds below this one, as they tell, or will never train them.
         ends_at: Rounds from this one on are decided IDENTITY at once, as the balancer shuts down; infinity at first.
         finished: Ranks that have ended their requests in order and will not come back.
         statistics: Counters for people.
     """
 
     __slots__ = (
-        "_ahead", "_limits", "abandoned_at", "caller", "decided", "ends_at", "finished", "floor", "highest", "id",
-        "last_message_at", "memory", "nodes", "open_rounds", "statistics", "terms",
+        "_ahead", "_limits", "abandoned_at", "agreed", "caller", "decided", "ends_at", "finished", "floor", "highest",
+        "id", "last_message_at", "memory", "nodes", "open_rounds", "statistics", "terms",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +82,7 @@ class Session:
         self.decided: dict[int, DecidedRound] = {}
         self.floor = -1
         self.highest = -1
+        self.agreed = 0
         self._ahead: dict[int, int] = {}  # undecided rounds that each rank has submitted to
         self.last_message_at = now
         self.abandoned_at = math.inf
@@ -154,12 +156,26 @@ class Session:
         current.wait(asker, ranks, submission.timeout)
         if round_number >= self.ends_at:
             return [*effects, *self._decide(now, round_number, drained())]
+        if round_number < self.agreed:
+            return [*effects, *self._decide(now, round_number, unfollowed(Reason.NOT_TRAINED))]
         if current.partition_started_at is None and current.is_complete(self.terms.world_size):
             current.partition_started_at = now
             effects.append(StartPartition(self.id, round_number, self._inputs(current), current.deadline))
             effects.append(Wake(current.deadline))
         elif current.deadline < deadline:
             effects.append(Wake(current.deadline))
+        return effects
+
+    def told(self, now: float, agreed: int, unfollowed_rounds: Mapping[int, Decision]) -> list[Effect]:
+        """Closes the rounds below `agreed`, for which no rank waits any more: as they are told to be, or as none."""
+        self.agreed = max(self.agreed, agreed)
+        effects: list[Effect] = []
+        for number in sorted(number for number in self.open_rounds if number < self.agreed):
+            decision = unfollowed_rounds.get(number, unfollowed(Reason.NOT_TRAINED))
+            if decision.reason is not Reason.NOT_TRAINED:
+                missing = self.open_rounds[number].missing(self.terms.world_size)
+                decision = replace(decision, missing_ranks=missing)
+            effects += self._decide(now, number, decision)
         return effects
 
     def started(self, now: float, round_number: int) -> list[Effect]:
@@ -260,7 +276,7 @@ class Session:
         other.open_rounds = {number: current.copy() for number, current in self.open_rounds.items()}
         other.decided = {number: decided.copy() for number, decided in self.decided.items()}
         other.floor, other.highest, other.ends_at = self.floor, self.highest, self.ends_at
-        other.abandoned_at = self.abandoned_at
+        other.abandoned_at, other.agreed = self.abandoned_at, self.agreed
         other._ahead = dict(self._ahead)
         other.finished = set(self.finished)
         other.statistics = replace(self.statistics, identity=dict(self.statistics.identity))
@@ -278,27 +294,18 @@ class Session:
             self.floor,
             self.highest,
             self.ends_at,
+            self.agreed,
         )
 
     # ------------------------------------------------------------------ inside
 
     def _refuse(self, round_number: int, current: OpenRound | None) -> Refusal | None:
         if round_number <= self.floor:
-            return Refusal(
-                code=Code.ROUND_OUT_OF_RANGE,
-                field="round",
-                value=f"{round_number}, decided or passed before the {len(self.decided)} that are remembered",
-                remedy=f"go on with a round above {self.floor}",
-            )
+            return refusals.too_old(round_number, len(self.decided), self.floor)
         if self.highest >= 0 and round_number - self.highest > self._limits.max_round_jump:
-            return too_high(round_number, self.highest, self._limits.max_round_jump)
+            return refusals.too_high(round_number, self.highest, self._limits.max_round_jump)
         if current is not None and current.num_waiting >= 2 * self.terms.world_size + _SPARE_WAITERS:
-            return Refusal(
-                code=Code.LIMIT_EXCEEDED,
-                field="round",
-                value=f"{round_number}, for which {current.num_waiting} answers are owed already",
-                remedy="ask on one stream a rank, and again when that has ended",
-            )
+            return refusals.too_often(round_number, current.num_waiting)
         return None
 
     def _no_room(
@@ -309,16 +316,10 @@ class Session:
         far = {rank for rank in fresh.ranks if ahead.get(rank, 0) >= most}
         if far:
             left = set(fresh.ranks) - far
-            refused = [((rank,), too_far(rank, round_number, ahead[rank])) for rank in sorted(far)]
+            refused = [((rank,), refusals.too_far(rank, round_number, ahead[rank])) for rank in sorted(far)]
             return [*refused, *(self._no_room(round_number, current, fresh.of(left)) if left else ())]
         if current is None and len(self.open_rounds) >= self._limits.max_open_rounds:
-            refusal = Refusal(
-                code=Code.ROUND_OUT_OF_RANGE,
-                field="round",
-                value=f"{round_number} while {len(self.open_rounds)} rounds of the session are undecided",
-                remedy="submit to the rounds that the other ranks are in (twice max_rounds_ahead may be undecided)",
-            )
-            return [(fresh.ranks, refusal)]
+            return [(fresh.ranks, refusals.too_many_open(round_number, len(self.open_rounds)))]
         # While its plan is computed a round takes as much again.
         nbytes = fresh.nbytes
         while not self.memory.take(2 * nbytes):
@@ -348,20 +349,21 @@ class Session:
                 del self._ahead[rank]
         self.memory.give(2 * current.nbytes)
         self._remember(round_number, DecidedRound(decision, current.fingerprints()))
-        waited = now - current.opened_at
+        waited = now - current.came_at
         first = current.submissions.get(0)
-        learned = ALL_EQUAL if first is None else first.learned
+        if first is not None and round_number >= self.highest:  # whatever becomes of the round
+            self.statistics.last_learned = first.learned
         self.statistics.last_round = round_number
         answers = [Answer(asker, round_number, ranks, decision) for asker, ranks in current.owed()]
         timeline = None
         if current.traces:
             timeline = Timeline(
-                opened_at=current.opened_at,
+                opened_at=current.came_at,
                 gathered_at=current.partition_started_at,
                 decided_at=now,
                 arrivals=current.traces,
             )
-        return [*answers, Decided(self.id, round_number, decision, waited, timeline, self.caller, learned)]
+        return [*answers, Decided(self.id, round_number, decision, waited, timeline, self.caller)]
 
     def _remember(self, round_number: int, decided: DecidedRound) -> None:
         self.highest = max(self.highest, round_number)
@@ -386,7 +388,7 @@ class Session:
 
 
 def _conflicts(asker: Asker, round_number: int, ranks: Iterable[int]) -> list[Effect]:
-    return [Answer(asker, round_number, (rank,), conflict(rank, round_number)) for rank in sorted(ranks)]
+    return [Answer(asker, round_number, (rank,), refusals.conflict(rank, round_number)) for rank in sorted(ranks)]
 
 
 _RANK_BYTES = 200

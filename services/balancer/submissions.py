@@ -156,6 +156,10 @@ class Submission:
             return dict.fromkeys(self.ranks, now)
         return dict(zip(self.ranks, (now - np.minimum(self.held, MOST_HELD)).tolist(), strict=True))
 
+    def earliest(self, now: float) -> float:
+        """When the first of them came, as `arrivals` tells."""
+        return now if self.held is None else now - min(float(self.held.max()), MOST_HELD)
+
     @property
     def fingerprints(self) -> dict[int, int]:
         """By rank, a number that is the same when it says the same about its samples, whoever else is with it."""

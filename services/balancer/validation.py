@@ -147,7 +147,7 @@ def read_unfollowed(message: pb.Told) -> dict[int, Decision]:
     found = {}
     for one in message.unfollowed[:_MOST_TOLD]:
         reason = Reason(one.reason) if one.reason in _REASONS else Reason.NOT_FOLLOWED
-        found[one.round] = unfollowed(reason, tuple(one.ranks[:_MOST_TOLD]))
+        found[one.round] = unfollowed(reason, tuple(one.ranks[:_MOST_TOLD]), by_ranks=one.by_ranks)
     return found
 
 

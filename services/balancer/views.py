@@ -102,6 +102,7 @@ class Views:
             "round": statistics.last_round,
             "rounds_balanced": statistics.balanced,
             "rounds_identity": reasons,
+            "rounds_by_ranks": history.by_ranks,
             "rounds_elsewhere": history.skipped,
             "breaker_openings": history.num_gaps,
             "rounds_per_second": 0.0 if state in ("quiet", "left") else _number(rate),

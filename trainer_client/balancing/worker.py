@@ -181,10 +181,16 @@ class RoundWorker:
             # The others need not wait for this rank at the service; they learn that it has left when they agree.
             options = self._options
             nothing = read_nothing(self._template, np.dtype(np.int64), capped=options.memory_caps is not None)
-            self._connection.submit(self.turns.round, nothing, exhausted=True, timeout_ms=options.service_timeout_ms)
+            self._connection.submit(
+                self.turns.round, nothing, exhausted=True, timeout_ms=options.service_timeout_ms,
+                learned=self.turns.learned_for(self.turns.round),
+            )  # fmt: skip
         votes = self._gather(vote_to_leave(leaving, self.turns.round, window=self._options.window, ready=self._ready))
         verdict = self._decide(votes, waited=False)
+        number = self.turns.round
         self._advance(votes, verdict, waited=False)
+        if self._connection is not None:
+            self._connection.settle(number, verdict, self.turns.round)
         return Outcome.of_end(verdict)
 
     @property
@@ -297,7 +303,7 @@ class RoundWorker:
         waited = waited and verdict.reason is not Reason.LEFT  # whose ranks did not submit it
         self._advance(votes, verdict, waited=waited, missed=waited and decision is None, problem=ticket.problem)
         agreed = time.time_ns() if trace is not None else 0
-        plan = None
+        plan, reason = None, verdict.reason
         if verdict.reason is Reason.SERVICE_IDENTITY and decision is not None:
             self._say_unplanned(ticket.round, decision.reason)
         if verdict.mode is Mode.SERVICE:
@@ -306,6 +312,8 @@ class RoundWorker:
             plan = decision.plan
         elif verdict.mode in (Mode.EMBEDDED, Mode.SPREAD):
             verdict, plan = self._partition(ticket, votes, verdict, learned)
+        if self._connection is not None:  # by now it is known whether the ranks have found a plan
+            self._connection.settle(ticket.round, replace(verdict, reason=reason), self.turns.round)
         if plan is None:
             plan = RankPlan.staying(self._groups.rank, ticket.samples, self._options.window)
         self.counters.rounds[verdict.mode, verdict.reason] += 1
@@ -372,7 +380,6 @@ class RoundWorker:
         learned = ALL_EQUAL if self._speeds is None else self._speeds.note(number, votes)
         self.turns.move_on(verdict, breaker, learned, self._costs.fit)
         if self._connection is not None:
-            self._connection.settle(number, verdict)
             if missed:
                 self._connection.suspect()
             ready = sum(vote.ready for vote in votes)

@@ -77,6 +77,7 @@ export class JobView {
       ["Round", whole(session.round)], ["Rounds a second", number(session.rounds_per_second)],
       ["Balanced here", whole(session.rounds_balanced)],
       ["Without a plan", whole(Object.values(session.rounds_identity).reduce((sum, count) => sum + count, 0))],
+      ["of these by the ranks", whole(session.rounds_by_ranks)],
       ["Breaker", session.breaker_openings ? `opened ${session.breaker_openings} ×, ${whole(session.rounds_elsewhere)} rounds` : "closed so far"],
       ["Mean wait", seconds(session.wait_seconds)],
       ["GPU-hours saved", number(session.saved_gpu_hours)], ["still lost", number(session.lost_gpu_hours)],
@@ -134,7 +135,7 @@ export class JobView {
     if (before === this.saidFallbacks) return;
     const counts = Object.entries(session.rounds_identity).sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${reason} ${whole(count)}`);
     const said = [...fallbacks.map((one) => ({ time: one.time, text: `round ${whole(one.round)}: ${one.reason}. ${one.detail}` })),
-      ...gaps.map((one) => ({ time: one.time, text: `rounds ${whole(one.first)} to ${whole(one.last)} did not come here: the ranks' breaker was open, and they balanced by themselves` }))]
+      ...gaps.map((one) => ({ time: one.time, text: `rounds ${whole(one.first)} to ${whole(one.last)} did not come here: the ranks' breaker was open` }))]
       .sort((a, b) => b.time - a.time);
     show($("fallbacks"), html("p", {}, counts.length ? `By reason: ${counts.join(", ")}.` : "Every round that came here got a plan, and it was followed."),
       said.length ? html("ul", {}, ...said.map((one) => html("li", {}, `${clock(one.time)} ${one.text}`))) : null);

@@ -156,10 +156,47 @@ def test_of_ranks_that_tell_no_more_only_some_rounds_are_held() -> None:
 
 def test_rounds_that_did_not_come_are_counted_and_late_decisions_are_no_gap() -> None:
     history, plan = History(2), planned()
-    for number in (0, 1, 5, 7, 6, 8):
-        history.decided(0.1 * number, 1e9, round_of(number, balanced(plan)))
-    assert [(gap.first, gap.last) for gap in history.gaps] == [(2, 4), (6, 6)]
-    assert history.skipped == 3
+    for came, decided in ((0, 0), (1, 1), (5, None), (6, None), (7, 7), (None, 6), (None, 5), (8, 8)):
+        if came is not None:
+            history.arrived(0.1 * came, came, submission(0))
+        if decided is not None:
+            history.decided(1.0, 1e9, round_of(decided, balanced(plan)))
+    assert [(gap.first, gap.last) for gap in history.gaps] == [(2, 4)]
+    assert (history.num_gaps, history.skipped) == (1, 3)
+
+
+def test_rounds_that_nobody_trained_are_neither_counted_nor_a_gap() -> None:
+    history, plan, none = History(2), planned(), unfollowed(Reason.NOT_TRAINED)
+    for number in range(3):
+        history.arrived(0.1 * number, number, submission(0))
+    history.told(0)
+    assert not history.decided(1.0, 1e9, round_of(0, balanced(plan)))
+    assert not history.decided(1.0, 1e9, round_of(2, none))  # came, and was open when the loop was over
+    assert [event.round for event in history.told(5, {1: none, 2: none, 3: none, 4: none})] == [0]
+    history.arrived(0.5, 5, submission(0))
+    history.decided(1.0, 1e9, round_of(5, balanced(plan)))
+    assert [event.round for event in history.told()] == [5]
+    assert (history.rounds, history.num_gaps, [*history.gaps], [*history.fallbacks]) == (2, 0, [], [])
+
+
+def test_what_the_ranks_balanced_by_themselves_is_told_once_and_saves_nothing() -> None:
+    history, plan = History(2), planned()
+    history.told(0)
+    history.decided(1.0, 1e9, round_of(0, identity(Reason.DEADLINE, "rank(s) 1 did not come", (1,))))
+    history.decided(2.0, 1e9, round_of(1, balanced(plan)))
+    told = {
+        0: unfollowed(Reason.NOT_FOLLOWED, by_ranks=True),
+        1: unfollowed(Reason.NO_DECISION, (1,), by_ranks=True),
+    }
+    for _ in range(2):  # again, after a reconnect
+        history.told(2, told)
+        assert history.by_ranks == 2
+    assert [(one.reason, one.detail) for one in history.fallbacks] == [
+        ("deadline", "rank(s) 1 did not come; the ranks balanced it by themselves"),
+        ("no_decision", "rank(s) 1 got no answer in time; the ranks balanced it by themselves"),
+    ]
+    assert column(history, "reason") == [Reason.DEADLINE, Reason.NO_DECISION]
+    assert history.saved_seconds == history.lost_seconds == 0.0
 
 
 def test_a_rank_that_comes_last_is_known_by_its_lateness() -> None:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.plans import make_plan
-from services.balancer.decisions import Decision, Outcome, PlanFailure, Reason
+from evenkeel.partitioning.delays import Cause, Delay
+from evenkeel.partitioning.speeds import LearnedSpeeds
+from services.balancer.decisions import Decision, Outcome, PlanFailure, Reason, unfollowed
 from services.balancer.effects import Answer, Decided, Effect, SessionId, StartPartition, Wake
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal
@@ -254,7 +256,7 @@ def test_statistics_count_rounds_by_outcome() -> None:
     statistics = session.statistics
     for event in effects:
         if isinstance(event, Decided):
-            statistics.count(event.decision, event.waited, event.learned)
+            statistics.count(event.decision, event.waited)
     assert statistics.balanced == 1
     assert statistics.identity == {Reason.DRAINING: 1}
     assert statistics.mean_wait == pytest.approx(1.0)
@@ -358,3 +360,41 @@ def test_rounds_before_the_end_are_planned_and_those_behind_it_are_not() -> None
     assert any(isinstance(one, StartPartition) for one in session.submit(2.0, 0, submission(2, rank=1), "b"))
     assert answers(session.submit(2.0, 1, submission(3), "a"))["a"].reason is Reason.DRAINING
     assert set(session.open_rounds) == {0}
+
+
+def test_what_the_ranks_know_of_their_speeds_is_told_whatever_becomes_of_the_round() -> None:
+    session, late = make_session(), LearnedSpeeds(delays=(Delay(rank=1, cause=Cause.LOADING, share=0.5, since=9),))
+    session.submit(0.0, 4, submission(1, timeout=1, learned=late), "a")
+    session.submit(0.0, 5, submission(1, timeout=2), "a")
+    session.submit(0.0, 6, submission(1, rank=1, timeout=2), "b")
+    session.tick(1.0)
+    assert session.statistics.last_learned is late
+    session.tick(2.0)  # of the last of these rounds rank 0 has said nothing
+    assert session.statistics.last_learned == LearnedSpeeds()
+
+
+def test_rounds_that_the_ranks_have_agreed_on_are_closed_as_what_they_are() -> None:
+    session = make_session(2)
+    for number in (3, 4, 5):
+        session.submit(0.0, number, submission(1), "a")
+    effects = session.told(1.0, 5, {3: unfollowed(Reason.NO_DECISION, (0, 1))})
+    decided = [
+        (one.round, one.decision.reason, one.decision.missing_ranks) for one in effects if isinstance(one, Decided)
+    ]
+    assert decided == [(3, Reason.NO_DECISION, (1,)), (4, Reason.NOT_TRAINED, ())]
+    assert session.open_rounds.keys() == {5}
+    # Also of a rank whose submission has been on its way for long.
+    late = session.submit(2.0, 2, submission(1, rank=1), "b")
+    assert [one.decision.reason for one in late if isinstance(one, Decided)] == [Reason.NOT_TRAINED]
+    assert session.told(3.0, 4, {}) == []
+    only_partition(session.submit(3.0, 5, submission(1, rank=1), "b"))
+    assert [one.round for one in session.told(4.0, 6, {}) if isinstance(one, Decided)] == [5]
+    assert session.partitioned(5.0, 5, PlanFailure(reason=Reason.WORKER_DIED, detail="")) == []
+
+
+def test_the_wait_of_a_round_counts_from_when_the_nodes_leader_had_the_first_of_it() -> None:
+    session = make_session(2)
+    both = replace(node(0, 1), held=np.array([0.5, 2.0]))
+    session.submit(10.0, 0, both, "a")
+    (decided,) = [one for one in session.drain(11.0) if isinstance(one, Decided)]
+    assert decided.waited == 3.0

@@ -22,10 +22,11 @@ from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.delays import Cause
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.balancing.report import RoundReport
 from trainer_client.observing.measurement import StepTimer
 from trainer_client.observing.measures import RankMeasures
 
-RANKS, SLOW, SIZE, STEPS = 3, 1, 16, 60
+RANKS, SLOW, SIZE, STEPS = 3, 1, 16, 400
 COMPUTES = 0.02  # seconds of a step with a mean load
 BYTES = {"network": 1 << 16}  # of a sample; else 1
 RATE = 4_000_000  # bytes a second of a slow link
@@ -79,6 +80,14 @@ def slow_down_what_comes_to(rank: int) -> None:
             one.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, RATE)
 
 
+def is_shown(document: dict[str, Any], report: RoundReport, slow_in: str) -> bool:
+    """Whether the page and the latest round tell of the slow rank."""
+    if slow_in == "compute":
+        return document["ranks"]["speed"][SLOW] < 1 and SLOW in [slow.rank for slow in report.stragglers]
+    told = [late.cause.label for late in report.delays if late.rank == SLOW]
+    return (document["ranks"]["delay"][SLOW], told) == (slow_in, [slow_in])
+
+
 def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
     lines: list[str] = []
     handler = logging.Handler()
@@ -89,12 +98,14 @@ def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
     with Balancer.connect(address, job=slow_in, options=options) as balancer:
         loader: BalancedLoader[Any] = BalancedLoader(Source(rank, slow_in), balancer, cost=lambda batch: batch["cost"])
         timer = StepTimer("cpu", loader=loader)
+        document: dict[str, Any] = {}
         for step, _ in enumerate(itertools.islice(loader, STEPS)):
             timer.batch_ready()
             slowness = 2.0 if (rank, slow_in) == (SLOW, "compute") else 1.0
             time.sleep(COMPUTES * slowness * loader.report.own_load / float(loader.report.home_loads.mean()))
             timer.compute_done()
-            dist.all_reduce(torch.zeros(1))  # as gradients are
+            shown = torch.tensor([float(bool(document) and is_shown(document, loader.report, slow_in))])
+            dist.all_reduce(shown)  # as gradients are
             timer.gradients_ready()
             timer.end_step()
             if (rank, slow_in) == (SLOW, "loop"):
@@ -102,12 +113,14 @@ def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
             measures.batch("train", loader.report)
             if step == 1 and slow_in == "network":
                 slow_down_what_comes_to(SLOW)
-            if step == STEPS - 5:
+            if shown.item():
+                break  # all ranks in the same step
+            if rank == 0 and step % 5 == 4:
                 with urllib.request.urlopen(f"{url}/v1/session?job={slow_in}") as answer:
                     document = json.load(answer)
     return {
         "learned": loader.report.learned, "stragglers": loader.report.stragglers, "delays": loader.report.delays,
-        "ranks": document["ranks"], "lines": lines,
+        "ranks": document.get("ranks"), "lines": lines,
         "late": [
             measures.registry.get_sample_value(
                 "evenkeel_trainer_late_ratio",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,7 @@ from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.agreement import Mode, Reason
 
 RANKS, BAD, STEPS, SECONDS = 3, 1, 24, 60.0
+MISSED = ("no_decision", "undecided", "decisions_differ", "transfers_differ")
 
 
 class Served(NamedTuple):
@@ -141,7 +143,9 @@ def test_a_round_of_which_a_rank_lost_the_answer_is_not_counted_as_followed(serv
     by_reason = {reason: {one for one, _, why in outcomes if why == reason} for _, _, reason in outcomes}
     assert by_reason["no_decision"] == {4}
     (told,) = [one for one in results[0]["seen"]["fallbacks"] if one["reason"] == "no_decision"]
-    assert (told["round"], told["detail"]) == (4, f"rank(s) {BAD} got no answer in time")
+    assert told["round"] == 4
+    assert told["detail"] == f"rank(s) {BAD} got no answer in time; the ranks balanced it by themselves"
+    assert results[0]["seen"]["session"]["rounds_by_ranks"] >= 1
     deadline = time.monotonic() + SECONDS
     followed = results[0]["followed"]  # also rounds ahead of the loop when it was left
     while (counted := rounds_of(served, "lost")).get(("balanced", "none")) != followed:
@@ -150,15 +154,86 @@ def test_a_round_of_which_a_rank_lost_the_answer_is_not_counted_as_followed(serv
     assert counted["identity", "no_decision"] == 1
 
 
+@pytest.mark.parametrize("fallback", ["embedded", "identity"])
+@pytest.mark.parametrize("what", ["decisions_differ", "transfers_differ"])
+def test_rounds_of_which_the_ranks_hold_what_does_not_fit_together_say_so(
+    served: Served, what: str, fallback: str
+) -> None:
+    forged: list[int] = []
+
+    def answers(rank: int, answer: pb.Answer) -> list[pb.Answer]:
+        if rank != BAD or answer.round < 4 or forged or not answer.decision.destinations:
+            return [answer]
+        other = pb.Answer()
+        other.CopyFrom(answer)
+        if what == "decisions_differ":
+            other.decision.digest = bytes(16)
+        else:  # it would send some sample elsewhere than the others expect
+            destinations = np.frombuffer(answer.decision.destinations, "<i4").copy()
+            destinations[0] = (destinations[0] + 1) % RANKS
+            other.decision.destinations = destinations.tobytes()
+        forged.append(answer.round)
+        return [other]
+
+    job, options = f"{what}-{fallback}", {"node_leader": False, "timeout": timedelta(seconds=20), "fallback": fallback}
+    with Relay(served.balancer.port) as relay:
+        relay.answers = answers
+        results = run_ranks(RANKS, train_with, relay.address, served.url, job, options)
+    (number,) = forged
+    (outcomes,) = {tuple(result["outcomes"]) for result in results}
+    assert [(one, mode) for one, mode, reason in outcomes if reason == what] == [(number, fallback)]
+    (told,) = [one for one in results[0]["seen"]["fallbacks"] if one["reason"] == what]
+    assert told["round"] == number
+    assert told["detail"].endswith("; the ranks balanced it by themselves") == (fallback == "embedded")
+    if what == "decisions_differ":
+        assert f"rank(s) {BAD} held another decision" in told["detail"]
+    row, rounds = results[0]["seen"]["session"], results[0]["seen"]["rounds"]
+    assert row["rounds_identity"][what] == 1
+    by_ranks = {one for one, mode, _ in outcomes if mode == "embedded"}
+    assert (row["rounds_by_ranks"] > 0) == (fallback == "embedded") == bool(by_ranks)
+    shown = dict(zip(rounds["round"], rounds["reason"], strict=True))
+    assert shown[number] == what
+    modes = {one: mode for one, mode, _ in outcomes}  # rounds after them were agreed on ahead of the loop
+    assert {modes.get(one, "service") for one, reason in shown.items() if not reason} == {"service"}
+
+
+def test_a_round_that_the_ranks_balanced_as_the_balancer_could_not_keeps_its_reason(served: Served) -> None:
+    """One rank's submission is lost, so that the balancer has no plan; the ranks make one by themselves."""
+    lost: list[int] = []
+
+    def submits(rank: int, submit: pb.Submit) -> list[pb.Submit]:
+        if rank == BAD and submit.round == 4 and not lost:
+            lost.append(submit.round)
+            return []
+        return [submit]
+
+    options = {"node_leader": False, "timeout": timedelta(seconds=3)}
+    with Relay(served.balancer.port) as relay:
+        relay.submits = submits
+        results = run_ranks(RANKS, train_with, relay.address, served.url, "unplanned", options)
+    (outcomes,) = {tuple(result["outcomes"]) for result in results}
+    (reason,) = [why for one, mode, why in outcomes if (one, mode) == (4, "embedded")]
+    assert reason in MISSED
+    (told,) = [one for one in results[0]["seen"]["fallbacks"] if one["round"] == 4]
+    assert told["reason"] in ("deadline", "no_decision")  # the balancer's, if it was the first to give up
+    assert told["missing_ranks"] == [BAD]
+    assert told["detail"].endswith("; the ranks balanced it by themselves")
+    session = results[0]["seen"]["session"]
+    assert 1 <= session["rounds_by_ranks"] <= sum(mode == "embedded" for _, mode, _ in outcomes)
+    with urllib.request.urlopen(f"{served.url}/metrics") as answer:
+        line = f'evenkeel_balancer_rounds_by_ranks_total{{job="unplanned"}} {session["rounds_by_ranks"]}'
+        assert line in answer.read().decode()
+
+
 def train_with(rank: int, address: str, url: str, job: str, options: dict[str, Any]) -> dict[str, Any]:
     """Trains endless data until the service balances again after a round that it missed, and some steps more."""
     with Balancer.connect(address, job=job, options=BalanceOptions(**options)) as one:
-        data = ({"cost": batch["cost"]} for _ in range(1000) for batch in batches(rank))
+        data = ({"cost": batch["cost"]} for _ in range(40) for batch in batches(rank))
         loader: BalancedLoader[Any] = BalancedLoader(_Once(data), one, cost=lambda batch: batch["cost"])
         outcomes: list[tuple[int, str, str]] = []
         for _ in loader:
             outcomes.append((loader.report.round, loader.report.mode.value, loader.report.reason.value))
-            missed = next((at for at, (_, _, reason) in enumerate(outcomes) if reason == "no_decision"), None)
+            missed = next((at for at, (_, _, reason) in enumerate(outcomes) if reason in MISSED), None)
             if missed is not None and sum(mode == "service" for _, mode, _ in outcomes[missed:]) >= 10:
                 break
             time.sleep(0.02)

@@ -47,10 +47,14 @@ class Attempt:
         """Tells the service, with the next request or at the end, what the ranks did."""
         self._telling = told
 
-    def end(self) -> None:
-        """Ends the requests in order."""
+    def tell_now(self) -> None:
+        """Tells it at once, where there is anything to tell: no request may come for long."""
         if self._telling is not None:
             self._send(pb.BalanceRequest(submits=pb.SubmitGroup()))
+
+    def end(self) -> None:
+        """Ends the requests in order."""
+        self.tell_now()
         self.outbox.put(None)
 
     def give_up(self) -> None:

@@ -34,8 +34,8 @@ class Route(Protocol):
     def submit(self, message: pb.Submit) -> None:
         """Sends a round now, and again after each reconnect until it is settled."""
 
-    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None) -> None:
-        """Forgets a round that all ranks have agreed on, once the service knows what they did."""
+    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None, following: int) -> None:
+        """Forgets a round that all ranks have agreed on, and those up to `following`, which none of them will train."""
 
     def suspect(self) -> None:
         """Gives the stream up after a missed round."""
@@ -173,17 +173,19 @@ class Connection:
             self.noted(f"malformed answer to round {round_number}: {error}")
             return None
 
-    def settle(self, round_number: int, verdict: Verdict | None = None) -> None:
+    def settle(self, round_number: int, verdict: Verdict | None = None, following: int = 0) -> None:
         """Forgets a round that all ranks have agreed on, and lets the service know what they did.
 
         Args:
             round_number: The round; they come in order.
             verdict: What all ranks do; None: what the service has decided.
+            following: The round to be agreed on next, if it is a later one than the next: a loop is over.
         """
         with self._changed:
             self._open.discard(round_number)
             self._answers.pop(round_number, None)
-        self._route.settle(round_number, None if verdict is None else unfollowed(round_number, verdict))
+        told = None if verdict is None else unfollowed(round_number, verdict)
+        self._route.settle(round_number, told, max(following, round_number + 1))
 
     def suspect(self) -> None:
         """Gives the stream up after a missed round; it is ready again when a new one has been joined."""

@@ -43,7 +43,7 @@ _FINAL_REASONS = frozenset(
 )
 
 
-# Verdicts that follow what the service has answered, or that it has no decision to follow.
+# Verdicts that follow what the service has answered, or that it has no decision to follow, unless the ranks plan then.
 _FOLLOWED = frozenset({Reason.NONE, Reason.SERVICE_IDENTITY, Reason.UNDECIDED})
 _UNFOLLOWED = {
     Reason.INVALID_COSTS: pb.Decision.REASON_INVALID_COSTS,
@@ -199,11 +199,17 @@ def submit_request(
 def unfollowed(round_number: int, verdict: Verdict) -> pb.Unfollowed | None:
     """That the ranks did not follow the service in a round, and why; None if they did."""
     if verdict.mode in (Mode.END, Mode.DROP):
-        return pb.Unfollowed(round=round_number, reason=pb.Decision.REASON_NOT_TRAINED)
-    if verdict.reason in _FOLLOWED:
+        return not_trained(round_number)
+    by_ranks = verdict.mode is Mode.EMBEDDED
+    if verdict.reason in _FOLLOWED and not by_ranks:
         return None
     reason = _UNFOLLOWED.get(verdict.reason, pb.Decision.REASON_NOT_FOLLOWED)
-    return pb.Unfollowed(round=round_number, reason=reason, ranks=verdict.ranks[:_MOST_NAMED])
+    return pb.Unfollowed(round=round_number, reason=reason, ranks=verdict.ranks[:_MOST_NAMED], by_ranks=by_ranks)
+
+
+def not_trained(round_number: int) -> pb.Unfollowed:
+    """That nobody has trained a round."""
+    return pb.Unfollowed(round=round_number, reason=pb.Decision.REASON_NOT_TRAINED)
 
 
 @lru_cache(maxsize=4)  # what is learned changes seldom, and may be of hundreds of ranks

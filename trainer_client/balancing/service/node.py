@@ -89,9 +89,9 @@ class NodeLeader:
         self.start()
         self._thread.call(self._gather, message)
 
-    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None) -> None:
-        """Forgets a round, which all ranks have agreed on, for all ranks of the node."""
-        self._uplink.settle(round_number, unfollowed)
+    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None, following: int) -> None:
+        """Forgets rounds, which all ranks have agreed on, for all ranks of the node."""
+        self._uplink.settle(round_number, unfollowed, following)
 
     def suspect(self) -> None:
         """Gives the stream up after a missed round."""
@@ -230,9 +230,9 @@ class NodeFollower:
         self.start()
         self._thread.call(self._send, message.round, message.SerializeToString())
 
-    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None) -> None:  # noqa: ARG002
-        """Forgets a round that all ranks have agreed on; rank 0, who tells the service, follows nobody."""
-        self._thread.call(self._forget, round_number)
+    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None, following: int) -> None:  # noqa: ARG002
+        """Forgets rounds that all ranks have agreed on; rank 0, who tells the service, follows nobody."""
+        self._thread.call(self._forget, following - 1)
 
     def suspect(self) -> None:
         """Asks the leader for a fresh stream after a missed round."""
@@ -301,8 +301,10 @@ class NodeFollower:
             self._link.send(Kind.SUBMIT, payload)
 
     def _forget(self, number: int) -> None:
+        """Forgets the rounds up to this one."""
         self._settled = max(self._settled, number)
-        self._unsettled.pop(number, None)
+        for earlier in [one for one in self._unsettled if one <= number]:
+            del self._unsettled[earlier]
 
     def _complain(self, epoch: int) -> None:
         if self._link is not None:

@@ -17,7 +17,7 @@ from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from trainer_client.balancing.service.attempts import Attempt, require_descriptors
 from trainer_client.balancing.service.joining import split_answer
-from trainer_client.balancing.service.messages import VersionError, check_version
+from trainer_client.balancing.service.messages import VersionError, check_version, not_trained
 from trainer_client.balancing.service.outages import Backoff, Cause, is_superseded, of_call, of_refusal
 
 CLOSE_SECONDS = 2.0
@@ -111,18 +111,22 @@ class Uplink:
             refused = self._send(open_ones)
         self._answer(refused)
 
-    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None = None) -> None:
-        """Forgets a round that all ranks have agreed on; rounds are settled in order.
+    def settle(self, round_number: int, unfollowed: pb.Unfollowed | None, following: int) -> None:
+        """Forgets a round that all ranks have agreed on; `following` is next, and nobody trains those between.
 
-        Args:
-            round_number: The round.
-            unfollowed: Why they did not do what the service has decided; None: they did.
+        Rounds are settled in order; `unfollowed` tells why they did not do what the service has decided, if so.
         """
         with self._changed:
-            self._settled = max(self._settled, round_number)
+            self._settled = max(self._settled, following - 1)
             if self._unsettled.pop(round_number, None) and unfollowed is not None:
                 self._unfollowed.append(unfollowed)
+            for number in range(round_number + 1, following):
+                self._unsettled.pop(number, None)
+                self._unfollowed.append(not_trained(number))
             self._leave_old()
+            if following > round_number + 1 and self._current is not None:  # the loop is over: it may be the last one
+                self._tell(self._current)
+                self._current.tell_now()
 
     def suspect(self, epoch: int | None = None) -> None:
         """Gives the stream up; ready again when another has been joined.
@@ -133,7 +137,7 @@ class Uplink:
         with self._changed:
             if epoch is not None and (epoch != self._epoch or self._current is None):
                 return
-            suspected = [one for one in self._streams if one is not self._next]
+            suspected = [one for one in self._streams if one is not self._next and (epoch is None or one.joined)]
             self._current = self._old = None
         for stream in suspected:
             stream.give_up()

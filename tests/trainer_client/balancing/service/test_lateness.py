@@ -39,7 +39,7 @@ def train(rank: int, address: str, url: str, job: str, late: int, leads: bool) -
         for _ in BalancedLoader(Source(rank, late), balancer, cost=lambda batch: batch["cost"]):
             pass
         with urllib.request.urlopen(f"{url}/v1/session?job={job}") as answer:
-            return dict(json.load(answer)["ranks"])
+            return dict(json.load(answer))
 
 
 @pytest.mark.parametrize("late", [0, 2])  # the leader itself, and who follows it
@@ -50,7 +50,8 @@ def test_the_rank_that_comes_last_is_told_of_a_shared_stream_as_of_streams_of_th
     port = tmp_path / "port"
     with running_balancer("--metrics-port", "0", "--metrics-port-file", str(port)) as balancer:
         url = f"http://127.0.0.1:{port.read_text().strip()}"
-        ranks = run_ranks(RANKS, train, balancer.address, url, f"late-{late}", late, leads)[0]
-    seconds = ranks["late_seconds"]
+        seen = run_ranks(RANKS, train, balancer.address, url, f"late-{late}", late, leads)[0]
+    seconds = seen["ranks"]["late_seconds"]
     assert max(range(RANKS), key=lambda rank: seconds[rank]) == late
     assert seconds[late] > LATE / 2
+    assert seen["session"]["wait_seconds"] > LATE / 2  # the others waited for it, wherever they did
