@@ -92,3 +92,64 @@ def test_rounds_that_others_submitted_ahead_of_a_rank_that_leaves_are_closed_and
         assert (seen["fallbacks"], seen["gaps"]) == ([], [])
         assert set(seen["ranks"]["missed"]) == {0}
         assert set(seen["rounds"]["reason"]) == {""}
+
+
+EPOCHS, STEPS, EVALUATED = 4, (6, 4, 5), (3, 1, 0)
+
+
+def train_and_evaluate(rank: int, address: str, url: str, window: int) -> dict[str, Any]:
+    """Epochs, each with an evaluation in its midst and one at its end; the ranks have unequal data."""
+
+    def batches(count: int) -> list[dict[str, torch.Tensor]]:
+        return [{"cost": torch.randint(1, 1000, (16,))} for _ in range(count)]
+
+    rounds: dict[str, set[int]] = {"train": set(), "eval": set()}
+    options = BalanceOptions(timeout=timedelta(seconds=300), depth=DEPTH, window=window)
+    with Balancer.connect(address, job=f"epochs-{window}", options=options) as balancer:
+        train, evaluate = (
+            BalancedLoader(batches(counts[rank]), balancer, cost=lambda batch: batch["cost"], name=name)
+            for name, counts in (("train", STEPS), ("eval", EVALUATED))
+        )
+
+        def evaluation() -> None:
+            rounds["eval"].update(evaluate.report.round for _ in evaluate)
+
+        for _ in range(EPOCHS):
+            for step, _ in enumerate(train):
+                rounds["train"].add(train.report.round)
+                if step == STEPS[1] - 2:
+                    evaluation()
+            evaluation()
+
+        def document(loader: str) -> dict[str, Any]:
+            with urllib.request.urlopen(f"{url}/v1/session?job=epochs-{window}&loader={loader}") as answer:
+                return dict(json.load(answer))
+
+        documents = {}
+        if rank == 0:
+            for name, mine in rounds.items():  # the last loop's rounds are told when it ends
+                documents[name] = until(lambda n=name, m=mine: (d := document(n))["rounds"]["round"] == sorted(m) and d)
+        torch.distributed.barrier()
+        return {
+            "rounds": rounds, "documents": documents,
+            "changes": train.counters.breaker_changes + evaluate.counters.breaker_changes,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_between_epochs_and_evaluations_there_are_no_rounds_nor_openings_of_the_breaker(
+    tmp_path: Path, window: int
+) -> None:
+    port = tmp_path / "port"
+    with running_balancer("--metrics-port", "0", "--metrics-port-file", str(port)) as balancer:
+        url = f"http://127.0.0.1:{port.read_text().strip()}"
+        results = run_ranks(RANKS, train_and_evaluate, balancer.address, url, window)
+    assert [result["changes"] for result in results] == [0] * RANKS
+    loops = {"train": (EPOCHS, max(STEPS)), "eval": (2 * EPOCHS, max(EVALUATED))}
+    for name, (passes, steps) in loops.items():
+        seen, row = results[0]["documents"][name], results[0]["documents"][name]["session"]
+        assert row["rounds_balanced"] == passes * -(-steps // window) == len(results[0]["rounds"][name])
+        assert row["rounds_identity"] == {}
+        assert (row["rounds_elsewhere"], row["breaker_openings"], row["rounds_by_ranks"]) == (0, 0, 0)
+        assert (seen["gaps"], seen["fallbacks"]) == ([], [])
+        assert set(seen["ranks"]["missed"]) == {0}
