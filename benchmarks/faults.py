@@ -11,7 +11,9 @@ import platform
 import random
 import statistics
 import sys
+import tempfile
 import time
+import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +55,8 @@ class Tally:
     differing: int = 0
     late: int = 0
     errors: list[str] = field(default_factory=list)
+    shown: Counter[str] = field(default_factory=Counter)  # rounds on the balancer's page, by reason
+    untrue: int = 0
 
     @property
     def violations(self) -> dict[str, int]:
@@ -60,11 +64,11 @@ class Tally:
         return {
             "hangs": self.hangs, "samples lost": self.lost, "samples doubled": self.doubled,
             "steps in which ranks differed": self.differing, "waits past the deadline": self.late,
-            "errors": len(self.errors),
+            "rounds shown as followed that were not": self.untrue, "errors": len(self.errors),
         }  # fmt: skip
 
-    def take(self, run: Run, world_size: int) -> None:
-        """Adds a job that has ended."""
+    def take(self, run: Run, world_size: int, shown: set[tuple[int, str]]) -> None:
+        """Adds a job that has ended, of which rounds were shown with reasons; no reason: its plan was followed."""
         records = [result["records"] for result in run.results]
         if len({len(rank_records) for rank_records in records}) != 1:
             self.errors.append(f"ranks took {[len(rank_records) for rank_records in records]} steps")
@@ -80,6 +84,9 @@ class Tally:
             self.differing += len({(record["mode"], record["reason"], record["round"]) for record in step}) != 1
             self.late += sum(record["wait"] > run.steps.timeout + SLACK for record in step)
             self.longest_wait = max(self.longest_wait, *(record["wait"] for record in step))
+            reasons = [reason for at, reason in shown if at == number]
+            self.shown.update(reason or "followed" for reason in reasons)
+            self.untrue += "" in reasons and step[0]["mode"] != "service"
             self.outcomes[f"{step[0]['mode']} ({step[0]['reason']})"] += 1
             for name, where in zip(RANK_FAULTS, (run.steps.slow, run.steps.bad_costs, run.steps.big), strict=True):
                 self.faults[name] += sum((rank, number) in where for rank in range(world_size))
@@ -92,7 +99,10 @@ def soak(
     rng, tally, started = random.Random(seed), Tally(), time.monotonic()
     task = progress.add_task("faults", total=faults)
     with (
-        running_balancer("--max-message-bytes", "3000") as balancer,
+        tempfile.TemporaryDirectory() as folder,
+        running_balancer(
+            "--max-message-bytes", "3000", "--metrics-port", "0", "--metrics-port-file", f"{folder}/port"
+        ) as balancer,
         Relay(balancer.port) as relay,
         TcpProxy(relay.port) as proxy,
         Crew(world_size) as crew,
@@ -103,6 +113,7 @@ def soak(
             job += 1
             steps = make_steps(rng, world_size, proxy.address, f"soak-{job}", timeout, shared=job % 2 == 1)
             ended: list[Run] = []
+            shown = set[tuple[int, str]]()
             try:
                 with crew.run(steps) as run:
                     ended.append(run)
@@ -110,6 +121,7 @@ def soak(
                     for _ in range(min(FAULTS_PER_JOB, faults - injected)):
                         done = one_fault(rng, harm, run, tally)
                         injected += done
+                        shown |= rounds_shown(Path(folder) / "port", steps)
                         progress.advance(task, done)
             except AssertionError as error:
                 said = str(error)
@@ -118,8 +130,26 @@ def soak(
                 console.print(f"[red]{said[:500]}")
                 if not (ended and ended[0].results):
                     break  # the ranks are not to be had any more
-            tally.take(ended[0], world_size)
+            tally.take(ended[0], world_size, shown)
     return tally, time.monotonic() - started
+
+
+def rounds_shown(port: Path, steps: Steps) -> set[tuple[int, str]]:
+    """What the balancer shows of the job's last rounds: their numbers, with the reason where a plan was not followed.
+
+    Nothing while it does not answer: a fault may go on.
+
+    Args:
+        port: The file with the port of the balancer's page.
+        steps: The job.
+    """
+    try:
+        url = f"http://127.0.0.1:{port.read_text().strip()}/v1/session?job={steps.name}&loader={steps.loader}"
+        with urllib.request.urlopen(url, timeout=1) as answer:
+            rounds = json.load(answer)["rounds"]
+    except OSError:
+        return set()
+    return set(zip(rounds["round"], rounds["reason"], strict=True))
 
 
 def one_fault(rng: random.Random, harm: Harm, run: Run, tally: Tally) -> int:
@@ -180,6 +210,8 @@ def report(tally: Tally, options: argparse.Namespace, seconds: float, console: C
         result.add_row(
             "seconds until balance returned", f"median {statistics.median(waits):.2f}, at most {waits[-1]:.2f}"
         )
+    said = ", ".join(f"{reason} {count}" for reason, count in tally.shown.most_common())
+    result.add_row("rounds shown by the balancer", said)
     result.add_row("samples followed", str(tally.samples))
     result.add_row("longest wait for the service", f"{tally.longest_wait:.3f} s, deadline {options.timeout} s")
     result.add_row("longest close", f"{tally.longest_close:.3f} s")
@@ -193,6 +225,7 @@ def report(tally: Tally, options: argparse.Namespace, seconds: float, console: C
         "steps": tally.steps, "samples": tally.samples, "faults": tally.faults.total(),
         "faults_by_kind": dict(tally.faults), "met_nothing": dict(tally.missed),
         "steps_by_outcome": dict(tally.outcomes),
+        "rounds_shown": dict(tally.shown),
         "violations": tally.violations, "errors": tally.errors, "breaker_changes": tally.breaker_changes,
         "longest_wait_seconds": tally.longest_wait, "longest_close_seconds": tally.longest_close,
         "steps_until_balance_returned": {"median": statistics.median(steps), "p95": steps[len(steps) * 95 // 100],

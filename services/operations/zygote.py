@@ -76,6 +76,7 @@ def serve(control: socket.socket, trade: Trade) -> None:
                 else:
                     for pid in [pid for pid, known in workers.items() if known == number]:
                         os.kill(pid, signal.SIGKILL)
+    signal.set_wakeup_fd(-1)  # or Python complains of it, as workers end after its socket
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
 
