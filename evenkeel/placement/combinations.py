@@ -30,6 +30,7 @@ class Combinations:
         first: Sets of openings of side 0.
         second: Sets of openings of side 1, with every subset of the openings that exclude none.
         fixed: (first, second) fixed cost of a combination.
+        only: Of each side, (sets,) the opening of a set that has one alone; -1 for the others.
     """
 
     group: Group
@@ -37,6 +38,7 @@ class Combinations:
     first: tuple[tuple[int, ...], ...]
     second: tuple[tuple[int, ...], ...]
     fixed: FloatArray
+    only: tuple[IntArray, IntArray]
 
     def open(self, combination: int) -> IntArray:
         """The open modules of a combination, by its flat index."""
@@ -49,20 +51,22 @@ class Combinations:
 
     def priced(self, prices: FloatArray) -> FloatArray:
         """(combinations,) least priced cost of the group under every combination; infinite where it cannot be."""
-        value = self._by_opening(self.group.priced(prices))
-        rows = len(self.group.tables)
-        first, second = (np.full((rows, len(sets)), np.inf) for sets in (self.first, self.second))
-        for table, sets in ((first, self.first), (second, self.second)):
-            for column, numbers in enumerate(sets):
-                if numbers:
-                    table[:, column] = value[:, list(numbers)].min(axis=1)
-        total = self.fixed.copy()
-        step = max(1, _BLOCK // total.size)
-        for row in range(0, rows, step):
-            part = slice(row, row + step)
-            total += np.minimum(first[part, :, None], second[part, None, :]).sum(axis=0)
-        flat: FloatArray = total.ravel()
+        flat: FloatArray = self.totals(self.group.priced(prices)).ravel()
         return flat
+
+    def totals(self, priced: FloatArray, first: IntArray | None = None, second: IntArray | None = None) -> FloatArray:
+        """(first, second) least of (tables, modules) `priced` costs of the group under some of the combinations."""
+        value, total = self._by_opening(priced), self.fixed
+        if first is not None and second is not None:
+            total = total[first[:, None], second[None, :]]
+        total = total.copy()
+        left = _by_set(value, self.first, self.only[0], first)
+        right = _by_set(value, self.second, self.only[1], second)
+        step = max(1, _BLOCK // total.size)
+        for row in range(0, len(value), step):
+            part = slice(row, row + step)
+            total += np.minimum(left[part, :, None], right[part, None, :]).sum(axis=0)
+        return total
 
     def _by_opening(self, value: FloatArray) -> FloatArray:
         """(tables, openings) least of (tables, modules) `value` over the modules of each opening."""
@@ -130,6 +134,17 @@ class Combinations:
         return found
 
 
+def _by_set(value: FloatArray, sets: tuple[tuple[int, ...], ...], only: IntArray, kept: IntArray | None) -> FloatArray:
+    """(tables, sets) least of (tables, openings) values over the openings of each set, or of some of them."""
+    kept = np.arange(len(sets)) if kept is None else kept
+    opening = only[kept]
+    table = value[:, opening]
+    for column in np.flatnonzero(opening < 0).tolist():
+        numbers = sets[kept[column]]
+        table[:, column] = value[:, list(numbers)].min(axis=1) if numbers else np.inf
+    return table
+
+
 def enumerate_combinations(group: Group) -> Combinations:
     """All sets of openings of `group` that may be there together."""
     opening_of, cost = group.openings()
@@ -141,4 +156,5 @@ def enumerate_combinations(group: Group) -> Combinations:
     second = tuple(subset + one for one in ((), *((m,) for m in sides[1])) for subset in subsets)
     fixed_first, fixed_second = (np.array([float(cost[list(s)].sum()) for s in sets]) for sets in (first, second))
     fixed = fixed_first[:, None] + fixed_second[None, :]
-    return Combinations(group, openings, first, second, fixed)
+    alone = [np.array([s[0] if len(s) == 1 else -1 for s in sets], dtype=np.int64) for sets in (first, second)]
+    return Combinations(group, openings, first, second, fixed, (alone[0], alone[1]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import highspy
@@ -34,9 +34,15 @@ class DualPoint:
 
 @dataclass(slots=True)
 class Dual:
-    """All points visited, best first known as `best`."""
+    """All points visited, best first known as `best`.
+
+    Attributes:
+        points: Those.
+        weights: Of each point in the mixture of minimisers that the optimum is, as far as it is known.
+    """
 
     points: list[DualPoint] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
 
     @property
     def best(self) -> DualPoint:
@@ -48,6 +54,7 @@ def maximise_dual(
     evaluate: Callable[[FloatArray], DualPoint],
     scale: FloatArray,
     *,
+    starts: Sequence[FloatArray] = (),
     tolerance: float = 1e-7,
     iterations: int = 60,
     cutoff: float = np.inf,
@@ -58,15 +65,21 @@ def maximise_dual(
     Args:
         evaluate: The dual at given prices.
         scale: Natural size of each price.
+        starts: Prices to begin with; none, where there are none.
         tolerance: Relative distance to the model at which to stop.
         iterations: Evaluations at most.
         cutoff: Stop as soon as the bound is at least this.
         is_over: Asked before every evaluation but the first; once true, what was visited is returned.
     """
     dual = Dual()
-    dual.points.append(evaluate(np.zeros(2)))
-    if np.all(dual.points[0].excess <= 0) or dual.points[0].value >= cutoff:
-        return dual
+    for start in starts or (np.zeros(2),):
+        if any(np.array_equal(start, point.prices) for point in dual.points):
+            continue
+        dual.points.append(evaluate(start))
+        dual.weights.append(0.0)
+        last = dual.points[-1]
+        if last.value >= cutoff or (np.all(last.excess <= 0) and not start.any()):
+            return dual
     model = Highs()
     model.setOptionValue("presolve", "off")
     infinity = highspy.kHighsInf
@@ -74,18 +87,24 @@ def maximise_dual(
     for _ in range(2):
         model.addCol(0.0, 0.0, _MAX_PRICE, 0, np.array([], dtype=np.int32), np.array([], dtype=np.float64))
     columns = np.arange(3, dtype=np.int32)
+    added = 0
     while len(dual.points) < iterations and not is_over():
-        last = dual.points[-1]
-        # theta <= value + excess . (prices - here), with prices in units of their scale.
-        slope = last.excess * scale
-        row = np.array([1.0, -slope[0], -slope[1]])
-        model.addRow(-infinity, last.value - float(last.excess @ last.prices), 3, columns, row)
+        for point in dual.points[added:]:
+            # theta <= value + excess . (prices - here), with prices in units of their scale.
+            slope = point.excess * scale
+            row = np.array([1.0, -slope[0], -slope[1]])
+            model.addRow(-infinity, point.value - float(point.excess @ point.prices), 3, columns, row)
+        added = len(dual.points)
         model.run()
-        solution = model.getSolution().col_value
-        upper = solution[0]
+        solution = model.getSolution()
+        upper = solution.col_value[0]
+        dual.weights = np.abs(solution.row_dual).tolist()
         best = dual.best.value
         if upper - best <= tolerance * max(abs(best), abs(upper), 1e-12) or best >= cutoff:
             break
-        prices = np.maximum(0.0, np.array(solution[1:])) * scale
+        prices = np.maximum(0.0, np.array(solution.col_value[1:])) * scale
+        if starts and any(np.array_equal(prices, point.prices) for point in dual.points):
+            break
         dual.points.append(evaluate(prices))
+        dual.weights.append(0.0)
     return dual

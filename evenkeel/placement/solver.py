@@ -6,20 +6,20 @@ them at once: see `evenkeel.placement.joint`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from evenkeel.placement.candidates import Candidates, Visited, joint_candidates
 from evenkeel.placement.combinations import Combinations, enumerate_combinations
 from evenkeel.placement.dual import Dual, DualPoint, maximise_dual
+from evenkeel.placement.halving import Halving, Outcome, Surroundings
 from evenkeel.placement.joint import solve_joint, widest
 from evenkeel.placement.knapsack import Knapsack, price_scale, solve_knapsack
 from evenkeel.placement.layers import SLACK
 from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.milp import MOST_COLUMNS
-from evenkeel.placement.placement_problem import Group, PlacementProblem, Solution
+from evenkeel.placement.placement_problem import PlacementProblem, Solution
+from evenkeel.placement.stacking import folded, sampled, stack, stack_knapsacks
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -32,6 +32,9 @@ _COLUMNS = (2_000, 10_000, MOST_COLUMNS)
 _SHARE = 0.3
 """Of the time that is left, for a step that another one follows."""
 _SHARE_TO_FIT = 0.45
+_SHARE_TO_HALVE = 0.7
+_FEW_CUTS = 100
+"""Where the optimum is to be proved, before programs are asked: those of few tables are soon solved."""
 _ROUGH = 1e-4
 _SAMPLES = 24
 _SAMPLED_GAP = 1e-3
@@ -69,7 +72,7 @@ class _Search:
         self.bound_groups = [index for index, group in enumerate(problem.groups) if group.bound]
         self.free_groups = [index for index, group in enumerate(problem.groups) if not group.bound]
         self.combinations: list[Combinations] = [enumerate_combinations(problem.groups[g]) for g in self.bound_groups]
-        self.free = _stack([_folded(problem.groups[g]) for g in self.free_groups])
+        self.free = stack([folded(problem.groups[g]) for g in self.free_groups])
         self.visited: list[Visited] = []
         size = 8 * (_ITERATIONS + len(_ANGLES)) * sum(c.fixed.size for c in self.combinations)
         self.keeps_visited = size <= _TABLE_BYTES
@@ -103,8 +106,8 @@ class _Search:
             if not np.isfinite(group.time).any(axis=1).all():
                 return -np.inf
             fixed = float(group.openings()[1].sum()) if group.bound else 0.0
-            folded = group.time if group.bound else _folded(group).time
-            total += fixed + float(np.where(np.isfinite(folded), folded, 0.0).max(axis=1).sum())
+            time = group.time if group.bound else folded(group).time
+            total += fixed + float(np.where(np.isfinite(time), time, 0.0).max(axis=1).sum())
         return total * (1 + 1e-9) + 1e-12
 
     def _dual(self) -> Dual:
@@ -160,7 +163,7 @@ class _Search:
                 evaluate(_STEEP * scale * [np.cos(angle), np.sin(angle)])
         return dual
 
-    def _knapsack(self, open_modules: tuple[int, ...], cutoff: float) -> _Outcome:
+    def _knapsack(self, open_modules: tuple[int, ...], cutoff: float, watch: Watch | None = None) -> Outcome:
         """The best choice under one combination of open modules of each bound group."""
         parts: list[Knapsack] = []
         columns: list[IntArray] = []
@@ -172,19 +175,19 @@ class _Search:
             use = np.stack([group.hbm[:, modules], group.host[:, modules]])
             parts.append(Knapsack(group.time[:, modules], use, np.zeros(2)))
             columns.append(modules)
-        stacked = _stack_knapsacks([*parts, self.free] if len(self.free.cost) else parts, self.problem.budget)
+        stacked = stack_knapsacks([*parts, self.free] if len(self.free.cost) else parts, self.problem.budget)
         result = solve_knapsack(
             stacked,
             cutoff=min(cutoff, self.best_cost) - fixed,
             gap=self.gap / 2,
-            watch=self.watch,
+            watch=watch or self.watch,
         )
         if result.choice is not None and result.cost + fixed < self.best_cost:
             starts = np.cumsum([0, *(len(combinations.group.tables) for combinations in self.combinations)])
             chosen = [kept[result.choice[a:b]] for kept, a, b in zip(columns, starts, starts[1:], strict=False)]
             self.best_cost = result.cost + fixed
             self.best = self._in_order(chosen, result.choice[starts[-1] :])
-        return _Outcome(result.bound + fixed, result.proved)
+        return Outcome(result.bound + fixed, result.proved)
 
     def _in_order(self, bound: list[IntArray], free: IntArray) -> tuple[IntArray, ...]:
         """Choices of the bound groups, and of the only table of each free one, in the order of the groups."""
@@ -197,6 +200,10 @@ class _Search:
         cost = seconds(self.problem, modules)
         if cost < self.best_cost:
             self.best_cost, self.best = cost, modules
+
+    def _cutoff(self) -> float:
+        """Choices that cost this or more are of no interest."""
+        return self.best_cost - self._margin() if self.best is not None else self._dearest()
 
     def _margin(self) -> float:
         """What a choice must save to be worth finding."""
@@ -224,7 +231,34 @@ class _Search:
             candidates = self._candidates(self.best_cost - self._margin(), most)
             if candidates.complete:
                 return self._go_through(candidates, bound)
+        if self.best is None and self.enough is None and self._cannot_fit():
+            return np.inf, True
+        if self.keeps_visited and self.enough is None:
+            bound, settled = self._halve(bound, best_prices)
+            if settled:
+                return bound, True
         return self._programs(bound)
+
+    def _halve(self, bound: float, prices: FloatArray) -> tuple[float, bool]:
+        """Parts what may be chosen where the dual mixes; the bound, and whether that settles the search."""
+        watch = self.watch.part(_SHARE_TO_HALVE)
+        around = Surroundings(
+            combinations=self.combinations,
+            free=self.free,
+            budget=self.problem.budget,
+            scale=self.scale,
+            solve=lambda opened: self._knapsack(opened, np.inf, watch),
+            offer=lambda bound, free: self._offer(self._in_order(bound, free)),
+            cutoff=self._cutoff,
+            most_cuts=_FEW_CUTS if self.gap == 0.0 else None,
+            watch=watch,
+        )
+        found = Halving(around).run(bound, prices)
+        if not found.proved:
+            return max(bound, min(found.bound, self.best_cost)), False
+        if self.best is None:
+            return np.inf, True
+        return self.best_cost if self.gap == 0.0 else max(bound, min(found.bound, self._cutoff())), True
 
     def _from_samples(self, best: FloatArray) -> None:
         """A choice made of samples: each bound group's best combinations at many prices, as options of one item."""
@@ -240,8 +274,8 @@ class _Search:
                 found.update((chosen.tobytes(), chosen) for chosen in combinations.choices(names, price))
             if self.watch.is_over():
                 break
-        parts = [_sampled(c.group, list(found.values())) for c, found in zip(self.combinations, samples, strict=True)]
-        items = _stack_knapsacks([*parts, self.free] if len(self.free.cost) else parts, self.problem.budget)
+        parts = [sampled(c.group, list(found.values())) for c, found in zip(self.combinations, samples, strict=True)]
+        items = stack_knapsacks([*parts, self.free] if len(self.free.cost) else parts, self.problem.budget)
         choice = solve_knapsack(items, cutoff=self.best_cost, gap=_SAMPLED_GAP, watch=self.watch.part(_SHARE)).choice
         if choice is not None:
             options = choice[: len(samples)].tolist()
@@ -273,11 +307,9 @@ class _Search:
 
     def _programs(self, bound: float) -> tuple[float, bool]:
         """Programs over more and more modules; the bound, and whether that settles the search."""
-        if self.best is None and self.enough is None and self._cannot_fit():
-            return np.inf, True
         floors = self._module_floors()
         for columns in _COLUMNS:
-            cutoff = self.best_cost - self._margin() if self.best is not None else self._dearest()
+            cutoff = self._cutoff()
             kept = widest(self.problem, floors, cutoff, columns)
             left_out = [floor[~mask] for floor, mask in zip(floors, kept, strict=True)]
             whole = not any(bool((floor < cutoff).any()) for floor in left_out)
@@ -325,45 +357,6 @@ class _Search:
         for row, index in enumerate(self.free_groups):
             found[index] = self.free_floor[row, : len(self.problem.groups[index].modules)]
         return [found[index] for index in range(len(self.problem.groups))]
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    bound: float
-    proved: bool
-
-
-def _sampled(group: Group, choices: list[IntArray]) -> Knapsack:
-    """One item, whose options are choices of a module for each table of a group."""
-    rows, stacked = np.arange(len(group.tables)), np.stack(choices)
-    opening_of, cost = group.openings()
-    fixed = np.array([float(cost[np.unique(opening_of[chosen])].sum()) for chosen in choices])
-    use = np.stack([group.hbm[rows, stacked].sum(axis=1), group.host[rows, stacked].sum(axis=1)])
-    return Knapsack((group.time[rows, stacked].sum(axis=1) + fixed)[None, :], use[:, None, :], np.zeros(2))
-
-
-def _folded(group: Group) -> Group:
-    """A free group with the fixed time of its modules in the time of its only table."""
-    fixed = np.array([module.fixed for module in group.modules])
-    return Group(group.tables, group.modules, group.time + fixed, group.hbm, group.host, False)
-
-
-def _stack(groups: list[Group]) -> Knapsack:
-    parts = [Knapsack(g.time, np.stack([g.hbm, g.host]), np.zeros(2)) for g in groups]
-    return _stack_knapsacks(parts, np.zeros(2))
-
-
-def _stack_knapsacks(parts: list[Knapsack], budget: FloatArray) -> Knapsack:
-    items = sum(len(part.cost) for part in parts)
-    options = max((part.cost.shape[1] for part in parts), default=1)
-    cost, use = np.full((items, options), np.inf), np.zeros((2, items, options))
-    row = 0
-    for part in parts:
-        stop, width = row + len(part.cost), part.cost.shape[1]
-        cost[row:stop, :width] = part.cost
-        use[:, row:stop, :width] = part.use
-        row = stop
-    return Knapsack(cost, use, budget)
 
 
 def within_budget(problem: PlacementProblem, modules: tuple[IntArray, ...]) -> bool:

@@ -77,11 +77,6 @@ def _find_home(address: str, job: str, instances: dict[int, str], credentials: C
     try:
         home = instances.get(home_of(address, job, credentials, timeout))
     except (grpc.RpcError, ValueError) as error:
-        if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.PERMISSION_DENIED:
-            remedy = (
-                "set EVENKEEL_TOKEN_FILE to a file with a token for this job, or give the job a name of the token's"
-            )
-            return Finding("job", Status.FAIL, f"{job}: {error.details()}", remedy)
         text = explain(error) if isinstance(error, grpc.RpcError) else str(error)
         return Finding("job", Status.FAIL, f"{job}: {text}", "see the findings above")
     if home is None:

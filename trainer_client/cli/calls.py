@@ -78,14 +78,12 @@ def home_of(address: str, job: str, credentials: Credentials, timeout: float) ->
 
     Raises:
         ValueError: If a file of the credentials cannot be used.
-        grpc.RpcError: If it does not answer, or the token is not for the job.
+        grpc.RpcError: If it does not answer.
     """
     target, spreading, header = resolve(address, job)
     metadata = credentials.metadata(target) + header
     with credentials.channel(target, [*_OPTIONS, *spreading]) as channel:
-        calls = Calls(address, channel, metadata, timeout)
-        calls.call("GetSessionStats", pb.GetSessionStatsRequest(job=job))  # refused to whoever may not join the job
-        return int(calls.call("GetServerInfo", pb.GetServerInfoRequest()).instance)
+        return int(Calls(address, channel, metadata, timeout).call("GetServerInfo", pb.GetServerInfoRequest()).instance)
 
 
 def explain(error: grpc.RpcError) -> str:

@@ -75,13 +75,9 @@ def test_token_of_another_job_cannot_join_read_or_disturb(secured: Secured, vict
             stub.BalanceRound(pb.BalanceRoundRequest(join=join("victim", 0, 2), submit=submit(7)), timeout=30)
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
         stream(secured.connect(secured.tokens["other"]), pb.BalanceRequest(join=join("other-1")))
-        seen = stub.GetSessionStats(pb.GetSessionStatsRequest(), timeout=30).sessions
-        assert "victim" not in {session.job for session in seen}
-        for job in ("victim", "no-such-job"):  # it is not told whether there is one
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.GetSessionStats(pb.GetSessionStatsRequest(job=job), timeout=30)
-            assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
-            assert f"token 'other' is for other-*, not for job '{job}'" in str(caught.value.details())
+        for job in ("", "victim"):
+            seen = stub.GetSessionStats(pb.GetSessionStatsRequest(job=job), timeout=30).sessions
+            assert "victim" not in {session.job for session in seen}
     with secured.connect(secured.tokens["victim"]) as opened:
         stub = pb_grpc.BalancerServiceStub(opened)
         seen = stub.GetSessionStats(pb.GetSessionStatsRequest(), timeout=30).sessions

@@ -21,7 +21,7 @@ from evenkeel.variables import KNOWN
 from services.security.tokens import hash_token
 from trainer_client.cli import app
 
-TOKEN, OTHER = "d" * 43, "e" * 43
+TOKEN = "d" * 43
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +39,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 @pytest.fixture(scope="module")
 def secured(files: Files) -> Iterator[ServiceProcess]:
     tokens = files.ca.with_name("tokens.yml")
-    tokens.write_text(yaml.safe_dump({
-        "tokens": [
-            {"name": "d", "sha256": hash_token(TOKEN), "jobs": ["*"]},
-            {"name": "team-b", "sha256": hash_token(OTHER), "jobs": ["b-*"]},
-        ]
-    }))  # fmt: skip
+    tokens.write_text(yaml.safe_dump({"tokens": [{"name": "d", "sha256": hash_token(TOKEN), "jobs": ["*"]}]}))
     files.ca.with_name("token").write_text(TOKEN)
-    files.ca.with_name("other").write_text(OTHER)
     with running_balancer(
         "--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--token-file", str(tokens)
     ) as balancer:
@@ -102,20 +96,6 @@ def test_each_obstacle_is_told_apart(secured: ServiceProcess, files: Files, tmp_
         assert text in findings[check]["text"], findings[check]
         assert findings[check]["remedy"]
     nobody.close()
-
-
-def test_a_token_for_other_jobs_is_told(secured: ServiceProcess, files: Files) -> None:
-    """It holds, and the ranks of this job would be refused with it."""
-    flags = ("--balancer", f"127.0.0.1:{secured.port}", "--tls-ca", str(files.ca), "--token-file",
-             str(files.ca.with_name("other")))  # fmt: skip
-    code, findings = examine(*flags, "--job", "a-job")
-    assert (code, failed(findings)) == (1, ["job"]), findings
-    assert findings["token"]["text"] == "accepted"
-    assert "token 'team-b' is for b-*, not for job 'a-job'" in findings["job"]["text"]
-    assert "EVENKEEL_TOKEN_FILE" in findings["job"]["remedy"]
-    code, findings = examine(*flags, "--job", "b-job")
-    assert (code, failed(findings)) == (0, []), findings
-    assert findings["job"]["text"].startswith("b-job belongs to the balancer at ")
 
 
 def test_plaintext_and_planner() -> None:
