@@ -28,12 +28,13 @@ BoolArray = npt.NDArray[np.bool_]
 
 _ITERATIONS = 8
 _TOLERANCE = 1e-5
-"""Relative distance to the dual's optimum: finer than elsewhere, for its mixture says where to cut."""
+"""Relative distance to the dual's optimum: near enough for its mixture to say where to cut."""
 _MIXED = 4
 """Choices of a mixture that are kept."""
 _ONE_TABLE = 0.5
 """Part of a group's difference above which a single table is parted."""
-_OPEN_BYTES = 64 << 20
+_OPEN_BYTES, _GROUP_BYTES = 64 << 20, 500
+"""Memory of the parts that are still to be cut, and of what is kept of each group's choice beside its modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Halving:
         self.unit = 1.0
         self.tried: set[tuple[int, ...]] = set()
         tables = len(around.free.cost) + sum(len(c.group.tables) for c in around.combinations)
-        self.most_open = _OPEN_BYTES // (8 * _MIXED * tables)
+        self.most_open = _OPEN_BYTES // (_MIXED * (8 * tables + _GROUP_BYTES * (self.free + 1)))
         self.made = 0
 
     def run(self, bound: float, prices: FloatArray) -> Outcome:
