@@ -29,6 +29,7 @@ from evenkeel.placement.solver import seconds, solve, within_budget
 
 RANKS = 8
 LEAST_S = 10.0
+_MORE = 1000.0
 PARTS = (0.02, 0.1, 0.2, 0.5, 0.7, 0.9)
 
 
@@ -70,7 +71,8 @@ def ours(problem: PlacementProblem, limit_s: float) -> dict[str, Any]:
 def plain_highs(problem: PlacementProblem, limit_s: float) -> dict[str, Any]:
     """One program over everything, given to HiGHS as it is."""
     begin = time.process_time()
-    watch = Watch(Limits(time_limit_s=limit_s, clock=time.process_time))
+    # HiGHS counts seconds of the wall, of which there are more on a busy machine: only the watch is to end it.
+    watch = Watch(Limits(time_limit_s=_MORE * limit_s, clock=lambda: _MORE * time.process_time()))
     kept = [np.ones(len(group.modules), dtype=bool) for group in problem.groups]
     found = solve_joint(problem, kept, gap=DEFAULT_GAP, start=None, watch=watch)
     took = time.process_time() - begin
