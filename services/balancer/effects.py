@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.restarts import restart_text
 from services.balancer.decisions import Decision
 from services.balancer.refusals import Refusal
 from services.balancer.submissions import SessionKey
@@ -132,7 +133,7 @@ class SessionId(NamedTuple):
     Attributes:
         key: The name that it holds.
         run_id: The launcher's name of the run.
-        restart_count: The launcher's count of restarts.
+        restart_count: Grows with each start of the run, see `evenkeel.restarts`.
         opening: Tells apart what a launcher starts again under the same run and count.
     """
 
@@ -140,6 +141,11 @@ class SessionId(NamedTuple):
     run_id: str
     restart_count: int
     opening: int = 0
+
+    @property
+    def restart(self) -> str:
+        """The restarts, for people to read."""
+        return restart_text(self.restart_count)
 
 
 Effect = Answer | Close | Leave | Wake | StartPartition | Decided

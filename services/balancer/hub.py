@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import structlog
 
 from evenkeel.partitioning.rounds import RoundPlan
+from evenkeel.restarts import restart_text
 from services.balancer.decisions import Decision, PlanFailure
 from services.balancer.effects import Answer, Close, Decided, Effect, Leave, SessionId, StartPartition, Wake
 from services.balancer.history import History
@@ -125,7 +126,12 @@ class Hub:
             return outcome
         if outcome is not known:
             terms = joining.terms
-            log.info("session opened", **_about(joining), restart=joining.restart_count, world_size=terms.world_size)
+            log.info(
+                "session opened",
+                **_about(joining),
+                restart=restart_text(joining.restart_count),
+                world_size=terms.world_size,
+            )
         history = self.histories.get(outcome.id)
         if history is None:
             history = self.histories[outcome.id] = History(outcome.terms.world_size)

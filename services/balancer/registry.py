@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from evenkeel.restarts import restart_text
 from services.balancer.effects import Asker, Close, Effect, Leave, SessionId
 from services.balancer.history import HISTORY_BYTES
 from services.balancer.limits import Limits
@@ -172,10 +173,11 @@ class Registry:
         if session.id.run_id != joining.run_id or session.id.restart_count == joining.restart_count:
             return self._name_taken(now, session, joining)
         if session.id.restart_count > joining.restart_count:
+            restart = restart_text(joining.restart_count)
             return Refusal(
                 code=Code.SUPERSEDED,
                 field="restart_count",
-                value=f"{joining.restart_count} after restart {session.id.restart_count} of {joining.key} had joined",
+                value=f"{restart} after restart {session.id.restart} of {joining.key} had joined",
                 remedy="end this process: a newer incarnation of the job runs",
                 fatal=True,
             )
@@ -231,7 +233,7 @@ def _opened_again(old: SessionId, joining: Joining) -> bool:
 
 def _superseded(old: SessionId, new: SessionId) -> Refusal:
     if old.run_id == new.run_id and old.restart_count != new.restart_count:
-        value = f"{old.restart_count}, and restart {new.restart_count} of {old.key} has joined"
+        value = f"{old.restart}, and restart {new.restart} of {old.key} has joined"
         field = "restart_count"
     else:
         value = f"{old.run_id!r}, gone past its expiry, and run {new.run_id!r} of {old.key} has joined"

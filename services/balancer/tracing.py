@@ -48,7 +48,7 @@ class RoundTracer:
         epoch = time.time_ns() - round(answered_at * 1e9)
         attributes: dict[str, str | int | float] = {
             "evenkeel.job": event.session.key.job, "evenkeel.session": str(event.session.key),
-            "evenkeel.run": f"{event.session.run_id}:{event.session.restart_count}", "evenkeel.step": event.round,
+            "evenkeel.run": f"{event.session.run_id}:{event.session.restart}", "evenkeel.step": event.round,
         }  # fmt: skip
         outcome: dict[str, str | int | float] = {
             "evenkeel.outcome": decision.outcome.name.lower(), "evenkeel.reason": decision.reason.label,

@@ -93,7 +93,7 @@ class Views:
             "group": key.group,
             "loader": key.loader,
             "run_id": session.id.run_id,
-            "restart_count": session.id.restart_count,
+            "restart_count": session.id.restart,
             "state": state,
             "joined_ranks": joined,
             "ranks": session.terms.world_size,

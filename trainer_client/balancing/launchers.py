@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-STARTS_OF_AGENT = 10_000
-"""Restarts by torchrun that are told apart within one start of its job by an outer launcher, such as Slurm."""
+from evenkeel.restarts import MAX_STARTS, restart_number
 
-_MAX_RESTARTS = 400_000  # 32 bits hold as many, times `STARTS_OF_AGENT`
 _NAME_CHARACTERS = 120
 _UNNUMBERED_STEPS = 0xFFFFFFF0  # Slurm's numbers for the batch script and for interactive steps begin here
 
@@ -26,7 +24,7 @@ class Launch:
     Attributes:
         job: The job's name as the launcher knows it; empty: it has none.
         run_id: The run, equal whenever it is started again; drawn where no launcher names it.
-        restart_count: Grows with each start of the run.
+        restart_count: Grows with each start of the run, see `evenkeel.restarts`.
     """
 
     job: str
@@ -55,7 +53,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     ray = _ray_run()
     if ray:
         # Ray starts workers again without telling them how often: the clock tells which start is the later one.
-        counted = int(time.time()) if starts is None else starts
+        counted = int(time.time()) if starts is None else restart_number(starts)
         return Launch(job=job or ray[0], run_id=run_id or ray[1], restart_count=counted)
     slurm = _slurm_run(variables)
     if slurm and starts is None:
@@ -66,7 +64,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     return Launch(
         job=job or (slurm[0] if slurm else ""),
         run_id=run_id,
-        restart_count=(starts or 0) * STARTS_OF_AGENT + min(elastic or 0, STARTS_OF_AGENT - 1),
+        restart_count=restart_number(starts or 0, elastic or 0),
     )
 
 
@@ -139,6 +137,6 @@ def _count(variables: Mapping[str, str], name: str) -> int | None:
     value = _text(variables, name)
     if not value:
         return None
-    if not (value.isascii() and value.isdecimal() and int(value) <= _MAX_RESTARTS):
-        raise ValueError(f"{name} is {value!r}; give the number of restarts so far, 0 to {_MAX_RESTARTS}")
+    if not (value.isascii() and value.isdecimal() and int(value) <= MAX_STARTS):
+        raise ValueError(f"{name} is {value!r}; give the number of restarts so far, 0 to {MAX_STARTS}")
     return int(value)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel import __version__
+from evenkeel.restarts import restart_text
 from trainer_client.balancing.agreement import ProgramOrderError
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.groups import Groups
@@ -294,7 +295,7 @@ def meet(
         job=session.job,
         group=session.group,
         loader=session.loader,
-        run=f"{session.run_id}:{session.restart_count}",
+        run=f"{session.run_id}:{restart_text(session.restart_count)}",
         rank=groups.rank,
     )
     connections: list[Connection] = []

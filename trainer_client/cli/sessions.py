@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from evenkeel.protocol import balancer_pb2 as pb
+from evenkeel.restarts import restart_text
 from trainer_client.cli.calls import Calls
 from trainer_client.cli.watching import Seen, SlowRank, render_job, slow_ranks
 
@@ -307,7 +308,7 @@ def read_row(
     return Row(
         balancer=balancer,
         name=printable(f"{session.job}/{session.group}/{session.loader}"),
-        run=printable(f"{session.run_id}:{session.restart_count}"),
+        run=printable(f"{session.run_id}:{restart_text(session.restart_count)}"),
         joined=session.joined_ranks,
         world_size=session.world_size,
         round=session.last_round,

@@ -82,7 +82,7 @@ export class JobView {
       ["Mean wait", seconds(session.wait_seconds)],
       ["GPU-hours saved", number(session.saved_gpu_hours)], ["still lost", number(session.lost_gpu_hours)],
       ["Strategy", session.window > 1 ? `${session.strategy}, window of ${session.window}` : session.strategy],
-      ["Run", `${session.run_id.slice(0, 24)}${session.restart_count ? `, restart ${session.restart_count}` : ""}`],
+      ["Run", `${session.run_id.slice(0, 24)}${session.restart_count !== "0" ? `, restart ${session.restart_count}` : ""}`],
     ];
     show($("facts"), ...facts.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value))));
   }

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from evenkeel.restarts import restart_number
 from services.balancer.effects import Answer, Close
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal
@@ -46,16 +47,19 @@ def test_a_restart_supersedes_and_the_old_ranks_are_told() -> None:
     old = admit(registry, 0.0, joining(0), "a")
     admit(registry, 0.0, joining(1), "b")
     old.submit(0.0, 5, submission(1), "a")
-    new, effects = registry.join(1.0, joining(0, world_size=2, restart_count=1), "c")
+    new, effects = registry.join(1.0, joining(0, world_size=2, restart_count=restart_number(1)), "c")
     assert isinstance(new, Session)
     assert new is not old
     assert new.terms.world_size == 2
     (answer,) = [effect for effect in effects if isinstance(effect, Answer)]
     assert isinstance(answer.result, Refusal)
     assert answer.result.code is Code.SUPERSEDED
+    assert answer.result.value.startswith("0, and restart 1 of ")
     assert {effect.asker for effect in effects if isinstance(effect, Close)} == {"a", "b"}
     assert registry.find(old.id) is None
-    assert refuse(registry, 2.0, joining(1)).code is Code.SUPERSEDED
+    again = refuse(registry, 2.0, joining(1))
+    assert again.code is Code.SUPERSEDED
+    assert again.value.startswith("0 after restart 1 of ")
 
 
 def test_another_run_of_the_name_is_refused_and_the_first_unharmed_until_it_has_been_silent() -> None:

@@ -15,6 +15,7 @@ from benchmarks.harness.ranks import run_ranks
 from evenkeel.addresses import endpoints
 from evenkeel.credentials import Credentials
 from evenkeel.protocol import balancer_pb2 as pb
+from evenkeel.restarts import restart_text
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.launchers import Launch, local_rank, read_launch
@@ -82,6 +83,22 @@ def test_a_later_start_counts_more_whoever_counts() -> None:
     assert after.restart_count > before.restart_count
 
 
+@pytest.mark.parametrize(
+    ("counts", "shown"),
+    [
+        ({"EVENKEEL_RESTART_COUNT": "3"}, "3"), ({"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"}, "1"),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, "2"), ({"EVENKEEL_RESTART_COUNT": "99999"}, "99999"), ({}, "0"),
+        ({"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7", "TORCHELASTIC_RESTART_COUNT": "2"}, "1.2"),
+    ],
+)  # fmt: skip
+def test_people_read_the_restarts_that_the_launcher_counted(counts: dict[str, str], shown: str) -> None:
+    assert restart_text(read_launch(counts).restart_count) == shown
+
+
+def test_where_a_clock_counts_people_read_the_time() -> None:
+    assert restart_text(1_700_000_000) == "2023-11-14 22:13:20 UTC"
+
+
 def test_the_number_on_the_machine_is_the_launchers() -> None:
     assert (local_rank(SLURM), local_rank({**SLURM, **TORCHRUN}), local_rank({})) == (3, 5, 0)
     with pytest.raises(ValueError, match="LOCAL_RANK is 'x'; give the number"):
@@ -89,7 +106,7 @@ def test_the_number_on_the_machine_is_the_launchers() -> None:
 
 
 def test_what_is_wrong_is_refused_by_name_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("-1", "two", "1e3", "400001"):
+    for value in ("-1", "two", "1e3", "100000"):
         monkeypatch.setenv("EVENKEEL_RESTART_COUNT", value)
         for make in (Balancer.from_env, Balancer.embedded):
             with pytest.raises(ValueError, match=f"EVENKEEL_RESTART_COUNT is '{value}'; give the number of restarts"):

@@ -96,7 +96,10 @@ def of_refusal(error: pb.Error) -> Cause | None:
     kind = "superseded" if is_superseded(error) else _KINDS.get(error.code)
     if kind is None:
         return None
-    return Cause(kind="strategy" if error.field == "options.strategy" else kind, text=error.message)
+    return Cause(
+        kind="strategy" if error.field == "options.strategy" else kind,
+        text=f"{error.field} is {error.value}; {error.remedy}",  # `error.message` would name the kind again
+    )
 
 
 def is_superseded(error: pb.Error) -> bool:
