@@ -124,9 +124,7 @@ class History:
         self._decided = 0
         self._ring: bytearray | None = None
         self._newest = self._followed = self._by_ranks = -1
-        self._passed: deque[tuple[int, int]] = deque(
-            maxlen=16
-        )  # rounds that did not come here, until a later one is decided
+        self._passed: deque[Gap] = deque(maxlen=16)  # gaps until a later round is decided, their time still unknown
         self._follow_from = -math.inf
         self._arrivals: dict[int, float] = {}
 
@@ -134,7 +132,7 @@ class History:
         """Notes when ranks came to a round, of some rounds."""
         if round_number > self._newest:
             if round_number > self._newest + 1 and self._newest >= 0:
-                self._passed.append((self._newest + 1, round_number - 1))
+                self._passed.append(Gap(self._newest + 1, round_number - 1, _NAN))
                 self.num_gaps += 1
                 self.skipped += round_number - self._newest - 1
             self._newest = round_number
@@ -152,10 +150,12 @@ class History:
             clock: Seconds since 1970.
             event: The round.
         """
-        self.gaps.extend(Gap(first, last, clock) for first, last in self._passed)
+        self.gaps.extend(replace(gap, time=clock) for gap in self._passed)
         self._passed.clear()
         if event.decision.reason is Reason.NOT_TRAINED:
             return False
+        if self.gaps and event.round <= self.gaps[-1].last:
+            self._came_after_all(event.round)
         self._note_interval(now)
         self._decided += 1
         if event.round == self._followed:
@@ -260,6 +260,18 @@ class History:
         usual = _PAUSE_FACTOR * self.interval if self._decided >= _FIRST_ROUNDS else _LONGEST_INTERVAL
         passed = min(passed, usual)
         self.interval += max(_SMOOTHING, 1 / max(1, self._decided)) * (passed - self.interval)
+
+    def _came_after_all(self, number: int) -> None:
+        """A round of a gap has come, as one that lay unread while the balancer did not run: it counts once."""
+        gaps = list(self.gaps)
+        for at, gap in enumerate(gaps):
+            if gap.first <= number <= gap.last:
+                parts = replace(gap, last=number - 1), replace(gap, first=number + 1)
+                gaps[at : at + 1] = left = [part for part in parts if part.first <= part.last]
+                self.gaps = deque(gaps, maxlen=self.gaps.maxlen)
+                self.skipped -= 1
+                self.num_gaps += len(left) - 1
+                return
 
     def _note_by_ranks(self, number: int) -> None:
         self._by_ranks = number

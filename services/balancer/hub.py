@@ -20,6 +20,7 @@ from services.balancer.history import History
 from services.balancer.limits import Limits
 from services.balancer.refusals import Refusal
 from services.balancer.registry import Registry
+from services.balancer.rounds import NEVER_STOPPED
 from services.balancer.session import Session
 from services.balancer.submissions import Joining, Submission
 from services.balancer.workers.tasks import Task
@@ -27,6 +28,7 @@ from services.balancer.workers.tasks import Task
 log = structlog.get_logger(__name__)
 
 _HOUSEKEEPING_SECONDS = 0.5
+_STOPPED_SECONDS = 1.0  # a timer that rings so much too late tells that the process did not run
 _PIECE = 32  # submissions whose contents are noted at a time
 
 
@@ -109,7 +111,8 @@ class Hub:
         self._log = log.bind()  # once: where nobody reads about single rounds, what is logged of each costs nothing
         self._loop = asyncio.get_running_loop()
         self._wakes: dict[SessionId, asyncio.TimerHandle] = {}
-        self._housekeeping = self._loop.call_later(_HOUSEKEEPING_SECONDS, self._keep_house)
+        self._stopped = NEVER_STOPPED
+        self._schedule_housekeeping()
 
     @property
     def now(self) -> float:
@@ -291,18 +294,30 @@ class Hub:
             if timer.when() <= at:
                 return
             timer.cancel()
-        self._wakes[session] = self._loop.call_at(at, self._tick, session)
+        self._wakes[session] = self._loop.call_at(at, self._tick, session, at)
 
-    def _tick(self, session_id: SessionId) -> None:
+    def _tick(self, session_id: SessionId, due: float) -> None:
         del self._wakes[session_id]
+        self._notice_stop(due)
         session = self.registry.find(session_id)
         if session is not None:
-            self._perform(session.tick(self.now), session)
+            self._perform(session.tick(self.now, self._stopped), session)
             at = session.next_wake()
             if at < math.inf:
                 self._wake(at, session_id)
 
-    def _keep_house(self) -> None:
+    def _notice_stop(self, due: float) -> None:
+        """Notes that the process did not run, as when it was stopped: its ranks are not late for that."""
+        late = self.now - due
+        if late > _STOPPED_SECONDS:
+            self._stopped = self.now, late
+
+    def _schedule_housekeeping(self) -> None:
+        due = self.now + _HOUSEKEEPING_SECONDS
+        self._housekeeping = self._loop.call_at(due, self._keep_house, due)
+
+    def _keep_house(self, due: float) -> None:
+        self._notice_stop(due)
         self.registry.expire(self.now)
         if len(self.histories) > len(self.registry.sessions):
             for gone in [one for one in self.histories if self.registry.find(one) is None]:
@@ -310,7 +325,7 @@ class Hub:
                     self._count(event)
         for history in self.histories.values():
             history.forget_sample(self.now)
-        self._housekeeping = self._loop.call_later(_HOUSEKEEPING_SECONDS, self._keep_house)
+        self._schedule_housekeeping()
 
 
 def _about(joining: Joining) -> dict[str, Any]:

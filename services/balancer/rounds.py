@@ -18,6 +18,8 @@ from services.balancer.effects import Asker
 from services.balancer.shares import Account
 from services.balancer.submissions import Submission
 
+NEVER_STOPPED = (-math.inf, 0.0)
+
 
 @dataclass(slots=True)
 class OpenRound:
@@ -95,10 +97,22 @@ class OpenRound:
             return self.deadline
         return min(self.deadline, self.running_since + partition_timeout)
 
-    def give_up(self, now: float, world_size: int, partition_timeout: float) -> Decision:
-        """What is decided when its time is up."""
+    def give_up(
+        self, now: float, world_size: int, partition_timeout: float, stopped: tuple[float, float] = NEVER_STOPPED
+    ) -> Decision:
+        """What is decided when its time is up.
+
+        Args:
+            now: The time.
+            world_size: Ranks of the session.
+            partition_timeout: Seconds that a search may take.
+            stopped: When the balancer last went on after a time in which it did not run, and how long that was.
+        """
         waited = now - self.opened_at
         missing = self.missing(world_size)
+        if missing and stopped[0] > self.opened_at - waited:  # what came before may be read late, or have been given up
+            detail = f"the balancer itself did not run for {stopped[1]:.3g} s: it was stopped, or its machine too busy"
+            return identity(Reason.DEADLINE, detail)
         if missing:
             detail = f"rank(s) {describe_ranks(missing)} did not come within {waited:.3g} s"
             return identity(Reason.DEADLINE, detail, missing)

@@ -32,7 +32,7 @@ from services.balancer.effects import (
 )
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal, out_of_memory
-from services.balancer.rounds import DecidedRound, OpenRound, SessionStatistics, describe_ranks
+from services.balancer.rounds import NEVER_STOPPED, DecidedRound, OpenRound, SessionStatistics, describe_ranks
 from services.balancer.shares import Account
 from services.balancer.submissions import Submission, Terms
 
@@ -205,14 +205,16 @@ class Session:
         decision = balanced(result) if isinstance(result, RoundPlan) else identity(result.reason, result.detail)
         return self._decide(now, round_number, decision)
 
-    def tick(self, now: float) -> list[Effect]:
-        """Decides every round whose time is up."""
+    def tick(self, now: float, stopped: tuple[float, float] = NEVER_STOPPED) -> list[Effect]:
+        """Decides every round whose time is up; `stopped`: see `OpenRound.give_up`."""
         effects: list[Effect] = []
         for round_number, current in list(self.open_rounds.items()):
             due = current.due(self._limits.partition_timeout)
             if due <= now:
                 effects += self._decide(
-                    now, round_number, current.give_up(now, self.terms.world_size, self._limits.partition_timeout)
+                    now,
+                    round_number,
+                    current.give_up(now, self.terms.world_size, self._limits.partition_timeout, stopped),
                 )
         return effects
 

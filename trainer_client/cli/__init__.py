@@ -72,6 +72,7 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the end
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported: what failed is said by the command
     try:
         try:
             app()

@@ -165,6 +165,21 @@ def test_rounds_that_did_not_come_are_counted_and_late_decisions_are_no_gap() ->
     assert (history.num_gaps, history.skipped) == (1, 3)
 
 
+def test_a_round_of_a_gap_that_comes_after_all_counts_once() -> None:
+    """As rounds that lie unread while the balancer is stopped: those of new streams may be read before them."""
+    history = History(2)
+    for number in (0, 9):
+        history.arrived(0.1 * number, number, submission(0))
+        history.decided(1.0, 1e9, round_of(number, balanced(planned())))
+    late = identity(Reason.DEADLINE, "the balancer itself did not run for 4 s")
+    for number, gaps in ((1, [(2, 8)]), (5, [(2, 4), (6, 8)]), (8, [(2, 4), (6, 7)])):
+        history.arrived(2.0, number, submission(0))
+        history.decided(3.0, 1e9, round_of(number, late))
+        assert [(gap.first, gap.last) for gap in history.gaps] == gaps
+        assert history.skipped == sum(last - first + 1 for first, last in gaps)
+        assert history.num_gaps == len(gaps)
+
+
 def test_rounds_that_nobody_trained_are_neither_counted_nor_a_gap() -> None:
     history, plan, none = History(2), planned(), unfollowed(Reason.NOT_TRAINED)
     for number in range(3):

@@ -70,6 +70,20 @@ async def test_it_serves_reports_health_and_stops_cleanly(process: subprocess.Po
     assert events == ["serving", "session opened", "draining", "stopped"]
 
 
+async def test_ranks_are_not_blamed_for_a_time_in_which_it_was_stopped(
+    process: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    async with Rank(wait_for_port(process, tmp_path / "port"), 0) as waiting:
+        await waiting.submit(0, [1], timeout_ms=1000)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)  # so long is it stopped
+        process.send_signal(signal.SIGCONT)
+        decision = (await waiting.answer()).decision
+    assert decision.reason == pb.Decision.REASON_DEADLINE
+    assert decision.detail.startswith("the balancer itself did not run for ")
+    assert list(decision.missing_ranks) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

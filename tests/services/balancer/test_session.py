@@ -60,6 +60,17 @@ def test_the_deadline_counts_from_the_first_submission_and_is_the_shortest() -> 
     assert told["b"] is decision
 
 
+def test_no_rank_is_named_late_where_the_balancer_itself_did_not_run() -> None:
+    """What came meanwhile is read late, or was given up by then; a round that came long after is as any other."""
+    for opened, missing in ((9.0, ()), (10.5, ()), (11.5, (1, 2))):
+        session = make_session()
+        session.submit(opened, 0, submission(1, timeout=1), "a")
+        decision = answers(session.tick(opened + 1, stopped=(10.0, 4.0)))["a"]
+        assert isinstance(decision, Decision)
+        assert (decision.reason, decision.missing_ranks) == (Reason.DEADLINE, missing)
+        assert ("the balancer itself did not run for 4 s" in decision.detail) is (not missing)
+
+
 def test_a_late_rank_and_a_rank_that_asks_again_are_told_the_same() -> None:
     session = make_session()
     session.submit(0.0, 0, submission(1, timeout=1), "a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.harness.authorities import channel
+from benchmarks.harness.authorities import channel, write_certificate
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from tests.services.balancer.watched import GAP, WatchedJob
 from tests.services.security.jobs import RunningJob
@@ -222,6 +224,19 @@ def test_it_ends_quietly_when_nobody_reads_on(balancer: ServiceProcess) -> None:
     for command, told in commands.items():
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, told), command
+
+
+def test_with_a_wrong_authority_only_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    server, stranger = (write_certificate(trustme.CA(), tmp_path / name, name) for name in ("server", "stranger"))
+    with running_balancer("--tls-certificate", str(server.certificate), "--tls-key", str(server.key)) as secured:
+        command = ["top", "--balancer", f"127.0.0.1:{secured.port}", "--tls-ca", str(stranger.ca), "--count", "1"]
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer_client.cli", *command], capture_output=True, text=True, timeout=300,
+            env={name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"},
+        )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: 127.0.0.1:{secured.port}: UNAVAILABLE")
 
 
 def test_without_an_address_it_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
