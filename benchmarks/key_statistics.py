@@ -231,13 +231,13 @@ def _write(path: Path, seed: int, rows: list[dict[str, Any]], cost: list[dict[st
     read = sorted({row["trace"] for row in rows if row["kind"] == "read"})
     payload: dict[str, Any] = {"command": "python -m benchmarks.key_statistics --json FILE"}
     if read:
-        payload["command"] += " --trace FILE" * len(read)
+        payload["command"] += " --trace FILE" + " …" * (len(read) > 1)
         known = {name: PUBLIC[name] for name in read if name in PUBLIC}
         payload["from"] = {name: [own.repository, own.file, own.about] for name, own in known.items()}
     else:
         payload["seed"] = seed
     payload |= {"summary": summary(rows), "overhead": cost, "rows": rows}
-    path.write_text(json.dumps(payload, indent=1) + "\n")
+    path.write_text(json.dumps(payload, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _read(paths: list[Path], column: int) -> Iterator[Steps]:

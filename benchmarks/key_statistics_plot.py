@@ -35,5 +35,5 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.supxlabel("cache over keys: points simulated, lines predicted, bands within the error told")
     figure.supylabel("miss rate")
     figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=60)
     plt.close(figure)

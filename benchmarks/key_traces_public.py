@@ -68,6 +68,16 @@ def timed(key: int, time: int, *, comma: str | None = None, skip: int = 0) -> Ca
     return read
 
 
+def words(content: bytes) -> Array:
+    """A key in each line, packed by gzip; a star separates parts."""
+    return numbered(np.array([line for line in gzip.decompress(content).split() if line != b"*"]))
+
+
+def addresses(content: bytes) -> Array:
+    """Lines of an access to memory, packed by gzip: cache lines of 64 bytes."""
+    return np.array([int(line.split()[1], 16) >> 6 for line in gzip.decompress(content).splitlines()])
+
+
 def by_user(content: bytes) -> Array:
     """Lines of a user and all items of hers."""
     return np.concatenate([np.array(line.split()[1:], dtype=np.int64) for line in content.splitlines()])
@@ -132,6 +142,17 @@ PUBLIC = {
     ),
     "yelp": Public(
         "gusye1234/LightGCN-PyTorch", "data/yelp2018/test.txt", "businesses that were rated, user by user", by_user
+    ),
+    "sprite": Public("ben-manes/caffeine", f"{_CAFFEINE}/lirs/sprite.trace.gz", "blocks of a file server", words),
+    "2-pools": Public("ben-manes/caffeine", f"{_CAFFEINE}/lirs/2_pools.trace.gz", "index and rows, made", words),
+    "gcc": Public("ben-manes/caffeine", f"{_CAFFEINE}/address/gcc.trace.gz", "memory of a program", addresses),
+    "twolf": Public("ben-manes/caffeine", f"{_CAFFEINE}/address/twolf.trace.gz", "memory of a program", addresses),
+    "swim": Public("ben-manes/caffeine", f"{_CAFFEINE}/address/swim.trace.gz", "memory of a program", addresses),
+    "enron": Public(
+        "marwane-alilou/TemporalMotif-CTDG", "Datasets/ml_enron.txt", "who got electronic mail, in time", timed(1, 2)
+    ),
+    "messages": Public(
+        "marwane-alilou/TemporalMotif-CTDG", "Datasets/CollegeMsg.txt", "who got a message, in time", timed(1, 2)
     ),
 }
 """By name. Some hold a part of what was published: what is said in `about`, or what is there to test on."""

@@ -94,7 +94,7 @@ def test_predictions_are_off_by_no_more_than_is_told(name: str, eviction: Evicti
     found, error = checked(_trace(steps[:60]), eviction, sizes, ahead=1.0, rows=keys)
     assert np.abs(found.rates - simulated(steps, sizes, 60, eviction)).max() <= error
     if name == "zipf":
-        assert error <= 0.08
+        assert error <= 0.1
 
 
 @pytest.mark.parametrize("eviction", Eviction)
