@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,9 @@ def _warn_of_mean() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """One round as seen by one rank. Loads are in units of the cost.
+    """One round as seen by one rank. Loads are in units of the cost; what is unknown of them is NaN.
+
+    Where the costs of a rank cannot be used, its load is unknown, and with it how even the ranks are.
 
     Attributes:
         round: Round number of the loader's stream.
@@ -119,8 +122,8 @@ class RoundReport:
 
     @property
     def timed_load(self) -> float:
-        """The load whose time tells of this rank's speed: 0 with split samples, whose attention waits for others."""
-        return 0.0 if self.split_samples else self.own_load
+        """The load whose time tells of this rank's speed; 0 if unknown, or where split samples wait for others."""
+        return 0.0 if self.split_samples or math.isnan(self.own_load) else self.own_load
 
     @property
     def moved_share(self) -> float:
@@ -140,7 +143,7 @@ class Counters:
         exposed_seconds: Sum of the time that the training thread waited for an agreement.
         redistribution_seconds: Sum of the time that the training thread spent in starting and finishing moves.
         loading_seconds: Sum of the time that the training thread waited for the wrapped loader.
-        own_load: Sum of the loads of the batches that a loader has yielded.
+        own_load: Sum of the loads of the batches that a loader has yielded, as far as they are known.
         split_samples: Sum of the samples that were split in them.
     """
 
@@ -156,7 +159,7 @@ class Counters:
 
     def count(self, report: RoundReport) -> None:
         """Adds a batch that was yielded."""
-        self.own_load += report.own_load
+        self.own_load += 0.0 if math.isnan(report.own_load) else report.own_load
         self.split_samples += report.split_samples
 
 
@@ -174,12 +177,17 @@ def report_round(
     """The report of each batch of a round."""
     num_batches = max(1, *(vote.num_batches for vote in votes))
     speeds = planned_speeds(options.of_rounds.speeds, learned, [vote.load for vote in votes], num_batches)
+    known = all(vote.costs_valid for vote in votes)
     reports = []
     for batch in range(num_batches):
         of_batch = [vote.of_batch(batch) for vote in votes]
-        home_loads = np.array([vote.load for vote in of_batch], dtype=np.float64)
+        home_loads = np.array([vote.load if vote.costs_valid else math.nan for vote in of_batch], dtype=np.float64)
         own_size = int(ticket.samples.moving_sizes[ticket.samples.in_batch(batch)].sum())
+        own_load = plan.loads[batch] if plan.loads else float(home_loads[rank])
         figures = plan.figures[batch] if plan.figures else _as_loaded(of_batch, home_loads, speeds, own_size)
+        if not known:
+            figures = replace(figures, **_UNKNOWN)
+            own_load = math.nan if plan.loads else own_load
         reports.append(
             RoundReport(
                 round=ticket.round,
@@ -188,7 +196,7 @@ def report_round(
                 reason=verdict.reason,
                 ranks=verdict.ranks,
                 home_loads=home_loads,
-                own_load=plan.loads[batch] if plan.loads else float(home_loads[rank]),
+                own_load=own_load,
                 max_load_before=figures.max_load_before,
                 max_load=figures.max_load_after,
                 imbalance_before=figures.imbalance_before,
@@ -223,3 +231,9 @@ def _as_loaded(
         lower_bound=bound, samples=sum(vote.samples for vote in votes), moved_samples=0, size=own_size, moved_size=0,
         moved_size_between_nodes=0,
     )  # fmt: skip
+
+
+_UNKNOWN = dict.fromkeys(
+    ("mean_load", "max_load_before", "max_load_after", "imbalance_before", "imbalance_after", "lower_bound"), math.nan
+)
+"""What depends on the loads of all ranks."""

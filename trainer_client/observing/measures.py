@@ -52,10 +52,15 @@ class RankMeasures:
         self._rounds = self._counter("rounds_total", "Batches by what all ranks did with them.", "loader", "mode",
                                      "reason")  # fmt: skip
         self._load = self._gauge(
-            "load", "Predicted work of this rank's part of the last batch, in units of the cost.", "loader", "when"
+            "load",
+            "Predicted work of this rank's part of the last batch, in units of the cost; NaN: unknown.",
+            "loader",
+            "when",
         )
         self._mean_load = self._gauge(
-            "mean_load", "Predicted work of a rank's part of the last batch, mean over all ranks.", "loader"
+            "mean_load",
+            "Predicted work of a rank's part of the last batch, mean over all ranks; NaN: unknown.",
+            "loader",
         )
         self._speed = self._gauge(
             "speed_ratio", "How fast this rank computes, relative to the median rank; 1 unless known to be slower.",

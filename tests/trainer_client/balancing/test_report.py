@@ -11,7 +11,7 @@ from evenkeel.partitioning.rounds import Figures, RankPlan
 from evenkeel.partitioning.samples import RankSamples
 from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.report import RoundReport, report_round
+from trainer_client.balancing.report import Counters, RoundReport, report_round
 from trainer_client.balancing.tickets import nothing_to_do
 from trainer_client.balancing.votes import Vote
 from trainer_client.observing.measures import RankMeasures
@@ -20,12 +20,12 @@ SAMPLES = RankSamples(costs=np.array([4, 6]), lengths=np.array([[1], [2]]), size
 VOTES = [Vote(round=0, samples=2, load=10.0, heaviest=6.0), Vote(round=0, samples=1, load=10.0, heaviest=10.0)]
 
 
-def report(plan: RankPlan, mode: Mode, **options: object) -> RoundReport:
+def report(plan: RankPlan, mode: Mode, votes: list[Vote] = VOTES, **options: object) -> RoundReport:
     ticket = nothing_to_do()
     ticket.samples = SAMPLES
     verdict = Verdict(mode=mode, reason=Reason.NONE)
     chosen = BalanceOptions(**options)  # type: ignore[arg-type]
-    (only,) = report_round(ticket, VOTES, verdict, plan=plan, rank=0, options=chosen, wait_seconds=0.5)
+    (only,) = report_round(ticket, votes, verdict, plan=plan, rank=0, options=chosen, wait_seconds=0.5)
     return only
 
 
@@ -57,3 +57,41 @@ def test_a_plan_tells_its_own_figures() -> None:
     labels = {"job": "job", "rank": "0", "loader": "train"}
     saved = measures.registry.get_sample_value("evenkeel_trainer_saved_seconds_total", labels)
     assert saved == pytest.approx(7.0 * (10.0 / 7.0 - 1))
+
+
+@pytest.mark.parametrize("planned", [False, True])  # min_samples may move some even so
+def test_where_costs_cannot_be_used_loads_are_unknown(planned: bool) -> None:
+    votes = [VOTES[0], replace(VOTES[1], load=0.0, heaviest=0.0, costs_valid=False)]
+    plan = RankPlan.staying(0, SAMPLES, 1)
+    if planned:
+        figures = Figures(
+            mean_load=5.0, max_load_before=10.0, max_load_after=6.0, imbalance_before=2.0, imbalance_after=1.2,
+            lower_bound=6.0, samples=3, moved_samples=1, size=40, moved_size=16, moved_size_between_nodes=16,
+        )  # fmt: skip
+        plan = replace(plan, figures=(figures,), loads=(6.0,), seconds=0.25)
+    found = report(plan, Mode.SPREAD if planned else Mode.IDENTITY, votes)
+    assert found.home_loads[0] == 10.0
+    unknown = (
+        found.home_loads[1], found.max_load_before, found.max_load, found.imbalance_before, found.imbalance,
+        found.lower_bound,
+    )  # fmt: skip
+    assert np.isnan(unknown).all(), unknown
+    assert np.isnan(found.own_load) if planned else found.own_load == 10.0
+    assert (found.samples, found.own_samples, found.size) == (3, 2, 40 if planned else 24)
+    assert found.timed_load == (0.0 if planned else 10.0)
+    counters = Counters()
+    counters.count(found)
+    assert counters.own_load == found.timed_load
+    measures = RankMeasures(job="job", rank=0)
+    measures.batch("train", found)
+    measures.step("train", found, 7.0)
+    labels = {"job": "job", "rank": "0", "loader": "train"}
+    read = measures.registry.get_sample_value
+    for name in ("lost_seconds_total", "saved_seconds_total"):
+        assert not read(f"evenkeel_trainer_{name}", labels), name
+    for when in ("before", "after", "bound"):
+        assert not read("evenkeel_trainer_imbalance_excess_ratio_count", {**labels, "when": when})
+    mean = read("evenkeel_trainer_mean_load", labels)
+    assert mean is not None
+    assert np.isnan(mean)
+    assert read("evenkeel_trainer_step_seconds_count", labels) == 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import re
 
+import numpy as np
 import torch
 
 from benchmarks.harness.ranks import run_ranks
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client import BalancedLoader, BalanceOptions, Balancer, RoundReport
 
 
-def _train(rank: int, batches: int, invalid: int = -1) -> tuple[list[str], int]:
+def _train(rank: int, batches: int, invalid: int = -1) -> tuple[list[str], list[RoundReport]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -20,13 +21,15 @@ def _train(rank: int, batches: int, invalid: int = -1) -> tuple[list[str], int]:
     options = BalanceOptions(memory_caps=[1, 1] if invalid < 0 else None)
     with Balancer.embedded(options=options) as balancer:
         loader = BalancedLoader(data, balancer, cost=lambda batch: batch["tokens"] * (-1 if rank == invalid else 1))
-        modes = [loader.report.mode.value for _ in loader]
-    return said, modes.count("identity")
+        reports = [loader.report for _ in loader]
+    assert {report.mode.value for report in reports} == {"identity"}
+    return said, reports
 
 
 def test_one_rank_tells_of_fewer_and_fewer_of_them() -> None:
     (said, stayed), (nothing, too) = run_ranks(2, _train, 9)
-    assert stayed == too == 9
+    assert len(stayed) == len(too) == 9
+    assert [(report.imbalance, *report.home_loads) for report in stayed] == [(1.0, 16.0, 16.0)] * 9
     assert nothing == []
     counts = [re.search(r"stays unbalanced \((\d+) so far\): .*raise memory_caps", line) for line in said]
     assert [found and int(found[1]) for found in counts] == [1, 2, 4, 8]
@@ -34,7 +37,11 @@ def test_one_rank_tells_of_fewer_and_fewer_of_them() -> None:
 
 def test_costs_that_cannot_be_used_are_told_by_their_rank_and_the_first_again_and_again() -> None:
     results = run_ranks(3, _train, 9, 1)
-    assert [stayed for _, stayed in results] == [9, 9, 9]
+    for rank, (_, reports) in enumerate(results):
+        for report in reports:
+            np.testing.assert_equal(report.home_loads, [16.0, np.nan, 16.0])
+            np.testing.assert_equal(report.own_load, np.nan if rank == 1 else 16.0)
+            assert np.isnan([report.imbalance_before, report.imbalance, report.max_load, report.lower_bound]).all()
     first, own, other = (said for said, _ in results)
     assert other == []
     for said, why in (
