@@ -107,6 +107,20 @@ class Timeline:
     arrivals: dict[int, tuple[float, str]]
 
 
+class Loaded(NamedTuple):
+    """How even a round is with every sample at home.
+
+    Attributes:
+        samples: Of all ranks.
+        largest: The largest load of a rank over its speed, summed over the batches of the window.
+        mean: The mean of the ranks, as well.
+    """
+
+    samples: int
+    largest: float
+    mean: float
+
+
 class Decided(NamedTuple):
     """A round was decided; for logs and metrics.
 
@@ -117,6 +131,7 @@ class Decided(NamedTuple):
         waited: Seconds from its first submission to its decision.
         timeline: For its trace; None if no rank has one.
         caller: Whose session it is.
+        loaded: Of a round without a plan, how even it is as loaded; None: unknown.
     """
 
     session: SessionId
@@ -125,6 +140,7 @@ class Decided(NamedTuple):
     waited: float
     timeline: Timeline | None = None
     caller: str = ""
+    loaded: Loaded | None = None
 
 
 class SessionId(NamedTuple):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.rounds import RoundPlan
 from services.balancer.decisions import Decision, Reason
-from services.balancer.effects import Decided, PlanInput
+from services.balancer.effects import Decided, Loaded, PlanInput
 from services.balancer.submissions import Submission
 
 ROUNDS = 240
@@ -44,6 +44,8 @@ _SAMPLE_SECONDS = 10.0
 _MOST_SAMPLES = 1 << 20  # of a round whose heaviest samples are looked for
 _MOST_OPEN = 16  # rounds with a plan of which the ranks have not told yet what they did
 
+
+_UNKNOWN_LOADS = (Reason.INVALID_COSTS, Reason.NOT_TRAINED)
 
 Sample: TypeAlias = tuple[int, PlanInput, RoundPlan]
 
@@ -85,7 +87,8 @@ class History:
         interval: Seconds between two decisions, on average of late; 0 before the second.
         decided_at: When the last round was decided; NaN before.
         saved_seconds: GPU-seconds that balancing has saved so far, an estimate.
-        lost_seconds: GPU-seconds that the remaining imbalance has cost so far, an estimate.
+        lost_seconds: GPU-seconds that ranks were idle for the remaining imbalance so far, an estimate.
+        knows_loads: Of some round it is known how even it was trained; otherwise nothing is known of what is lost.
         late: By rank: seconds from the first rank's submission to this one's, on average of late.
         missed: By rank: rounds whose deadline it missed.
         sample_wanted: Whether somebody wants to see the samples of a round.
@@ -95,8 +98,9 @@ class History:
 
     __slots__ = (
         "_arrivals", "_by_ranks", "_decided", "_follow_from", "_followed", "_newest", "_open", "_passed", "_ring",
-        "_tells", "by_ranks", "decided_at", "fallbacks", "gaps", "heaviest", "interval", "late", "lost_seconds",
-        "missed", "newest", "num_gaps", "rounds", "sample", "sample_wanted", "saved_seconds", "skipped", "world_size",
+        "_stayed", "_tells", "by_ranks", "decided_at", "fallbacks", "gaps", "heaviest", "interval", "knows_loads",
+        "late", "lost_seconds", "missed", "newest", "num_gaps", "rounds", "sample", "sample_wanted", "saved_seconds",
+        "skipped", "world_size",
     )  # fmt: skip
 
     def __init__(self, world_size: int) -> None:
@@ -112,6 +116,7 @@ class History:
         self.decided_at = _NAN
         self.saved_seconds = 0.0
         self.lost_seconds = 0.0
+        self.knows_loads = False
         self.late: dict[int, float] = {}
         self.missed: dict[int, int] = {}
         self.sample_wanted = False
@@ -121,6 +126,7 @@ class History:
         self._open: dict[
             int, tuple[float, Decided]
         ] = {}  # when it was decided, of rounds that they have yet to tell of
+        self._stayed: dict[int, Loaded] = {}  # of rounds without a plan, until it is told that all samples stayed
         self._decided = 0
         self._ring: bytearray | None = None
         self._newest = self._followed = self._by_ranks = -1
@@ -152,7 +158,8 @@ class History:
         """
         self.gaps.extend(replace(gap, time=clock) for gap in self._passed)
         self._passed.clear()
-        if event.decision.reason is Reason.NOT_TRAINED:
+        nothing = event.loaded is not None and not event.loaded.samples  # which ends a loop
+        if nothing or event.decision.reason is Reason.NOT_TRAINED:
             return False
         if self.gaps and event.round <= self.gaps[-1].last:
             self._came_after_all(event.round)
@@ -163,7 +170,7 @@ class History:
         if self._tells and event.decision.plan is not None and len(self._open) < _MOST_OPEN:
             self._open[event.round] = clock, event
             return False
-        self._count(clock, event)
+        self._count(clock, event, told=not self._tells)
         return True
 
     def told(self, agreed: int | None = None, unfollowed: Mapping[int, Decision] | None = None) -> list[Decided]:
@@ -174,6 +181,9 @@ class History:
             unfollowed: What they did instead of what was decided, by round.
         """
         self._tells = True
+        for number in sorted(self._stayed):
+            if agreed is None or number < agreed:
+                self._lose(self._stayed.pop(number), (unfollowed or {}).get(number))
         counted = []
         for number in sorted(self._open):
             if agreed is None or number < agreed:
@@ -182,8 +192,8 @@ class History:
                 if instead is not None:
                     if instead.reason is Reason.NOT_TRAINED:
                         continue
-                    event = event._replace(decision=instead)
-                self._count(clock, event)
+                    event = event._replace(decision=instead, loaded=_as_loaded(event.decision.plan))
+                self._count(clock, event, told=True)
                 counted.append(event)
         for number, instead in sorted((unfollowed or {}).items()):
             if instead.reason is Reason.NOT_TRAINED and number == self._newest + 1 and self._newest >= 0:
@@ -192,7 +202,7 @@ class History:
                 self._note_by_ranks(number)
         return counted
 
-    def _count(self, clock: float, event: Decided) -> None:
+    def _count(self, clock: float, event: Decided, *, told: bool) -> None:
         decision, number = event.decision, event.round
         self.newest = max(self.newest, number)
         if self._ring is None:
@@ -207,6 +217,11 @@ class History:
             )
             for rank in decision.missing_ranks:
                 self.missed[rank] = self.missed.get(rank, 0) + 1
+            if event.loaded is not None:
+                if told or len(self._stayed) >= _MOST_OPEN:
+                    self._lose(event.loaded, decision)
+                else:
+                    self._stayed[number] = event.loaded
         else:
             figures = plan.figures
             _ROW.pack_into(
@@ -215,10 +230,10 @@ class History:
                 figures.samples, figures.moved_samples, figures.size, figures.moved_size,
             )  # fmt: skip
             after = sum(batch.max_load_after for batch in plan.batches)
+            self._lose(Loaded(figures.samples, after, sum(b.max_load_after / b.imbalance_after for b in plan.batches)))
             if after > 0:
-                step = self.interval * self.world_size
-                self.saved_seconds += step * (sum(batch.max_load_before for batch in plan.batches) / after - 1)
-                self.lost_seconds += step * max(0.0, 1 - sum(batch.lower_bound for batch in plan.batches) / after)
+                before = sum(batch.max_load_before for batch in plan.batches)
+                self.saved_seconds += self.interval * self.world_size * (before / after - 1)
         self.rounds += 1
 
     def planned(self, now: float, number: int, inputs: PlanInput, plan: RoundPlan) -> None:
@@ -273,6 +288,14 @@ class History:
                 self.num_gaps += len(left) - 1
                 return
 
+    def _lose(self, trained: Loaded, instead: Decision | None = None) -> None:
+        """Adds what the ranks were idle in a round; `instead`: what they told to have done without a plan, if so."""
+        if instead is not None and (instead.by_ranks or instead.reason in _UNKNOWN_LOADS):
+            return
+        self.knows_loads = True
+        if trained.largest > 0:
+            self.lost_seconds += self.interval * self.world_size * max(0.0, 1 - trained.mean / trained.largest)
+
     def _note_by_ranks(self, number: int) -> None:
         self._by_ranks = number
         self.by_ranks += 1
@@ -289,6 +312,14 @@ class History:
             late[rank] = seconds if before is None else before + _SMOOTHING * (seconds - before)
         self._followed, self._arrivals = -1, {}
         self._follow_from = now + _FOLLOW_SECONDS + _FOLLOW_RANK_SECONDS * self.world_size
+
+
+def _as_loaded(plan: RoundPlan | None) -> Loaded | None:
+    """What a plan tells of a round in which it was not followed."""
+    if plan is None:
+        return None
+    mean = sum(batch.max_load_before / batch.imbalance_before for batch in plan.batches)
+    return Loaded(plan.figures.samples, sum(batch.max_load_before for batch in plan.batches), mean)
 
 
 def reason_label(code: float) -> str:

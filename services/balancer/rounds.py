@@ -10,11 +10,12 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.rounds import Figures
+from evenkeel.partitioning.api import evenness
+from evenkeel.partitioning.rounds import Figures, RoundOptions
 from evenkeel.partitioning.samples import RoundSamples
-from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, planned_speeds
 from services.balancer.decisions import Decision, Reason, identity
-from services.balancer.effects import Asker
+from services.balancer.effects import Asker, Loaded
 from services.balancer.shares import Account
 from services.balancer.submissions import Submission
 
@@ -82,6 +83,19 @@ class OpenRound:
         found = [part for submission in self.said for part in submission.parts()]
         found.sort(key=itemgetter(0))
         return tuple(part for _, part in found)
+
+    def as_loaded(self, world_size: int, options: RoundOptions) -> Loaded | None:
+        """How even it is with every sample at home; None while ranks are missing."""
+        if not self.is_complete(world_size):
+            return None
+        parts = self.parts()
+        loads = np.concatenate([_loads(part) for part in parts])
+        speeds = planned_speeds(
+            options.speeds, self.submissions[0].learned, loads.sum(axis=1).tolist(), loads.shape[1]
+        )  # fmt: skip
+        even = [evenness(batch, speeds) for batch in loads.T]
+        largest, mean = sum(most for most, _ in even), sum(most / imbalance for most, imbalance in even)
+        return Loaded(sum(len(part.costs) for part in parts), largest, mean)
 
     def is_complete(self, world_size: int) -> bool:
         """Whether every rank has come."""
@@ -242,6 +256,16 @@ class SessionStatistics:
 
 
 _FINGERPRINT_BYTES = 100
+
+
+def _loads(part: RoundSamples) -> NDArray[np.float64]:
+    """(ranks, batches) float64, the summed costs of each batch of some ranks."""
+    sizes = part.batch_sizes.ravel()
+    filled, loads = sizes > 0, np.zeros(len(sizes))
+    if filled.any():
+        begins = (np.cumsum(sizes) - sizes)[filled]
+        loads[filled] = np.add.reduceat(part.costs, begins, dtype=np.float64)
+    return loads.reshape(part.batch_sizes.shape)
 
 
 def describe_ranks(ranks: Iterable[int], limit: int = 8) -> str:

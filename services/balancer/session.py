@@ -365,7 +365,10 @@ class Session:
                 decided_at=now,
                 arrivals=current.traces,
             )
-        return [*answers, Decided(self.id, round_number, decision, waited, timeline, self.caller)]
+        loaded = None
+        if decision.plan is None and not self.terms.options.min_samples:  # for which some samples may move even so
+            loaded = current.as_loaded(self.terms.world_size, self.terms.options)
+        return [*answers, Decided(self.id, round_number, decision, waited, timeline, self.caller, loaded)]
 
     def _remember(self, round_number: int, decided: DecidedRound) -> None:
         self.highest = max(self.highest, round_number)

@@ -105,7 +105,7 @@ class Views:
             "rounds_by_ranks": history.by_ranks,
             "rounds_elsewhere": history.skipped,
             "breaker_openings": history.num_gaps,
-            "rounds_per_second": 0.0 if state in ("quiet", "left") else _number(rate),
+            "rounds_per_second": 0.0 if state in ("quiet", "left") else _number(rate) if history.rounds else None,
             "imbalance_before": None if figures is None else _number(figures.imbalance_before),
             "imbalance_after": None if figures is None else _number(figures.imbalance_after),
             "bound": None if figures is None else _number(figures.imbalance_bound),
@@ -113,7 +113,7 @@ class Views:
             "wait_seconds": _number(statistics.mean_wait),
             "silent_seconds": _number(max(0.0, now - session.last_message_at)),
             "saved_gpu_hours": _number(history.saved_seconds / 3600),
-            "lost_gpu_hours": _number(history.lost_seconds / 3600),
+            "lost_gpu_hours": _number(history.lost_seconds / 3600) if history.knows_loads else None,
         }
 
     def document(

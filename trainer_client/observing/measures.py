@@ -117,7 +117,8 @@ class RankMeasures:
         )  # fmt: skip
         self._lost = self._counter(
             "lost_seconds_total",
-            "Estimate of the time that ranks idle for the remaining imbalance: step time x (1 - 1 / imbalance after).",
+            "Estimate of the time that ranks wait for the one with the largest load: step time x (1 - 1 / imbalance "
+            "after), where loads are known; the balancer's page counts the same.",
             "loader",
         )  # fmt: skip
         self._breaker = self._gauge("breaker_open", "1 while rounds go on without asking the balancer.", "loader")

@@ -14,7 +14,7 @@ from benchmarks.harness.plans import said
 from evenkeel.partitioning.rounds import RoundOptions, plan_round
 from evenkeel.partitioning.samples import RankSamples, RoundSamples
 from services.balancer.decisions import Reason, balanced, identity, unfollowed
-from services.balancer.effects import Decided, PlanInput, SessionId
+from services.balancer.effects import Decided, Loaded, PlanInput, SessionId
 from services.balancer.history import COLUMNS, ROUNDS, History, heaviest
 from services.balancer.submissions import SessionKey
 from tests.evenkeel.partitioning.test_split_rounds import giants
@@ -89,8 +89,8 @@ def test_all_batches_of_a_window_count() -> None:
     for number in range(11):
         history.decided(2.0 * number, 1e9, round_of(number, balanced(plan)))
     assert history.saved_seconds == pytest.approx(10 * 2 * 2.0 * (before / after - 1))
-    bound = sum(batch.lower_bound for batch in plan.batches)
-    assert history.lost_seconds == pytest.approx(10 * 2 * 2.0 * (1 - bound / after))
+    mean = sum(batch.mean_load for batch in plan.batches)
+    assert history.lost_seconds == pytest.approx(10 * 2 * 2.0 * (1 - mean / after))
 
 
 def test_the_bound_is_in_the_measure_of_the_imbalance_where_ranks_differ_in_speed() -> None:
@@ -141,8 +141,40 @@ def test_rounds_that_are_not_followed_save_nothing() -> None:
             history.decided(1.0 * number, 1e9, round_of(number, balanced(plan)))
             history.told(number + 1, {number: unfollowed(Reason.COMPILING, (0,))} if history is not_followed else {})
     assert followed.saved_seconds > 10
-    assert not_followed.saved_seconds == not_followed.lost_seconds == 0.0
+    assert not_followed.saved_seconds == 0.0
+    assert not_followed.lost_seconds == pytest.approx(19 * 2 * (1 - 12 / 20), rel=0.1)  # as loaded: 20 and 4
+    assert not_followed.lost_seconds > followed.lost_seconds == 0.0
     assert followed.interval == not_followed.interval == pytest.approx(1.0)
+
+
+def test_what_rounds_without_a_plan_cost_is_known_where_loads_are() -> None:
+    caps = identity(Reason.PARTITION_FAILED, "no assignment within the memory caps")
+    known, unknown, told = Loaded(8, 20.0, 10.0), History(2), History(2)
+    by_ranks, bad = unfollowed(Reason.NOT_FOLLOWED, by_ranks=True), unfollowed(Reason.INVALID_COSTS, (1,))
+    told.told(0)
+    for number in range(20):
+        now = 1.0 * number
+        for history in (unknown, told):
+            assert not history.knows_loads
+        assert unknown.decided(now, 1e9, round_of(number, identity(Reason.DEADLINE, "rank(s) 1 did not come", (1,))))
+        assert told.decided(now, 1e9, round_of(number, caps)._replace(loaded=known))
+        told.told(number + 1, {number: bad if number % 2 else by_ranks})
+    assert unknown.lost_seconds == told.lost_seconds == 0.0
+    history = History(2)
+    history.told(0)
+    for number in range(21):
+        assert history.decided(1.0 * number, 1e9, round_of(number, caps)._replace(loaded=known))
+        assert history.knows_loads == (number > 0)  # once the ranks have told that all samples stayed
+        history.told(number + 1, {})
+    assert history.lost_seconds == pytest.approx(20 * 2 * 0.5)
+
+
+def test_a_round_of_no_samples_is_the_end_of_a_loop_and_none_without_a_plan() -> None:
+    history = History(2)
+    costly = identity(Reason.TOO_COSTLY, "takes too long")
+    assert history.decided(0.0, 1e9, round_of(0, costly)._replace(loaded=Loaded(8, 20.0, 10.0)))
+    assert not history.decided(1.0, 1e9, round_of(1, costly)._replace(loaded=Loaded(0, 0.0, 0.0)))
+    assert (history.rounds, [one.round for one in history.fallbacks]) == (1, [0])
 
 
 def test_of_ranks_that_tell_no_more_only_some_rounds_are_held() -> None:

@@ -7,7 +7,7 @@ from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning.delays import Cause, Delay
 from evenkeel.partitioning.speeds import LearnedSpeeds
 from services.balancer.decisions import Decision, Outcome, PlanFailure, Reason, unfollowed
-from services.balancer.effects import Answer, Decided, Effect, SessionId, StartPartition, Wake
+from services.balancer.effects import Answer, Decided, Effect, Loaded, SessionId, StartPartition, Wake
 from services.balancer.limits import Limits
 from services.balancer.refusals import Code, Refusal
 from services.balancer.session import Session
@@ -409,3 +409,21 @@ def test_the_wait_of_a_round_counts_from_when_the_nodes_leader_had_the_first_of_
     session.submit(10.0, 0, both, "a")
     (decided,) = [one for one in session.drain(11.0) if isinstance(one, Decided)]
     assert decided.waited == 3.0
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_how_even_a_round_without_a_plan_is_follows_from_its_submissions(window: int) -> None:
+    sizes = {"batch_sizes": (2, 1)} if window > 1 else {}
+    chosen = options(speeds=(1.0, 0.5))
+    session = Session(0.0, ID, terms(2, window=window, options=chosen), Limits())
+    failed = PlanFailure(reason=Reason.PARTITION_FAILED, detail="no assignment")
+    session.submit(0.0, 0, submission(4, 2, 6, rank=1, window=window, **sizes), "b")
+    session.submit(0.0, 0, submission(8, 1, 1, window=window, **sizes), "a")
+    (event,) = [one for one in session.partitioned(1.0, 0, failed) if isinstance(one, Decided)]
+    if window == 1:  # loads of 10 and 12, over their speeds
+        assert event.loaded == Loaded(6, 24.0, pytest.approx(17.0))
+    else:  # 9 and 6, then 1 and 6
+        assert event.loaded == Loaded(6, 12.0 + 12.0, pytest.approx((9 + 12) / 2 + (1 + 12) / 2))
+    session.submit(2.0, 1, submission(8, timeout=1), "a")
+    (late,) = [one for one in session.tick(3.0) if isinstance(one, Decided)]
+    assert late.loaded is None  # of a rank that has not come
