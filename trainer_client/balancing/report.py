@@ -186,7 +186,7 @@ def report_round(
         own_load = plan.loads[batch] if plan.loads else float(home_loads[rank])
         figures = plan.figures[batch] if plan.figures else _as_loaded(of_batch, home_loads, speeds, own_size)
         if not known:
-            figures = replace(figures, **_UNKNOWN)
+            figures = _without_loads(figures)
             own_load = math.nan if plan.loads else own_load
         reports.append(
             RoundReport(
@@ -233,7 +233,9 @@ def _as_loaded(
     )  # fmt: skip
 
 
-_UNKNOWN = dict.fromkeys(
-    ("mean_load", "max_load_before", "max_load_after", "imbalance_before", "imbalance_after", "lower_bound"), math.nan
-)
-"""What depends on the loads of all ranks."""
+def _without_loads(figures: Figures) -> Figures:
+    """The same but for what depends on the loads of all ranks, which are unknown."""
+    return replace(
+        figures, mean_load=math.nan, max_load_before=math.nan, max_load_after=math.nan, imbalance_before=math.nan,
+        imbalance_after=math.nan, lower_bound=math.nan,
+    )  # fmt: skip
