@@ -110,7 +110,7 @@ class Views:
             "imbalance_after": None if figures is None else _number(figures.imbalance_after),
             "bound": None if figures is None else _number(figures.imbalance_bound),
             "moved_share": None if not figures or not figures.size else _number(figures.moved_size / figures.size),
-            "wait_seconds": _number(statistics.mean_wait),
+            "wait_seconds": _number(statistics.mean_wait) if statistics.rounds else None,
             "silent_seconds": _number(max(0.0, now - session.last_message_at)),
             "saved_gpu_hours": _number(history.saved_seconds / 3600),
             "lost_gpu_hours": _number(history.lost_seconds / 3600) if history.knows_loads else None,

@@ -31,7 +31,7 @@ _MOST_SLOW = 4  # ranks that a line names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One session.
+    """One session; what is unknown is None.
 
     Attributes:
         balancer: Where it lives.
@@ -62,12 +62,12 @@ class Row:
     world_size: int
     round: int
     rounds_per_second: float | None
-    balanced: float
-    before: float
-    after: float
-    over_bound: float
-    moved: float
-    wait_seconds: float
+    balanced: float | None
+    before: float | None
+    after: float | None
+    over_bound: float | None
+    moved: float | None
+    wait_seconds: float | None
     silent_seconds: float
     reasons: dict[str, int]
     state: str = ""
@@ -78,20 +78,25 @@ class Row:
 _READ: dict[str, Callable[[Row], str]] = {
     "ranks": lambda row: f"{row.joined}/{row.world_size}",
     "round": lambda row: str(row.round),
-    "rounds/s": lambda row: "" if row.rounds_per_second is None else f"{row.rounds_per_second:.1f}",
-    "before": lambda row: f"{row.before:.3f}",
-    "after": lambda row: f"{row.after:.3f}",
-    "over bound": lambda row: f"{row.over_bound:.2%}",
-    "moved": lambda row: f"{row.moved:.1%}",
-    "wait": lambda row: f"{row.wait_seconds * 1e3:.1f} ms",
-    "saved": lambda row: "" if row.saved_gpu_hours is None else f"{row.saved_gpu_hours:.3g} GPU-h",
+    "rounds/s": lambda row: _known("{:.1f}", row.rounds_per_second),
+    "before": lambda row: _known("{:.3f}", row.before),
+    "after": lambda row: _known("{:.3f}", row.after),
+    "over bound": lambda row: _known("{:.2%}", row.over_bound),
+    "moved": lambda row: _known("{:.1%}", row.moved),
+    "wait": lambda row: "" if row.wait_seconds is None else f"{row.wait_seconds * 1e3:.1f} ms",
+    "saved": lambda row: _known("{:.3g} GPU-h", row.saved_gpu_hours),
     "state": lambda row: row.state.replace(" ", "_"),
-    "planned": lambda row: f"{row.balanced:.1%}",
+    "planned": lambda row: _known("{:.1%}", row.balanced),
 }
+"""Each column as text; empty: unknown."""
 _LAST_TO_GO = (
     "ranks", "after", "rounds/s", "planned", "before", "state", "wait", "moved", "round", "over bound", "saved",
 )  # fmt: skip
 _NAME_WIDTH, _GAP = 16, 3  # least characters of a session's name, and between two columns
+
+
+def _known(form: str, value: float | None) -> str:
+    return "" if value is None else form.format(value)
 
 
 def _that_fit(rows: list[Row], width: int, several: bool) -> list[str]:
@@ -125,7 +130,7 @@ def render(rows: list[Row], address: str, several: bool, silent: list[str], widt
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for row in _worst_first(rows):
-        cells = {name: _READ[name](row) for name in shown}
+        cells = {name: _READ[name](row) or "–" for name in shown}
         if row.joined < row.world_size and "ranks" in cells:
             cells["ranks"] = f"[red]{cells['ranks']}[/]"
         name = "\n".join([escape(row.name), *(f"[yellow]{escape(note)}[/]" for note in _notes(row))])
@@ -144,7 +149,7 @@ def lines(rows: list[Row], several: bool, silent: list[str], now: datetime) -> I
         slow = row.slow_ranks or ()
         more = [f"{len(slow) - _MOST_SLOW} more ranks"] if len(slow) > _MOST_SLOW else []
         notes = [*map(_told, slow[:_MOST_SLOW]), *more, *_notes(row)]
-        values = {name.replace(" ", "_"): read(row).replace(" ", "") for name, read in _READ.items()}
+        values = {name.replace(" ", "_"): read(row).replace(" ", "") or "unknown" for name, read in _READ.items()}
         if several:
             values["balancer"] = row.balancer
         told = f" ({', '.join(notes)})" if notes else ""
@@ -157,7 +162,7 @@ def _told(slow: SlowRank) -> str:
 
 
 def _worst_first(rows: list[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: (-row.after, row.name))
+    return sorted(rows, key=lambda row: (-(row.after or 0.0), row.name))
 
 
 def _notes(row: Row) -> list[str]:
@@ -220,7 +225,7 @@ def watch(
             if as_json:
                 typer.echo(json.dumps([asdict(row) for row in rows]))
             elif live is not None:
-                shown = [render_job(document, console.width) for document in seen.documents.values()]
+                shown = [render_job(document, console.width) for document in seen.newest()]
                 table = render(rows, address, several, silent, console.width)
                 live.update(Group(table, *shown[:_MOST_JOBS]), refresh=True)
             else:
@@ -249,7 +254,6 @@ def look(balancers: list[Calls], job: str, rates: Rates, seen: Seen) -> tuple[li
     rows, silent, request = list[Row](), list[str](), pb.GetSessionStatsRequest(job=job, watch=wanted)
     earlier = dict(rates)
     rates.clear()
-    seen.rows.clear()
     for balancer in balancers:
         try:
             sessions = balancer.call("GetSessionStats", request).sessions
@@ -264,7 +268,7 @@ def look(balancers: list[Calls], job: str, rates: Rates, seen: Seen) -> tuple[li
             watched = json.loads(session.watch) if session.watch else None
             document = watched if watched and job else None
             row = document["session"] if document else watched
-            seen.take(row, document)
+            seen.take(row, document, where=balancer.address, at=time.time())
             slow = slow_ranks(document) if document else None
             rows.append(read_row(session, earlier.get(key), now, balancer.address, row, slow))
             rates[key] = now, decided(session)
@@ -303,8 +307,8 @@ def read_row(
         watched: What the balancer's page shows of it.
         slow: Its ranks that hold up the others, where they are known.
     """
-    rounds, balance = decided(session), session.last_balance
-    after = balance.max_load_after
+    rounds = decided(session)
+    balance = session.last_balance if session.HasField("last_balance") else None
     return Row(
         balancer=balancer,
         name=printable(f"{session.job}/{session.group}/{session.loader}"),
@@ -313,12 +317,12 @@ def read_row(
         world_size=session.world_size,
         round=session.last_round,
         rounds_per_second=(rounds - earlier[1]) / (now - earlier[0]) if earlier and now > earlier[0] else None,
-        balanced=session.rounds_balanced / rounds if rounds else 0.0,
-        before=balance.imbalance_before,
-        after=balance.imbalance_after,
-        over_bound=after / balance.lower_bound - 1 if balance.lower_bound and after else 0.0,
-        moved=balance.moved_size / balance.size if balance.size else 0.0,
-        wait_seconds=session.mean_round_wait_seconds,
+        balanced=session.rounds_balanced / rounds if rounds else None,
+        before=balance.imbalance_before if balance else None,
+        after=balance.imbalance_after if balance else None,
+        over_bound=balance.max_load_after / balance.lower_bound - 1 if balance and balance.lower_bound else None,
+        moved=balance.moved_size / balance.size if balance and balance.size else None,
+        wait_seconds=session.mean_round_wait_seconds if rounds else None,
         silent_seconds=session.seconds_since_last_message,
         reasons=dict(session.rounds_identity),
         state=str(watched["state"]) if watched else "",

@@ -17,6 +17,8 @@ from rich.text import Text
 
 MOST_ROUNDS = 5000
 """Rounds of a session that a file keeps."""
+MOST_ROWS, MOST_DOCUMENTS = 5000, 16
+"""Runs of sessions that it keeps, those that were seen last: of which it has a row, and all."""
 
 COMPUTING = "computing"
 _SHADES = " ▁▂▃▄▅▆▇█"
@@ -47,30 +49,35 @@ class SlowRank:
 
 
 class Seen:
-    """What a command has seen of sessions, to be shown and saved.
-
-    Attributes:
-        rows: Of all sessions, at the last look.
-        documents: Of the sessions of one job, by name, with the rounds of all looks.
-    """
+    """What a command has seen of sessions, to be shown and saved; also of those that are over."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.documents: dict[str, dict[str, Any]] = {}
+        self._rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._documents: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    def take(self, row: dict[str, Any] | None, document: dict[str, Any] | None) -> None:
-        """Adds what a balancer says of a session: its row, or all of it with the rounds that it remembers."""
-        if document is None:
-            if row is not None:
-                self.rows.append(row)
+    def take(self, row: dict[str, Any] | None, document: dict[str, Any] | None, *, where: str, at: float) -> None:
+        """Adds what a balancer says of a session: its row, or all of it with the rounds that it remembers.
+
+        Args:
+            row: The row; None: the balancer is older.
+            document: All of it; None: only rows are asked for.
+            where: The balancer's address.
+            at: Seconds since 1970.
+        """
+        if row is None:
             return
-        session = document["session"]
-        self.rows.append(session)
-        name = f"{session['job']}/{session['group']}/{session['loader']}"
-        before = self.documents.get(name)
-        if before is not None and _incarnation(before) == _incarnation(document):
-            document = {**document, "rounds": _joined(before["rounds"], document["rounds"])}
-        self.documents[name] = document
+        run: tuple[Any, ...] = (where, *_name(row), row["run_id"], row["restart_count"])
+        _keep(self._rows, run, {**row, "balancer": where, "seen": round(at, 3)}, MOST_ROWS)
+        if document is not None:
+            run = (*run, document["balancer"]["instance"])
+            before = self._documents.get(run)
+            if before is not None:
+                document = {**document, "rounds": _joined(before["rounds"], document["rounds"])}
+            _keep(self._documents, run, document, MOST_DOCUMENTS)
+
+    def newest(self) -> list[dict[str, Any]]:
+        """The last document of each session."""
+        return list({_name(document["session"]): document for document in self._documents.values()}.values())
 
     def save(self, path: Path, now: float) -> None:
         """Writes it all, so that a reader sees a whole file.
@@ -78,8 +85,13 @@ class Seen:
         Raises:
             OSError: If it cannot be written.
         """
-        content = {"format": "evenkeel-watch", "version": 1, "time": round(now, 3), "sessions": self.rows,
-                   "jobs": list(self.documents.values())}  # fmt: skip
+        content = {
+            "format": "evenkeel-watch",
+            "version": 1,
+            "time": round(now, 3),
+            "sessions": list(self._rows.values()),
+            "jobs": list(self._documents.values()),
+        }
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         part.replace(path)
@@ -191,9 +203,16 @@ def _joined(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> dict[s
     return {name: (before[name] + after[name][len(after[name]) - new :])[-MOST_ROUNDS:] for name in after}
 
 
-def _incarnation(document: dict[str, Any]) -> tuple[Any, ...]:
-    session = document["session"]
-    return document["balancer"]["instance"], session["run_id"], session["restart_count"]
+def _name(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["job"], row["group"], row["loader"]
+
+
+def _keep(kept: dict[tuple[Any, ...], dict[str, Any]], key: tuple[Any, ...], value: dict[str, Any], most: int) -> None:
+    """Puts it last, and forgets the one that was not seen for longest where there are too many."""
+    kept.pop(key, None)
+    kept[key] = value
+    while len(kept) > most:
+        del kept[next(iter(kept))]
 
 
 def _number(value: float | None) -> str:

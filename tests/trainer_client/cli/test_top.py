@@ -23,11 +23,15 @@ from typer.testing import CliRunner
 
 from benchmarks.harness.authorities import channel, write_certificate
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from evenkeel.addresses import endpoints
+from evenkeel.credentials import Credentials
+from evenkeel.protocol import balancer_pb2 as pb
 from tests.services.balancer.watched import GAP, WatchedJob
 from tests.services.security.jobs import RunningJob
 from trainer_client.cli import app
-from trainer_client.cli.sessions import Row, lines, printable, render
-from trainer_client.cli.watching import render_job, slow_ranks
+from trainer_client.cli.calls import connected
+from trainer_client.cli.sessions import Rates, Row, lines, look, printable, read_row, render
+from trainer_client.cli.watching import Seen, render_job, slow_ranks
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +107,42 @@ def test_one_job_is_shown_with_rounds_and_ranks_and_saved(balancer: ServiceProce
         text = console.export_text()
         assert all(len(line) <= width for line in text.splitlines())
         assert "computing 0.50×" in text
+
+
+def test_a_file_keeps_what_was_seen_of_jobs_that_are_over(balancer: ServiceProcess, tmp_path: Path) -> None:
+    """One look while the job runs, then one once the balancer has forgotten it."""
+    file, seen, rates = tmp_path / "seen.json", Seen(), Rates()
+    (place,) = endpoints(balancer.address)
+    with connected(place, Credentials(), timeout=20.0) as calls:
+        with WatchedJob(balancer.address, "soon-over", ranks=4, late=2) as job:
+            while job.decided < 5:
+                time.sleep(0.02)
+            assert len(look([calls], "soon-over", rates, seen)[0]) == 1
+        while look([calls], "soon-over", rates, seen)[0]:
+            time.sleep(0.05)
+    time.sleep(0.01)
+    seen.save(file, time.time())
+    saved = json.loads(file.read_text())
+    (row,), (document,) = saved["sessions"], saved["jobs"]
+    assert (row["job"], row["balancer"], document["session"]["job"]) == ("soon-over", balancer.address, "soon-over")
+    assert row["seen"] < saved["time"]
+    assert len(document["rounds"]["round"]) >= 5
+
+
+def test_what_is_unknown_is_told_so() -> None:
+    session = pb.SessionStats(job="new", group="default", loader="train", world_size=4, joined_ranks=3)
+    found = read_row(session, None, 0.0, "10.0.0.1:50051")
+    unknown = ("balanced", "before", "after", "over_bound", "moved", "wait_seconds", "rounds_per_second")
+    assert {name: getattr(found, name) for name in unknown} == dict.fromkeys(unknown)
+    (line,) = lines([found], False, [], datetime(2030, 1, 1))
+    for name in ("before", "after", "over_bound", "moved", "wait", "planned", "rounds/s"):
+        assert f" {name}=unknown" in line, name
+    assert "0.000" not in line
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render([found], "balancer:50051", False, [], 200))
+    text = console.export_text()
+    assert "–" in text
+    assert "0.000" not in text
 
 
 def test_a_file_that_cannot_be_written_is_named(balancer: ServiceProcess, tmp_path: Path) -> None:
