@@ -33,7 +33,7 @@ class Registry:
         self.draining = False
         self.slots = Shares(limits.max_sessions)
         self.memory = Shares(limits.max_memory)
-        self._members: dict[SessionId, dict[Asker, int]] = {}
+        self._members: dict[SessionId, dict[Asker, tuple[int, ...]]] = {}
         self._elsewhere: dict[SessionId, set[Asker]] = {}  # who has joined another balancer
         self._expired_at = -math.inf
 
@@ -68,7 +68,7 @@ class Registry:
             if is_new:
                 self._forget(session)
             return refused, effects
-        self._members.setdefault(session.id, {})[asker] = len(ranks)
+        self._members.setdefault(session.id, {})[asker] = ranks
         return session, effects
 
     def leave(
@@ -100,7 +100,12 @@ class Registry:
 
     def num_members(self, session_id: SessionId) -> int:
         """Ranks whose streams and calls have joined this incarnation and have not ended."""
-        return sum(self._members.get(session_id, {}).values())
+        return sum(map(len, list(self._members.get(session_id, {}).values())))
+
+    def missing(self, session_id: SessionId, world_size: int) -> tuple[int, ...]:
+        """The ranks that are not among them, ascending."""
+        there = {rank for ranks in list(self._members.get(session_id, {}).values()) for rank in ranks}
+        return tuple(rank for rank in range(world_size) if rank not in there)
 
     def find(self, session_id: SessionId) -> Session | None:
         """The session, if this incarnation of it still holds its name."""
@@ -125,7 +130,7 @@ class Registry:
             return []
         moved = self._elsewhere.setdefault(session_id, set())
         moved.add(asker)
-        if session.ends_at < math.inf or sum(members.get(one, 0) for one in moved) < session.terms.world_size:
+        if session.ends_at < math.inf or sum(len(members.get(one, ())) for one in moved) < session.terms.world_size:
             return []
         from_round = session.newest + 1
         return [*(Leave(one, from_round) for one in members), *session.drain(now, from_round)]

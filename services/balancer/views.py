@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.speeds import LOWEST
 from services.balancer.history import COLUMNS, ROUNDS, History, reason_label
 from services.balancer.hub import Hub
 from services.balancer.session import Session
@@ -29,6 +30,7 @@ EVENT_ROUNDS = 60
 MOST_RANKS = 128
 """Whose bars are told, of more: those that most is to be said of."""
 
+_MOST_MISSING = 32  # that are named
 _QUIET_SECONDS = 10.0
 _QUIET_INTERVALS = 20.0
 _WHOLE = frozenset({"number", "round", "samples", "moved_samples", "size", "moved_size"})
@@ -97,6 +99,7 @@ class Views:
             "state": state,
             "joined_ranks": joined,
             "ranks": session.terms.world_size,
+            "missing_ranks": list(hub.registry.missing(session.id, session.terms.world_size)[:_MOST_MISSING]),
             "window": session.terms.window,
             "strategy": session.terms.options.strategy,
             "round": statistics.last_round,
@@ -177,7 +180,7 @@ def _state(session: Session, history: History, now: float, joined: int) -> str:
     if not joined:
         return "left"
     if joined < session.terms.world_size:
-        return "joining"
+        return "joining" if len(session.nodes) < session.terms.world_size else "missing ranks"
     if not history.rounds:
         return "starting"
     if now - history.decided_at > max(_QUIET_SECONDS, _QUIET_INTERVALS * history.interval):
@@ -246,6 +249,7 @@ def _ranks(session: Session, history: History, most: int | None) -> tuple[dict[s
         "late_seconds": [_number(late.get(rank)) for rank in ranks],
         "missed": [missed.get(rank, 0) for rank in ranks],
         "speed": [_number(slow[rank].speed) if rank in slow else 1.0 for rank in ranks],
+        "speed_at_floor": [rank in slow and slow[rank].speed <= LOWEST for rank in ranks],
         "slow_since": [slow[rank].since if rank in slow else None for rank in ranks],
         "delay": [waits[rank].cause.label if rank in waits else None for rank in ranks],
         "delay_share": [_number(waits[rank].share) if rank in waits else None for rank in ranks],

@@ -35,17 +35,19 @@ class SlowRank:
         node: Where it runs; None: unknown.
         cause: In what it is slower, what costs most: `computing`, `loading`, `network`, or `loop`.
         share: By how much, in what the median rank's computation takes.
+        or_more: It may be more: this is the most that balancing takes into account.
     """
 
     rank: int
     node: str | None
     cause: str
     share: float
+    or_more: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"computing {1 / (1 + self.share):.2f}×" if self.cause == COMPUTING else f"{self.cause} +{self.share:.0%}"
-        )
+        if self.cause != COMPUTING:
+            return f"{self.cause} +{self.share:.0%}"
+        return f"computing {'≤' if self.or_more else ''}{1 / (1 + self.share):.2f}×"
 
 
 class Seen:
@@ -185,7 +187,10 @@ def _slow(row: dict[str, Any]) -> SlowRank | None:
     """Whether and in what a rank is slower than the others; a balancer may be older, and not say it."""
     computing, delay = 1 / row.get("speed", 1.0) - 1, row.get("delay_share") or 0.0
     cause, share = (str(row["delay"]), delay) if delay > computing else (COMPUTING, computing)
-    return SlowRank(rank=row["rank"], node=row["node"], cause=cause, share=share) if share > 0 else None
+    if share <= 0:
+        return None
+    or_more = cause == COMPUTING and bool(row.get("speed_at_floor"))
+    return SlowRank(rank=row["rank"], node=row["node"], cause=cause, share=share, or_more=or_more)
 
 
 def _sparkline(values: Sequence[float | None], largest: float, base: float = 1.0) -> str:

@@ -1,7 +1,7 @@
 // One job's stream: its figures, its rounds back in time, its ranks.
 import { CURVES, boundOf, drawCurve } from "./curve.js";
 import { $, bytes, clock, html, number, percent, ratio, say, seconds, show, whole } from "./drawing.js";
-import { state } from "./jobs_view.js";
+import { ranks, state } from "./jobs_view.js";
 import { drawRanks } from "./ranks.js";
 
 const MOST_ROUNDS = 5000;
@@ -73,7 +73,7 @@ export class JobView {
     const { session } = this.latest;
     const facts = [
       ["State", state(session)],
-      ["Ranks", session.joined_ranks === session.ranks ? whole(session.ranks) : `${session.joined_ranks} of ${session.ranks}`],
+      ["Ranks", ranks(session)],
       ["Round", whole(session.round)], ["Rounds a second", number(session.rounds_per_second)],
       ["Balanced here", whole(session.rounds_balanced)],
       ["Without a plan", whole(Object.values(session.rounds_identity).reduce((sum, count) => sum + count, 0))],

@@ -1,7 +1,14 @@
 // All jobs: a row for each of their streams, in the balancer's order.
 import { $, html, number, percent, ratio, say, seconds, show, whole } from "./drawing.js";
 
-const BAD = ["falling back", "joining", "left", "draining"];
+const BAD = ["falling back", "joining", "missing ranks", "left", "draining"];
+
+/** How many ranks are there, and which are not. */
+export function ranks(row) {
+  if (row.joined_ranks === row.ranks) return whole(row.ranks);
+  const missing = row.missing_ranks ?? [], more = row.ranks - row.joined_ranks - Math.min(missing.length, 4);
+  return `${row.joined_ranks} of ${row.ranks}${missing.length ? `, not ${missing.slice(0, 4).join(", ")}${more > 0 ? " …" : ""}` : ""}`;
+}
 
 /** The state of a stream in a word, with what may be said of it. */
 export const state = (row) => html("span", { class: stateClass(row) }, row.state);
@@ -54,7 +61,7 @@ export class JobsView {
     say(word, row.state);
     word.className = stateClass(row);
     const values = [
-      row.joined_ranks === row.ranks ? whole(row.ranks) : `${row.joined_ranks} of ${row.ranks}`, number(row.rounds_per_second),
+      ranks(row), number(row.rounds_per_second),
       ratio(row.imbalance_before), ratio(row.imbalance_after), ratio(row.bound), percent(row.moved_share), seconds(row.wait_seconds), number(row.saved_gpu_hours),
     ];
     values.forEach((value, at) => say(element.children[at + 2], value));

@@ -17,14 +17,14 @@ const DELAYS = { loading: "loads data too slowly", network: "gets its samples la
 /** In what a rank is slower than the others, by how much and since when; empty: in nothing. */
 function slowly(row) {
   const said = [];
-  if (row.speed < 1) said.push(`computes at ${percent(row.speed)} of the median rank's speed since round ${whole(row.since)}, and gets less work`);
+  if (row.speed < 1) said.push(`computes at ${percent(row.speed)}${row.atFloor ? " or less" : ""} of the median rank's speed since round ${whole(row.since)}, and gets less work`);
   if (row.delay) said.push(`${DELAYS[row.delay] ?? row.delay} since round ${whole(row.delaySince)}, by ${percent(row.delayShare)} of the median rank's computing time`);
   return said.join("; ");
 }
 
 /** Draws the ranks of a round into bars that stay the same elements. */
 export function drawRanks(node, text, ranks, leftOut) {
-  const rows = ranks.rank.map((rank, at) => ({ rank, node: ranks.node[at], before: ranks.load_before[at], after: ranks.load_after[at], late: ranks.late_seconds[at], missed: ranks.missed[at], speed: ranks.speed?.[at] ?? 1, since: ranks.slow_since?.[at], delay: ranks.delay?.[at], delayShare: ranks.delay_share?.[at] ?? 0, delaySince: ranks.delay_since?.[at] }));
+  const rows = ranks.rank.map((rank, at) => ({ rank, node: ranks.node[at], before: ranks.load_before[at], after: ranks.load_after[at], late: ranks.late_seconds[at], missed: ranks.missed[at], speed: ranks.speed?.[at] ?? 1, atFloor: ranks.speed_at_floor?.[at] ?? false, since: ranks.slow_since?.[at], delay: ranks.delay?.[at], delayShare: ranks.delay_share?.[at] ?? 0, delaySince: ranks.delay_since?.[at] }));
   const loads = rows.map((row) => row.after).filter(known);
   const mean = loads.reduce((sum, load) => sum + load, 0) / Math.max(1, loads.length);
   const most = Math.max(1e-12, ...rows.flatMap((row) => [row.before ?? 0, row.after ?? 0]));

@@ -181,9 +181,10 @@ class WorkerPool:
             detail = f"no worker was free for {now - task.asked_at:.2g} s; {available:.2g} s are too few for the search"
             return self._refuse(Reason.QUEUED, detail)
         self._estimator.refused(task.session)
+        remedy = "a smaller window" if size.window > 1 else "a longer timeout, or larger memory_caps if there are any"
         detail = (
             f"{size.samples} samples of {size.ranks} ranks in {size.window} batch(es) take longer to plan than the "
-            f"{available:.2g} s that there are; use a smaller window"
+            f"{available:.2g} s that there are; use {remedy}"
         )
         return self._refuse(Reason.TOO_COSTLY, detail)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 import time
@@ -10,18 +11,23 @@ import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import grpc
 import pytest
 import trustme
 import yaml
 
 from benchmarks.harness.authorities import write_certificate
 from benchmarks.harness.balancer_process import running_balancer
+from evenkeel.protocol import balancer_pb2 as pb
+from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.balancer.site import BalancerSite
 from services.operations.http import Request
 from services.security.tokens import hash_token
 from services.security.transport import Transport
+from tests.services.balancer.samples import join_message
 from tests.services.balancer.watched import GAP, SAMPLES, WatchedJob
 
 RANKS, LATE = 4, 2
@@ -110,6 +116,38 @@ def test_a_running_job_is_told_with_its_ranks_samples_and_gaps(url: str) -> None
     heavy = document["heaviest"]["samples"]
     assert [one["cost"] for one in heavy] == sorted((one["cost"] for one in heavy), reverse=True)
     assert len(heavy) == 10
+
+
+def test_ranks_that_have_not_come_and_those_that_have_gone_are_told_apart_by_name(tmp_path: Path) -> None:
+    port = tmp_path / "port"
+    with (
+        contextlib.ExitStack() as streams,
+        running_balancer("--metrics-port", "0", "--metrics-port-file", str(port)) as balancer,
+    ):
+        stub = pb_grpc.BalancerServiceStub(streams.enter_context(grpc.insecure_channel(balancer.address)))
+        outboxes: list[SimpleQueue[pb.BalanceRequest | None]] = []
+
+        def join(rank: int) -> Any:
+            outboxes.append(outbox := SimpleQueue())
+            outbox.put(pb.BalanceRequest(join=join_message(rank, world_size=3)))
+            call = stub.Balance(iter(outbox.get, None))
+            assert next(call).WhichOneof("response") == "joined"
+            return call
+
+        def states() -> list[tuple[str, list[int]]]:
+            _, overview = get(f"http://127.0.0.1:{port.read_text().strip()}/v1/sessions")
+            return [(row["state"], row["missing_ranks"]) for row in overview["sessions"]]
+
+        calls = [join(0), join(2)]
+        assert states() == [("joining", [1])]
+        calls.append(join(1))
+        assert states() == [("starting", [])]
+        calls[1].cancel()  # as when its process is killed
+        assert until(states, lambda found: found != [("starting", [])]) == [("missing ranks", [2])]
+        calls.append(join(2))
+        assert states() == [("starting", [])]
+        for outbox in outboxes:
+            outbox.put(None)
 
 
 def test_events_are_whole_first_and_then_go_on_where_they_were(url: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evenkeel.partitioning.delays import Cause, Delay
-from evenkeel.partitioning.speeds import LearnedSpeeds, Straggler
+from evenkeel.partitioning.speeds import LOWEST, LearnedSpeeds, Straggler
 from services.balancer.effects import SessionId
 from services.balancer.history import COLUMNS, History
 from services.balancer.limits import Limits
@@ -61,3 +61,12 @@ def test_of_many_ranks_as_many_are_told_those_of_whom_most_is_to_be_said_among_t
     assert columns["rank"] == sorted(columns["rank"])
     for most in (range(200, 220), range(580, 600), range(780, 800), range(980, 1000), range(20)):
         assert set(most) <= set(columns["rank"])
+
+
+def test_a_speed_at_the_floor_is_told_so() -> None:
+    session = Session(0.0, SessionId(KEY, "run", 0), terms(3), Limits())
+    slow = (Straggler(rank=1, speed=LOWEST, since=5), Straggler(rank=2, speed=0.5, since=5))
+    session.statistics.last_learned = LearnedSpeeds(stragglers=slow)
+    columns, _ = _ranks(session, History(3), None)
+    assert columns["speed"] == [1.0, LOWEST, 0.5]
+    assert columns["speed_at_floor"] == [False, True, False]

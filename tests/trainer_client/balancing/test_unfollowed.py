@@ -120,6 +120,17 @@ def test_a_job_of_which_no_round_is_followed_saves_nothing(served: Served) -> No
     assert (row["state"], row["rounds_balanced"], row["saved_gpu_hours"], row["imbalance_after"]) == (
         "falling back", 0, 0.0, None,
     )  # fmt: skip
+    assert row["lost_gpu_hours"] is None  # nobody knows the loads
+
+
+def test_what_a_job_loses_that_cannot_be_balanced_is_known(served: Served) -> None:
+    options = {"memory_caps": [1e9, 1.0, 1e9]}
+    results = run_ranks(RANKS, train, served.balancer.address, served.url, "caps", range(0), options)
+    assert {reason for result in results for _, _, reason in result["outcomes"]} <= {"service_identity", "undecided"}
+    seen = results[0]["seen"]["session"]
+    assert (seen["rounds_balanced"], seen["saved_gpu_hours"]) == (0, 0.0)
+    assert seen["lost_gpu_hours"] > 0
+    assert sum(seen["rounds_identity"].values()) <= STEPS  # the end of the loop is none
 
 
 def test_a_round_of_which_a_rank_lost_the_answer_is_not_counted_as_followed(served: Served) -> None:

@@ -80,7 +80,7 @@ def test_one_job_is_shown_with_rounds_and_ranks_and_saved(balancer: ServiceProce
     assert "state=balanced" in one.stdout
     assert all("(rank 2 on gpu01: loading +50%" in line for line in one.stdout.splitlines())
     (watched,) = json.loads(looked.stdout)
-    assert watched["slow_ranks"] == [{"rank": 2, "node": "gpu01", "cause": "loading", "share": 0.5}]
+    assert watched["slow_ranks"] == [{"rank": 2, "node": "gpu01", "cause": "loading", "share": 0.5, "or_more": False}]
     assert "rank 2" not in every.stdout
     assert everything["jobs"] == []
     assert "a-slow-one" in [session["job"] for session in everything["sessions"]]
@@ -161,6 +161,8 @@ def test_the_slowest_ranks_are_named_in_a_line() -> None:
     (line,) = lines([row(slow_ranks=slow, reasons={"deadline": 3})], False, [], datetime(2030, 1, 1))
     named = r"rank 0 on a\nb: loop +238%, rank 1: computing 0.50×, rank 3: computing 0.80×, rank 4: computing 0.80×"
     assert line.endswith(f"({named}, 2 more ranks, deadline 3)")
+    floor = {"rank": [0, 1], "node": [None] * 2, "speed": [1.0, 0.3], "speed_at_floor": [False, True]}
+    assert [str(one) for one in slow_ranks({"ranks": floor})] == ["computing ≤0.30×"]
 
 
 def row(**changes: Any) -> Row:
