@@ -8,7 +8,7 @@ import numpy.typing as npt
 from evenkeel.placement.combinations import enumerate_combinations
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.layers import SLACK
-from evenkeel.placement.layouts import ROW_WISE, Layout, Scope, rank_share, sequence_widths
+from evenkeel.placement.layouts import ROW_WISE, Layout, Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Table
 from evenkeel.placement.options import PAGE, TableOptions, allowed_modes, ratio_grid, table_layouts, table_options
@@ -28,7 +28,7 @@ _COARSE = ((30, 40), (150, 20), (np.inf, 10))
 def build_problem(
     request: PlanRequest, grid: FloatArray | None = None, *, watch: Watch | None = None
 ) -> PlacementProblem:
-    """The optimisation problem of `request`.
+    """The optimisation problem of `request`, whose sequence tables are cut each at a width of its own: see `cases`.
 
     Raises:
         InvalidInputError: If the modes or the ratio of a table leave it no placement, if those of tables that fuse
@@ -39,9 +39,7 @@ def build_problem(
         grid = ratio_grid(len(request.tables), request.solver.ratio_steps)
     by_key: dict[object, list[int]] = {}
     widest: dict[object, int] = {}
-    widths = sequence_widths(request.tables, request.topology)
-    share = rank_share(request.tables, request.topology)
-    choices = [table_layouts(request, table, widths.get(table.group, 0), share) for table in request.tables]
+    choices = [table_layouts(request, table) for table in request.tables]
     for index, table in enumerate(request.tables):
         for layout in choices[index]:
             if Mode.CACHING in allowed_modes(request, table, layout) and table.ratio not in (0, 1):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
 from evenkeel.placement.model import Sharding, Table, Topology
 
-_NARROWEST = 32
-"""Elements of the narrowest column shard of tables that are not the largest by far: below, a row is read no faster."""
 WIDTH_UNIT = 4
 """Elements that the width of every table and shard is a multiple of in FBGEMM, but for those that are replicated."""
 
@@ -84,16 +80,10 @@ class Shard:
 ROW_WISE = Layout(Sharding.ROW_WISE)
 
 
-def layouts(table: Table, topology: Topology, width: int = 0, share: float = math.inf) -> tuple[Layout, ...]:
+def layouts(table: Table, topology: Topology) -> tuple[Layout, ...]:
     """All ways to spread `table` that it leaves to choose from, in the order that it names them.
 
     TorchRec spreads only pooled tables over the ranks of one host; where there is but one, that is row-wise.
-
-    Args:
-        table: The table.
-        topology: The machines.
-        width: The one width of the column shards of its collection, where its rows are not pooled; 0 for any.
-        share: `rank_share` of all tables.
     """
     found: list[Layout] = []
     one_host = topology.ranks == topology.local_ranks
@@ -107,59 +97,15 @@ def layouts(table: Table, topology: Topology, width: int = 0, share: float = mat
         elif table.column_shards:
             found.append(Layout(sharding, table.column_shards))
         else:
-            cuts = _cuts(table, Layout(sharding).places(topology), share)
-            if width and not table.pooled:
-                cuts = [pieces for pieces in cuts if table.dim == width * pieces]
-            found += [Layout(sharding, pieces) for pieces in cuts]
-            if whole not in table.shardings and (table.pooled or width in (0, table.dim)):
+            found += [Layout(sharding, pieces) for pieces in cuts(table, Layout(sharding).places(topology))]
+            if whole not in table.shardings:
                 found.append(Layout(sharding))
-    if not found:  # Of column shards only, and none of the width of its collection: applying the plan says so.
-        found.append(Layout(Sharding.COLUMN_WISE))
     return tuple(dict.fromkeys(found))
 
 
-def sequence_widths(tables: Sequence[Table], topology: Topology) -> Mapping[str, int]:
-    """The width of the column shards of each collection of tables that are not pooled, by the name of the group.
-
-    TorchRec exchanges the column shards of such a collection as rows of one width. It is the one that a table is given,
-    else the largest at which a shard of the collection's largest table is no larger than the share of a rank in all
-    tables. Budgets play no part: more memory must leave every choice that there was.
-    """
-    found: dict[str, int] = {}
-    largest: dict[str, Table] = {}
-    for table in tables:
-        if table.pooled or Sharding.COLUMN_WISE not in table.shardings:
-            continue
-        if table.column_shards:
-            found.setdefault(table.group, table.dim // table.column_shards)
-        else:
-            largest[table.group] = max(largest.get(table.group, table), table, key=_weight_bytes)
-    share = rank_share(tables, topology)
-    for group, table in largest.items():
-        cuts = _cuts(table, topology.ranks, share) or [1]
-        fit = [pieces for pieces in cuts if _weight_bytes(table) <= share * pieces]
-        found.setdefault(group, table.dim // (fit[0] if fit else cuts[-1]))
-    return found
-
-
-def _weight_bytes(table: Table) -> int:
-    return table.rows * table.dim * table.value_bytes
-
-
-def rank_share(tables: Iterable[Table], topology: Topology) -> float:
-    """Bytes of the weights of all tables, by rank."""
-    return sum(map(_weight_bytes, tables)) / topology.ranks
-
-
-def _cuts(table: Table, places: int, share: float) -> list[int]:
-    """Numbers of pieces, no more than places, that TorchRec cuts a width into.
-
-    They are narrower than `_NARROWEST` only where the next larger ones would be more than a rank's share of all tables:
-    such a table may fit no other way. As for `sequence_widths`, budgets play no part.
-    """
-    cuts = [pieces for pieces in _divisors(table.dim // WIDTH_UNIT) if 1 < pieces <= places]
-    larger, weight = [1, *cuts], _weight_bytes(table)
-    return [n for n, last in zip(cuts, larger, strict=False) if table.dim // n >= _NARROWEST or weight > share * last]
+def cuts(table: Table, places: int) -> list[int]:
+    """Numbers of pieces, two or more and no more than places, that FBGEMM takes a width in."""
+    return [pieces for pieces in _divisors(table.dim // WIDTH_UNIT) if 1 < pieces <= places]
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,14 +59,11 @@ def ratio_grid(num_tables: int, steps: int = 0) -> FloatArray:
     return np.concatenate([small[small < 1 / max(steps, 1)], even]) if steps > 1 else small
 
 
-def table_layouts(request: PlanRequest, table: Table, width: int = 0, share: float = math.inf) -> tuple[Layout, ...]:
-    """The layouts to choose from; with DynamicEmb row-wise, the only one that it has, where that is among them.
-
-    `width` is that of the column shards of its collection, `share` that of a rank in all tables; see `layouts`.
-    """
+def table_layouts(request: PlanRequest, table: Table) -> tuple[Layout, ...]:
+    """The layouts to choose from; with DynamicEmb row-wise, the only one that it has, where that is among them."""
     if request.runtime is Runtime.DYNAMICEMB and Sharding.ROW_WISE in table.shardings:
         return (ROW_WISE,)
-    return layouts(table, request.topology, width, share)
+    return layouts(table, request.topology)
 
 
 def allowed_modes(request: PlanRequest, table: Table, layout: Layout | None = None) -> tuple[Mode, ...]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from evenkeel.placement.annealing import Annealing
 from evenkeel.placement.assigning import Places, assign, columns_of_table
-from evenkeel.placement.incumbent import Incumbent, Modules, Placed, can_be_placed
+from evenkeel.placement.incumbent import Incumbent, Modules, Placed
 from evenkeel.placement.layouts import Scope
 from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.patterns import Patterns
@@ -57,8 +57,12 @@ _SOME, _FEW = 12, 3
 _ROUGH = 1e-4
 
 
-def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Limits) -> tuple[Placed | None, Solution]:
+def solve_and_place(
+    request: PlanRequest, problem: PlacementProblem, limits: Limits, over: float = math.inf
+) -> tuple[Placed | None, Solution]:
     """Solve, then find ranks for shards that are not on all of them, and options that suit both.
+
+    `over` is the time of a placement that is known: where none can be faster, none is looked for.
 
     Returns:
         The placement, `None` where none was found, and the solution whose bound no placement is below.
@@ -66,7 +70,7 @@ def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Lim
     watch = Watch(limits)
     search = _Search(request, problem, watch)
     first = solve(problem, limits.within(_SHARE * watch.left()) if search.movable else limits)
-    if first.modules is None:
+    if first.modules is None or first.bound >= over:
         return None, first
     search.prices = first.prices
     search.place(first.modules)
@@ -74,16 +78,6 @@ def solve_and_place(request: PlanRequest, problem: PlacementProblem, limits: Lim
         return search.best, first
     solution = search.run(replace(first, bound=max(first.bound, search.least_shard())), limits)
     return search.best, replace(solution, proved=solution.proved or search.has(search.enough(solution)))
-
-
-def fastest(request: PlanRequest, problem: PlacementProblem, limits: Limits) -> Solution:
-    """The best choice found, at the time of its slowest rank; ranks themselves are searched only where they differ."""
-    if not can_be_placed(problem):
-        return solve(problem, limits)
-    placed, solution = solve_and_place(request, problem, limits)
-    if placed is None:
-        return replace(solution, modules=None, cost=np.inf)
-    return replace(solution, modules=placed.modules, cost=placed.seconds, bound=min(solution.bound, placed.seconds))
 
 
 def rate(request: PlanRequest, problem: PlacementProblem, modules: Modules, places: Places) -> Placed:

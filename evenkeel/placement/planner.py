@@ -10,15 +10,15 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.building import budgets, build_problem, whole_shards, without_rank
+from evenkeel.placement.building import budgets, whole_shards
+from evenkeel.placement.cases import cases, search
 from evenkeel.placement.incumbent import Placed
 from evenkeel.placement.joint import solve_joint
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.model import Mode, Runtime, Table
 from evenkeel.placement.options import rank_load
-from evenkeel.placement.placement_problem import UNIT, Group, PlacementProblem, Solution
-from evenkeel.placement.placing import solve_and_place
+from evenkeel.placement.placement_problem import UNIT, Group, PlacementProblem
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Split, Status
 from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.shortage import explain_shortage
@@ -62,13 +62,12 @@ def plan(
         gap=request.solver.gap, time_limit_s=request.solver.time_limit_s, should_stop=should_stop, clock=clock
     )
     watch = Watch(limits)
-    problem = build_problem(request, watch=watch)
-    placed, solution = None, Solution(None, np.inf, np.inf, True, np.zeros(2))
-    if not without_rank(request, problem):
-        placed, solution = solve_and_place(request, problem, limits.within(_SEARCH_SHARE * watch.left()))
+    all_cases = cases(request, watch=watch)
+    case, placed, solution = search(all_cases, limits.within(_SEARCH_SHARE * watch.left()))
+    request, problem = case.request, case.problem
     limits = limits.within(max(_MOMENT_S, watch.left()))
     if placed is None:
-        shortage = explain_shortage(request, problem, limits) if solution.proved else None
+        shortage = explain_shortage(all_cases, limits) if solution.proved else None
         status = Status.INFEASIBLE if solution.proved else Status.UNKNOWN
         empty = _budgets(request, np.zeros(2), np.zeros(2))
         return Plan(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from evenkeel.placement.building import budgets, build_problem, without_rank
+from evenkeel.placement.cases import Case
 from evenkeel.placement.incumbent import can_be_placed, heaviest_use
 from evenkeel.placement.layers import SLACK
 from evenkeel.placement.layouts import Scope
@@ -37,23 +39,30 @@ class _Need:
     enough: float
 
 
-def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Limits) -> Shortage:
-    """What keeps every plan from fitting, and the least that would change it."""
+def explain_shortage(cases: Sequence[Case], limits: Limits) -> Shortage:
+    """What keeps every plan of all cases of a request from fitting, and the least that would change it."""
     watch = Watch(limits)
     exact = replace(limits, gap=_GAP)
-    lifted = _lifted(request, problem, (0, 1)).with_budget(np.inf, np.inf)
+    request, problem = cases[0].request, cases[0].problem
     # With both budgets lifted the least use of one is the sum of the groups', and takes no search.
-    alone = [solve(lifted.minimising(resource), exact.within(max(0.1, watch.left() / 8))) for resource in (0, 1)]
+    roomy = [_lifted(case.request, case.problem, (0, 1)).with_budget(np.inf, np.inf) for case in cases]
+    least_of = [
+        [solve(lifted.minimising(b), exact.within(max(0.1, watch.left() / 8 / len(cases)))) for lifted in roomy]
+        for b in (0, 1)
+    ]
+    frugal = [min(range(len(cases)), key=lambda number: own[number].bound) for own in least_of]
+    alone = [own[number] for own, number in zip(least_of, frugal, strict=True)]
     needs_more = [alone[b].bound > problem.budget[b] for b in range(2)]
     binding = ("hbm" if needs_more[0] else "host") if needs_more[0] != needs_more[1] else "both"
-    needs = [_need(request, problem, 0, exact, watch.part(0.5)), _need(request, problem, 1, exact, watch.part(1.0))]
+    needs = [_least_need(cases, 0, exact, watch.part(0.5)), _least_need(cases, 1, exact, watch.part(1.0))]
     enough = [_size(request, resource, need.enough) for resource, need in enumerate(needs)]
     least = [_size(request, resource, need.least) for resource, need in enumerate(needs)]
     now = (request.topology.hbm_bytes, request.topology.host_bytes or 0)
     short = [None if value is None else max(0, value - have) for value, have in zip(enough, now, strict=True)]
     resource = 1 if binding == "host" else 0
-    tables = _largest(request, lifted, alone[resource], resource)
-    homeless = without_rank(request, problem)
+    tables = _largest(request, roomy[frugal[resource]], alone[resource], resource)
+    nowhere = [without_rank(case.request, case.problem) for case in cases]
+    homeless = [index for index in nowhere[0] if all(index in others for others in nowhere)]
     if homeless:
         names = [request.tables[index].name for index in homeless]
         tables = (*names, *(name for name in tables if name not in names))
@@ -68,6 +77,15 @@ def explain_shortage(request: PlanRequest, problem: PlacementProblem, limits: Li
         tables=tables[: max(5, len(homeless))],
         explanation=_explain(request, binding, enough, least, tables, homeless=tables[: len(homeless)]),
     )
+
+
+def _least_need(cases: Sequence[Case], resource: int, limits: Limits, watch: Watch) -> _Need:
+    """What the case needs that needs least."""
+    needs = [
+        _need(case.request, case.problem, resource, limits, watch.part(1 / (len(cases) - number)))
+        for number, case in enumerate(cases)
+    ]
+    return _Need(min(need.least for need in needs), min(need.enough for need in needs))
 
 
 def _need(request: PlanRequest, problem: PlacementProblem, resource: int, limits: Limits, watch: Watch) -> _Need:

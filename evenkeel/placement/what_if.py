@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenkeel.placement.building import budgets, build_problem
+from evenkeel.placement.building import budgets
+from evenkeel.placement.cases import Case, cases, fastest
 from evenkeel.placement.incumbent import heaviest_use
 from evenkeel.placement.invalid_input import require
 from evenkeel.placement.limits import Limits, Watch
 from evenkeel.placement.options import ratio_grid
-from evenkeel.placement.placement_problem import PlacementProblem
-from evenkeel.placement.placing import fastest
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest, with_time
@@ -109,21 +108,20 @@ def what_if(
         require(0 <= size <= 2**53, f"hbm_bytes[{index}]", size, "is no HBM size", "give a number of bytes")
     watch = Watch(Limits(time_limit_s=request.solver.time_limit_s, should_stop=should_stop))
     base = plan(with_time(request, _SHARE * watch.left()), split=False, should_stop=should_stop)
-    problem = build_problem(request)
     # A curve needs no fine grid, but the ratios of the plan itself, so that it passes through it.
     own = [p.ratio for p in base.placements if 0 < p.ratio < 1]
     steps = min(_CURVE_STEPS, request.solver.ratio_steps or _CURVE_STEPS)
     roomy = replace(request, topology=replace(request.topology, hbm_bytes=_LARGEST, host_bytes=None))
     grid = np.unique(np.concatenate([ratio_grid(len(request.tables), steps), own]))
     # Shards that no rank holds today may be held by larger ones.
-    coarse = build_problem(roomy if request.topology.hbm_bytes else request, grid).with_budget(
-        *map(float, problem.budget)
-    )
+    budget = budgets(request)
+    asked_at = roomy if request.topology.hbm_bytes else request
+    coarse = [case.given(lambda problem: problem.with_budget(*map(float, budget))) for case in cases(asked_at, grid)]
     limits = Limits(gap=max(_CURVE_GAP, request.solver.gap), exact_tables=0, should_stop=should_stop)
     saves: list[float | None] = [None, None]
     if base.seconds is not None:
         for resource in (0, 1):
-            saves[resource] = _next(request, problem, resource, base.seconds, limits.within(_SHARE / 2 * watch.left()))
+            saves[resource] = _next(request, resource, base.seconds, limits.within(_SHARE / 2 * watch.left()))
     moment = limits.within(_SHARE / 2 * watch.left())
     now = (request.topology.hbm_bytes, request.topology.host_bytes)
     asked = [(size, now[1]) for size in sorted(set(hbm_bytes or _hbm_sizes(request, coarse, moment, points)))]
@@ -145,38 +143,43 @@ def what_if(
     )
 
 
-def _hbm_sizes(request: PlanRequest, problem: PlacementProblem, limits: Limits, points: int) -> tuple[int, ...]:
+def _hbm_sizes(request: PlanRequest, cases: Sequence[Case], limits: Limits, points: int) -> tuple[int, ...]:
     """HBM sizes between the least that works and the most that tables can take, more of them where they are small."""
     if not request.tables or not points or request.topology.hbm_bytes == 0:
         return (request.topology.hbm_bytes,) if points else ()
-    found = fastest(request, problem.minimising(0), limits)
+    found = fastest([case.given(lambda problem: problem.minimising(0)) for case in cases], limits)
     if found.modules is None:
         return ()
     least = found.cost
-    most = sum(float(np.where(np.isfinite(g.time), g.hbm, 0.0).max(axis=1).sum()) for g in problem.groups)
-    units = np.geomspace(max(least, 1.0), max(most, heaviest_use(request, problem, 0), least, 1.0), points)
+    groups = [[np.where(np.isfinite(g.time), g.hbm, 0.0) for g in case.problem.groups] for case in cases]
+    most = max(sum(float(hbm.max(axis=1).sum()) for hbm in own) for own in groups)
+    heaviest = max(heaviest_use(request, case.problem, 0) for case in cases)
+    units = np.geomspace(max(least, 1.0), max(most, heaviest, least, 1.0), points)
     return tuple(smallest_hbm_bytes(request, math.ceil(unit)) for unit in units)
 
 
-def _host_sizes(request: PlanRequest, problem: PlacementProblem, limits: Limits, points: int) -> tuple[int, ...]:
+def _host_sizes(request: PlanRequest, cases: Sequence[Case], limits: Limits, points: int) -> tuple[int, ...]:
     """Sizes of a host's memory between the least that works and what the best plan without a limit takes."""
     if not request.tables or not points:
         return ()
-    least = solve(problem.minimising(1), limits)
-    best = solve(problem.with_budget(float(problem.budget[0]), np.inf), limits)
-    if least.modules is None or best.modules is None:
+    least, most = np.inf, 0.0
+    for problem in (case.problem for case in cases):
+        fewest = solve(problem.minimising(1), limits)
+        best = solve(problem.with_budget(float(problem.budget[0]), np.inf), limits)
+        if fewest.modules is not None and best.modules is not None:
+            least, most = min(least, fewest.cost), max(most, float(usage(problem, best.modules)[1]))
+    if not np.isfinite(least):
         return ()
-    most = float(usage(problem, best.modules)[1])
-    units = np.linspace(least.cost, max(most, least.cost), points)
+    units = np.linspace(least, max(most, least), points)
     return tuple(sorted({smallest_host_bytes(request, math.ceil(unit)) for unit in units}))
 
 
 def _point(
-    request: PlanRequest, problem: PlacementProblem, hbm_bytes: int, host_bytes: int | None, limits: Limits
+    request: PlanRequest, cases: Sequence[Case], hbm_bytes: int, host_bytes: int | None, limits: Limits
 ) -> CurvePoint:
     topology = replace(request.topology, hbm_bytes=hbm_bytes, host_bytes=host_bytes)
-    sized = replace(request, topology=topology)
-    found = fastest(sized, problem.with_budget(*map(float, budgets(sized))), limits)
+    budget = budgets(replace(request, topology=topology))
+    found = fastest([case.given(lambda problem: problem.with_budget(*map(float, budget))) for case in cases], limits)
     if found.modules is None:
         return CurvePoint(hbm_bytes=hbm_bytes, host_bytes=host_bytes, seconds=None, bound_seconds=None)
     return CurvePoint(hbm_bytes=hbm_bytes, host_bytes=host_bytes, seconds=found.cost, bound_seconds=found.bound)
@@ -192,13 +195,14 @@ def _monotone(curve: list[CurvePoint]) -> tuple[CurvePoint, ...]:
     return tuple(result)
 
 
-def _next(
-    request: PlanRequest, problem: PlacementProblem, resource: int, seconds: float, limits: Limits
-) -> float | None:
-    if not np.isfinite(problem.budget[resource]):
+def _next(request: PlanRequest, resource: int, seconds: float, limits: Limits) -> float | None:
+    budget = budgets(request)
+    if not np.isfinite(budget[resource]):
         return None
-    budget = problem.budget.copy()
-    budget[resource] += _GIB_UNITS
-    exact = replace(limits, gap=1e-4, exact_tables=50)
-    found = fastest(request, problem.with_budget(float(budget[0]), float(budget[1])), exact)
+    topology, more = request.topology, float(budget[resource] + _GIB_UNITS)
+    if resource:
+        topology = replace(topology, host_bytes=smallest_host_bytes(request, more))
+    elif topology.hbm_bytes:
+        topology = replace(topology, hbm_bytes=smallest_hbm_bytes(request, more))
+    found = fastest(cases(replace(request, topology=topology)), replace(limits, gap=1e-4, exact_tables=50))
     return max(0.0, seconds - found.cost) if found.modules is not None else 0.0

@@ -4,7 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from evenkeel.placement import Sharding, SolverOptions, plan, what_if
+from evenkeel.placement import (
+    Optimizer,
+    PlanRequest,
+    Runtime,
+    Sharding,
+    SolverOptions,
+    Step,
+    Table,
+    Topology,
+    Zipf,
+    plan,
+    what_if,
+)
 from tests.evenkeel.placement.instances import random_tables, request
 
 
@@ -56,3 +68,26 @@ def test_a_curve_of_tables_on_single_ranks_is_one_of_plans() -> None:
     assert answer.plan.seconds is not None
     assert answer.next_hbm_gib_saves_seconds is not None
     assert answer.next_hbm_gib_saves_seconds <= answer.plan.seconds - own.bound_seconds + 1e-9
+
+
+@pytest.mark.parametrize("sharding", [Sharding.ROW_WISE, Sharding.TABLE_WISE])
+def test_the_next_gib_saves_what_planning_again_with_it_saves(sharding: Sharding) -> None:
+    """Also where what it buys fits on no rank today."""
+    table = Table(
+        name="t",
+        rows=1_000_000 * (2 if sharding is Sharding.ROW_WISE else 1),
+        dim=256,
+        ids_per_sample=300.0,
+        access=Zipf(exponent=0.0),
+        sharding=sharding,
+        optimizer=Optimizer.SGD,
+    )
+    least = int(2.7 * 2**30)
+    topology = Topology(ranks=2, hbm_bytes=least)
+    asked = PlanRequest(tables=(table,), topology=topology, runtime=Runtime.TORCHREC, step=Step(samples_per_rank=64))
+    more = replace(asked, topology=replace(topology, hbm_bytes=least + 2**30))
+    now, then = plan(asked, split=False).seconds, plan(more, split=False).seconds
+    assert now is not None
+    assert then is not None
+    assert then < 0.6 * now
+    assert what_if(asked, points=0).next_hbm_gib_saves_seconds == pytest.approx(now - then)

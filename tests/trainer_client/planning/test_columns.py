@@ -37,7 +37,7 @@ def _made(dim: int, width: int) -> list[int]:
 def test_every_cut_that_torchrec_makes_is_tried_and_no_other(dim: int) -> None:
     table = Table(name="t", rows=5, dim=dim, pooled=True, sharding=Sharding.COLUMN_WISE)
     ranks = 64
-    tried = {layout.pieces for layout in layouts(table, Topology(ranks=ranks, hbm_bytes=0), share=0.0)}
+    tried = {layout.pieces for layout in layouts(table, Topology(ranks=ranks, hbm_bytes=0))}
     for pieces in tried:
         assert _made(dim, dim // pieces) == [dim // pieces] * pieces
     possible = {len(_made(dim, width)) for width in range(1, dim + 1)}
