@@ -41,7 +41,8 @@ class Placement:
         seconds: Its part of a step, the module's fixed time not included.
         unique_keys: Unique keys of a step on one rank.
         miss_rate: Fraction of those that are not in HBM.
-        seconds_per_gib: Time that its best use of more HBM would save, per GiB; 0 where none helps.
+        seconds_per_gib: Time that its best use of more HBM would save on a rank that holds it, per GiB; 0 where none
+            helps.
     """
 
     table: str
@@ -82,12 +83,13 @@ class FusedModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A resource: what there is, what the plan takes, and what one more GiB would save.
+    """A resource: what there is, what the plan takes, and its price.
 
     Attributes:
         limit_bytes: What tables may use; `None` where there is no limit.
         used_bytes: What the plan uses.
-        seconds_per_gib: Shadow price: time of a step that another GiB saves, at the optimum of the relaxation.
+        seconds_per_gib: Shadow price: time of a step that a little more of it would save, by the GiB, if placements
+            could be mixed. A whole GiB may save more or less: `WhatIf` has what it saves by planning again.
     """
 
     limit_bytes: int | None

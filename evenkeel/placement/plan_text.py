@@ -80,7 +80,7 @@ def _plan_parts(plan: Plan) -> Iterable[RenderableType]:
     room = f" beside {plan.workspace_bytes / _GIB:.2f} GiB of workspace" if plan.workspace_bytes else ""
     for name, budget, beside in (("HBM of the fullest rank", plan.hbm, room), ("memory of a host", plan.host, "")):
         limit = "no limit" if budget.limit_bytes is None else f"{budget.limit_bytes / _GIB:.2f} GiB"
-        price = f", another GiB is worth {budget.seconds_per_gib * 1e3:.3g} ms a step" if budget.seconds_per_gib else ""
+        price = f", priced at {budget.seconds_per_gib * 1e3:.3g} ms a GiB" if budget.seconds_per_gib else ""
         yield Text(f"{name}: {budget.used_bytes / _GIB:.2f} GiB of {limit}{beside}{price}")
     if plan.split is not None and plan.split.saves_seconds > _WORTH * plan.seconds:
         count, saved = len(plan.split.modules), plan.split.saves_seconds * 1e3

@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.building import budgets, whole_shards
+from evenkeel.placement.building import budgets, build_problem, whole_shards
 from evenkeel.placement.cases import cases, search
-from evenkeel.placement.incumbent import Placed
+from evenkeel.placement.incumbent import Placed, can_be_placed
 from evenkeel.placement.joint import solve_joint
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.limits import Limits, Watch
-from evenkeel.placement.model import Mode, Runtime, Table
+from evenkeel.placement.model import MAX_BYTES, Mode, Runtime, Table
 from evenkeel.placement.options import rank_load
 from evenkeel.placement.placement_problem import UNIT, Group, PlacementProblem
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Split, Status
@@ -163,14 +163,11 @@ def _placements(
     request: PlanRequest, problem: PlacementProblem, placed: Placed, names: Openings
 ) -> tuple[Placement, ...]:
     found: dict[int, Placement] = {}
+    worth = _worth_of_hbm(request, problem, placed.modules)
     for index, (group, chosen) in enumerate(zip(problem.groups, placed.modules, strict=True)):
-        moves = _Moves(group, chosen)
         for row, position in enumerate(group.tables):
             module = int(chosen[row])
             info, table = group.modules[module], request.tables[position]
-            more = (group.hbm[row] - group.hbm[row, module]) / 1024
-            saved = group.time[row, module] - group.time[row] - moves.seconds(module)
-            helps = (more > 0) & (saved > 0)
             seconds, hbm, host = whole_shards(request, info.layout).tolist()
             load = rank_load(request, table, info.layout)
             rows = _cache_rows(request, table, info.layout, info.mode, info.ratio)
@@ -189,9 +186,39 @@ def _placements(
                 seconds=float(group.time[row, module]) * seconds,
                 unique_keys=load.unique,
                 miss_rate=_miss_rate(request, table, info.layout, info.mode, info.ratio, rows),
-                seconds_per_gib=float((saved[helps] / more[helps]).max()) if helps.any() else 0.0,
+                seconds_per_gib=worth[position],
             )
     return tuple(found[position] for position in range(len(request.tables)))
+
+
+def _worth_of_hbm(request: PlanRequest, problem: PlacementProblem, modules: tuple[IntArray, ...]) -> dict[int, float]:
+    """Seconds that each table's best use of more HBM saves on a rank that holds it, by the GiB."""
+    found: dict[int, float] = {}
+    for group, chosen in _with_room(request, problem, modules):
+        scale = np.array([whole_shards(request, module.layout) for module in group.modules]).T
+        moves = _Moves(group, chosen)
+        for row, position in enumerate(group.tables):
+            module, seconds, hbm = int(chosen[row]), group.time[row] * scale[0], group.hbm[row] * scale[1]
+            more = (hbm - hbm[module]) / 1024
+            saved = seconds[module] - seconds - moves.seconds(module)
+            helps = (more > 0) & (saved > 0)
+            found[position] = float((saved[helps] / more[helps]).max()) if helps.any() else 0.0
+    return found
+
+
+def _with_room(
+    request: PlanRequest, problem: PlacementProblem, modules: tuple[IntArray, ...]
+) -> list[tuple[Group, IntArray]]:
+    """The groups, with what they chose, beside all that larger ranks would have to choose from."""
+    today = list(zip(problem.groups, modules, strict=True))
+    if not can_be_placed(problem) or not request.topology.hbm_bytes:
+        return today
+    larger = replace(request.topology, hbm_bytes=MAX_BYTES)
+    found = []
+    for (group, mine), roomy in zip(today, build_problem(replace(request, topology=larger)).groups, strict=True):
+        column = {module: number for number, module in enumerate(roomy.modules)}
+        found.append((roomy, np.array([column[group.modules[module]] for module in mine.tolist()], dtype=np.int64)))
+    return found
 
 
 class _Moves:

@@ -27,7 +27,8 @@ class SolverOptions:
 
     Attributes:
         ratio_steps: Ratios tried for CACHING and HYBRID; 0 chooses by the number of tables.
-        gap: Relative gap to prove above 50 tables; up to 50 the optimum on the grid of ratios is proved.
+        gap: Relative gap to prove above 50 tables, and where a table may be on some of the ranks; else the optimum on
+            the grid of ratios is proved.
         time_limit_s: Time after which the best found is returned with its gap.
     """
 

@@ -90,4 +90,7 @@ def test_the_next_gib_saves_what_planning_again_with_it_saves(sharding: Sharding
     assert now is not None
     assert then is not None
     assert then < 0.6 * now
-    assert what_if(asked, points=0).next_hbm_gib_saves_seconds == pytest.approx(now - then)
+    answer = what_if(asked, points=0)
+    assert answer.next_hbm_gib_saves_seconds == pytest.approx(now - then)
+    assert answer.plan.placements[0].seconds_per_gib > 0
+    assert [value.table for value in answer.tables] == ["t"]
