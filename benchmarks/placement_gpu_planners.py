@@ -165,7 +165,7 @@ def all_cached(request: PlanRequest, device: str) -> Planner:
 
 
 def predicted_seconds(request: PlanRequest, placed: Any) -> float | None:
-    """What our model says of a step of anybody's plan; `None` where it says that a cache is too small to run."""
+    """What our model says of a step of anybody's plan; `None` where it knows no such placement."""
     modes = {kernel: mode for mode, kernel in KERNELS.items()}
     where = {name: parameter for parameters in placed.plan.values() for name, parameter in parameters.items()}
     rows = {table.name: table.rows for table in request.tables}

@@ -223,7 +223,8 @@ class Step:
     Attributes:
         samples_per_rank: Samples of a batch on one rank.
         training: Whether there is a backward pass, gradients and optimizer state.
-        prefetch_depth: Batches whose rows a cache must hold at once; 1 without prefetching.
+        prefetch_depth: Batches whose rows a cache must hold at once; 1 without prefetching, where a cache of TorchRec
+            may hold less than one.
     """
 
     samples_per_rank: Annotated[int, Range(1, 10**9)] = 1024

@@ -137,7 +137,7 @@ def table_options(
         buffers = round_up(int(buffer_bytes(costs, load, mode, topology.ranks)) + gradients, PAGE)
         hbm = (footprint.hbm + buffers).astype(np.float64)
         host = footprint.host.astype(np.float64)
-        if mode is Mode.CACHING:
+        if mode is Mode.CACHING and not _spills(request):
             kept = footprint.cache_rows >= load.unique * load.prefetch_depth
             ratios, seconds, hbm, host = ratios[kept], seconds[kept], hbm[kept], host[kept]
         if topology.hbm_bytes == 0:
@@ -146,6 +146,11 @@ def table_options(
     modes = tuple(mode for mode, ratios, _, _, _ in parts for _ in ratios)
     columns = (np.concatenate([part[column] for part in parts]) if parts else np.zeros(0) for column in range(1, 5))
     return TableOptions((layout,) * len(modes), modes, *columns)
+
+
+def _spills(request: PlanRequest) -> bool:
+    """Whether a cache may be smaller than the rows of a step: FBGEMM reads those without a place where they are."""
+    return request.runtime is Runtime.TORCHREC and request.step.prefetch_depth == 1
 
 
 def communication_seconds(request: PlanRequest, table: Table, layout: Layout) -> float:

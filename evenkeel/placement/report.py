@@ -273,9 +273,9 @@ def _parts(request: PlanRequest, table: Table, placed: Placement) -> _Parts:
     prefetch = 0.0
     if cached:
         values = replace(load, uncached_state_bytes=0)
-        rows = np.array([float(placed.cache_rows)])
-        whole = mode_seconds(profile, costs, values, Mode.CACHING, np.array([placed.ratio]), rows)
-        prefetch = float(whole[0]) - seconds(Mode.HBM_ONLY, training=load.training)
+        ratios, rows = np.array([placed.ratio]), np.array([float(placed.cache_rows)])
+        times = [mode_seconds(profile, costs, values, each, ratios, rows)[0] for each in (mode, Mode.CACHING)]
+        prefetch = float(times[1] - times[0])
     communication = communication_seconds(request, table, layout)
     parts = [max(0.0, part) for part in (forward, communication, prefetch)]
     if not load.training or sum(parts) > placed.seconds:

@@ -89,6 +89,14 @@ def host_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) 
     return costs.host_factor * (read + back) + load.narrow * costs.narrow_host_s
 
 
+def _state_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> tuple[float, float]:
+    """Updates of the optimizer state that lies beside the rows and is never cached: in HBM, and in host memory."""
+    if not load.uncached_state_bytes:
+        return 0.0, 0.0
+    in_host = costs.host_factor * costs.host_update * profile.host_row_s(costs, load.uncached_state_bytes)
+    return 2 * load.unique * profile.hbm_row_s(costs, load.uncached_state_bytes), load.unique * in_host
+
+
 def _gathered(load: RankLoad) -> float:
     """Rows that are read in both passes, updates not counted."""
     return load.forward_rows + (load.backward_rows if load.training else 0.0)
@@ -111,27 +119,28 @@ def mode_seconds(
 
     A missed row of a cache with `rho` rows per unique key costs `1 + (contention_rows / rho) ** 2` times that of an
     ample cache: the rows of the step itself may not be evicted, and the fewer others there are the longer a free slot
-    is sought.
+    is sought. Where the cache is smaller than the step's rows, those that find no place in it are read and updated
+    in host memory.
     """
     if load.unique <= 0:
         return np.zeros(len(ratios))
-    in_hbm = hbm_seconds(profile, costs, load)
+    in_hbm, in_host = hbm_seconds(profile, costs, load), host_seconds(profile, costs, load)
+    state_in_hbm, state_in_host = _state_seconds(profile, costs, load)
     if mode is Mode.HBM_ONLY:
-        return np.full(len(ratios), in_hbm)
-    in_host = host_seconds(profile, costs, load)
+        return np.full(len(ratios), in_hbm + state_in_hbm)
     if mode is Mode.HOST_ONLY:
-        return np.full(len(ratios), in_host)
+        return np.full(len(ratios), in_host + state_in_host)
     if mode is Mode.HYBRID:
         hit = costs.hybrid_hit * ratios
         blend: FloatArray = hit * in_hbm + (1 - hit) * in_host
         return blend
     missed = load.unique * load.keys.misses(cache_rows * load.shards)
-    per_unique = cache_rows / (load.unique * load.prefetch_depth)
-    crowding = 1 + (costs.contention_rows / np.maximum(per_unique, 1e-9)) ** 2
-    state = 0.0
-    if load.uncached_state_bytes:
-        state = 2 * costs.host_factor * load.unique * profile.host_row_s(costs, load.uncached_state_bytes)
-    cached: FloatArray = in_hbm + missed * miss_seconds(profile, costs, load) * crowding + state
+    placed = np.minimum(missed, np.maximum(cache_rows - (load.unique - missed), 0.0))
+    left = (missed - placed) / load.unique
+    per_unique = np.maximum(cache_rows / (load.unique * load.prefetch_depth), 1.0)
+    crowding = 1 + (costs.contention_rows / per_unique) ** 2
+    fetched = placed * miss_seconds(profile, costs, load) * crowding
+    cached: FloatArray = (1 - left) * in_hbm + left * in_host + fetched + state_in_host
     return cached
 
 

@@ -1,11 +1,26 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from benchmarks.placement_model import MEASURED, measured_request, measurement, predicted_mib
-from evenkeel.placement import builtin_profile, builtin_profiles
+from evenkeel.placement import (
+    Mode,
+    PlanRequest,
+    Runtime,
+    Step,
+    Table,
+    Topology,
+    Zipf,
+    builtin_profile,
+    builtin_profiles,
+)
 from evenkeel.placement.fitted_costs import fit_costs, predict_seconds
 from evenkeel.placement.hardware import parse_profile, profile_json
+from evenkeel.placement.options import rank_load, ratio_grid, table_options
+from evenkeel.placement.timing import mode_seconds
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +63,49 @@ def test_profiles_survive_json_and_name_their_source() -> None:
         assert parse_profile(profile_json(profile)) == profile
         assert profile.source
         assert profile.date
+
+
+def _asked(exponent: float, dim: int, samples: int) -> tuple[PlanRequest, Table]:
+    table = Table(name="a", rows=200_000, dim=dim, ids_per_sample=8.0, access=Zipf(exponent=exponent), pooled=True)
+    request = PlanRequest(
+        tables=(table,),
+        topology=Topology(ranks=1, hbm_bytes=1 << 40),
+        hardware="h200",
+        runtime=Runtime.TORCHREC,
+        step=Step(samples_per_rank=samples),
+    )
+    return request, table
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.2])
+@pytest.mark.parametrize("dim", [16, 64, 256])
+@pytest.mark.parametrize("samples", [64, 4096, 32_768])
+def test_the_larger_a_cache_the_shorter_a_step_from_none_to_one_of_all_rows(
+    exponent: float, dim: int, samples: int
+) -> None:
+    request, table = _asked(exponent, dim, samples)
+    load, costs = rank_load(request, table), request.profile.costs(request.runtime)
+    ratios = np.linspace(0.0, 1.0, 400)
+    seconds = mode_seconds(request.profile, costs, load, Mode.CACHING, ratios, ratios * table.rows)
+    assert (np.diff(seconds) <= 1e-12).all()
+    in_host = mode_seconds(request.profile, costs, load, Mode.HOST_ONLY, ratios[:1], ratios[:1])[0]
+    assert seconds[0] == pytest.approx(in_host, rel=0.01)
+    assert seconds[0] > 1.5 * seconds[-1]
+
+
+def test_only_caches_that_need_not_hold_a_step_may_be_smaller_than_one() -> None:
+    request, table = _asked(0.8, 64, 4096)
+    unique = rank_load(request, table).unique
+    grid = ratio_grid(1)
+    smallest = {}
+    for name, asked in (
+        ("torchrec", request),
+        ("prefetching", replace(request, step=replace(request.step, prefetch_depth=2))),
+        ("dynamicemb", replace(request, runtime=Runtime.DYNAMICEMB)),
+    ):
+        options = table_options(asked, table, grid)
+        ratios = [r for r, mode in zip(options.ratios, options.modes, strict=True) if mode is Mode.CACHING]
+        smallest[name] = min(ratios) * table.rows
+    assert smallest["torchrec"] < 0.1 * unique
+    assert unique <= smallest["dynamicemb"] < 1.3 * unique
+    assert 2 * unique <= smallest["prefetching"] < 2.3 * unique
