@@ -52,11 +52,18 @@ class TableOptions:
 
 
 def ratio_grid(num_tables: int, steps: int = 0) -> FloatArray:
-    """Ratios in (0, 1), evenly spaced with a few small ones before them."""
-    steps = steps or (100 if num_tables <= 150 else 50)
-    even = np.arange(1, steps) / steps
-    small = np.geomspace(_SMALLEST_RATIO, 1 / steps, 6)[:-1] if steps > 1 else np.array([0.1])
-    return np.concatenate([small[small < 1 / max(steps, 1)], even]) if steps > 1 else small
+    """Ratios in (0, 1), `steps` of them evenly spaced, with small ones before and between the first of them.
+
+    By default 100 for up to 150 tables, and 50 for more; of the small ones each is a sixth above the one before.
+    """
+    count = steps or (100 if num_tables <= 150 else 50)
+    even = np.arange(1, count) / count
+    if not len(even):
+        return np.array([0.1])
+    if steps or num_tables > 150:
+        small = np.geomspace(_SMALLEST_RATIO, even[0], 6)[:-1]
+        return np.concatenate([small[small < even[0]], even])
+    return np.unique(np.concatenate([np.geomspace(_SMALLEST_RATIO, 0.1, 30)[:-1], even]))
 
 
 def table_layouts(request: PlanRequest, table: Table) -> tuple[Layout, ...]:
