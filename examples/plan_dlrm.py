@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Adam
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.datasets.random import RandomRecDataset
 from torchrec.datasets.utils import Batch
@@ -21,6 +22,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from trainer_client.planning import plan_model
 
@@ -61,9 +63,12 @@ def train(model: nn.Module, batches: Iterable[Any], device: torch.device) -> Non
     """Three steps on this rank."""
     planned = plan_model(model, batches)  # the same on all ranks
     parallel = DistributedModelParallel(model, device=device, plan=planned.sharding_plan)
+    dense = Adam(dict(in_backward_optimizer_filter(parallel.named_parameters())).values())  # of all other parameters
     for batch in islice(batches, 3):
+        dense.zero_grad()
         loss, _ = parallel(batch.to(device))
         loss.backward()
+        dense.step()
     if dist.get_rank() == 0:
         for placed in planned.plan.placements:
             print(f"{placed.table:14} {placed.sharding.value:9}  {placed.mode.value}")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from evenkeel.key_statistics import KeyTrace, with_statistics
+from evenkeel.key_statistics import with_statistics
 from evenkeel.placement import (
     HardwareProfile,
     InvalidInputError,
@@ -20,6 +20,7 @@ from evenkeel.placement import (
     Plan,
     PlanRequest,
     Runtime,
+    Sharding,
     Step,
     Table,
     Topology,
@@ -27,20 +28,20 @@ from evenkeel.placement import (
 )
 from evenkeel.placement.access import Access
 from evenkeel.placement.invalid_input import require
-from evenkeel.placement.plan_file import PlanFile, dumps, loads
+from evenkeel.placement.plan_file import PlanFile, dumps
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import Report, make_report
 from evenkeel.planner_client import PlannerClient
 from trainer_client.checks import is_whole
 from trainer_client.planning.applying import dynamicemb_constraints, parameter_constraints, sharding_plan
+from trainer_client.planning.batches import Observed, observe
+from trainer_client.planning.collective import all_or_none, from_first, group_size, in_group, on_all
 from trainer_client.planning.describe import describe_model, embedding_modules, module_configs, naming
 from trainer_client.planning.machine import find_machines
-from trainer_client.planning.statistics import KeyStatistics
+from trainer_client.planning.statistics import KeyStatistics, features_of
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
-
-T = TypeVar("T")
 
 RESERVE = 0.15
 """Part of the HBM that is left for activations and communication, as TorchRec's planner leaves it."""
@@ -53,9 +54,8 @@ _OPTIMIZERS = {
 }
 _DENSE_COPIES = 4
 """Of the dense parameters: themselves, their gradients and two moments of Adam."""
-_DEPTH = 6
-_BATCHES, _STEPS = 200, 16
-"""To observe: batches of each rank, and steps of all ranks of the job, at least."""
+_DENSE_PARAMETERS = "an optimizer of in_backward_optimizer_filter(parallel.named_parameters())"
+"""What trains data-parallel tables: TorchRec forgets the optimizers that were applied to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,9 @@ def plan_model(
     Args:
         model: The model before it is sharded; its tables may be on the `meta` device.
         batches: Batches of this rank, in the order of training, with `KeyedJaggedTensor`s anywhere in them; or
-            statistics that observed some. Without any, keys are assumed to be as `access` says, or Zipf.
-        samples_per_rank: Samples of a batch on one rank, if other than in `batches`.
+            statistics that observed some. Ranks may give none, if only some read the data. Without any on all ranks,
+            keys are assumed to be as `access` says, or Zipf.
+        samples_per_rank: Samples of a batch on one rank, if other than in the largest of `batches` on any rank.
         ids_per_sample: Mean lookups of a sample by table name, where `batches` do not tell.
         access: Access statistics by table name, where `batches` do not tell.
         optimizer: Optimizer of tables to which none is applied in backward.
@@ -146,27 +147,26 @@ def plan_model(
 
     Raises:
         InvalidInputError: If nothing fits, there is no table or no `KeyedJaggedTensor` in a batch, or a value cannot
-            be used. All ranks raise it alike.
+            be used, or models differ between ranks. All ranks raise it alike.
         PlannerError: If the service refused or could not be reached, on rank 0; the other ranks raise `RuntimeError`.
     """
-    most = _batches_to_read(topology, group) if max_batches is None else max_batches
-    if not is_whole(most) or most < 1:
-        raise InvalidInputError("max_batches", max_batches, "is no number of batches", "use 1 or more")
-    place = _device(device)
-    statistics, seen = _all_or_none(lambda: _observe(model, batches, most), group)
-    traces: dict[str, KeyTrace] = {} if statistics is None else statistics.gather(group)
-    found: int | None = seen or _samples(traces, group) or None
-    samples: int | None = found if samples_per_rank is None else _whole(samples_per_rank)
+    _check_models(model, group)
+    place, ranks, samples, most = all_or_none(
+        lambda: (_device(device), _ranks(topology, group), _whole(samples_per_rank), _most(max_batches)), group
+    )
+    observed = observe(model, batches, ranks=ranks, most=most, group=group)
+    if samples is None:
+        samples = observed.samples or None
 
     def make() -> tuple[PlanFile, tuple[str, ...]]:
-        described, notes = _describe(model, optimizer, ids_per_sample, access, traces, tables)
-        dense = _dense_bytes(model, place) if dense_bytes is None else dense_bytes
+        described, notes = _describe(model, optimizer, ids_per_sample, access, observed, tables)
+        reserved = _dense_bytes(model, place) if dense_bytes is None else dense_bytes
         machines = find_machines(
             topology=topology,
             hardware=hardware,
             device=place,
             group=group,
-            reserved_bytes=dense,
+            reserved_bytes=reserved,
             reserved_fraction=reserve,
         )
         with naming(described):
@@ -180,21 +180,24 @@ def plan_model(
                     prefetch_depth=prefetch_depth,
                 ),
             )
-            if traces:
-                request, _ = with_statistics(request, traces)
+            if observed.traces:
+                request, _ = with_statistics(request, observed.traces)
             notes += machines.notes
             if samples is None:
                 notes += (f"samples of a batch on one rank are assumed to be {request.step.samples_per_rank}",)
             plan = (planner or PlannerClient.from_env()).plan(request)
+        dense = [placed.table for placed in plan.placements if placed.sharding is Sharding.DATA_PARALLEL]
+        if dense:
+            notes += (f"{_shown(dense)}: data-parallel, so not trained in backward, but by {_DENSE_PARAMETERS}",)
         return PlanFile(request=request, plan=plan), notes
 
-    content, notes = _same_on_all(make, group)
+    content, notes = from_first(make, group)
     request, plan = content.request, content.plan
     _check_ranks(request, group)
     whole, constraints = None, None
     if runtime is Runtime.TORCHREC:
-        ahead = device is None and not _in_group() and request.topology.hbm_bytes > 0
-        whole = sharding_plan(model, request, plan, device="cuda" if ahead else place.type)
+        ahead = device is None and not in_group() and request.topology.hbm_bytes > 0
+        whole = all_or_none(lambda: sharding_plan(model, request, plan, device="cuda" if ahead else place.type), group)
         constraints = parameter_constraints(request, plan)
     else:
         try:
@@ -208,12 +211,35 @@ def plan_model(
     )
 
 
-def _batches_to_read(topology: Topology | str | None, group: dist.ProcessGroup | None) -> int:
-    """Batches of each rank here: so many, or those of so many steps of all ranks of the job."""
-    here = dist.get_world_size(group) if _in_group() else 1
+def _check_models(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raises on all ranks where the tables of a rank are not those of rank 0."""
+    own = {
+        config.name: f"{config.num_embeddings} by {config.embedding_dim} in {path!r}, of {config.feature_names}"
+        for path, module in embedding_modules(model)
+        for config in module_configs(module)
+    }
+    digests = on_all(lambda: hashlib.sha256(repr(sorted(own.items())).encode()).digest(), group)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is None:
+        return
+    every = on_all(lambda: own if dist.get_rank(group) in (0, other) else {}, group)
+    first, theirs = every[0], every[other]
+    name = next(name for name in sorted(first.keys() | theirs.keys()) if first.get(name) != theirs.get(name))
+    lacking = "no such table"
+    what = f"of rank {other} of the group is not that of rank 0, which has {first.get(name, lacking)}"
+    raise InvalidInputError(name, theirs.get(name, lacking), what, "give all ranks the same model")
+
+
+def _ranks(topology: Topology | str | None, group: dist.ProcessGroup | None) -> int:
+    """Ranks of the job that is planned."""
     machines = parse_topology(topology)[1] if isinstance(topology, str) else topology
-    ranks = here if machines is None else machines.ranks
-    return max(_BATCHES, -(-_STEPS * ranks // here))
+    return group_size(group) if machines is None else machines.ranks
+
+
+def _most(max_batches: int | None) -> int | None:
+    if max_batches is not None and (not is_whole(max_batches) or max_batches < 1):
+        raise InvalidInputError("max_batches", max_batches, "is no number of batches", "use 1 or more")
+    return max_batches
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -222,57 +248,11 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _observe(
-    model: nn.Module, batches: Iterable[Any] | KeyStatistics | None, most: int
-) -> tuple[KeyStatistics | None, int]:
-    """What batches tell of keys, and the samples of the largest one."""
-    if batches is None or isinstance(batches, KeyStatistics):
-        return batches, 0
-    statistics, samples = KeyStatistics(model), 0
-    for batch in itertools.islice(batches, most):
-        found = list(_keyed_jagged(batch, _DEPTH))
-        if not found:
-            remedy = "give batches that hold one, or statistics: KeyStatistics, ids_per_sample and access"
-            raise InvalidInputError("batches", type(batch).__name__, "holds no KeyedJaggedTensor", remedy)
-        statistics.observe(*found)
-        samples = max(samples, *(int(keys.stride()) for keys in found))
-    if not samples:
-        raise InvalidInputError("batches", 0, "has no batch", "give some hundred, or none at all")
-    return statistics, samples
-
-
-def _keyed_jagged(value: Any, depth: int) -> Iterator[Any]:
-    """Every `KeyedJaggedTensor` in a batch, through containers, dataclasses and plain objects."""
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    if isinstance(value, KeyedJaggedTensor):
-        yield value
-        return
-    if depth == 0 or isinstance(value, torch.Tensor | str | bytes):
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    elif hasattr(value, "__dict__"):
-        parts = vars(value).values()
-    for part in parts:
-        yield from _keyed_jagged(part, depth - 1)
-
-
-def _whole(value: float) -> Any:
+def _whole(value: float | None) -> Any:
     """4e8 is a whole number too; what is none is refused with the request."""
-    return int(value) if float(value).is_integer() else value
-
-
-def _samples(traces: Mapping[str, KeyTrace], group: dist.ProcessGroup | None) -> int:
-    """Samples of a batch on one rank, as statistics of all ranks tell them."""
-    ranks = dist.get_world_size(group) if _in_group() else 1
-    steps = [trace.samples / trace.steps for trace in traces.values() if trace.steps]
-    return round(max(steps) / ranks) if steps else 0
+    if value is not None and not isinstance(value, int | float):
+        raise InvalidInputError("samples_per_rank", value, "is no number", "give the samples of a batch on one rank")
+    return value if value is None or not float(value).is_integer() else int(value)
 
 
 def _describe(
@@ -280,7 +260,7 @@ def _describe(
     optimizer: Optimizer | None,
     ids_per_sample: Mapping[str, float] | None,
     access: Mapping[str, Access] | None,
-    traces: Mapping[str, KeyTrace],
+    observed: Observed,
     same: dict[str, Any],
 ) -> tuple[tuple[Table, ...], tuple[str, ...]]:
     """The tables of the model with their optimizers, and what was assumed."""
@@ -294,15 +274,26 @@ def _describe(
     notes: tuple[str, ...] = ()
     if unknown and optimizer is None:
         notes += (f"the optimizer of {_shown(unknown)} is assumed to be adam: no other takes more memory",)
-    told = {name for name, trace in traces.items() if trace.steps} | set(access or ())
+    notes += observed.notes
+    told = observed.traces.keys() | (access or {}).keys()
     blind = [table.name for table in tables if table.name not in told]
     if blind:
         notes += (f"nothing tells how keys of {_shown(blind)} are looked up: Zipf with exponent 1.05 is assumed",)
+    quiet = [table.name for table in tables if table.name in observed.traces]
+    quiet = [name for name in quiet if not observed.traces[name].lookups]
+    if quiet:
+        notes += (f"batches have no key of {_shown(quiet)}: planned as if nothing were ever looked up there",)
+    unused = _shown(observed.passed_over, "features")
+    others = f"; batches have features that no table takes: {unused}" if unused else ""
+    for name, features in features_of(model).items():
+        lacking = sorted(observed.missing.intersection(features))
+        if lacking and (name in observed.traces or name not in (access or {})):
+            notes += (f"no batch has feature {_shown(lacking, 'features')} of table {name}{others}",)
     return tuple(replace(table, optimizer=applied.get(table.name, assumed)) for table in tables), notes
 
 
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tables" if len(names) > 3 else "")
+def _shown(names: Sequence[str], kind: str = "tables") -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more {kind}" if len(names) > 3 else "")
 
 
 def _applied_optimizers(model: nn.Module) -> dict[str, Optimizer]:
@@ -335,64 +326,8 @@ def _size(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _all_or_none(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What `make` gives on this rank; where it fails on one, all ranks raise."""
-    if not _in_group():
-        return make()
-    failure: Exception | None = None
-    try:
-        made = make()
-    except Exception as error:
-        failure = error
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, None if failure is None else _told(failure), group=group)
-    if failure is not None:
-        raise failure
-    for rank, what in enumerate(told):
-        if what is not None:
-            raise _raised(what, rank)
-    return made
-
-
-def _same_on_all(
-    make: Callable[[], tuple[PlanFile, tuple[str, ...]]], group: dist.ProcessGroup | None
-) -> tuple[PlanFile, tuple[str, ...]]:
-    """What rank 0 makes, or its error, on all ranks."""
-    if not _in_group():
-        return make()
-    box: list[Any] = [None]
-    failure: Exception | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            content, notes = make()
-            box = [(dumps(content), notes)]
-        except Exception as error:
-            failure = error
-            box = [_told(error)]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    if failure is not None:
-        raise failure
-    if not isinstance(box[0], tuple):
-        raise _raised(box[0], 0)
-    text, notes = box[0]
-    return loads(text), notes
-
-
-def _told(error: Exception) -> InvalidInputError | str:
-    """An error as other ranks are told of it."""
-    return error if isinstance(error, InvalidInputError) else f"{type(error).__name__}: {error}"
-
-
-def _raised(told: InvalidInputError | str, rank: int) -> Exception:
-    return told if isinstance(told, InvalidInputError) else RuntimeError(f"planning failed on rank {rank}: {told}")
-
-
 def _check_ranks(request: PlanRequest, group: dist.ProcessGroup | None) -> None:
-    if _in_group():
+    if in_group():
         ranks = dist.get_world_size(group)
         remedy = "leave topology out, or plan in a program without a process group"
         what = f"is not that of the group, which has {ranks}"

@@ -58,10 +58,12 @@ class KeyStatistics:
         Raises:
             InvalidInputError: If there is no table, or no room for a few thousand references a table and rank.
         """
-        features = _features_of(tables) if isinstance(tables, nn.Module) else tables
+        features = features_of(tables) if isinstance(tables, nn.Module) else tables
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         least = len(features) << 12
         self._sampler = KeySampler(list(features), max_references=max(max_references // ranks, least))
+        self._features = {name: tuple(names) for name, names in features.items()}
+        self._seen: set[str] = set()
         self._tables: dict[str, list[int]] = {}
         for index, names in enumerate(features.values()):
             for name in names:
@@ -95,12 +97,31 @@ class KeyStatistics:
     def traces(self) -> dict[str, KeyTrace]:
         """What this rank saw, by name of the table; waits for batches that are still being read.
 
+        Tables are left out of which no batch has a feature: they may be looked up all the same.
+
         Raises:
             RuntimeError: If a batch could not be read.
         """
-        self._queue.join()
-        self._raise_failure()
-        return self._sampler.traces()
+        told = self._told()
+        return {name: trace for name, trace in self._sampler.traces().items() if name in told}
+
+    def samples_per_step(self) -> int:
+        """Mean samples of a step on this rank; waits as `traces` does.
+
+        Raises:
+            RuntimeError: If a batch could not be read.
+        """
+        self._wait()
+        return round(self._sampler.samples / self._sampler.steps) if self._sampler.steps else 0
+
+    def unmatched_features(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Features of tables that no batch has, and features of batches that no table takes; waits as `traces` does.
+
+        Raises:
+            RuntimeError: If a batch could not be read.
+        """
+        self._wait()
+        return frozenset(self._tables.keys() - self._seen), frozenset(self._seen - self._tables.keys())
 
     def gather(self, group: dist.ProcessGroup | None = None) -> dict[str, KeyTrace]:
         """What all ranks saw, made one, on all of them. Collective where there is a process group.
@@ -113,8 +134,10 @@ class KeyStatistics:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return merge([self.traces()])
+        own: tuple[bytes, set[str]] | str
         try:
-            own: bytes | str = dumps(self.traces())
+            told = self._told()  # on one rank suffices: where another has no such feature, nothing is looked up
+            own = (dumps(self._sampler.traces() if self._sampler.steps else {}), told)
         except RuntimeError as error:
             own = str(error)
         every: list[Any] = [None] * dist.get_world_size(group)
@@ -122,7 +145,8 @@ class KeyStatistics:
         failed = [(rank, one) for rank, one in enumerate(every) if isinstance(one, str)]
         if failed:
             raise RuntimeError(f"key statistics of rank {failed[0][0]} of the group: {failed[0][1]}")
-        return merge([loads(one) for one in every])
+        known = set().union(*(told for _, told in every))
+        return {name: trace for name, trace in merge([loads(one) for one, _ in every]).items() if name in known}
 
     def save(self, path: str | Path) -> None:
         """Write what this rank saw; `evenkeel plan --statistics` takes the files of all ranks.
@@ -132,6 +156,15 @@ class KeyStatistics:
             RuntimeError: If a batch could not be read.
         """
         Path(path).write_bytes(dumps(self.traces()))
+
+    def _told(self) -> set[str]:
+        """Tables of which a batch had a feature."""
+        self._wait()
+        return {name for name, features in self._features.items() if not self._seen.isdisjoint(features)}
+
+    def _wait(self) -> None:
+        self._queue.join()
+        self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -157,6 +190,7 @@ class KeyStatistics:
             lengths: Any = features.lengths
             if isinstance(lengths, torch.Tensor):
                 lengths = lengths.numpy().reshape(len(features.names), -1).sum(axis=1) if features.names else []
+            self._seen.update(features.names)
             ends = np.cumsum(lengths, dtype=np.int64).tolist()
             runs = [
                 (table, begin, end)
@@ -167,7 +201,12 @@ class KeyStatistics:
         self._sampler.observe(batches, samples)
 
 
-def _features_of(model: nn.Module) -> dict[str, Sequence[str]]:
+def features_of(model: nn.Module) -> dict[str, Sequence[str]]:
+    """The features of each table of the model, by its name.
+
+    Raises:
+        InvalidInputError: If it has no table.
+    """
     found: dict[str, Sequence[str]] = {}
     for _, module in embedding_modules(model):
         found |= {config.name: config.feature_names for config in module_configs(module)}

@@ -57,6 +57,15 @@ def test_two_batches_of_a_step_are_one_step() -> None:
     assert statistics.traces()["item"].steps == 9
 
 
+def test_tables_whose_features_no_batch_has_are_left_out() -> None:
+    statistics = KeyStatistics({"item": ["clicked", "bougth"], "user": ["userid"]})
+    for seed in range(9):
+        statistics.observe(_batch(seed))
+    assert list(statistics.traces()) == list(statistics.gather()) == ["item"]
+    assert statistics.unmatched_features() == ({"bougth", "userid"}, {"bought", "user", "unknown"})
+    assert statistics.samples_per_step() == 64
+
+
 def test_curves_and_lookups_go_into_the_request() -> None:
     statistics = KeyStatistics(_model())
     for seed in range(64):
@@ -68,8 +77,9 @@ def test_curves_and_lookups_go_into_the_request() -> None:
     assert isinstance(item.access, MissCurve)
     assert item.ids_per_sample == pytest.approx(statistics.traces()["item"].lookups / (64 * 64))
     assert curves["item"].lookups_per_step == pytest.approx(2 * statistics.traces()["item"].lookups / 64, rel=0.01)
-    merged = {**statistics.gather(), "user": KeyStatistics({"user": ["user"]}).traces()["user"]}
-    assert with_statistics(request, merged)[0].tables[1] == tables[1]  # nothing was observed
+    assert KeyStatistics({"user": ["user"]}).traces() == {}
+    unheard = {"item": statistics.gather()["item"]}
+    assert with_statistics(request, unheard)[0].tables[1] == tables[1]  # nothing was observed
     idle = KeyStatistics({"user": ["user"]})
     none = torch.zeros(64, dtype=torch.int64)
     for _ in range(3):

@@ -1,0 +1,79 @@
+"""What the ranks of a group do together: all of them, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from evenkeel.placement import InvalidInputError
+
+T = TypeVar("T")
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks of the group; 1 where there is none."""
+    return dist.get_world_size(group) if in_group() else 1
+
+
+def in_group() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def on_all(make: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """What `make` gives on each rank, on all of them; where it fails on some, all raise what the first of them did."""
+    if not in_group():
+        return [make()]
+    failure: Exception | None = None
+    made: Any = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (made, None if failure is None else _told(failure)), group=group)
+    for rank, (_, what) in enumerate(told):
+        if what is not None:
+            if failure is not None and rank == dist.get_rank(group):
+                raise failure
+            raise _raised(what, rank) from failure
+    return [one for one, _ in told]
+
+
+def all_or_none(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """What `make` gives on this rank; where it fails on some, all raise."""
+    made: list[T] = []
+    on_all(lambda: made.append(make()), group)
+    return made[0]
+
+
+def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """What rank 0 makes, or its error, on all ranks."""
+    if not in_group():
+        return make()
+    box: list[Any] = [None]
+    failure: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            box = [(make(),)]
+        except Exception as error:
+            failure = error
+            box = [_told(error)]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    if failure is not None:
+        raise failure
+    if not isinstance(box[0], tuple):
+        raise _raised(box[0], 0)
+    made: T = box[0][0]
+    return made
+
+
+def _told(error: Exception) -> InvalidInputError | str:
+    """An error as other ranks are told of it."""
+    return error if isinstance(error, InvalidInputError) else f"{type(error).__name__}: {error}"
+
+
+def _raised(told: InvalidInputError | str, rank: int) -> Exception:
+    return told if isinstance(told, InvalidInputError) else RuntimeError(f"planning failed on rank {rank}: {told}")
