@@ -33,7 +33,8 @@ class _Model(nn.Module):
         apply_optimizer_in_backward(torch.optim.SGD, self.bags.parameters(), {"lr": 1.0})
 
     def forward(self, keys: KeyedJaggedTensor) -> torch.Tensor:
-        return (self.bags(keys).values().sum(dim=1) - 1).square().mean()
+        loss: torch.Tensor = (self.bags(keys).values().sum(dim=1) - 1).square().mean()
+        return loss
 
 
 def _keys(seed: int, samples: int = 16, features: tuple[str, ...] = ("clicked", "bought", "word")) -> KeyedJaggedTensor:
