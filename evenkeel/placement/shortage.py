@@ -215,7 +215,9 @@ def _explain(
         machines.host_reserved_bytes or machines.host_reserved_fraction,
     )
     names = ("of HBM on every rank", "of memory on every host")
-    places = [f"{name}, what is reserved in it," if own else name for name, own in zip(names, reserved, strict=True)]
+    places = [
+        f"{name} (with what is reserved of it)" if own else name for name, own in zip(names, reserved, strict=True)
+    ]
     remedies = [
         f"{_between(most, fewest)} {place}" for most, fewest, place in zip(enough, least, places, strict=True) if fewest
     ]

@@ -78,7 +78,7 @@ async def _answer(request: Request, kind: str) -> Response:
         plan_cache=None if settings.plan_cache is None else str(settings.plan_cache),
     )
     solvers: Solvers = state.solvers
-    found = await solvers.run(job, body, _gone(request))
+    found = await solvers.run(job, body, lambda: _gone(request))
     state.metrics.answered(found.facts)
     status = found.facts.status
     return Response(found.document, status, media_type=MEDIA_TYPE if status >= 400 else "application/json")

@@ -14,7 +14,7 @@ import math
 import re
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -94,13 +94,13 @@ class Solvers:
         """Whether workers can be forked."""
         return self._ready.is_set()
 
-    async def run(self, job: Job, body: bytes, gone: Awaitable[None]) -> Answer:
+    async def run(self, job: Job, body: bytes, gone: Callable[[], Awaitable[None]]) -> Answer:
         """The answer to a request, from a worker of its own.
 
         Args:
             job: What is asked for.
             body: The request's body.
-            gone: Ends when the client goes away.
+            gone: What it gives ends when the client goes away; not called where the request is refused at once.
 
         Raises:
             ServiceError: If too many requests wait, none was answered in time, or the worker ended.
@@ -108,7 +108,7 @@ class Solvers:
         """
         if self._waiting >= self._settings.queue_size and self._running >= self._settings.workers:
             raise self._overloaded(f"{self._running} requests are being solved and {self._waiting} wait")
-        left = asyncio.ensure_future(gone)
+        left = asyncio.ensure_future(gone())
         try:
             await self._turn(left)
             try:

@@ -55,7 +55,7 @@ def calibrate_command(
         values = _measure(console, device, table_gib, ranks) if raw is None else _object(raw)
         records = {runtime: values.get("kernels", {}).get(runtime.value, []) for runtime in Runtime}
         if dynamicemb_steps is not None:
-            records[Runtime.DYNAMICEMB] = json.loads(dynamicemb_steps.read_text("utf-8"))
+            records[Runtime.DYNAMICEMB] = _steps(dynamicemb_steps)
         steps = {runtime: measured_steps(own) for runtime, own in records.items()}
         profile, errors = calibrated_profile(builtin_profile(base), values, name, dict(steps))
         whole: tuple[tuple[StepSample, float], ...] = ()
@@ -79,8 +79,19 @@ def calibrate_command(
     typer.echo(f"profile {name!r} written to {output}; use it with: evenkeel plan tables.yaml --profile {output} ...")
 
 
+def _steps(path: Path) -> list[Any]:
+    from trainer_client.cli.files import read
+
+    found = read(path, "a list of measured steps")
+    if not isinstance(found, list):
+        raise ValueError(f"--dynamicemb-steps {path}: this is no list; give one of measured steps of DynamicEmb")
+    return found
+
+
 def _object(raw: Path) -> dict[str, Any]:
-    values = json.loads(raw.read_text("utf-8"))
+    from trainer_client.cli.files import read
+
+    values = read(raw, "measurements of a machine")
     if not isinstance(values, dict):
         remedy = "give what `python trainer_client/planning/measuring.py --json FILE` wrote"
         raise ValueError(f"--raw {raw}: these are no measurements of a machine; {remedy}")

@@ -134,13 +134,24 @@ def measured(
     from evenkeel.key_statistics import loads, merge, with_statistics
 
     contents: dict[bytes, Path] = {}
+    every = []
     for path in files:
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            what = f"cannot be read: {error.strerror or error}"
+            raise InvalidInputError(
+                "--statistics", str(path), what, "name a file that KeyStatistics.save wrote"
+            ) from None
         if content in contents:
             what = f"holds the same as {contents[content]}"
             raise InvalidInputError("--statistics", str(path), what, "give the file of each rank once")
         contents[content] = path
-    traces = merge(map(loads, contents))
+        try:
+            every.append(loads(content))
+        except InvalidInputError as error:
+            raise InvalidInputError("--statistics", str(path), error.problem, error.remedy) from None
+    traces = merge(every)
     names = [table.name for table in request.tables]
     strange, without = [name for name in traces if name not in names], [name for name in names if name not in traces]
     if len(strange) == len(traces):

@@ -27,7 +27,8 @@ def plan_command(
         str | None, typer.Option(help="Machines in short, such as h200x8 or h100x64/8 (8 ranks a host).")
     ] = None,
     hbm_gib: Annotated[
-        float | None, typer.Option(help="HBM of one rank for tables, in GiB, whatever the file reserves.")
+        float | None,
+        typer.Option(help="HBM of one rank for tables, in GiB, whatever the file reserves; --reserve is taken off it."),
     ] = None,
     host_gib: Annotated[float | None, typer.Option(help="Memory of one host for tables, in GiB.")] = None,
     reserve: Annotated[

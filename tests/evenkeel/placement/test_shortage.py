@@ -36,6 +36,9 @@ def test_reservations_are_taken_off_and_put_back() -> None:
     assert shortage.smallest_hbm_bytes is not None
     enough = replace(topology, hbm_bytes=shortage.smallest_hbm_bytes)
     assert plan(replace(asked, topology=enough)).status is Status.OPTIMAL
+    assert " of HBM on every rank (with what is reserved of it)" in shortage.explanation
+    assert ",;" not in shortage.explanation
+    assert ",." not in shortage.explanation
 
 
 @pytest.mark.parametrize("sharding", [Sharding.ROW_WISE, Sharding.TABLE_WISE])

@@ -16,6 +16,7 @@ class Served:
     url: str
     metrics_url: str
     process: Process
+    log: Path
 
 
 @contextmanager
@@ -23,6 +24,11 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
     metrics = folder / "metrics_port"
     watched = ("--metrics-port", "0", "--metrics-port-file", str(metrics), "--log-format", "json")
     with running_service("services.planner", *watched, *flags, spawn=fork) as planner:
-        yield Served(f"http://{planner.address}", f"http://127.0.0.1:{metrics.read_text().strip()}", planner.running)
+        yield Served(
+            f"http://{planner.address}",
+            f"http://127.0.0.1:{metrics.read_text().strip()}",
+            planner.running,
+            planner.log_file,
+        )
         if planner.running.poll() is None:
             assert planner.stop() == 0

@@ -299,6 +299,7 @@ def test_a_search_is_given_up_when_the_client_goes_away_and_a_full_queue_refuses
     while httpx.post(f"{service.url}/v1/plans", json=JOB, timeout=60, trust_env=False).status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    assert "never awaited" not in service.log.read_text()
 
 
 def test_health_and_metrics_have_a_port_of_their_own(service: Served) -> None:

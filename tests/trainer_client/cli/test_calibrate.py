@@ -120,6 +120,18 @@ def test_a_profile_outlives_a_file_that_cannot_be_written(command: typer.Typer, 
     assert f"--output: {output}: No such file or directory" in shown.stderr
 
 
+@pytest.mark.parametrize("flag", ["--raw", "--dynamicemb-steps"])
+def test_files_that_cannot_be_read_are_named_with_what_to_do(command: typer.Typer, tmp_path: Path, flag: str) -> None:
+    given = {"--raw": RESULTS / "calibration_h200.json", flag: tmp_path / "raw.json"}
+    flags = [str(part) for pair in given.items() for part in pair]
+    for content, said in ((None, "cannot be read"), ('{"a": 1 "b"}', "is no JSON: Expecting ',' delimiter")):
+        if content is not None:
+            (tmp_path / "raw.json").write_text(content)
+        shown = CliRunner().invoke(command, [*flags, "--output", str(tmp_path / "profile.json")])
+        assert shown.exit_code == 2
+        assert f"error: {tmp_path / 'raw.json'}: {said}" in shown.stderr
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", "{", "5"])
 def test_what_are_no_measurements_is_refused(command: typer.Typer, tmp_path: Path, content: str) -> None:
     raw = tmp_path / "raw.json"
