@@ -30,6 +30,7 @@ class Observed:
     Attributes:
         traces: Key statistics by table; none of tables whose features no batch has.
         samples: Samples of a batch on the rank with the largest ones; 0 where nothing told.
+        fewest: Those of the largest batch on the rank where it is smallest.
         missing: Features of tables that no batch has.
         passed_over: Features of batches that belong to no table.
         notes: What was assumed, in sentences.
@@ -37,6 +38,7 @@ class Observed:
 
     traces: Mapping[str, KeyTrace]
     samples: int = 0
+    fewest: int = 0
     missing: frozenset[str] = frozenset()
     passed_over: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -96,12 +98,10 @@ def observe(
     if len(bringing) < len(brings):
         named = f"rank{'s' * (len(bringing) > 1)} {spans(bringing)}"
         notes += (f"batches are those of {named} of {len(brings)}: the others gave none",)
-    least, largest = min(one.samples for one in seen), max(one.samples for one in seen)
-    if least < largest:
-        notes += (f"batches of ranks have {least} to {largest} samples: all ranks are planned to have {largest}",)
     return Observed(
         traces=kept[0].gather(group),
-        samples=largest,
+        samples=max(one.samples for one in seen),
+        fewest=min(one.samples for one in seen),
         missing=frozenset.intersection(*(one.missing for one in seen)),
         passed_over=tuple(sorted(frozenset.union(*(one.passed_over for one in seen)))),
         notes=notes,

@@ -155,8 +155,13 @@ def plan_model(
         lambda: (_device(device), _ranks(topology, group), _whole(samples_per_rank), _most(max_batches)), group
     )
     observed = observe(model, batches, ranks=ranks, most=most, group=group)
+    uneven: tuple[str, ...] = ()
     if samples is None:
         samples = observed.samples or None
+        if observed.fewest < observed.samples:
+            uneven = (
+                f"largest batches have {observed.fewest} to {samples} samples: all ranks are planned with the most",
+            )
 
     def make() -> tuple[PlanFile, tuple[str, ...]]:
         described, notes = _describe(model, optimizer, ids_per_sample, access, observed, tables)
@@ -182,7 +187,7 @@ def plan_model(
             )
             if observed.traces:
                 request, _ = with_statistics(request, observed.traces)
-            notes += machines.notes
+            notes += uneven + machines.notes
             if samples is None:
                 notes += (f"samples of a batch on one rank are assumed to be {request.step.samples_per_rank}",)
             plan = (planner or PlannerClient.from_env()).plan(request)

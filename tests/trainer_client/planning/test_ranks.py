@@ -69,7 +69,10 @@ def _bring(rank: int) -> None:
     for sizes in ((16, 160), (160, 16)):
         mixed = _same(plan_model(_Model(), _batches(sizes[rank], count=80)))
         assert mixed.request.step.samples_per_rank == 160
-        assert "batches of ranks have 16 to 160 samples: all ranks are planned to have 160" in mixed.notes
+        assert "largest batches have 16 to 160 samples: all ranks are planned with the most" in mixed.notes
+    said = _same(plan_model(_Model(), _batches(sizes[rank], count=80), samples_per_rank=32))
+    assert said.request.step.samples_per_rank == 32
+    assert not [note for note in said.notes if "batches" in note]
 
     with pytest.raises(InvalidInputError, match="item: of rank 1 of the group is not that of rank 0, which has 400 by"):
         plan_model(_Model(rows=ROWS + rank), _batches())
