@@ -139,10 +139,8 @@ def measured(
         try:
             content = path.read_bytes()
         except OSError as error:
-            what = f"cannot be read: {error.strerror or error}"
-            raise InvalidInputError(
-                "--statistics", str(path), what, "name a file that KeyStatistics.save wrote"
-            ) from None
+            remedy = "name a file that KeyStatistics.save wrote"
+            raise InvalidInputError(f"--statistics {path}", error.strerror, "cannot be read", remedy) from None
         if content in contents:
             what = f"holds the same as {contents[content]}"
             raise InvalidInputError("--statistics", str(path), what, "give the file of each rank once")
@@ -150,7 +148,7 @@ def measured(
         try:
             every.append(loads(content))
         except InvalidInputError as error:
-            raise InvalidInputError("--statistics", str(path), error.problem, error.remedy) from None
+            raise InvalidInputError(f"--statistics {path}", error.value, error.problem, error.remedy) from None
     traces = merge(every)
     names = [table.name for table in request.tables]
     strange, without = [name for name in traces if name not in names], [name for name in names if name not in traces]
