@@ -48,7 +48,7 @@ def cases(
     """The cases of `request`, likely better ones first.
 
     Raises:
-        InvalidInputError: As for `build_problem`, or if the tables of a collection have no common width.
+        InvalidInputError: If `build_problem` raises it, or if the tables of a collection have no common width.
         SolveCancelledError: If `watch` says so.
     """
     found: list[Case] = []

@@ -52,7 +52,7 @@ def test_fewer_openings_are_found_where_they_are_better() -> None:
     asked = request(tables, hbm_gib=5, runtime="torchrec", ranks=4, solver=SolverOptions(time_limit_s=20))
     found = plan(asked, split=False, clock=time.process_time)
     assert found.status is Status.OPTIMAL
-    assert [module.mode for module in found.modules] == [Mode.HOST_ONLY]
+    assert [module.mode for module in found.modules] == [Mode.CACHING]
 
 
 def test_what_one_rank_can_hold_proves_that_five_tables_on_four_ranks_take_two_turns() -> None:

@@ -98,7 +98,8 @@ def of_refusal(error: pb.Error) -> Cause | None:
         return None
     return Cause(
         kind="strategy" if error.field == "options.strategy" else kind,
-        text=f"{error.field} is {error.value}; {error.remedy}",  # `error.message` would name the kind again
+        # `error.message` would name the kind again
+        text=f"{error.field} is {error.value}; {error.remedy}" if error.field else error.message,
     )
 
 
