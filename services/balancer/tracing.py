@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from evenkeel.tracing_guard import harmless
+from services.balancer.decisions import Reason
 from services.balancer.effects import Decided
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only when tracing is on
@@ -21,7 +22,7 @@ class RoundTracer:
 
     @harmless
     def decided(self, event: Decided, answered_at: float) -> None:
-        """A round that ranks trace was decided.
+        """A round that ranks trace was decided; one that nobody trained is none.
 
         Its span belongs to the trace of its lowest rank (with ranks of the same version, all share one) and links to
         the submissions of all ranks; a link tells how long after the first its rank came. `answer` ends when the
@@ -37,6 +38,8 @@ class RoundTracer:
 
         timeline, decision = event.timeline, event.decision
         assert timeline is not None
+        if decision.reason is Reason.NOT_TRAINED:
+            return
         contexts = {rank: read_traceparent(text) for rank, (_, text) in sorted(timeline.arrivals.items())}
         links = [
             Link(context, {"evenkeel.rank": rank, "evenkeel.late_seconds": _since(event, rank)})
