@@ -1,7 +1,6 @@
 """One incarnation of a session: its ranks, its open rounds and the decisions it remembers.
 
-A pure state machine. The clock is passed in, in seconds of any monotonic clock; what should happen comes back as
-effects.
+A pure state machine: it is told the seconds of any monotonic clock, and what should happen comes back as effects.
 
 A round goes through these states, and only forwards:
 
