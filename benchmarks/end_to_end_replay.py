@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
+from trainer_client.balancing.tickets import Cost
 
 from benchmarks.end_to_end import add_workload
 from benchmarks.end_to_end_ideal import IDEALS, ideal_batches
@@ -47,7 +48,6 @@ from trainer_client.balancing.batches import FlatBatch, flatten
 from trainer_client.balancing.costs import Fit, LearnedCost
 from trainer_client.balancing.costs.fits import fit_in_force, fit_ranks
 from trainer_client.balancing.redistribution.copying import pick
-from trainer_client.balancing.tickets import Cost
 from trainer_client.observing.measurement import peak_tflops
 
 SETTINGS = {

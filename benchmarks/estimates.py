@@ -26,17 +26,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from scipy.optimize import nnls
+from services.balancer.effects import PlanInput
+from services.balancer.workers.arena import Arena, read_round, write_round
+from services.balancer.workers.estimates import Size, cheap_seconds, full_seconds
+from services.balancer.workers.worker import plan_or_failure
+from services.balancer.workers.zygote import REFERENCE_SECONDS, reference_seconds
 
 from benchmarks.harness.plans import make_plan, said
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.samples import RankSamples
-from services.balancer.effects import PlanInput
 from services.balancer.workers import estimates
-from services.balancer.workers.arena import Arena, read_round, write_round
-from services.balancer.workers.estimates import Size, cheap_seconds, full_seconds
-from services.balancer.workers.worker import plan_or_failure
-from services.balancer.workers.zygote import REFERENCE_SECONDS, reference_seconds
 
 # Ranks, samples a rank in all batches, batches of the window.
 SIZES = (

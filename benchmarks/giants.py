@@ -31,10 +31,9 @@ from numpy.typing import NDArray
 from benchmarks.references.least_splits import least_time
 from benchmarks.windows import lengths_of
 from evenkeel.partitioning import warm_up
-from evenkeel.partitioning.divisible import MOST, SHARE, Divisible
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, plan_round
 from evenkeel.partitioning.samples import RoundSamples
-from evenkeel.partitioning.split_options import STEP_SECONDS, SplitOptions
+from evenkeel.partitioning.splits import MOST, SHARE, STEP_SECONDS, Divisible, SplitOptions
 from evenkeel.placement.hardware import builtin_profile
 from trainer_client.balancing.costs import HSTUCost
 

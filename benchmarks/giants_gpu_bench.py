@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.giants_gpu_data import TimedCost
-from evenkeel.partitioning.split_options import STEP_SECONDS
-from evenkeel.partitioning.splits import SplitSample
+from evenkeel.partitioning.splits import STEP_SECONDS, SplitSample
 from examples.datasets import SequenceBatch
 from examples.hstu.attention import Attention, choose_kernel
 from examples.hstu.model import ModelOptions

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.spans import SpanCosts
+from evenkeel.partitioning.splits import SpanCosts
 from examples.datasets import Keys, SequenceBatch, SyntheticSequences
 from examples.hstu.model import ModelOptions
 from trainer_client.balancing.batches import read_lengths

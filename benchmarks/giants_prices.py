@@ -19,9 +19,8 @@ import numpy as np
 
 from benchmarks.giants_gpu_data import TimedCost
 from evenkeel.partitioning import partition
-from evenkeel.partitioning.divisible import Divisible
-from evenkeel.partitioning.split_options import SplitOptions
-from evenkeel.partitioning.splitting import split_partition
+from evenkeel.partitioning.splits import Divisible, SplitOptions
+from evenkeel.partitioning.splits.search import split_partition
 
 COMMAND = "python -m benchmarks.giants_prices"
 MEASURED = Path(__file__).parent / "results" / "giants_2xh200.json"

@@ -1,4 +1,4 @@
-"""Key traces with what real ones have: drift, sessions, new keys, scans, seasons; and caches simulated over them."""
+"""Key traces with what real ones have: drift, sessions, new keys, scans; and caches simulated over them."""
 
 from __future__ import annotations
 
@@ -90,124 +90,9 @@ def scan(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]
         yield np.concatenate([np.searchsorted(law, draw.random(lookups - part)), through])
 
 
-def audiences(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """Two audiences in turn, day and night, with a third of the lookups in common."""
-    law, period = zipf_law(60_000, 0.9), max(2, steps // 9)
-    for step in range(steps):
-        key, common = np.searchsorted(law, draw.random(lookups)), draw.random(lookups) < 0.33
-        yield np.where(common, key, key + 60_000 * (1 + (step // period) % 2))
-
-
-def bursts(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """Items that come up, are looked up a lot for a while, and fade."""
-    items = 40_000
-    birth, size = np.sort(draw.random(items) * 1.4 - 0.4) * steps, draw.pareto(1.1, items) + 0.05
-    life = np.exp(draw.normal(np.log(max(steps * 0.05, 1)), 1.0, items))
-    for step in range(steps):
-        age = np.maximum(step - birth, 0)
-        weight = np.cumsum(np.where(step >= birth, size * np.exp(-age / life), 0))
-        yield np.searchsorted(weight, draw.random(lookups) * weight[-1])
-
-
-def tastes(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """Users with tastes of their own; a batch is of few users, each with many lookups."""
-    law, users = zipf_law(400, 0.9), zipf_law(8_000, 0.5)
-    home = draw.integers(0, 100_000, 8_000)
-    for _ in range(steps):
-        user = np.searchsorted(users, draw.random(-(-lookups // 20)))
-        key = np.searchsorted(law, draw.random((len(user), 20)))
-        yield ((home[user][:, None] + key * key * 3) % 100_000).ravel()[:lookups]
-
-
-def walks(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """Readers who go on from what they read last to something near it, and now and then elsewhere."""
-    readers, keys = 2_000, 120_000
-    at = draw.integers(0, keys, readers)
-    for _ in range(steps):
-        parts = []
-        for left in range(lookups, 0, -readers):
-            away = (draw.random(readers) ** 2 * keys).astype(np.int64)
-            near = (at + draw.geometric(0.05, readers) * draw.choice([-1, 1], readers)) % keys
-            at = np.where(draw.random(readers) < 0.1, away, near)
-            parts.append(at[:left].copy())
-        yield np.concatenate(parts)
-
-
-def once(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """Two of five lookups are of keys that never come again."""
-    law, fresh = zipf_law(50_000, 0.8), 10**9
-    for _ in range(steps):
-        key, new = np.searchsorted(law, draw.random(lookups)), draw.random(lookups) < 0.4
-        key[new] = fresh + np.arange(new.sum())
-        fresh += int(new.sum())
-        yield key
-
-
-def stack(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """The key that is so many places down in the order of last uses, places of a power law, or a new one."""
-    order = np.arange(5_000)
-    fresh = len(order)
-    for _ in range(steps):
-        place = (draw.pareto(0.7, lookups) * 200).astype(np.int64)
-        new = place >= len(order)
-        key = order[np.minimum(place, len(order) - 1)]
-        key[new] = fresh + np.arange(new.sum())
-        fresh += int(new.sum())
-        yield key
-        used = np.unique(key)
-        order = np.concatenate([draw.permutation(used), order[~np.isin(order, used)]])
-
-
-def richer(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """Old keys by how often they came, new ones ever more rarely: a Pitman-Yor process."""
-    discount, strength = 0.6, 500
-    times, used = np.zeros(lookups * steps + 1), 1
-    times[0] = 1
-    for _ in range(steps):
-        weight = np.cumsum(times[:used] - discount)
-        new = draw.random(lookups) < (strength + discount * used) / (strength + times[:used].sum())
-        key = np.searchsorted(weight, draw.random(lookups) * weight[-1])
-        key[new] = used + np.arange(new.sum())
-        used += int(new.sum())
-        np.add.at(times, key, 1)
-        yield key
-
-
-def seasons(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """A catalogue whose items have seasons, three in the whole time."""
-    name, phase, base = draw.permutation(30_000), draw.random(30_000), 1 / np.arange(1, 30_001)
-    for step in range(steps):
-        weight = np.cumsum(base * (1 + 0.9 * np.sin(2 * np.pi * (3 * step / steps + phase))))
-        yield name[np.searchsorted(weight, draw.random(lookups) * weight[-1])]
-
-
-def logs(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """Several features of click logs in one table, and identifiers of sessions that end."""
-    laws = ((zipf_law(300, 1.2), 0, 0.4), (zipf_law(30_000, 0.8), 1_000, 0.3), (zipf_law(80_000, 0.3), 50_000, 0.2))
-    for step in range(steps):
-        parts = [np.searchsorted(law, draw.random(int(lookups * part))) + first for law, first, part in laws]
-        left = lookups - sum(map(len, parts))
-        yield np.concatenate(
-            [*parts, 10**9 + (draw.random(left) ** 2 * left * 0.7).astype(np.int64) + step * left // 3]
-        )
-
-
-def epochs(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """The same data three times over, in the same order."""
-    law, span = zipf_law(90_000, 0.7), max(2, steps // 3)
-    data = [np.searchsorted(law, draw.random(lookups)) for _ in range(min(span, steps))]
-    for step in range(steps):
-        yield data[step % span]
-
-
 TRACES: dict[str, Callable[[np.random.Generator, int, int], Iterator[Array]]] = {
     each.__name__: each for each in (zipf, uniform, drift, shifting, sessions, visitors, growing, scan)
 }
-"""What predictions were developed on."""
-LATER: dict[str, Callable[[np.random.Generator, int, int], Iterator[Array]]] = {
-    each.__name__: each for each in (audiences, bursts, tastes, walks, once, stack, richer, seasons, logs, epochs)
-}
-"""Made later, to judge them."""
 
 
 def simulated(trace: list[Array], sizes: FloatArray, begin: int, eviction: Eviction) -> FloatArray:

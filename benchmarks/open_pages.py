@@ -32,16 +32,16 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
+from services.balancer.decisions import balanced
+from services.balancer.effects import Decided, PlanInput, SessionId
+from services.balancer.submissions import SessionKey
 
 from benchmarks.harness.plans import make_plan, said
 from benchmarks.rendezvous import balancer_process, run_load
 from benchmarks.rendezvous_load import Load, Timing, costs_of, draw_lengths
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan
 from evenkeel.partitioning.samples import RankSamples
-from services.balancer.decisions import balanced
-from services.balancer.effects import Decided, PlanInput, SessionId
 from services.balancer.history import History
-from services.balancer.submissions import SessionKey
 
 JOB = "watched"
 VIEWS = ("/v1/events", f"/v1/events?job={JOB}&group=&loader=")

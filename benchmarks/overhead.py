@@ -36,10 +36,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from trainer_client.balancing.votes import VOTE_BYTES
 
 from benchmarks.harness.balancer_process import running_balancer
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec
-from trainer_client.balancing.votes import VOTE_BYTES
 
 NUM_SAMPLES, LENGTH, WIDTH = 64, 64, 32
 SPEC = BatchSpec(rows_per_sample={"values": "count"})

@@ -33,10 +33,11 @@ from benchmarks.partitioning_memory import measure_memory
 from benchmarks.partitioning_plot import draw
 from benchmarks.partitioning_times import STRATEGIES, measure_times
 from evenkeel.partitioning import partition, plan_digest, slice_plan, warm_up
-from evenkeel.partitioning.bounds import crowding_bound
-from evenkeel.partitioning.exchanging import exchange_from
-from evenkeel.partitioning.problem import Problem, with_crowding
-from evenkeel.partitioning.starts import at_home, differenced, longest_first
+from evenkeel.partitioning.exchange import exchange_from
+from evenkeel.partitioning.karmarkar_karp import differenced
+from evenkeel.partitioning.lpt import longest_first
+from evenkeel.partitioning.minimal_move import at_home
+from evenkeel.partitioning.problem import Problem, crowding_bound, with_crowding
 
 PARTS = ("grid", "nodes", "memory", "times")
 LONG, LONG_SAMPLES = 100, 10_000  # effort of the long search, and the samples up to which it is run
@@ -50,7 +51,7 @@ def long_search(problem: Problem) -> float:
         exchange_from(problem, start(problem), plain=False, effort=LONG)[1]
         for start in (at_home, longest_first, differenced)
     )
-    return float(np.ldexp(float(problem.terms.limits.max()) + max(overload, 0.0), -problem.cost_exponent))
+    return float(np.ldexp(float(problem.arrays.limits.max()) + max(overload, 0.0), -problem.cost_exponent))
 
 
 def measure_cell(ranks: int, samples: int, lengths: str, cost: str, seeds: int) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def measure_cell(ranks: int, samples: int, lengths: str, cost: str, seeds: int) 
         results = {s: partition(costs, homes, ranks, strategy=s, sizes=sizes) for s in STRATEGIES}
         bound = results["lpt"].lower_bound or 1.0
         problem = as_problem(costs, homes, ranks, sizes)
-        crowded = crowding_bound(problem.terms.costs, problem.order, samples, ranks)
+        crowded = crowding_bound(problem.arrays.costs, problem.order, samples, ranks)
         crowded = float(np.ldexp(crowded, -problem.cost_exponent))
         for strategy, result in results.items():
             over[strategy].append(float(result.loads.max()) / bound)

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from benchmarks.partitioning_draws import COSTS, LENGTHS, as_problem
 from evenkeel.partitioning import partition
-from evenkeel.partitioning.differencing import difference_equal_counts
-from evenkeel.partitioning.exchanging import CHOICES, MOST_CHOICES, exchange_plainly
-from evenkeel.partitioning.groups import everyone
+from evenkeel.partitioning.exchange import exchange_from
+from evenkeel.partitioning.karmarkar_karp import difference
+from evenkeel.partitioning.minimal_move import at_home
 from evenkeel.partitioning.problem import Problem
 from evenkeel.partitioning.sorting import ascending_order
-from evenkeel.partitioning.starts import at_home
 
 STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move")
 # Milliseconds of a C++ Karmarkar-Karp with equal counts on a machine of the same kind, published with its sources.
@@ -27,9 +26,7 @@ CPP_MS = {(8, 128): 0.17, (64, 128): 1.7, (64, 512): 7.2, (256, 256): 15.0, (102
 
 def plain_search_suffices(problem: Problem) -> bool:
     """Whether the first stage of `minimal_move` ends with every rank within its limit."""
-    choices = max(1, min(MOST_CHOICES, CHOICES * problem.num_ranks // problem.terms.costs.size))
-    groups = everyone(problem.num_ranks)
-    return exchange_plainly(problem.terms, problem.order, *groups, choices, at_home(problem)) == 0
+    return exchange_from(problem, at_home(problem))[1] <= 0
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:
@@ -43,7 +40,7 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
 
 
 def _difference(costs: NDArray[np.int64], ranks: int) -> None:
-    difference_equal_counts(costs, ascending_order(costs), ranks)
+    difference(costs, ascending_order(costs), ranks, True)
 
 
 def measure_times(shapes: list[tuple[int, int]], repeats: int, seeds: int) -> list[dict[str, Any]]:

@@ -1,42 +1,33 @@
-"""How fast and how good the placement solver is, beside brute force and plain HiGHS.
+"""How fast and how good the search is: time and gap for 26 to 1,000 tables, and for a knapsack of independent tables.
 
 python -m benchmarks.placement --json benchmarks/results/placement.json
+python -m benchmarks.placement --beside /path/to/another/tree
+
+With --beside each request is planned by the other tree too, in a process of its own, one after the other.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import platform
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import highspy
 import numpy as np
-import scipy.sparse as sp
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table as RichTable
 
-from evenkeel.placement import PlanRequest, Runtime, Step, Table, Topology, Zipf, plan
-from evenkeel.placement.building import build_problem
+from evenkeel.placement import PlanRequest, Runtime, Sharding, SolverOptions, Step, Table, Topology, Zipf, plan
 from evenkeel.placement.knapsack import Knapsack, solve_knapsack
-from evenkeel.placement.limits import Limits, Watch
-from evenkeel.placement.milp import solve_milp
-from evenkeel.placement.solver import solve
 
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """A result and the seconds it took."""
-
-    cost: float
-    seconds: float
+COUNTS = (26, 100, 1000)
+LIMIT_S = {26: 10.0, 100: 10.0, 1000: 30.0}
 
 
 def knapsack(tables: int, options: int, seed: int) -> Knapsack:
@@ -56,28 +47,8 @@ def knapsack(tables: int, options: int, seed: int) -> Knapsack:
     return Knapsack(cost, uses, np.array([limit, np.floor(size.sum() - 0.7 * limit)]))
 
 
-def plain_highs(problem: Knapsack, gap: float, time_limit_s: float) -> Timed:
-    """The same problem given to HiGHS as it is."""
-    begin = time.perf_counter()
-    items, options = problem.cost.shape
-    rows = [sp.kron(sp.eye(items), np.ones((1, options)))]
-    rows += [sp.csr_matrix(problem.use[b].reshape(1, -1)) for b in range(2)]
-    scale, ones = 1 / problem.cost.max(), np.ones(items)
-    result = solve_milp(
-        problem.cost.ravel() * scale,
-        sp.vstack(rows).tocsr(),
-        np.concatenate([ones, [-np.inf, -np.inf]]),
-        np.concatenate([ones, problem.budget]),
-        np.ones(items * options, dtype=bool),
-        np.ones(items * options),
-        gap=gap,
-        watch=Watch(Limits(time_limit_s=time_limit_s)),
-    )
-    return Timed(result.objective / scale, time.perf_counter() - begin)
-
-
-def random_tables(count: int, seed: int) -> tuple[Table, ...]:
-    """Tables of log-normal sizes."""
+def random_tables(count: int, seed: int, sharding: tuple[Sharding, ...] = (Sharding.ROW_WISE,)) -> tuple[Table, ...]:
+    """Tables of log-normal sizes and four widths, all pooled."""
     draw = np.random.default_rng(seed)
     return tuple(
         Table(
@@ -86,136 +57,97 @@ def random_tables(count: int, seed: int) -> tuple[Table, ...]:
             dim=int(draw.choice([32, 64, 128, 256])),
             ids_per_sample=float(draw.choice([1, 1, 5, 20])),
             access=Zipf(exponent=float(draw.uniform(0.7, 1.2))),
+            pooled=True,
+            sharding=sharding,
         )
         for index in range(count)
     )
 
 
-def request(tables: tuple[Table, ...], ranks: int, runtime: Runtime) -> PlanRequest:
-    """A job whose tables take three times its HBM, with the HBM of a rank shrinking with the ranks."""
+def request(tables: tuple[Table, ...], ranks: int, runtime: Runtime, limit_s: float = 30.0) -> PlanRequest:
+    """A job whose tables take three times its HBM, on 20 ratios."""
     total = sum(table.rows * table.dim * 12 for table in tables)
     index = sum(table.rows * 30 for table in tables)
-    topology = Topology(ranks=ranks, hbm_bytes=int((total * 0.3 + index) / ranks) + (3 << 30))
-    return PlanRequest(tables=tables, topology=topology, runtime=runtime, step=Step(samples_per_rank=8192 // ranks))
+    topology = Topology(ranks=ranks, hbm_bytes=int((total * 0.3 + index) / ranks) + (4 << 30))
+    solver = SolverOptions(ratio_steps=20, time_limit_s=limit_s)
+    step = Step(samples_per_rank=max(1, 8192 // ranks))
+    return PlanRequest(tables=tables, topology=topology, runtime=runtime, step=step, solver=solver)
 
 
-def solver_rows(console: Console, cases: list[tuple[int, int]], seeds: int, longest: float) -> list[dict[str, Any]]:
-    """Solver against HiGHS on independent tables."""
-    out = RichTable(title="Tables free of each other: seconds, median and worst of the instances")
-    for heading in ("tables x options", "ours", "worst", "plain HiGHS", "ratio", "worst gap", "ours/HiGHS cost"):
-        out.add_column(heading, justify="right")
-    records = []
-    with Progress(console=console, transient=True) as progress:
-        for tables, options in progress.track(cases):
-            exact = tables <= 50
-            gap = 0.0 if exact else 1e-4
-            ours, theirs, gaps, costs = [], [], [], []
-            for seed in range(seeds):
-                problem = knapsack(tables, options, seed)
-                begin = time.perf_counter()
-                result = solve_knapsack(problem, gap=gap)
-                ours.append(time.perf_counter() - begin)
-                gaps.append((result.cost - result.bound) / result.cost)
-                peer = plain_highs(problem, gap, longest)
-                theirs.append(peer.seconds)
-                costs.append(result.cost / peer.cost)
-            median, peer_median = float(np.median(ours)), float(np.median(theirs))
-            out.add_row(
-                f"{tables} x {options}", f"{median:.3f}", f"{max(ours):.3f}", f"{peer_median:.3f}",
-                f"{peer_median / median:.1f}x", f"{max(gaps):.1e}", f"{max(costs):.6f}",
-            )  # fmt: skip
-            records.append(
-                {"tables": tables, "options": options, "seconds": ours, "highs_seconds": theirs, "gaps": gaps,
-                 "cost_over_highs": costs, "highs_time_limit_s": longest}
-            )  # fmt: skip
-    console.print(out)
-    return records
-
-
-def plan_rows(console: Console, counts: list[int], ranks: list[int]) -> list[dict[str, Any]]:
-    """The whole way from a request to a plan, for fused groups and any number of ranks."""
-    out = RichTable(title="From request to plan, fused groups: seconds")
-    out.add_column("tables, runtime", justify="right")
-    for number in ranks:
-        out.add_column(f"{number} ranks", justify="right")
-    records = []
-    for count, runtime in itertools.product(counts, Runtime):
-        tables = random_tables(count, count)
-        cells = []
-        for number in ranks:
-            asked = request(tables, number, runtime)
-            begin = time.perf_counter()
-            found = plan(asked, split=False)
-            seconds = time.perf_counter() - begin
-            gap = found.gap if found.gap is not None else float("nan")
-            cells.append(f"{seconds:.2f} (gap {gap:.0e})")
-            records.append(
-                {"tables": count, "runtime": runtime.value, "ranks": number, "seconds": seconds, "gap": found.gap,
-                 "status": found.status.value}
-            )  # fmt: skip
-        out.add_row(f"{count} {runtime.value}", *cells)
-    console.print(out)
-    return records
-
-
-def tight_rows(console: Console, instances: int) -> dict[str, Any]:
-    """Feasible plans missed just above the smallest HBM budget that works."""
-    missed = tried = 0
-    worst = 0.0
-    for seed, above in itertools.product(range(instances), (0.0, 0.002, 0.005, 0.01, 0.02)):
+def cases(counts: tuple[int, ...]) -> dict[str, PlanRequest]:
+    """Requests by name: fused row-wise tables of both runtimes, and tables that go to ranks whole or in columns."""
+    spread = (Sharding.ROW_WISE, Sharding.TABLE_WISE, Sharding.COLUMN_WISE)
+    found = {}
+    for count in counts:
         for runtime in Runtime:
-            problem = build_problem(request(random_tables(12 + seed, 100 + seed), 2, runtime))
-            host = 0.8 * sum(float(group.host.max(axis=1).sum()) for group in problem.groups)
-            least = solve(problem.with_budget(np.inf, host).minimising(0), Limits(gap=1e-6, time_limit_s=1.0))
-            if least.modules is None:
-                continue
-            begin = time.perf_counter()
-            solution = solve(problem.with_budget(least.cost * (1 + above), host))
-            worst = max(worst, time.perf_counter() - begin)
-            tried += 1
-            missed += solution.modules is None
-    console.print(f"budgets 0 to 2 % above the smallest that works: {missed} of {tried} feasible plans missed")
-    return {"tried": tried, "missed": missed, "worst_seconds": worst}
+            asked = request(random_tables(count, count), 8, runtime, LIMIT_S[count])
+            found[f"{count} {runtime.value}"] = asked
+        asked = request(random_tables(count, count, spread), 8, Runtime.TORCHREC, LIMIT_S[count])
+        found[f"{count} torchrec on ranks"] = asked
+    return found
 
 
-def brute_rows(console: Console, instances: int) -> dict[str, Any]:
-    """Every choice of small instances, against the solver."""
-    worst = 0.0
-    for seed in range(instances):
-        problem = knapsack(6, 6, seed)
-        items = np.arange(6)
-        best = np.inf
-        for choice in itertools.product(range(6), repeat=6):
-            picked = np.array(choice)
-            if np.all(problem.use[:, items, picked].sum(axis=1) <= problem.budget):
-                best = min(best, float(problem.cost[items, picked].sum()))
-        result = solve_knapsack(problem)
-        worst = max(worst, abs(result.cost - best) / best if np.isfinite(best) else float(result.choice is not None))
-    console.print(f"6 tables x 6 options, {instances} instances: at most {worst:.1e} from brute force")
-    return {"instances": instances, "worst_relative_difference": worst}
+def measured(counts: tuple[int, ...]) -> dict[str, Any]:
+    """Time and gap of every case, and of knapsacks of 20 options to a gap of 0.5 %."""
+    plan(request(random_tables(3, 0), 2, Runtime.DYNAMICEMB))
+    found: dict[str, Any] = {}
+    for name, asked in cases(counts).items():
+        begin = time.process_time()
+        answer = plan(asked)
+        found[name] = {
+            "cpu_seconds": time.process_time() - begin, "status": answer.status.value, "gap": answer.gap,
+            "step_ms": None if answer.seconds is None else answer.seconds * 1e3,
+        }  # fmt: skip
+    for count in counts:
+        seconds, gaps = [], []
+        for seed in range(3):
+            problem = knapsack(count, 20, seed)
+            begin = time.process_time()
+            result = solve_knapsack(problem, gap=1e-4 if count > 50 else 0.0)
+            seconds.append(time.process_time() - begin)
+            gaps.append(1 - result.bound / result.cost)
+        found[f"knapsack {count} x 20"] = {"cpu_seconds": max(seconds), "gap": max(gaps)}
+    return found
 
 
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small cases only.")] = False,
+    beside: Annotated[Path | None, typer.Option(help="Root of another tree, measured as well.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Up to 100 tables only.")] = False,
+    bare: Annotated[bool, typer.Option("--bare", help="Print the figures of this tree as JSON.")] = False,
 ) -> None:
-    """Run all parts and print them."""
-    console = Console()
-    cases = [(20, 20), (50, 20), (100, 20)] if quick else [(20, 20), (50, 20), (100, 20), (100, 60), (1000, 60)]
-    counts = [20, 100] if quick else [20, 100, 1000]
-    parts: dict[str, Callable[[], Any]] = {
-        "knapsack": lambda: solver_rows(console, cases, 3, 10.0),
-        "plans": lambda: plan_rows(console, counts, [2, 64, 1024]),
-        "tight": lambda: tight_rows(console, 2 if quick else 6),
-        "brute_force": lambda: brute_rows(console, 3 if quick else 6),
-    }
-    plan(request(random_tables(3, 0), 2, Runtime.DYNAMICEMB))
-    results = {name: part() for name, part in parts.items()}
+    """Measure, print and write."""
+    counts = COUNTS[:2] if quick else COUNTS
+    here = measured(counts)
+    if bare:
+        print(json.dumps(here))
+        return
+    results = {"this tree": here}
+    if beside is not None:
+        command = [sys.executable, str(Path(__file__).resolve()), "--bare", *(["--quick"] if quick else [])]
+        environment = {**os.environ, "PYTHONPATH": str(beside)}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=beside, env=environment)
+        results["beside"] = json.loads(done.stdout.splitlines()[-1])
+    out = RichTable(title="CPU seconds, gap, predicted ms a step")
+    out.add_column("case")
+    for name in results:
+        out.add_column(name, justify="right")
+    for case in here:
+        out.add_row(case, *(_cell(rows.get(case)) for rows in results.values()))
+    Console().print(out)
     if json_path:
         machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
         machine |= {"numpy": np.__version__, "highs": highspy.Highs().version()}  # type: ignore[no-untyped-call]
-        payload = {"command": "python -m benchmarks.placement " + " ".join(sys.argv[1:]), "machine": machine, **results}
+        payload = {"command": "python -m benchmarks.placement", "machine": machine, **results}
         json_path.write_text(json.dumps(payload, indent=1) + "\n")
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    gap = "none" if row["gap"] is None else f"{row['gap']:.2%}"
+    step = f", {row['step_ms']:.3f} ms" if row.get("step_ms") else ""
+    return f"{row['cpu_seconds']:.2f} s, {gap}{step} {row.get('status', '')}".rstrip()
 
 
 if __name__ == "__main__":

@@ -1,341 +1,483 @@
-"""Plans for TorchRec held against GPUs: HBM and time of a step, predicted and measured, by mode and in a mixture.
+"""Plans of several planners in equal real HBM of one GPU: kernels' time, and wall clock beside a dense part, in turns.
 
-torchrun --nproc-per-node 2 -m benchmarks.placement_gpu --json benchmarks/results/placement_gpu.json
+python -m benchmarks.placement_gpu --json benchmarks/results/placement_gpu.json --keys clicks.npy --keys views.npy
+python -m benchmarks.placement_gpu --device cpu --quick                                       # the way, without a GPU
+
+A cell is a kind of keys (key traces from files, or power laws), a number of tables, and HBM for a share of them. In
+each there are the planner by its model, with the clock (whose contenders train other batches than those of the
+comparison), all tables cached alike, TorchRec's planner, and TorchEasyRec's where the path of a checkout is given.
+Each planner is asked again with another budget, until what its plan takes on the GPU is the HBM of the cell or a
+little less. Statistics are those of the first half of the keys; plans are timed on the second.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import platform
 import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.distributed as dist
-import torchrec
 import typer
 from rich.console import Console
 from rich.table import Table as RichTable
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner import Topology as TorchRecTopology
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from benchmarks.placement_gpu_model import (
-    Model,
-    keys_of,
-    planned_tables,
-    sharders,
-    table_bytes_by_kernel,
+from torchrec.distributed.planner.proposers import (
+    DynamicProgrammingProposer,
+    EmbeddingOffloadScaleupProposer,
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
 )
-from evenkeel.placement import Mode, Optimizer, Plan, PlanRequest, Runtime, Status, Step, Table, Topology, plan
-from evenkeel.placement.hardware import HardwareProfile, parse_profile
-from trainer_client.planning import parameter_constraints, sharding_plan
-from trainer_client.planning.whole_steps import join_group
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import CacheParams, CacheStatistics
 
-GIB = float(1 << 30)
-LARGE = 4 << 30
-ALLOWED = 1.10
+from benchmarks.key_files import numbered, read_keys
+from benchmarks.peers.checkouts import load_torcheasyrec
+from evenkeel.key_statistics import KeySampler, with_statistics
+from evenkeel.placement import Eviction, MissCurve, Optimizer, PlanRequest, Runtime, Step, Table, Topology, plan
+from evenkeel.placement.hit_rates import step_keys
+from trainer_client.planning import sharding_plan
+from trainer_client.planning.clock import contenders, process_group, run_race
+from trainer_client.planning.trials import Batch, DenseWork, TableModel, Trial
+
+Keys = npt.NDArray[Any]
+Planner = Callable[[int], Any]
+"""From a budget of HBM in bytes to a plan for `Trial.of`, or None where there is none."""
+
+SEED = 7
+HELD_BYTES = 4
+_KERNELS = ["fused", "fused_uvm_caching", "fused_uvm"]
+_LOAD_FACTOR = 0.2
+_TRIES, _CLOSE = 6, 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Tables under one choice of modes.
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is run.
 
     Attributes:
-        name: What it is called in the output.
-        modes: Modes that tables may have; all where empty.
-        ratio: Fraction of the rows that HBM holds; the planner's choice where `None`.
-        budget: HBM that tables may use, over what all of them in HBM take; ample where `None`.
-        optimizer: Fused optimizer of the tables.
-        theirs: Whether TorchRec's planner makes the sharding plan under our constraints, instead of us.
+        tables: Numbers of tables.
+        shares: HBM over the bytes of all weights.
+        dense_ms: Milliseconds of the dense part beside the tables.
+        gib: Weights of the tables of power laws.
+        samples: Samples of a batch.
+        steps: Batches that statistics are taken of; as many others are timed, in a cycle.
+        seconds: For which a plan is trained before it is timed, and each contender of the clock.
+        blocks: Timed blocks of each plan and dense part, in turns.
     """
 
-    name: str
-    modes: tuple[Mode, ...] = ()
-    ratio: float | None = None
-    budget: float | None = None
-    optimizer: Optimizer = Optimizer.ROWWISE_ADAGRAD
-    theirs: bool = False
+    tables: tuple[int, ...] = (26, 60, 100)
+    shares: tuple[float, ...] = (0.1, 0.2, 0.5)
+    dense_ms: tuple[float, ...] = (0.0, 5.0, 20.0)
+    gib: float = 4.0
+    samples: int = 4096
+    steps: int = 96
+    seconds: float = 3.0
+    blocks: int = 7
 
 
-CASES = (
-    Case(name="HBM_ONLY", modes=(Mode.HBM_ONLY,)),
-    Case(name="CACHING 0.5", modes=(Mode.CACHING,), ratio=0.5),
-    Case(name="CACHING 0.2", modes=(Mode.CACHING,), ratio=0.2),
-    Case(name="CACHING 0.1", modes=(Mode.CACHING,), ratio=0.1),
-    Case(name="HOST_ONLY", modes=(Mode.HOST_ONLY,)),
-    Case(name="mixture 0.7", budget=0.7),
-    Case(name="mixture 0.4", budget=0.4),
-    Case(name="mixture 0.7, constraints", budget=0.7, theirs=True),
-    Case(name="HBM_ONLY, Adam", modes=(Mode.HBM_ONLY,), optimizer=Optimizer.ADAM),
-    Case(name="mixture 0.5, Adam", budget=0.5, optimizer=Optimizer.ADAM),
-)
+QUICK = Size((3,), (0.5,), (0.0, 2.0), 1e-4, 32, 10, 0.2, 2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What all cases share.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Tables, and batches of their keys.
 
     Attributes:
-        device: Device of this rank.
-        ranks: Number of ranks, all on this host.
-        samples: Samples of a batch on a rank.
-        scale: Rows of the tables over their usual ones.
-        profile: Hardware profile, or the name of a built-in one.
-        warmup: Steps before those that are timed; caches fill in them.
-        repeats: Timed steps.
+        request: The tables, of which nothing is known but their sizes.
+        batches: The first half is for statistics and the clock, the second for the comparison.
     """
 
-    device: torch.device
-    ranks: int
-    samples: int
-    scale: float
-    profile: str | HardwareProfile
-    warmup: int
-    repeats: int
+    request: PlanRequest
+    batches: Sequence[Batch]
+
+    @property
+    def seen(self) -> Sequence[Batch]:
+        """What planners may know."""
+        return self.batches[: len(self.batches) // 2]
+
+    @property
+    def unseen(self) -> Sequence[Batch]:
+        """What plans are timed on."""
+        return self.batches[len(self.batches) // 2 :]
 
 
-def ask(run: Run, case: Case, tables: tuple[Table, ...]) -> tuple[PlanRequest, Plan]:
-    """The planner's answer for `case`."""
-    pinned = tuple(replace(table, modes=case.modes, ratio=case.ratio) for table in tables)
-    topology = Topology(ranks=run.ranks, hbm_bytes=1 << 45, host_bytes=None)
-    step = Step(samples_per_rank=run.samples)
-    request = PlanRequest(tables=pinned, topology=topology, hardware=run.profile, runtime=Runtime.TORCHREC, step=step)
-    if case.budget is not None:
-        everything = tuple(replace(table, modes=(Mode.HBM_ONLY,)) for table in tables)
-        most = plan(replace(request, tables=everything), split=False)
-        budget = most.workspace_bytes + int(most.hbm.used_bytes * case.budget)
-        request = replace(request, topology=replace(topology, hbm_bytes=budget))
-    found = plan(request, split=False)
-    assert found.status in (Status.OPTIMAL, Status.FEASIBLE), f"{case.name}: {found.status}"
-    return request, found
+def make_job(tables: int, size: Size, traces: Sequence[Keys], profile: str) -> Job:
+    """Few large tables and many small ones, as of click logs; or those that traces are of, in turn.
 
-
-def placed_by(run: Run, case: Case, model: Model, request: PlanRequest, found: Plan) -> ShardingPlan:
-    """The sharding plan: ours, or TorchRec's own under our constraints, whose kernels must then be the plan's."""
-    ours = sharding_plan(model, request, found, device=run.device.type)
-    if not case.theirs or run.device.type == "cpu":
-        return ours
-    topology = TorchRecTopology(
-        world_size=run.ranks, local_world_size=run.ranks, compute_device="cuda", hbm_cap=1 << 40, ddr_cap=1 << 42
-    )
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=parameter_constraints(request, found))
-    theirs: ShardingPlan = planner.plan(model, sharders(case.optimizer))
-    for path, parameters in ours.plan.items():
-        for name, parameter in parameters.items():
-            other: Any = theirs.plan[path][name]
-            assert (other.sharding_type, other.compute_kernel) == (parameter.sharding_type, parameter.compute_kernel)
-            cached = parameter.cache_params
-            assert cached is None or other.cache_params.load_factor == cached.load_factor, name
-    return theirs
-
-
-def batches(run: Run, tables: tuple[Table, ...]) -> Iterator[tuple[KeyedJaggedTensor, KeyedJaggedTensor]]:
-    """Fresh keys for the bags and the rows in every step: batches in turn would soon all be in the caches."""
-    generator = torch.Generator(run.device).manual_seed(17 + dist.get_rank())
-    while True:
-        halves = []
-        for group in ("bags", "rows"):
-            own = [table for table in tables if table.group == group]
-            each = [int(table.ids_per_sample) for table in own]
-            values = torch.cat([keys_of(t.rows, run.samples * n, generator) for t, n in zip(own, each, strict=True)])
-            lengths = torch.cat([torch.full((run.samples,), n, device=run.device) for n in each])
-            keys = [f"f_{table.name}" for table in own]
-            halves.append(KeyedJaggedTensor(keys=keys, values=values, lengths=lengths))
-        yield halves[0], halves[1]
-
-
-def timed_steps(run: Run, parallel: torch.nn.Module, tables: tuple[Table, ...], warmup: int) -> float:
-    """Median seconds of a step, forward and backward with the fused optimizer, of the slowest rank."""
-    times = []
-    source = batches(run, tables)
-    for turn in range(warmup + run.repeats):
-        batch = next(source)
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        begin = time.perf_counter()
-        parallel(*batch).backward()
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-        if turn >= warmup:
-            times.append(time.perf_counter() - begin)
-    return slowest(run, statistics.median(times))
-
-
-def slowest(run: Run, value: float) -> float:
-    """The largest value over the ranks."""
-    cell = torch.tensor(value, dtype=torch.float64, device=run.device)
-    dist.all_reduce(cell, dist.ReduceOp.MAX)
-    return float(cell)
-
-
-def measure(run: Run, case: Case) -> dict[str, Any]:
-    """Plan, shard, train and compare."""
-    model = Model(run.scale)
-    tables = planned_tables(model, case.optimizer)
-    request, found = ask(run, case, tables)
-    placed = placed_by(run, case, model, request, found)
-    cuda = run.device.type == "cuda"
-    before = 0
-    if cuda:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    parallel = DistributedModelParallel(
-        model, env=env, device=run.device, plan=placed, sharders=sharders(case.optimizer)
-    )
-    kernels = table_bytes_by_kernel(parallel, request, found)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    cached = any(p.mode is Mode.CACHING for p in found.placements)
-    seconds = timed_steps(run, parallel, tables, run.warmup if cached else min(run.warmup, 10))
-    in_steps, outside = 0, 0
-    if cuda:
-        in_steps = torch.cuda.max_memory_allocated() - before
-        free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()
-    ranks: list[Any] = [None] * run.ranks
-    dist.all_gather_object(ranks, {"kernels": kernels, "tables_and_step_bytes": in_steps, "outside_bytes": outside})
-    stored = max(sum(k["measured_hbm_bytes"] for k in rank["kernels"]) for rank in ranks)
-    in_use = max(rank["tables_and_step_bytes"] + rank["outside_bytes"] for rank in ranks)
-    predicted = found.hbm.used_bytes + found.workspace_bytes
-    modes = {mode.value: sum(p.mode is mode for p in found.placements) for mode in Mode}
-    return {
-        "case": case.name,
-        "optimizer": case.optimizer.value,
-        "tables_by_mode": {mode: count for mode, count in modes.items() if count},
-        "ratios": {p.table: p.ratio for p in found.placements if p.mode is Mode.CACHING},
-        "hbm_limit_bytes": found.hbm.limit_bytes,
-        "predicted_tables_and_step_bytes": found.hbm.used_bytes,
-        "measured_tables_and_step_bytes": max(rank["tables_and_step_bytes"] for rank in ranks),
-        "predicted_workspace_bytes": found.workspace_bytes,
-        "measured_outside_bytes": max(rank["outside_bytes"] for rank in ranks),
-        "predicted_bytes": predicted,
-        "measured_bytes": in_use,
-        "measured_table_bytes": stored,
-        "ratio": predicted / in_use if in_use else None,
-        "verdict": verdict(predicted, in_use, stored),
-        "predicted_ms": (found.seconds or 0.0) * 1e3,
-        "measured_ms": seconds * 1e3,
-        "ranks": ranks,
-    }
-
-
-def verdict(predicted: int, in_use: int, stored: int) -> str:
-    """Whether a prediction is never below what is in use, and at most 10 % above it for large tables."""
-    if not in_use:
-        return "not measured"
-    if predicted < in_use:
-        return "too low"
-    return "too high" if stored >= LARGE and predicted > ALLOWED * in_use else "ok"
-
-
-def show(records: list[dict[str, Any]]) -> None:
-    """Print both tables."""
-    console = Console(width=150)
-    sums = RichTable(title="HBM of the fullest rank, MiB, and time of a step, ms: predicted / measured")
-    for heading in ("case", "tables by mode", "tables + step", "outside", "sum", "ratio", "verdict", "step"):
-        sums.add_column(heading, justify="left" if heading in ("case", "tables by mode") else "right")
-
-    def pair(record: dict[str, Any], first: str, second: str) -> str:
-        return f"{record[first] / 2**20:,.0f} / {record[second] / 2**20:,.0f}"
-
-    for r in records:
-        sums.add_row(
-            r["case"],
-            ", ".join(f"{count} {mode}" for mode, count in r["tables_by_mode"].items()),
-            pair(r, "predicted_tables_and_step_bytes", "measured_tables_and_step_bytes"),
-            pair(r, "predicted_workspace_bytes", "measured_outside_bytes"),
-            pair(r, "predicted_bytes", "measured_bytes"),
-            f"{r['ratio']:.3f}" if r["ratio"] else "",
-            r["verdict"],
-            f"{r['predicted_ms']:.2f} / {r['measured_ms']:.2f}",
-        )
-    console.print(sums)
-    parts = RichTable(title="Kernels of rank 0: bytes of tables, MiB, predicted / measured")
-    for heading in ("case", "tables", "in HBM", "in host memory", "caches", "optimizer state in HBM"):
-        parts.add_column(heading, justify="left" if heading in ("case", "tables") else "right")
-    for r in records:
-        for kernel in r["ranks"][0]["kernels"]:
-            parts.add_row(
-                r["case"],
-                " ".join(kernel["tables"]),
-                pair(kernel, "predicted_hbm_bytes", "measured_hbm_bytes"),
-                pair(kernel, "predicted_host_bytes", "measured_host_bytes"),
-                f"{kernel['measured_cache_bytes'] / 2**20:,.0f}",
-                f"{kernel['measured_state_bytes'] / 2**20:,.0f}",
+    Tables of one trace begin at places evenly apart, each with the keys renamed by a permutation of its own. Lookups of
+    a sample are fewer where a table would come twice to the same place of its trace.
+    """
+    draw = np.random.default_rng(SEED + tables)
+    weight = np.exp(draw.normal(0, 2.0, tables))
+    dims = draw.choice([32, 64, 128], tables)
+    rows = np.maximum(1_000, weight / (weight * dims * 4).sum() * size.gib * 2**30).astype(np.int64)
+    ids = draw.choice([1, 1, 1, 2, 5, 20], tables)
+    exponents = draw.choice([0.7, 0.9, 1.05, 1.2], tables)
+    count = 2 * size.steps
+    described: list[Table] = []
+    batches: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in range(count)]
+    for index in range(tables):
+        if traces:
+            trace = traces[index % len(traces)]
+            rows[index] = int(trace.max()) + 1
+            ids[index] = max(1, min(ids[index], len(trace) // (count * size.samples)))
+            lookups = count * size.samples * int(ids[index])
+            sharing = len(range(index % len(traces), tables, len(traces)))
+            begin = len(trace) * (index // len(traces)) // sharing
+            keys = draw.permutation(rows[index])[trace[(begin + np.arange(lookups)) % len(trace)]]
+        else:
+            lookups, power = count * size.samples * int(ids[index]), 1 - exponents[index]
+            ranks = (((rows[index] + 1.0) ** power - 1) * draw.random(lookups) + 1) ** (1 / power)
+            keys = (np.clip(ranks, 1, rows[index]).astype(np.int64) - 1) * 2_654_435_761 % rows[index]
+        name = f"t{index}"
+        lengths = torch.full((size.samples,), int(ids[index]), dtype=torch.int64)
+        for batch, part in zip(batches, np.split(keys, count), strict=True):
+            batch[name] = torch.from_numpy(part), lengths
+        described.append(
+            Table(
+                name=name,
+                rows=int(rows[index]),
+                dim=int(dims[index]),
+                ids_per_sample=float(ids[index]),
+                optimizer=Optimizer.ROWWISE_ADAGRAD,
+                pooled=True,
             )
-    console.print(parts)
+        )
+    request = PlanRequest(
+        tables=tuple(described),
+        topology=Topology(ranks=1, hbm_bytes=1 << 36),
+        hardware=profile,
+        runtime=Runtime.TORCHREC,
+        step=Step(samples_per_rank=size.samples),
+    )
+    return Job(with_seen(request, batches[: size.steps]), batches)
+
+
+def with_seen(request: PlanRequest, seen: Sequence[Batch]) -> PlanRequest:
+    """The request with statistics of some batches."""
+    names = [table.name for table in request.tables]
+    sampler = KeySampler(names)
+    for batch in seen:
+        parts = [
+            (values.numpy(), np.array([[names.index(name), 0, len(values)]])) for name, (values, _) in batch.items()
+        ]
+        sampler.observe(parts, request.step.samples_per_rank)
+    return with_statistics(request, sampler.traces())[0]
+
+
+def planners(job: Job, size: Size, device: torch.device, torcheasyrec: Path | None) -> dict[str, Planner]:
+    """Planners by name; each is asked with a budget."""
+
+    def budgeted(hbm: int) -> PlanRequest:
+        workspace = job.request.profile.costs(Runtime.TORCHREC).workspace_bytes
+        return replace(job.request, topology=replace(job.request.topology, hbm_bytes=hbm + workspace))
+
+    def by_model(hbm: int) -> Any:
+        request = budgeted(hbm)
+        made = plan(request)
+        return _sharded(request, made, device) if made.placements else None
+
+    quickest: list[str] = []
+
+    def by_clock(hbm: int) -> Any:
+        request = budgeted(hbm)
+        made = plan(request)
+        if not made.placements:
+            return None
+        plans = contenders(request, made)
+        if not quickest:  # at other budgets of the same cell it is the same kind of plan
+            race = run_race(request, plans, job.seen, device, seconds=size.seconds)
+            quickest.append(next(one.name for one in race.measured if one.chosen))
+        return _sharded(request, plans.get(quickest[0], made), device)
+
+    def all_cached(hbm: int) -> Any:
+        request = budgeted(1 << 45)
+        weights = sum(table.rows * table.dim * HELD_BYTES for table in request.tables)
+        share = min(1.0, max(0.001, hbm / weights))
+        tables = tuple(replace(table, modes=("CACHING",), ratio=min(share, 0.999)) for table in request.tables)  # type: ignore[arg-type]
+        request = replace(request, tables=tables)
+        return _sharded(request, plan(request), device)
+
+    def torchrecs(hbm: int) -> Any:
+        proposers = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer(), GridSearchProposer()]
+        if device.type == "cuda":  # these divide by the HBM
+            proposers += [DynamicProgrammingProposer(), EmbeddingOffloadScaleupProposer()]
+        return _torchrec_plan(job.request, hbm, device, proposers)
+
+    found: dict[str, Planner] = {
+        "by the model": by_model,
+        "with the clock": by_clock,
+        "all cached alike": all_cached,
+        "TorchRec": torchrecs,
+    }
+    if torcheasyrec is not None:
+        theirs = load_torcheasyrec(torcheasyrec).planner
+        found["TorchEasyRec"] = lambda hbm: _torchrec_plan(
+            job.request, hbm, device, [theirs.DynamicProgrammingProposer(), UniformProposer()], theirs
+        )
+    return found
+
+
+def _sharded(request: PlanRequest, made: Any, device: torch.device) -> Any:
+    return lambda model: sharding_plan(model, request, made, device=device.type)
+
+
+class _Statistics(CacheStatistics):  # type: ignore[misc]
+    """A table's measured curve, in the form that TorchRec's planner takes."""
+
+    def __init__(self, curve: MissCurve, rows: int, lookups: float) -> None:
+        self._keys, self._rows = step_keys(curve, rows, lookups, Eviction.LRU), rows
+
+    @property
+    def expected_lookups(self) -> float:
+        return self._keys.unique
+
+    def expected_miss_rate(self, clf: float) -> float:
+        return float(self._keys.misses(np.array([clf * self._rows]))[0])
+
+    @property
+    def cacheability(self) -> float:
+        return float(np.mean([self.expected_miss_rate(part / 20) for part in range(1, 21)]))
+
+
+def _torchrec_plan(
+    request: PlanRequest, hbm: int, device: torch.device, proposers: list[Any], enumerates: Any = None
+) -> Any:
+    """The plan of a planner made of TorchRec's parts, with the measured statistics and no reservation."""
+    topology = TorchRecTopology(
+        world_size=1, local_world_size=1, compute_device=device.type, hbm_cap=hbm, ddr_cap=1 << 42
+    )
+    constraints = {}
+    for table in request.tables:
+        assert isinstance(table.access, MissCurve)
+        lookups = table.ids_per_sample * request.step.samples_per_rank
+        known = _Statistics(table.access, table.rows, lookups)
+        constraints[table.name] = ParameterConstraints(
+            compute_kernels=_KERNELS if device.type == "cuda" else None,
+            sharding_types=["table_wise", "row_wise"],
+            pooling_factors=[table.ids_per_sample],
+            cache_params=CacheParams(load_factor=_LOAD_FACTOR, stats=known) if device.type == "cuda" else None,
+        )
+    samples = request.step.samples_per_rank
+    given: dict[str, Any] = {"topology": topology, "batch_size": samples, "constraints": constraints}
+    enumerator = None if enumerates is None else enumerates.EmbeddingEnumerator(**given)
+    planner = EmbeddingShardingPlanner(
+        **given,
+        enumerator=enumerator,
+        proposer=proposers,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+    )
+    try:
+        model = TableModel(request, device)
+        made = planner.plan(model, [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()])
+    except PlannerError:
+        return None
+    return lambda _: made
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """What came of asking a planner for a plan.
+
+    Attributes:
+        asked: HBM in bytes that the planner was given.
+        used: HBM in bytes that its plan took; `None` where it found no plan.
+        built: The plan in training.
+    """
+
+    asked: int
+    used: int | None
+    built: Any = None
+
+
+def fit_to_budget(attempt: Callable[[int], Try], budget: int, *, tries: int = _TRIES) -> Try | None:
+    """The plan that takes most of `budget`, among those of `tries` requests that take no more.
+
+    Args:
+        attempt: Asks the planner with a budget, and measures what its plan takes.
+        budget: HBM that a plan may take, in bytes.
+        tries: Requests at most.
+
+    Returns:
+        `None` where no request gave a plan within the budget.
+    """
+    best: Try | None = None
+    asked, low, high = budget, 0, 0  # the largest request known to fit or to be too small; the smallest too large
+    aim = budget * (1 - _CLOSE / 2)
+    before: tuple[int, int] | None = None
+    for _ in range(tries):
+        found = attempt(asked)
+        used = found.used
+        if used is not None and used > budget:
+            high = min(high or asked, asked)
+        else:
+            low = max(low, asked)
+            if used is not None and (best is None or used > (best.used or 0)):
+                best = found
+        del found  # what was built for it may be large
+        if used is None:
+            asked = round(asked * 1.25)
+        else:
+            if budget * (1 - _CLOSE) <= used <= budget:
+                break
+            rise = 1.0  # what a plan holds besides, for the buffers of a step, is the same in all
+            if before is not None and before[0] != asked and before[1] != used:
+                rise = (used - before[1]) / (asked - before[0])
+            before, asked = (asked, used), round(asked + (aim - used) / rise)
+        if high and not low < asked < high:
+            asked = (low + high) // 2
+        elif asked <= low:
+            asked = round(low * 1.1)
+    return best
+
+
+def compare(job: Job, share: float, size: Size, device: torch.device, torcheasyrec: Path | None) -> dict[str, Any]:
+    """All planners in one budget: figures by name."""
+    budget = round(share * sum(table.rows * table.dim * HELD_BYTES for table in job.request.tables))
+    dense = DenseWork(0.0, device)
+    trials: dict[str, Trial] = {}
+    found: dict[str, Any] = {}
+    for name, planner in planners(job, size, device, torcheasyrec).items():
+
+        def attempt(asked: int, planner: Planner = planner) -> Try:
+            made = planner(asked)
+            if made is None:
+                return Try(asked, None)
+            gc.collect()  # of the plan before this, so that it does not count as negative
+            before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+            trial = Trial.of(job.request, made, job.unseen, device, dense=dense)
+            used = torch.cuda.memory_allocated() - before if device.type == "cuda" else budget
+            return Try(asked, used, trial)
+
+        best = fit_to_budget(attempt, budget)
+        gc.collect()
+        found[name] = {"hbm_bytes": None if best is None else best.used}
+        if best is not None:
+            trials[name] = best.built
+    for trial in trials.values():
+        trial.run(size.seconds)
+    for milliseconds in size.dense_ms:
+        work = DenseWork(milliseconds, device)
+        for trial in trials.values():
+            trial.dense, trial.steps, trial.launches = work, [], []
+        for _ in range(size.blocks):
+            for trial in trials.values():
+                trial.block()
+        for name, trial in trials.items():
+            found[name].setdefault("wall_ms", {})[f"{milliseconds:g}"] = statistics.median(trial.steps) * 1e3
+    for name, trial in trials.items():
+        timing = trial.timing()
+        found[name]["kernels_ms"] = None if timing.kernels_s is None else timing.kernels_s * 1e3
+        found[name]["host_ms"] = timing.host_s * 1e3
+    return found
+
+
+def cells(size: Size, traces: Sequence[Keys]) -> Iterator[tuple[str, int, float]]:
+    """Kinds of keys, numbers of tables, and shares of HBM."""
+    for kind in (["traces"] if traces else []) + ["power laws"]:
+        for tables in size.tables:
+            for share in size.shares:
+                yield kind, tables, share
 
 
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the way without GPUs.")] = "cuda",
-    profile: Annotated[Path | None, typer.Option(help="Hardware profile written by `evenkeel calibrate`.")] = None,
-    samples: Annotated[int, typer.Option(help="Samples of a batch on a rank.")] = 8192,
-    scale: Annotated[float, typer.Option(help="Size of the tables, over 14 GiB of weights in all.")] = 1.0,
-    warmup: Annotated[int, typer.Option(help="Steps before the timed ones, where there are caches to fill.")] = 200,
-    repeats: Annotated[int, typer.Option(help="Timed steps.")] = 30,
-    only: Annotated[list[str] | None, typer.Option("--case", help="Only cases whose name contains this.")] = None,
-    check: Annotated[bool, typer.Option(help="Fail where HBM is predicted too low or too high.")] = False,
+    keys: Annotated[list[Path] | None, typer.Option(help="Key traces, as `benchmarks.key_files` reads them.")] = None,
+    torcheasyrec: Annotated[Path | None, typer.Option(help="A checkout of TorchEasyRec.")] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the way.")] = "cuda",
+    hardware: Annotated[str, typer.Option(help="Profile of the GPU.")] = "h200",
+    tables: Annotated[list[int] | None, typer.Option(help="Only cells of so many tables.")] = None,
+    share: Annotated[list[float] | None, typer.Option(help="Only cells of HBM for such a share of the tables.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Only cells of `traces`, or of `power laws`.")] = None,
+    quick: Annotated[bool, typer.Option(help="Tiny tables.")] = False,
 ) -> None:
-    """Train under every case and compare with the planner's predictions."""
-    place = join_group(device)
-    run = Run(
-        device=place,
-        ranks=dist.get_world_size(),
-        samples=samples,
-        scale=scale,
-        profile="h200" if profile is None else parse_profile(json.loads(profile.read_text("utf-8"))),
-        warmup=warmup,
-        repeats=repeats,
-    )
-    records = []
-    for case in CASES:
-        # FBGEMM has no Adam on the CPU.
-        unable = device == "cpu" and case.optimizer is Optimizer.ADAM
-        if unable or (only and not any(part in case.name for part in only)):
-            continue
-        records.append(measure(run, case))
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        if dist.get_rank() == 0:
-            last = records[-1]
-            step = f"step {last['predicted_ms']:.2f} ms predicted, {last['measured_ms']:.2f} measured"
-            print(f"{last['case']}: {last['verdict']}, {step}", flush=True)
-            if json_path:
-                json_path.write_text(json.dumps(about(run) | {"rows": records}, indent=1) + "\n")
-    if dist.get_rank() == 0:
-        show(records)
-    dist.destroy_process_group()
-    if check and any(record["verdict"].startswith("too") for record in records):
-        raise typer.Exit(1)
-
-
-def about(run: Run) -> dict[str, Any]:
-    """Where the figures are from."""
-    import fbgemm_gpu
-
-    cuda = run.device.type == "cuda"
-    return {
-        "command": "torchrun --nproc-per-node N -m benchmarks.placement_gpu --json FILE",
-        "device": torch.cuda.get_device_name() if cuda else "cpu: memory is not measured, times mean nothing",
-        "ranks": run.ranks,
-        "samples_per_rank": run.samples,
-        "scale": run.scale,
-        "profile": run.profile if isinstance(run.profile, str) else run.profile.name,
+    """Compare planners cell by cell; the file is written after each."""
+    size, place = QUICK if quick else Size(), torch.device(device, 0) if device == "cuda" else torch.device(device)
+    size = replace(size, tables=tuple(tables or size.tables), shares=tuple(share or size.shares))
+    traces = [numbered(read_keys(path)) for path in keys or ()]
+    rows: list[dict[str, Any]] = []
+    about = {
+        "command": "python -m benchmarks.placement_gpu --json FILE --keys FILE …",
+        "device": torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"cpu: {platform.processor()}, times mean nothing",
         "torch": torch.__version__,
-        "torchrec": torchrec.__version__,
-        "fbgemm": fbgemm_gpu.__version__,
+        "keys": [path.name for path in keys or ()],
     }
+    with process_group(place):
+        for keys_of, number, part in cells(size, traces):
+            if kind not in (None, keys_of):
+                continue
+            job = make_job(number, size, traces if keys_of == "traces" else (), hardware)
+            found = compare(job, part, size, place, torcheasyrec)
+            rows.append({"keys": keys_of, "tables": number, "hbm_share": part, "planners": found})
+            show(rows[-1])
+            if json_path is not None:
+                json_path.write_text(json.dumps(about | {"cells": rows, "summary": summary(rows)}, indent=1) + "\n")
+            gc.collect()
+    Console().print_json(data=summary(rows))
+
+
+def show(cell: Mapping[str, Any]) -> None:
+    """Prints a cell."""
+    table = RichTable(title=f"{cell['keys']}, {cell['tables']} tables, HBM for {cell['hbm_share']:g}")
+    walls = list(next((figures["wall_ms"] for figures in cell["planners"].values() if "wall_ms" in figures), ()))
+    for heading in ("planner", "HBM MiB", "kernels ms", "host ms", *(f"wall, dense {ms}" for ms in walls)):
+        table.add_column(heading, justify="left" if heading == "planner" else "right")
+    for name, figures in cell["planners"].items():
+        if figures["hbm_bytes"] is None:
+            table.add_row(name, "no plan")
+            continue
+        values = [figures["kernels_ms"], figures["host_ms"], *figures["wall_ms"].values()]
+        shown = ["" if value is None else f"{value:.3f}" for value in values]
+        table.add_row(name, f"{figures['hbm_bytes'] / 2**20:.1f}", *shown)
+    Console().print(table)
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """By figure: how the clock's and the model's plans stand beside the others, losing cells included."""
+    found: dict[str, Any] = {}
+    for ours in ("by the model", "with the clock"):
+        for figure, value_of in _figures(rows).items():
+            ratios = []
+            alike = []
+            for row in rows:
+                values = {name: value_of(figures) for name, figures in row["planners"].items()}
+                mine = values.pop(ours, None)
+                others = [
+                    value for name, value in values.items() if value and name not in ("by the model", "with the clock")
+                ]
+                if mine and others:
+                    ratios.append(mine / min(others))
+                    if values.get("all cached alike"):
+                        alike.append(mine / values["all cached alike"])
+            if ratios:
+                found[f"{ours}, {figure}"] = {
+                    "over_the_best_other_worst": max(ratios),
+                    "over_all_cached_alike_median": statistics.median(alike) if alike else None,
+                    "cells": len(ratios),
+                }
+    return found
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Callable[[Mapping[str, Any]], Any]]:
+    walls = {ms for row in rows for figures in row["planners"].values() for ms in figures.get("wall_ms", ())}
+    found: dict[str, Callable[[Mapping[str, Any]], Any]] = {"kernels": lambda figures: figures.get("kernels_ms")}
+    for ms in sorted(walls, key=float):
+        found[f"wall beside {ms} ms"] = lambda figures, ms=ms: figures.get("wall_ms", {}).get(ms)  # type: ignore[misc]
+    return found
 
 
 if __name__ == "__main__":

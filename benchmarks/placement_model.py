@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from benchmarks.placement_gpu_dynamicemb import Configuration, sample_of
 from evenkeel.placement.access import power_law
 from evenkeel.placement.fitted_costs import Measurement, fit_costs, predict_seconds
 from evenkeel.placement.hardware import RuntimeCosts, builtin_profile
@@ -25,6 +24,7 @@ from evenkeel.placement.options import rank_load, table_options
 from evenkeel.placement.request import PlanRequest
 
 ROWS = 8_000_000
+EXPONENT = 1.05
 LATER = Path(__file__).parent / "results" / "placement_gpu_dynamicemb_h200.json"
 IDS = 262_144
 AMPLE_ROWS = 8
@@ -114,6 +114,48 @@ def halves_error(samples: list[Measurement]) -> dict[str, float | int]:
         "crowded_worst": max(crowded),
         "crowded_above_50_percent": sum(error > 0.5 for error in crowded),
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A module of equal tables.
+
+    Attributes:
+        mode: Mode of the tables.
+        ratio: Fraction of the rows in HBM.
+        tables: Number of tables.
+        rows: Rows of each.
+        dim: Width of an embedding.
+        ids: Lookups of a table and step.
+        optimizer: Optimizer of the tables.
+    """
+
+    mode: Mode
+    ratio: float
+    tables: int = 2
+    rows: int = 4 << 20
+    dim: int = 128
+    ids: int = 131_072
+    optimizer: Optimizer = Optimizer.ADAM
+
+
+def sample_of(configuration: Configuration, seconds: float) -> Measurement:
+    """A measured step in the form that the fit takes."""
+    c = configuration
+    table = Table(name="table", rows=c.rows, dim=c.dim, optimizer=c.optimizer, access=power_law(EXPONENT, c.rows))
+    request = PlanRequest(
+        tables=(table,),
+        topology=Topology(ranks=1, hbm_bytes=1 << 40),
+        hardware="h200",
+        step=Step(samples_per_rank=c.ids),
+    )
+    return Measurement(
+        mode=c.mode,
+        ratio=c.ratio,
+        seconds=seconds,
+        loads=(rank_load(request, table),) * c.tables,
+        cache_rows=(c.rows * c.ratio,) * c.tables,
+    )
 
 
 def later_steps(old: list[Measurement]) -> dict[str, object]:

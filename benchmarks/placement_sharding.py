@@ -48,8 +48,8 @@ from evenkeel.placement import (
     Zipf,
     plan,
 )
-from evenkeel.placement.building import build_problem
 from evenkeel.placement.placing import rate
+from evenkeel.placement.problem import build_problem
 
 MODES = {"fused": Mode.HBM_ONLY, "dense": Mode.HBM_ONLY, "fused_uvm": Mode.HOST_ONLY, "fused_uvm_caching": Mode.CACHING}
 WORKSPACE = 2 << 30
@@ -152,8 +152,8 @@ def rated(request: PlanRequest, sharded: dict[str, Any]) -> dict[str, float]:
         solver=request.solver,
     )
     problem = build_problem(pinned)
-    modules = tuple(np.isfinite(group.time).argmax(axis=1) for group in problem.groups)
-    judged = rate(pinned, problem, modules, places)
+    choice = tuple(np.isfinite(group.seconds).argmax(axis=1) for group in problem.groups)
+    judged = rate(problem, pinned.topology, choice, places)
     return {"seconds": judged.seconds, "hbm_of_budget": float(judged.use[0] / problem.budget[0])}
 
 
@@ -193,7 +193,7 @@ def main(
         for part in ("0.5" if quick else parts).split(","):
             request = ask(draw_tables(int(count)), int(ranks), int(local), float(part), limit_s)
             begin = time.process_time()
-            own = plan(request, split=False, clock=time.process_time)
+            own = plan(request, clock=time.process_time)
             seconds = time.process_time() - begin
             begin = time.process_time()
             other = theirs(request, limit_s)

@@ -200,17 +200,17 @@ def measure_copies(device: torch.device) -> dict[str, float]:
     target = torch.empty(int(sizes.sum()) + 16 * len(sizes), dtype=torch.uint8, device=device)
     padded = (sizes + 15) // 16 * 16
     begin = np.array([0, flat.num_samples])
-    words, job = describe_samples(
+    copies, job = describe_samples(
         np.random.default_rng(0).permutation(flat.num_samples), begin, flat.lengths, begin, fields,
         fields.addresses(flat.tensors, flat.totals)[None], target.data_ptr() + np.cumsum(padded) - padded,
-        most=piece_bytes(device),
+        flat.totals, most=piece_bytes(device),
     )  # fmt: skip
-    described = torch.from_numpy(words).to(device)
+    described = torch.from_numpy(copies.words).to(device) if device.type == "cuda" else None
     source = torch.ones(int(sizes.sum()), dtype=torch.uint8, device=device)
     other = torch.empty_like(source)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     clock = Clock(device, 10)
-    packed, _ = clock.device_and_host(lambda: copy(described, job, stream))
+    packed, _ = clock.device_and_host(lambda: copy(copies, job, described, stream))
     plain, _ = clock.device_and_host(lambda: other.copy_(source))
     scale = 2 * float(sizes.sum()) / 1e6
     return {"mib": float(sizes.sum()) / 2**20, "pack_gb_per_s": scale / packed, "copy_gb_per_s": scale / plain}

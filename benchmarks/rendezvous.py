@@ -37,18 +37,18 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-
-from benchmarks.harness.plans import make_plan, said
-from benchmarks.rendezvous_load import WARM_UP_ROUNDS, Load, Timing, costs_of, draw_lengths, echo_process, rank_process
-from evenkeel.partitioning import warm_up
-from evenkeel.partitioning.rounds import RoundPlan
-from evenkeel.partitioning.samples import RankSamples
 from services.balancer.decisions import Decision
 from services.balancer.effects import Answer, SessionId, StartPartition
 from services.balancer.limits import Limits
 from services.balancer.node_answers import node_bytes
 from services.balancer.session import Session
 from services.balancer.submissions import SessionKey, Terms
+
+from benchmarks.harness.plans import make_plan, said
+from benchmarks.rendezvous_load import WARM_UP_ROUNDS, Load, Timing, costs_of, draw_lengths, echo_process, rank_process
+from evenkeel.partitioning import warm_up
+from evenkeel.partitioning.rounds import RoundPlan
+from evenkeel.partitioning.samples import RankSamples
 from services.operations.launch import ServiceProcess, running_service
 
 _SPAWN = multiprocessing.get_context("spawn")

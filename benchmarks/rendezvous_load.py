@@ -16,9 +16,9 @@ from typing import Any
 
 import grpc
 import numpy as np
+from trainer_client.balancing.service.joining import join_submits
 
 from evenkeel.protocol import balancer_pb2 as pb
-from trainer_client.balancing.service.joining import join_submits
 
 METHOD = "/evenkeel.balancer.v1.BalancerService/Balance"
 WARM_UP_ROUNDS = 5

@@ -30,13 +30,13 @@ import grpc
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from trainer_client.balancing.service import Connection
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.rendezvous_load import Load, costs_of, draw_lengths, join_message
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-from trainer_client.balancing.service import Connection
 
 RANKS = 2
 TIMEOUT = 2.0  # seconds

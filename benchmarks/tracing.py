@@ -20,9 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from trainer_client.balancing.tracing import StreamTracer, tracer_of
 
 from trainer_client.balancing import Mode, Reason, tracing
-from trainer_client.balancing.tracing import StreamTracer, tracer_of
 
 
 class Thrown(SpanProcessor):

@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 
+from services.balancer.workers.tasks import Task
+
 from benchmarks.harness.plans import make_plan
 from evenkeel.partitioning import warm_up
 from services.balancer.server import BalancerServer
 from services.balancer.settings import Settings, load_settings
-from services.balancer.workers.tasks import Task
 from services.operations.program import run_service, write_port
 
 

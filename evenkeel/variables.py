@@ -8,14 +8,15 @@ from collections.abc import Mapping
 _PREFIX = "EVENKEEL_"
 _OF_OTHERS = ("EVENKEEL_BALANCER_", "EVENKEEL_PLANNER_")  # the services', which read their own
 KNOWN = {
-    "BALANCER": "Where the balancer is: `host:port`, `grpc://…`, `spread://…`, `embedded` (the default) or `off`.",
+    "BALANCER": "Where the balancer is: `host:port`, `IP:port,IP:port`, `embedded` (the default) or `off`.",
     "CACHE_DIR": "Folder of compiled kernels; by default beside the package, then `~/.cache/evenkeel`.",
     "JOB": "Name of the training job, where the program gives none; by default as Ray Train or Slurm has it.",
     "METRICS_ADVERTISE": "Host under which Prometheus finds a rank's metrics; by default this machine's name.",
     "METRICS_HOST": "Address on which `RankExporter.from_env` serves a rank's metrics; 127.0.0.1 by default.",
     "METRICS_PORT": "Port of local rank 0's metrics, one more for each next; 0: any free one; unset: no exporter.",
     "METRICS_TARGETS": "Folder into which a rank's exporter writes its address, for Prometheus to watch.",
-    "NODE": "Name of this machine; ranks of the same name share a stream. By default the host's name.",
+    "NODE": "Name of this machine; ranks of the same name are on one node. By default the host's name.",
+    "PAGES": "Addresses of the balancers' pages for `evenkeel top`, with commas between; 127.0.0.1:9101 by default.",
     "PLAN_CACHE": "Folder in which `evenkeel plan` and `plan_model` keep proved plans, to give them again.",
     "PLANNER": "URL of the planner that `evenkeel plan`, `plan_model` and `evenkeel doctor` ask; `embedded`: none.",
     "RESTART_COUNT": "How often the run was started again; by default what Slurm and torchrun count.",
@@ -25,8 +26,6 @@ KNOWN = {
     "TLS_CERTIFICATE": "PEM file of the client's own certificate, for services that require one (mTLS).",
     "TLS_KEY": "PEM file of that certificate's private key.",
     "TOKEN_FILE": "File that holds the bearer token and nothing else.",
-    "TRACE_ENDPOINT": "URL of an OpenTelemetry collector (OTLP over HTTP) for traces of steps; unset: none.",
-    "TRACE_EVERY": "Trace every so many steps; 1 by default.",
 }
 """What each is for, by name without the prefix."""
 

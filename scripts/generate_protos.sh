@@ -13,7 +13,7 @@ fi
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 # Compiled under the path evenkeel/protocol/ so that the stubs import each other by the package's own name.
 mkdir -p "$work/in/evenkeel/protocol" "$work/out"
-cp "$root"/protos/evenkeel/balancer/v1/*.proto "$work/in/evenkeel/protocol/"
+cp "$root"/protos/evenkeel/balancer/v2/*.proto "$work/in/evenkeel/protocol/"
 PATH="$venv/bin:$PATH" "$venv/bin/python" -W ignore -m grpc_tools.protoc -I "$work/in" --python_out="$work/out" --pyi_out="$work/out" \
   --grpc_python_out="$work/out" "$work"/in/evenkeel/protocol/*.proto
 mkdir -p "$out/evenkeel/protocol"

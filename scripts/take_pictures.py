@@ -56,21 +56,22 @@ def take_planner(folder: Path) -> None:
 
 
 def take_balancer(folder: Path) -> None:
-    """The balancer's page, with three jobs, one of which has a rank that comes late."""
+    """The balancer's page, with three jobs, one of which has a rank that loads slowly and one that computes slowly."""
     port = folder / "port"
     flags = ("--metrics-port", "0", "--metrics-port-file", str(port))
     with contextlib.ExitStack() as stack:
         balancer = stack.enter_context(running_service("services.balancer", *flags))
         for job, ranks in (("a-ranking-4711", 8), ("a-retrieval-4698", 4), ("b-hstu", 2)):
-            watched = WatchedJob(balancer.address, job, ranks=ranks, late=5 if ranks == 8 else -1, pause=0.05)
+            slow = 2 if ranks == 8 else None
+            watched = WatchedJob(balancer.address, job, ranks=ranks, late=5 if ranks == 8 else 0, slow=slow, pause=0.05)
             stack.enter_context(watched)
         page = stack.enter_context(browsing(f"http://127.0.0.1:{port.read_text().strip()}", folder))
         page.browser.get(page.url)
         page.resize(WIDTH, 1900)
-        page.wait(lambda: page.count("#sessions tbody tr") == 3 and watched.decided > ROUNDS)
-        take(page, "header", "#sessions", "balancer_jobs.png")
-        page.run("document.querySelector('#sessions a[href*=ranking]').click()")
-        page.wait(lambda: page.count("#heaviest tbody tr"))
+        page.wait(lambda: page.count("#streams tbody tr") == 3 and watched.planned > ROUNDS)
+        take(page, "header", "#streams", "balancer_jobs.png")
+        page.run("document.querySelector('#streams a[href*=ranking]').click()")
+        page.wait(lambda: page.count("#ranks .rank") == 8)
         take(page, "header", "#ranks", "balancer_job.png")
         dark = [{"name": "prefers-color-scheme", "value": "dark"}]
         page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from trainer_client.balancing.service.joining import split_answer
 
 from evenkeel.protocol import balancer_pb2 as pb
-from trainer_client.balancing.service.joining import split_answer
 
 Change = Callable[[Any], Iterable[Any] | None]
 """From a message to what is passed on in its place; None: it holds nothing that could be changed so."""

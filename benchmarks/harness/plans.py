@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-from evenkeel.partitioning.rounds import RoundPlan
-from evenkeel.partitioning.samples import RankSamples, RoundSamples
 from services.balancer.decisions import PlanFailure
 from services.balancer.effects import PlanInput
 from services.balancer.submissions import Submission
 from services.balancer.workers.arena import columns_of
 from services.balancer.workers.worker import plan_or_failure
+
+from evenkeel.partitioning.rounds import RoundPlan
+from evenkeel.partitioning.samples import RankSamples, RoundSamples
 
 
 def said(samples: RankSamples | Sequence[RankSamples], *ranks: int, window: int = 1, **others: Any) -> Submission:

@@ -199,7 +199,7 @@ def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         warnings.simplefilter("always")
         for seed in range(10 if options.quick else 60):
             request = draw(seed)
-            found = plan(request, split=False)
+            found = plan(request)
             if not found.placements:
                 counts["nothing fits"] += 1
                 continue

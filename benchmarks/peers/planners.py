@@ -1,9 +1,8 @@
-"""Planners of embedding tables on the same tables, budgets and prices: TorchEasyRec's, TorchRec's own, and ours.
+"""Planners of embedding tables on the same tables, budgets and prices: TorchEasyRec's and ours.
 
-Two kinds of problem. On TorchRec's search space each planner's proposals go through TorchRec's planner, which shards,
-places and rates them by its own model: the slowest rank, over a bound that no plan is below. And on tables with 20
-options each (caching or split between the memories, ten sizes), at prices that are ours, TorchEasyRec's dynamic
-program proposes plans, and the best one that fits counts; so does the smallest budget for which there is a plan.
+On tables with 20 options each (caching or split between the memories, ten sizes), at prices that are ours,
+TorchEasyRec's dynamic program proposes plans, and the best one that fits counts; so does the smallest budget for which
+there is a plan.
 """
 
 from __future__ import annotations
@@ -20,17 +19,11 @@ import torchrec
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.proposers import DynamicProgrammingProposer, UniformProposer
 
 from benchmarks.peers.checkouts import TorchEasyRec, load_torcheasyrec
 from benchmarks.placement import knapsack
-from benchmarks.placement_torchrec import model, run
 from evenkeel.placement.knapsack import Knapsack, solve_knapsack
-from trainer_client.planning import ExactProposer
 
-SHARDED = ((10, 8), (100, 8))
-LIMIT_S = 60
 PRICED = ((20, 1), (100, 1), (20, 8))
 OPTIONS = 20
 SEEDS = 3
@@ -44,32 +37,11 @@ def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     found = {
         "peer": peer.checkout.describe(),
         "torchrec": torchrec.__version__,
-        "sharded": [_shard(peer, *size) for size in (SHARDED[:1] if options.quick else SHARDED)],
         "priced": [_price(peer, *size) for size in (PRICED[:2] if options.quick else PRICED)],
         "tight": _tight(peer, 4 if options.quick else 12),
     }
     _show(found, console)
     return found
-
-
-def _shard(peer: TorchEasyRec, tables: int, ranks: int) -> dict[str, Any]:
-    """One model on TorchRec's search space."""
-    built, total = model(tables)
-    hbm = int(0.6 * total / ranks) + (1 << 30)
-    exact = ExactProposer()
-    proposers: dict[str, list[Any] | None] = {
-        "evenkeel": [exact],
-        "torcheasyrec": [peer.planner.DynamicProgrammingProposer(), UniformProposer()],  # as its create_planner
-        "torchrec": None,
-        "torchrec_dynamic": [DynamicProgrammingProposer()],
-    }
-    row: dict[str, Any] = {"tables": tables, "ranks": ranks, "hbm_bytes": hbm}
-    for name, chosen in proposers.items():
-        topology = Topology(
-            world_size=ranks, local_world_size=min(8, ranks), compute_device="cuda", hbm_cap=hbm, ddr_cap=1 << 40
-        )
-        row[name] = run(built, topology, chosen, LIMIT_S)
-    return row | {"lower_bound": exact.lower_bound}
 
 
 def _price(peer: TorchEasyRec, tables: int, ranks: int) -> dict[str, Any]:
@@ -142,18 +114,6 @@ def _search_space(problem: Knapsack, ranks: int) -> list[Any]:
 def _show(found: dict[str, Any], console: Console) -> None:
     peer = found["peer"]
     who = f"{peer['name']} at {peer['commit']}, TorchRec {found['torchrec']}"
-    table = Table(title=f"On TorchRec's search space, rated by it: seconds (rating over a bound); {who}")
-    names = ("evenkeel", "torcheasyrec", "torchrec", "torchrec_dynamic")
-    for name in ("tables x ranks", *names):
-        table.add_column(name, justify="right")
-    for row in found["sharded"]:
-        cells = [
-            f"{row[name]['seconds']:.1f} "
-            + ("(no plan)" if row[name]["rating"] is None else f"({row[name]['rating'] / row['lower_bound']:.3f})")
-            for name in names
-        ]
-        table.add_row(f"{row['tables']} x {row['ranks']}", *cells)
-    console.print(table)
     table = Table(title=f"{OPTIONS} priced options a table; {who}")
     for name in ("tables x ranks", "ours, s", "theirs, s", "their step over ours, each instance"):
         table.add_column(name, justify="right")

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.peers.checkouts import load_torcheasyrec_training
 from evenkeel.placement import Sharding
+from examples.plan_torcheasyrec import plan_training
 from trainer_client.balancing.torcheasyrec import balance_training
-from trainer_client.planning.torcheasyrec import plan_training
 
 
 def keep_plan(theirs: Any, folder: Path) -> None:

@@ -97,11 +97,12 @@ def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | 
     own = lay_out(fields, sums[None, :1].ravel(), flat.totals[None, :])
     packed = torch.empty(int(blocks.block_bytes.max()), dtype=torch.uint8, device=device)
     begin = np.array([0, flat.num_samples])
-    words, job = describe_samples(
+    copies, job = describe_samples(
         np.arange(flat.num_samples), begin, flat.lengths, begin, fields,
-        fields.addresses(flat.tensors, flat.totals)[None], packed.data_ptr() + own.offsets[0], most=piece_bytes(device),
+        fields.addresses(flat.tensors, flat.totals)[None], packed.data_ptr() + own.offsets[0], flat.totals,
+        most=piece_bytes(device),
     )  # fmt: skip
-    copy_described(words, job, device)
+    copy_described(copies, job, device)
     gathered = torch.empty(world_size * packed.numel(), dtype=torch.uint8, device=device)
     all_gather(gathered, packed, group)
 
@@ -113,7 +114,7 @@ def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | 
     tensors = flat.make_room(len(lengths), new_totals, device)
     # every block of the gathered buffer begins at a multiple of the largest one, its own offsets at 0
     begins = gathered.data_ptr() + packed.numel() * np.arange(world_size)
-    words, job = describe_samples(
+    copies, job = describe_samples(
         np.concatenate(chosen),
         np.cumsum([0, *(samples.size for samples in chosen)]),
         np.concatenate([tables[source, :count, 1:] for source, count in enumerate(counts)]).astype(np.int64),
@@ -121,9 +122,10 @@ def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | 
         fields,
         begins[:, None] + blocks.offsets - blocks.offsets[:, :1],
         fields.addresses(tensors, new_totals),
+        new_totals,
         most=piece_bytes(device),
     )
-    copy_described(words, job, device)
+    copy_described(copies, job, device)
     return flat.rebuild(tensors, num_samples=len(lengths), totals=new_totals, lengths=lengths)
 
 

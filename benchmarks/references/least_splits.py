@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.divisible import Divisible
-from evenkeel.partitioning.levels import pieces_at
-from evenkeel.partitioning.recutting import table_of
+from evenkeel.partitioning.cutting import pieces_at, table_of
+from evenkeel.partitioning.splits import Divisible
 
 _HALVINGS = 24
 

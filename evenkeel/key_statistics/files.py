@@ -8,24 +8,30 @@ import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from evenkeel.key_statistics.curves import LEAST_STEPS, MeasuredCurve, miss_curve
-from evenkeel.key_statistics.sets import SLOTS
-from evenkeel.key_statistics.trace import ALL, KeyTrace, merged
+from evenkeel.key_statistics.curves import LEAST_STEPS, SLOTS, MeasuredCurve, miss_curve
+from evenkeel.key_statistics.trace import ALL, KeyTrace
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Runtime, Table
 from evenkeel.placement.request import PlanRequest
 
 FORMAT = "evenkeel-key-statistics"
-VERSION = 1
+VERSION = 2
 _MOST_BYTES = 1 << 30
 _SIGMAS = 6.0
 """Deviations by which chance may overstate the number of keys that a sample is of."""
+_FIGURES = ("steps", "samples", "lookups", "limit", "excess")
+_PARTS = ("names", "keys", "counts", "times")
+_DAMAGE = (
+    ValueError, LookupError, TypeError, AttributeError, OSError, EOFError, ArithmeticError, MemoryError,
+    NotImplementedError, zipfile.BadZipFile, zlib.error, SyntaxError, tokenize.TokenError,
+)  # fmt: skip
+"""What reading a damaged archive may raise."""
 
 
 def dumps(traces: Mapping[str, KeyTrace]) -> bytes:
@@ -33,20 +39,11 @@ def dumps(traces: Mapping[str, KeyTrace]) -> bytes:
     arrays: dict[str, Any] = {}
     about: list[dict[str, Any]] = []
     for index, (name, trace) in enumerate(traces.items()):
+        about.append({"table": name, **{figure: getattr(trace, figure) for figure in _FIGURES}})
         names, key = np.unique(trace.key, return_inverse=True)
         counts = np.bincount(trace.step, minlength=trace.steps)
-        at = sorted(trace.sketches)
-        about.append(
-            {"table": name, "steps": trace.steps, "samples": trace.samples, "lookups": trace.lookups,
-             "limit": trace.limit, "sketched": at, "known_excess": trace.known_excess}
-        )  # fmt: skip
-        arrays |= {
-            f"{index}.names": names,
-            f"{index}.keys": _narrow(key),
-            f"{index}.counts": _narrow(counts),
-            f"{index}.times": _narrow(trace.times),
-            f"{index}.sketches": np.array([trace.sketches[step] for step in at], dtype=np.uint8),
-        }
+        for part, values in zip(_PARTS, (names, key, counts, trace.times), strict=True):
+            arrays[f"{index}.{part}"] = values.astype(np.min_scalar_type(int(values.max(initial=0))))
     header = {"format": FORMAT, "version": VERSION, "tables": about}
     arrays["about"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
     out = io.BytesIO()
@@ -58,7 +55,7 @@ def loads(content: bytes) -> dict[str, KeyTrace]:
     """Key statistics by table, from the bytes of a file.
 
     Raises:
-        InvalidInputError: If it is no such file, or a damaged one.
+        InvalidInputError: If it is no such file, of another version, or damaged.
     """
     remedy = "give a file that KeyStatistics.save wrote"
     try:
@@ -71,7 +68,7 @@ def loads(content: bytes) -> dict[str, KeyTrace]:
             version = about.get("version")
             require(version == VERSION, "version", version, "is of another version", f"this one reads {VERSION}")
             return {
-                str(entry["table"]): _trace(entry, {part: arrays[f"{index}.{part}"] for part in _PARTS})
+                str(entry["table"]): _trace(entry, *(arrays[f"{index}.{part}"] for part in _PARTS))
                 for index, entry in enumerate(about["tables"])
             }
     except InvalidInputError:
@@ -80,26 +77,15 @@ def loads(content: bytes) -> dict[str, KeyTrace]:
         raise InvalidInputError("statistics", content[:20], f"are no key statistics ({error})", remedy) from None
 
 
-_DAMAGE = (
-    ValueError, LookupError, TypeError, AttributeError, OSError, EOFError, ArithmeticError, MemoryError,
-    NotImplementedError, zipfile.BadZipFile, zlib.error, SyntaxError, tokenize.TokenError,
-)  # fmt: skip
-"""What reading a damaged archive may raise."""
-_PARTS = ("names", "keys", "counts", "times", "sketches")
-
-
-def _trace(entry: dict[str, Any], parts: dict[str, Any]) -> KeyTrace:
-    steps, at, known = int(entry["steps"]), entry["sketched"], entry["known_excess"]
-    counts = parts["counts"].astype(np.int64)
-    keys = parts["keys"].astype(np.int64)
-    same = (
-        len(counts) == steps and counts.sum() == len(keys) == len(parts["times"]) and len(at) == len(parts["sketches"])
-    )
-    if not same or steps < 0 or (len(keys) and not 0 <= keys.min() <= keys.max() < len(parts["names"])):
+def _trace(entry: dict[str, Any], names: Any, key: Any, counts: Any, times: Any) -> KeyTrace:
+    steps, limit = int(entry["steps"]), int(entry["limit"])
+    samples, lookups, excess = (float(entry[figure]) for figure in ("samples", "lookups", "excess"))
+    key, counts = key.astype(np.int64), counts.astype(np.int64)
+    fits = len(counts) == steps and counts.sum() == len(key) == len(times)
+    if not fits or (len(key) and not 0 <= key.min() <= key.max() < len(names)):
         raise ValueError("its parts do not fit together")
-    samples, lookups, limit = float(entry["samples"]), float(entry["lookups"]), int(entry["limit"])
-    sane = all(map(math.isfinite, (samples, lookups, known or 0))) and lookups >= 0 and samples >= (lookups > 0)
-    if not sane or not 0 <= limit <= ALL or not all(0 <= int(step) < steps for step in at):
+    sane = all(map(math.isfinite, (samples, lookups, excess))) and lookups >= 0 and samples >= (lookups > 0)
+    if not sane or not 0 <= limit <= ALL:
         raise ValueError("numbers are in it that nothing observed has")
     return KeyTrace(
         steps=steps,
@@ -107,31 +93,16 @@ def _trace(entry: dict[str, Any], parts: dict[str, Any]) -> KeyTrace:
         lookups=lookups,
         limit=limit,
         step=np.repeat(np.arange(steps), counts),
-        key=parts["names"].astype(np.uint64)[keys],
-        times=parts["times"].astype(np.uint32),
-        sketches={int(step): own for step, own in zip(at, parts["sketches"], strict=True)},
-        known_excess=None if known is None else float(known),
+        key=names.astype(np.uint64)[key],
+        times=times.astype(np.uint32),
+        excess=excess,
     )
 
 
-def _narrow(values: Any) -> Any:
-    most = int(values.max()) if len(values) else 0
-    kinds = (np.uint8, np.uint16, np.uint32, np.uint64)
-    return values.astype(next(kind for kind in kinds if most <= np.iinfo(kind).max))
-
-
-def merge(statistics: Iterable[Mapping[str, KeyTrace]]) -> dict[str, KeyTrace]:
-    """Statistics of several ranks, which observed the same steps, made one."""
-    every = list(statistics)
-    names = {name: None for one in every for name in one}
-    most = 2_000_000 // max(1, len(names))
-    return {name: merged([one[name] for one in every if name in one], max(most, 1 << 12)) for name in names}
-
-
 def with_statistics(
-    request: PlanRequest, traces: Mapping[str, KeyTrace], *, ahead: float = 1.0
+    request: PlanRequest, traces: Mapping[str, KeyTrace]
 ) -> tuple[PlanRequest, dict[str, MeasuredCurve]]:
-    """The request with measured curves and lookups a sample for all tables that `traces` tells of.
+    """The request with measured curves and lookups a sample for all tables that there are traces of.
 
     Where the plan is for larger steps than those observed, several are joined: statistics of one rank's batches serve a
     plan for many ranks.
@@ -139,7 +110,6 @@ def with_statistics(
     Args:
         request: What is to be planned.
         traces: Statistics by table, of all ranks together; those of tables that the request has not are ignored.
-        ahead: How long the job goes on, over the steps observed.
 
     Returns:
         The request, and the curve of each table by name.
@@ -149,7 +119,6 @@ def with_statistics(
             if more keys were seen than a table of TorchRec has rows.
     """
     wanted = request.step.samples_per_rank * request.topology.ranks
-    slots = SLOTS[request.runtime]
     curves: dict[str, MeasuredCurve] = {}
     tables = []
     for table in request.tables:
@@ -163,15 +132,12 @@ def with_statistics(
             continue
         _check_keys(request, table, trace)
         observed = trace.samples / trace.steps
-        together = max(1, round(wanted / observed))
-        joined = trace.joined(together)
+        count = max(1, round(wanted / observed))
         try:
-            curve = miss_curve(joined, table.rows, eviction=table.eviction, ahead=ahead, slots=slots)
+            curve = miss_curve(trace.joined(count), table.rows, eviction=table.eviction, slots=SLOTS[request.runtime])
         except InvalidInputError as error:
             what = f"of {table.name!r}, each of {observed:g} samples, are too few for steps of {wanted} samples"
-            remedy = (
-                f"observe at least {LEAST_STEPS * together}, better some hundreds" if together > 1 else error.remedy
-            )
+            remedy = f"observe at least {LEAST_STEPS * count}, better some hundreds" if count > 1 else error.remedy
             raise InvalidInputError("statistics", trace.steps, what, remedy) from None
         curves[table.name] = curve
         tables.append(replace(found, access=curve.access))

@@ -8,15 +8,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.key_statistics.kernels import sample, sketch, thin
 from evenkeel.key_statistics.trace import ALL, KeyTrace, united
 from evenkeel.placement.invalid_input import require
 
 Array = npt.NDArray[Any]
 
-_SKETCHES = 24
-_REGISTERS = 4096
+_COUNTED = 64
+"""Steps of which all keys are counted, evenly spaced: they show what a sample overstates."""
 _LEAST_ROOM = 1 << 12
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def hashed(keys: Array) -> Array:
+    """(n,) uint64 hashes of integer keys, by SplitMix64's permutation: no two keys have one hash."""
+    mixed = keys.astype(np.int64).view(np.uint64) + _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
+    found: Array = mixed ^ (mixed >> np.uint64(31))
+    return found
 
 
 class KeySampler:
@@ -47,13 +57,10 @@ class KeySampler:
         self.steps = 0
         self.samples = 0.0
         self.lookups = np.zeros(len(tables))
-        self._limits = np.full(len(tables), ALL, dtype=np.uint64)
-        self._hashes, self._counts = np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.uint32)
-        self._used = 0
-        self._segments, self._rows = np.zeros((1024, 3), dtype=np.int64), 0
-        self._stamps, self._places = np.zeros(1 << 12, dtype=np.int64), np.zeros(1 << 12, dtype=np.int64)
-        self._stamp = 0
-        self._sketches: dict[int, Array] = {}
+        self._limits = [ALL] * len(tables)
+        self._used = np.zeros(len(tables), dtype=np.int64)
+        self._parts: list[list[tuple[int, Array, Array]]] = [[] for _ in tables]  # step, hashes, counts
+        self._unique: dict[int, Array] = {}
         self._stride = 1
 
     def observe(self, batches: Sequence[tuple[Array, Array]], samples: float) -> None:
@@ -64,83 +71,76 @@ class KeySampler:
                 one table. Keys outside of all runs are passed over.
             samples: Samples of the step on this rank.
         """
-        registers = self._sketch_of(self.steps)
-        self._stamp += len(self.tables)
-        size = 0
-        for _, parts in batches:
-            size += int((parts[:, 2] - parts[:, 1]).sum())
-        self._make_room(size)
+        runs: list[list[Array]] = [[] for _ in self.tables]
         for values, parts in batches:
-            runs = np.concatenate([parts, np.zeros((len(parts), 1), dtype=np.int64)], axis=1)
-            self._used = sample(
-                values, runs, self._limits, np.int64(self._stamp), self._stamps, self._places, self._hashes,
-                self._counts, np.int64(self._used),
-            )  # fmt: skip
-            if registers is not None:
-                sketch(values, runs, np.uint64(self.steps), registers)
-            self.lookups += np.bincount(runs[:, 0], weights=runs[:, 2] - runs[:, 1], minlength=len(self.tables))
-            self._note(runs[runs[:, 3] > 0])
+            for table, first, last in parts.tolist():
+                if last > first:
+                    runs[table].append(values[first:last])
+        counted = np.zeros(len(self.tables))
+        is_counted = self._is_counted()
+        for table, found in enumerate(runs):
+            if not found:
+                continue
+            keys = np.concatenate(found)
+            self.lookups[table] += len(keys)
+            if not is_counted:  # only of the sample is it asked which keys are the same
+                hashes = hashed(keys)
+                keys = hashes[hashes <= np.uint64(self._limits[table])]
+            unique, counts = np.unique(keys, return_counts=True)
+            counted[table] = len(unique)
+            if is_counted:
+                unique = hashed(unique)
+                kept = unique <= np.uint64(self._limits[table])
+                unique, counts = unique[kept], counts[kept]
+            self._parts[table].append((self.steps, unique, counts.astype(np.uint32)))
+            self._used[table] += len(unique)
+        if is_counted:
+            self._unique[self.steps] = counted
+        self._make_room()
         self.steps += 1
         self.samples += samples
 
     def traces(self) -> dict[str, KeyTrace]:
         """What was seen, by name of the table."""
-        rows = self._segments[: self._rows]
-        step = np.repeat(rows[:, 0], rows[:, 2])
-        owner = np.repeat(rows[:, 1], rows[:, 2])
-        result = {}
-        for index, name in enumerate(self.tables):
-            own = np.flatnonzero(owner == index)
-            parts = united(step[own], self._hashes[own], self._counts[own])
-            result[name] = KeyTrace(
-                steps=self.steps,
-                samples=self.samples,
-                lookups=float(self.lookups[index]),
-                limit=int(self._limits[index]),
-                step=parts[0],
-                key=parts[1],
-                times=parts[2],
-                sketches={at: registers[index] for at, registers in self._sketches.items()},
-            )
-        return result
+        return {name: self._trace(table) for table, name in enumerate(self.tables)}
 
-    def _sketch_of(self, step: int) -> Array | None:
-        """The registers of all tables for this step if it is sketched; evenly spaced steps are."""
-        if step % self._stride:
-            return None
-        if len(self._sketches) >= _SKETCHES:
+    def _trace(self, table: int) -> KeyTrace:
+        parts = self._parts[table]
+        lengths = [len(hashes) for _, hashes, _ in parts]
+        step = np.repeat(np.array([at for at, _, _ in parts], dtype=np.int64), lengths)
+        key = np.concatenate([np.zeros(0, dtype=np.uint64), *(hashes for _, hashes, _ in parts)])
+        times = np.concatenate([np.zeros(0, dtype=np.uint32), *(counts for _, _, counts in parts)])
+        step, key, times = united(step, key, times)
+        limit = self._limits[table]
+        excess = 0.0
+        if limit < ALL and self._unique:
+            found = np.bincount(step, minlength=self.steps) / ((limit + 1) / (ALL + 1))
+            excess = float(np.mean([found[at] - unique[table] for at, unique in self._unique.items()]))
+        return KeyTrace(
+            steps=self.steps,
+            samples=self.samples,
+            lookups=float(self.lookups[table]),
+            limit=limit,
+            step=step,
+            key=key,
+            times=times,
+            excess=excess,
+        )
+
+    def _is_counted(self) -> bool:
+        """Whether all keys of this step are counted; evenly spaced steps are."""
+        if len(self._unique) >= _COUNTED:
             self._stride *= 2
-            self._sketches = {at: own for at, own in self._sketches.items() if at % self._stride == 0}
-            if step % self._stride:
-                return None
-        size = _REGISTERS if len(self.tables) <= 64 else _REGISTERS // 8
-        self._sketches[step] = np.zeros((len(self.tables), size), dtype=np.uint8)
-        return self._sketches[step]
+            self._unique = {at: unique for at, unique in self._unique.items() if at % self._stride == 0}
+        return self.steps % self._stride == 0
 
-    def _make_room(self, size: int) -> None:
-        """For `size` more references, though few of them may be kept."""
-        while self._used > self.max_references // 2 and self._used + size > self.max_references:
-            rows = self._segments[: self._rows]
-            held = np.bincount(rows[:, 1], weights=rows[:, 2], minlength=len(self.tables))
-            self._limits[held >= held.max() / 2] //= np.uint64(2)
-            self._used = thin(rows, self._limits, self._hashes, self._counts)
-            kept = rows[rows[:, 2] > 0]
-            self._rows = len(kept)
-            self._segments[: self._rows] = kept
-        if self._used + size > len(self._hashes):
-            room = max(self._used + size, min(2 * len(self._hashes), self.max_references))
-            for name in ("_hashes", "_counts"):
-                old = getattr(self, name)
-                fresh = np.zeros(room, dtype=old.dtype)
-                fresh[: self._used] = old[: self._used]
-                setattr(self, name, fresh)
-        if 2 * size > len(self._stamps):
-            cells = 1 << (2 * size - 1).bit_length()
-            self._stamps, self._places = np.zeros(cells, dtype=np.int64), np.zeros(cells, dtype=np.int64)
-
-    def _note(self, runs: Array) -> None:
-        while self._rows + len(runs) > len(self._segments):
-            self._segments = np.concatenate([self._segments, np.zeros_like(self._segments)])
-        segments = self._segments[self._rows : self._rows + len(runs)]
-        segments[:, 0], segments[:, 1:] = self.steps, runs[:, [0, 3]]
-        self._rows += len(runs)
+    def _make_room(self) -> None:
+        while self._used.sum() > self.max_references:
+            for table in np.flatnonzero(self._used >= self._used.max() / 2).tolist():
+                self._limits[table] //= 2
+                limit = np.uint64(self._limits[table])
+                self._parts[table] = [
+                    (step, hashes[hashes <= limit], counts[hashes <= limit])
+                    for step, hashes, counts in self._parts[table]
+                ]
+                self._used[table] = sum(len(hashes) for _, hashes, _ in self._parts[table])

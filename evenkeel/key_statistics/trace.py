@@ -1,15 +1,13 @@
-"""References to a sample of the keys of one table, step by step: what miss-ratio curves are computed from."""
+"""References to a sample of the keys of one table, step by step: what curves and histograms are computed from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from evenkeel.placement.invalid_input import require
 
 Array = npt.NDArray[Any]
 
@@ -31,8 +29,8 @@ class KeyTrace:
         step: (references,) int64 step of each reference, ascending.
         key: (references,) uint64 hash of its key.
         times: (references,) uint32 lookups of that key in that step.
-        sketches: HyperLogLog registers of all keys of some steps, to tell how many unique keys a step has.
-        known_excess: What `excess` is, where steps were joined and no sketches are of them.
+        excess: By how many keys a step the sample overstates the unique keys: of the popular ones, which are in every
+            step, it has not just its share.
     """
 
     steps: int
@@ -42,8 +40,7 @@ class KeyTrace:
     step: Array
     key: Array
     times: Array
-    sketches: dict[int, Array] = field(default_factory=dict)
-    known_excess: float | None = None
+    excess: float = 0.0
 
     @property
     def share(self) -> float:
@@ -51,86 +48,73 @@ class KeyTrace:
         return (self.limit + 1) / (ALL + 1)
 
     @property
-    def excess(self) -> float:
-        """By how many keys a step the sample overstates the unique keys: of the popular ones it has not just its share.
-
-        Keys that are in every step stay in every step when steps are joined, and so does this.
-        """
-        if self.known_excess is not None or self.limit == ALL or not self.sketches:
-            return self.known_excess or 0.0
-        found = np.bincount(self.step, minlength=self.steps)
-        return float(np.mean([found[at] / self.share - estimate(own) for at, own in self.sketches.items()]))
+    def unique(self) -> float:
+        """Unique keys of a step, on average."""
+        return max(len(self.step) / self.share / max(self.steps, 1) - self.excess, 0.0)
 
     def thinned(self, limit: int) -> KeyTrace:
         """The same with a smaller sample."""
         if limit >= self.limit:
             return self
         kept = self.key <= np.uint64(limit)
-        return replace(self, limit=limit, step=self.step[kept], key=self.key[kept], times=self.times[kept])
+        thin = replace(self, limit=limit, step=self.step[kept], key=self.key[kept], times=self.times[kept], excess=0.0)
+        return replace(thin, excess=thin.unique - self.unique)
 
-    def before(self, steps: int) -> KeyTrace:
-        """The first steps alone, as if no more had been observed."""
-        end, part = int(np.searchsorted(self.step, steps)), steps / self.steps
+    def part(self, begin: int, end: int) -> KeyTrace:
+        """The steps from `begin` up to `end` alone."""
+        low, high = np.searchsorted(self.step, [begin, end])
+        share = (end - begin) / self.steps
         return replace(
             self,
-            steps=steps,
-            samples=self.samples * part,
-            lookups=self.lookups * part,
-            step=self.step[:end],
-            key=self.key[:end],
-            times=self.times[:end],
-            sketches={at: registers for at, registers in self.sketches.items() if at < steps},
+            steps=end - begin,
+            samples=self.samples * share,
+            lookups=self.lookups * share,
+            step=self.step[low:high] - begin,
+            key=self.key[low:high],
+            times=self.times[low:high],
         )
 
     def joined(self, count: int) -> KeyTrace:
-        """As it would be if each step had done the work of `count` steps; a last incomplete one is left out."""
+        """As it would be if each step had done the work of `count` steps; a last incomplete one is left out.
+
+        Popular keys are in every step, joined or not, so the excess stays what it is.
+        """
         if count <= 1:
             return self
-        kept = self.before(self.steps // count * count)
+        kept = self.part(0, self.steps // count * count)
         step, key, times = united(kept.step // count, kept.key, kept.times)
-        steps, excess = kept.steps // count, kept.excess  # of steps before they were joined
-        return replace(kept, steps=steps, step=step, key=key, times=times, sketches={}, known_excess=excess)
-
-
-def estimate(registers: Array) -> float:
-    """Number of different keys that a HyperLogLog sketch has noted (Flajolet et al. 2007)."""
-    size = len(registers)
-    raw = 0.7213 / (1 + 1.079 / size) * size**2 / float(np.sum(2.0 ** -registers.astype(np.float64)))
-    empty = int(np.count_nonzero(registers == 0))
-    return size * float(np.log(size / empty)) if raw <= 2.5 * size and empty else raw
+        return replace(kept, steps=kept.steps // count, step=step, key=key, times=times)
 
 
 def merged(traces: Sequence[KeyTrace], most: int = 2_000_000) -> KeyTrace:
-    """One trace of those that the ranks of a job took of the same steps.
-
-    Args:
-        traces: Traces of one table, of one rank each.
-        most: References to keep; the sample is thinned until no more are left.
-
-    Raises:
-        InvalidInputError: If there is none.
-    """
-    require(len(traces) > 0, "traces", 0, "are none", "give those of at least one rank")
+    """One trace of those that the ranks of a job took of the same steps."""
     limit = min(trace.limit for trace in traces)
-    own = [trace.thinned(limit) for trace in traces]
-    while sum(len(trace.step) for trace in own) > most * 2:
+    parts = [trace.thinned(limit) for trace in traces]
+    while sum(len(trace.step) for trace in parts) > most * 2:
         limit //= 2
-        own = [trace.thinned(limit) for trace in own]
-    step, key, times = united(*(np.concatenate([getattr(t, name) for t in own]) for name in ("step", "key", "times")))
-    shared = set.intersection(*(set(trace.sketches) for trace in own))
+        parts = [trace.thinned(limit) for trace in parts]
+    step, key, times = united(*(np.concatenate([getattr(t, name) for t in parts]) for name in ("step", "key", "times")))
     result = KeyTrace(
-        steps=max(trace.steps for trace in own),
-        samples=sum(trace.samples for trace in own),
-        lookups=sum(trace.lookups for trace in own),
+        steps=max(trace.steps for trace in parts),
+        samples=sum(trace.samples for trace in parts),
+        lookups=sum(trace.lookups for trace in parts),
         limit=limit,
         step=step,
         key=key,
         times=times,
-        sketches={at: np.maximum.reduce([trace.sketches[at] for trace in own]) for at in sorted(shared)},
+        excess=float(np.mean([trace.excess for trace in parts])),  # all ranks look up the same popular keys
     )
     while len(result.step) > most:
         result = result.thinned(result.limit // 2)
     return result
+
+
+def merge(statistics: Iterable[Mapping[str, KeyTrace]]) -> dict[str, KeyTrace]:
+    """Statistics of several ranks by table, which observed the same steps, made one."""
+    every = list(statistics)
+    names = {name: None for one in every for name in one}
+    most = 2_000_000 // max(1, len(names))
+    return {name: merged([one[name] for one in every if name in one], max(most, 1 << 12)) for name in names}
 
 
 def united(step: Array, key: Array, times: Array) -> tuple[Array, Array, Array]:

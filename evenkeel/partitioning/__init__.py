@@ -3,7 +3,7 @@
 from evenkeel.partitioning.api import Partition, partition
 from evenkeel.partitioning.errors import ImpossiblePartitionError, PartitionError, PartitionNotFoundError
 from evenkeel.partitioning.registry import strategies
-from evenkeel.partitioning.slices import Slice, Slices, plan_digest, slice_plan
+from evenkeel.partitioning.slices import Slice, Slices, slice_plan
 from evenkeel.partitioning.warming import KERNELS, warm_up
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Slice",
     "Slices",
     "partition",
-    "plan_digest",
     "slice_plan",
     "strategies",
     "warm_up",

@@ -7,10 +7,9 @@ from typing import Any, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.compile import kernel
-from evenkeel.partitioning.filling import fill
-from evenkeel.partitioning.fitting import check_held, check_possible
-from evenkeel.partitioning.problem import Problem, counts_and_loads, make_problem
+from evenkeel.partitioning.memory import check_fits, check_possible, fill
+from evenkeel.partitioning.plain import PLAIN
+from evenkeel.partitioning.problem import COMPILED, Arithmetic, Problem, make_problem
 from evenkeel.partitioning.registry import strategy_named
 
 DEFAULT_STRATEGY = "minimal_move"
@@ -91,30 +90,14 @@ class Options(TypedDict, total=False):
     stay: bool
 
 
-@kernel
-def _moved(
-    sizes: NDArray[np.float64], homes: NDArray[np.int32], nodes: NDArray[np.int32], destinations: NDArray[np.int32]
-) -> tuple[float, int, float, float]:
-    total, samples, size, between = 0.0, 0, 0.0, 0.0
-    for i in range(destinations.size):
-        rank, home = destinations[i], homes[i]
-        total += sizes[i]
-        if rank != home:
-            samples += 1
-            size += sizes[i]
-            if nodes[rank] != nodes[home]:
-                between += sizes[i]
-    return total, samples, size, between
-
-
-def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int) -> Sums:
+def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int, by: Arithmetic) -> Sums:
     if costs.dtype == np.int64:
-        return counts_and_loads(costs, ranks, num_ranks)[1]
+        return by.counts_and_loads(costs, ranks, num_ranks)[1]
     return np.bincount(ranks, weights=costs, minlength=num_ranks).astype(np.float64, copy=False)  # int64 of nothing
 
 
 def _at_home(problem: Problem) -> NDArray[np.int32]:
-    return problem.terms.homes.copy()
+    return problem.arrays.homes.copy()
 
 
 def partition(
@@ -133,7 +116,6 @@ def partition(
     nodes: ArrayLike | None = None,
     min_samples: int = 0,
     stay: bool = False,
-    given: NDArray[np.int32] | None = None,
 ) -> Partition:
     """Assign each sample to a rank so that no rank has much more to do than the others.
 
@@ -158,7 +140,6 @@ def partition(
         min_samples: With free counts, samples that each rank gets at least, while there are enough for all and the
             memory caps have room; equal counts give every rank floor of n/num_ranks anyway.
         stay: Every sample stays at home but those that `min_samples` needs elsewhere; nothing is balanced.
-        given: (n,) the rank that each sample goes to, where that has been decided before; nothing is balanced.
 
     Returns:
         The assignment with its loads, the lower bound beside it, and what moves.
@@ -171,6 +152,7 @@ def partition(
     if operator.index(min_samples) < 0:
         raise ValueError(f"min_samples is {min_samples}; pass a number of samples, 0 or more")
     chosen = _at_home if stay else strategy_named(strategy)
+    by = PLAIN if strategy == "plain" else COMPILED
     problem = make_problem(
         costs,
         homes,
@@ -183,22 +165,20 @@ def partition(
         memory=memory,
         memory_caps=memory_caps,
         nodes=nodes,
+        by=by,
     )
-    check_possible(problem)
-    terms = problem.terms
-    if given is not None:
-        destinations = given
-    else:
-        destinations = chosen(problem) if problem.num_ranks > 1 and terms.costs.size else terms.homes.copy()
+    check_possible(problem, by)
+    arrays = problem.arrays
+    destinations = chosen(problem) if problem.num_ranks > 1 and arrays.costs.size else arrays.homes.copy()
     if min_samples:
         destinations = fill(problem, destinations, min_samples)
     if memory is not None and memory_caps is not None:
-        check_held(memory, memory_caps, destinations)
-    loads = _loads(problem.costs, destinations, problem.num_ranks)
-    home_loads = (
-        problem.home_loads if problem.costs is terms.costs else _loads(problem.costs, terms.homes, problem.num_ranks)
-    )
-    total, samples, size, between = _moved(terms.sizes, terms.homes, terms.nodes, destinations)
+        check_fits(memory, memory_caps, destinations)
+    loads = _loads(problem.costs, destinations, problem.num_ranks, by)
+    home_loads: Sums = problem.home_loads
+    if problem.costs is not arrays.costs:
+        home_loads = _loads(problem.costs, arrays.homes, problem.num_ranks, by)
+    total, samples, size, between = by.moved(arrays.sizes, arrays.homes, arrays.nodes, destinations)
     return Partition(
         destinations=destinations,
         loads=loads,
@@ -209,5 +189,5 @@ def partition(
         moved_size=size,
         moved_size_between_nodes=between,
         strategy=strategy,
-        speeds=None if speeds is None else terms.speeds,
+        speeds=None if speeds is None else arrays.speeds,
     )

@@ -1,21 +1,146 @@
-"""The largest differencing method as a strategy."""
+"""The largest differencing method of Karmarkar and Karp (1982), k-way.
+
+A state holds k disjoint sets. The two states of largest spread (largest minus smallest set) are joined, the largest set
+of one with the smallest of the other, until one state is left. Sets are linked lists: joining never copies a member.
+Two sets of equal sum and equal number of members are disjoint, so that their first members decide which is greater.
+"""
+
+from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from evenkeel.partitioning.exchanging import exchange_from
-from evenkeel.partitioning.fitting import fit_memory
+from evenkeel.partitioning.compile import kernel, step
+from evenkeel.partitioning.exchange import Integers, Ranks
+from evenkeel.partitioning.matching import kinds_of_ranks, match_home
 from evenkeel.partitioning.problem import Problem
-from evenkeel.partitioning.starts import differenced
+from evenkeel.partitioning.sorting import ascending_order
+
+COUNT = 1 << 32  # a set's tie-breaker is number of members * COUNT + first member, so that one comparison serves both
+FEW = 40  # sets up to which they are sorted by insertion
 
 
-def karmarkar_karp(problem: Problem) -> NDArray[np.int32]:
-    """The largest differencing method; it knows no speeds or caps, which exchanges then see to."""
-    return evened(problem, fit_memory(problem, differenced(problem)))
+@step
+def _greater(sums: Integers, ties: Integers, a: int, b: int) -> bool:
+    """Whether the set whose first member is `a` is greater than the one of `b`."""
+    return bool(sums[a] > sums[b] or (sums[a] == sums[b] and ties[a] > ties[b]))
 
 
-def evened(problem: Problem, start: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The method's sets, where ranks differ exchanged until they suit them."""
-    if problem.interchangeable and problem.terms.memory.size == 0:
-        return start
-    return exchange_from(problem, start, plain=True, effort=1)[0]
+@step
+def _sink(heap: Integers, size: int, i: int, spreads: Integers, heads: Ranks, sums: Integers, ties: Integers) -> None:
+    """Lets a state sink in the heap of states; `heads` are first members of their largest sets."""
+    state = heap[i]
+    while 2 * i + 1 < size:
+        child = 2 * i + 1
+        for other in range(child + 1, min(child + 2, size)):
+            x, y = heap[child], heap[other]
+            if spreads[y] > spreads[x] or (spreads[y] == spreads[x] and _greater(sums, ties, heads[y], heads[x])):
+                child = other
+        x = heap[child]
+        if spreads[state] > spreads[x]:
+            break
+        if spreads[state] == spreads[x] and _greater(sums, ties, heads[state], heads[x]):
+            break
+        heap[i] = x
+        i = child
+    heap[i] = state
+
+
+@kernel
+def _sort_descending(sets: Ranks, sums: Integers, ties: Integers, nearly: bool) -> None:
+    """Sorts sets, named by their first members; `nearly` if at most one is out of place."""
+    if not nearly and sets.size > FEW:
+        keys = np.empty(sets.size, np.int64)
+        for x in range(sets.size):
+            keys[x] = ~sums[sets[x]]
+        sets[:] = sets[ascending_order(keys)]
+    for x in range(1, sets.size):
+        item, y = sets[x], x
+        while y > 0 and _greater(sums, ties, item, sets[y - 1]):
+            sets[y] = sets[y - 1]
+            y -= 1
+        sets[y] = item
+
+
+@kernel
+def difference(costs: Integers, order: Ranks, num_sets: int, equal: bool) -> Ranks:
+    """(n,) int32 set of each sample.
+
+    Args:
+        costs: (n,) of the samples.
+        order: (n,) sorts them ascending.
+        num_sets: Number of sets k.
+        equal: Every set gets floor or ceil of n/k samples: each run of k consecutive samples is a state with one sample
+            a set, the lightest run the one that may be short. Else every sample starts as a state of its own.
+    """
+    n, k = costs.size, num_sets
+    result = np.zeros(n, np.int32)
+    if n == 0 or k == 1:
+        return result
+    each = k if equal else 1
+    sums, ties = costs.copy(), np.empty(n, np.int64)
+    tails, after = np.arange(n).astype(np.int32), np.full(n, -1, np.int32)
+    for i in range(n):
+        ties[i] = COUNT + np.int64(i)
+    # The non-empty sets of each state, named by their first members, greatest first: `counts` entries of an array
+    states = [order[max(end - each, 0) : end][::-1].copy() for end in range(n, 0, -each)]
+    size = len(states)
+    heap, spreads, heads = np.arange(size), np.empty(size, np.int64), np.empty(size, np.int32)
+    counts = np.empty(size, np.int64)
+    for s in range(size):
+        sets = states[s]
+        heads[s], counts[s] = sets[0], sets.size
+        spreads[s] = sums[sets[0]] - (sums[sets[k - 1]] if sets.size == k else 0)
+    for i in range(size // 2 - 1, -1, -1):
+        _sink(heap, size, i, spreads, heads, sums, ties)
+    while size > 1:
+        first = heap[0]
+        size -= 1
+        heap[0] = heap[size]
+        _sink(heap, size, 0, spreads, heads, sums, ties)
+        second = heap[0]
+        a, b, p, q = states[first], states[second], counts[first], counts[second]
+        for i in range(max(k - q, 0), p):
+            head, other = a[i], b[k - 1 - i]
+            after[tails[head]] = other
+            tails[head] = tails[other]
+            sums[head] += sums[other]
+            ties[head] += ties[other] & -COUNT
+        total = min(p + q, k)
+        if p == 1 and b.size >= total:  # in place
+            joined = b
+            joined[total - 1] = a[0]
+        elif q == 1 and a.size >= total:
+            joined = a
+            joined[total - 1] = b[0] if p < k else a[k - 1]
+        else:
+            joined = np.empty(min(2 * total, k), np.int32)
+            joined[:p] = a[:p]
+            joined[p:total] = b[: total - p]
+        _sort_descending(joined[:total], sums, ties, p == 1 or q == 1)
+        states[first], states[second], counts[second] = a[:0], joined, total
+        heads[second] = joined[0]
+        spreads[second] = sums[joined[0]] - (sums[joined[k - 1]] if total == k else 0)
+        _sink(heap, size, 0, spreads, heads, sums, ties)
+    for x in range(counts[heap[0]]):
+        item = states[heap[0]][x]
+        while item >= 0:
+            result[item] = x
+            item = after[item]
+    return result
+
+
+def differenced(problem: Problem) -> Ranks:
+    """(n,) rank of each sample; of ranks that differ the faster ones get the larger sets."""
+    arrays, num_ranks = problem.arrays, problem.num_ranks
+    sets = difference(arrays.costs, problem.order, num_ranks, not problem.free)
+    kinds = kinds_of_ranks(problem)
+    if int(kinds.max()) == 0:
+        return match_home(problem, sets, kinds, kinds)
+    sums, counts, wanted = np.zeros(num_ranks, np.int64), np.bincount(sets, minlength=num_ranks), arrays.most
+    np.add.at(sums, sets, arrays.costs)
+    if problem.num_fuller >= 0 or problem.free:
+        counts = wanted = np.zeros(num_ranks, np.int64)
+    caps = arrays.caps if arrays.caps.size else np.zeros(num_ranks)
+    set_kinds = np.empty(num_ranks, np.int32)
+    set_kinds[np.lexsort((-sums, counts))] = kinds[np.lexsort((-caps, -arrays.speeds, wanted))]
+    return match_home(problem, sets, kinds, set_kinds)

@@ -1,14 +1,106 @@
-"""Longest first (longest processing time) as a strategy."""
+"""Longest processing time first (Graham 1969): the heaviest sample onto the least loaded rank that has room for it."""
+
+from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.fitting import fit_memory
+from evenkeel.partitioning.compile import ZERO, kernel
+from evenkeel.partitioning.exchange import Arrays, Groups, Integers, Ranks, pop, push, sink
+from evenkeel.partitioning.matching import kinds_of_ranks, match_home
 from evenkeel.partitioning.problem import Problem
-from evenkeel.partitioning.starts import longest_first
 
 
-def lpt(problem: Problem) -> NDArray[np.int32]:
-    """Longest first onto the least loaded rank with room."""
-    start = longest_first(problem)
-    return start if problem.terms.memory.size == 0 else fit_memory(problem, start)
+@kernel
+def place_longest_first(
+    arrays: Arrays,
+    items: Ranks,
+    item_begin: Integers,
+    ranks: Integers,
+    rank_begin: Integers,
+    loads: Integers,
+    used: Integers,
+    counts: Integers,
+    most: Integers,
+    num_fuller: int,
+    destinations: Ranks,
+) -> None:
+    """Places each group's items onto its ranks, which already carry `loads`, `used` and `counts`.
+
+    Group g has `items[item_begin[g]:item_begin[g + 1]]`, ascending by cost and taken from the end, and the ranks
+    `ranks[rank_begin[g]:rank_begin[g + 1]]`, of which equally loaded ones get items in this order. A rank takes up to
+    `most` samples, but only `num_fuller` ranks take that many and the others one less (negative: any number of them). A
+    sample that fits under no rank's memory cap goes where it overflows least, for later repair.
+    """
+    heap, aside = np.empty(ranks.size, np.int64), np.empty(ranks.size, np.int64)  # of places among the group's ranks
+    weight = np.empty(ranks.size, np.float64)  # less the time of each
+    for group in range(rank_begin.size - 1):
+        own = ranks[rank_begin[group] : rank_begin[group + 1]]
+        size = ZERO
+        for x in range(own.size):
+            weight[x] = -loads[own[x]] / arrays.speeds[own[x]]
+            size = push(heap, size, x, weight)
+        for i in range(item_begin[group + 1] - 1, item_begin[group] - 1, -1):
+            item, num_aside, x = items[i], 0, ZERO
+            while size > 0:
+                x = heap[0]
+                rank = own[x]
+                if counts[rank] < most[rank] - (num_fuller == 0):
+                    if arrays.memory.size == 0 or used[rank] + arrays.memory[item] <= arrays.caps[rank]:
+                        break
+                    aside[num_aside] = x
+                    num_aside += 1
+                size = pop(heap, size, ZERO, weight)
+            if size == 0:
+                x = aside[0]
+                for y in range(1, num_aside):
+                    if arrays.caps[own[aside[y]]] - used[own[aside[y]]] > arrays.caps[own[x]] - used[own[x]]:
+                        x = aside[y]
+            rank = own[x]
+            destinations[item] = rank
+            loads[rank] += arrays.costs[item]
+            counts[rank] += 1
+            if arrays.memory.size > 0:
+                used[rank] += arrays.memory[item]
+            if num_fuller > 0 and counts[rank] == most[rank]:
+                num_fuller -= 1
+            weight[x] = -loads[rank] / arrays.speeds[rank]
+            sink(heap, size, ZERO, weight)  # the rank is on top, or aside
+            for y in range(num_aside):
+                size = push(heap, size, aside[y], weight)
+
+
+def place_in_groups(
+    problem: Problem,
+    items: Ranks,
+    item_begin: Integers,
+    groups: Groups,
+    most: NDArray[np.int64],
+    num_fuller: int,
+    destinations: Ranks,
+) -> None:
+    """Places each group's items, ascending by cost, onto its ranks beside what `destinations` gives them already."""
+    arrays, num_ranks = problem.arrays, problem.num_ranks
+    placed = np.flatnonzero(destinations >= 0)
+    counts = np.bincount(destinations[placed], minlength=num_ranks)
+    loads, used = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    if placed.size:
+        np.add.at(loads, destinations[placed], arrays.costs[placed])
+        if arrays.memory.size:
+            np.add.at(used, destinations[placed], arrays.memory[placed])
+    group_of = np.repeat(np.arange(groups.begin.size - 1), np.diff(groups.begin))
+    fastest_first = groups.ranks[np.lexsort((-arrays.speeds[groups.ranks], group_of))]
+    place_longest_first(
+        arrays, items, item_begin, fastest_first, groups.begin, loads, used, counts, most, num_fuller, destinations
+    )
+
+
+def longest_first(problem: Problem) -> Ranks:
+    """(n,) rank of each sample; ranks of a kind swap what they got, so that as much as possible stays home."""
+    sets = np.full(problem.arrays.costs.size, -1, np.int32)
+    place_in_groups(
+        problem, problem.order, np.array([0, sets.size]), Groups.of_all(problem.num_ranks), problem.arrays.most,
+        problem.num_fuller, sets,
+    )  # fmt: skip
+    kinds = kinds_of_ranks(problem)
+    return match_home(problem, sets, kinds, kinds)

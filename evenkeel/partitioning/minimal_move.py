@@ -1,48 +1,66 @@
-"""The default strategy: start from where the samples are and move as few as possible."""
+"""The strategies: Karmarkar-Karp and longest first as in the literature, and the default, which moves little.
+
+`minimal_move` starts where the samples are and exchanges as few as possible until the load is within tolerance of the
+bound; where there are nodes, between them first, so that only what one node has too much of leaves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.exchanging import PATIENCE, exchange_from, shed
-from evenkeel.partitioning.fitting import fit_memory
-from evenkeel.partitioning.karmarkar_karp import evened
-from evenkeel.partitioning.nodes import balance_nodes
-from evenkeel.partitioning.problem import Problem, counts_and_loads, with_crowding
-from evenkeel.partitioning.rows import ACROSS
-from evenkeel.partitioning.starts import at_home, differenced, longest_first
+from evenkeel.partitioning.exchange import (
+    ACROSS,
+    PATIENCE,
+    Floats,
+    Groups,
+    Integers,
+    Ranks,
+    exchange_from,
+    give_light_company,
+)
+from evenkeel.partitioning.karmarkar_karp import differenced
+from evenkeel.partitioning.lpt import longest_first, place_in_groups
+from evenkeel.partitioning.matching import kinds_of_ranks, match_home
+from evenkeel.partitioning.memory import fit_memory
+from evenkeel.partitioning.problem import Problem, counts_and_loads, with_crowding, with_limits
 
+SKEW = 1.5  # a home whose load is this many times its limit sheds samples in bulk before single ones are looked at
 HEAVY = 1 / 8  # of what a rank gets: with samples as heavy, what can be had is looked at before anything is tried
+FAR_OFF = 2e-3  # of the bound, above the limits, where a longer search pays
 MANY = 16  # ranks from which on that takes less than trying
 
 
-def _limit(problem: Problem) -> float:
-    return float((problem.terms.limits / problem.terms.speeds).max())
+def lpt(problem: Problem) -> Ranks:
+    """Longest first onto the least loaded rank with room."""
+    return fit_memory(problem, longest_first(problem))
 
 
-def _heaviest(problem: Problem) -> float:
-    return float(problem.terms.costs[problem.order[-1]])
+def karmarkar_karp(problem: Problem) -> Ranks:
+    """The largest differencing method; it knows no speeds or caps, which exchanges then see to."""
+    return _evened(problem, fit_memory(problem, differenced(problem)))
 
 
-def _crowded(problem: Problem) -> bool:
-    """Whether heavy samples keep every partition more than twice the tolerance above the plain bound."""
-    return _limit(problem) / (1.0 + problem.tolerance) > problem.bound * (1.0 + 2.0 * problem.tolerance)
+def _evened(problem: Problem, start: Ranks) -> Ranks:
+    if problem.interchangeable and problem.arrays.memory.size == 0:
+        return start
+    return exchange_from(problem, start, effort=1)[0]
 
 
 @kernel
-def largest_load(loads: NDArray[np.int64], speeds: NDArray[np.float64]) -> float:
+def largest_load(costs: Integers, ranks: Ranks, speeds: Floats) -> float:
     """The load over speed of the rank that takes longest."""
-    largest = 0.0
+    largest, loads = 0.0, counts_and_loads(costs, ranks, speeds.size)[1]
     for r in range(loads.size):
         largest = max(largest, loads[r] / speeds[r])
     return largest
 
 
 @kernel
-def moved_share(
-    sizes: NDArray[np.float64], homes: NDArray[np.int32], nodes: NDArray[np.int32], destinations: NDArray[np.int32]
-) -> float:
+def moved_share(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> float:
     """Share of all sizes that moves, weighed: what stays in its node counts little, if anything can leave it."""
     inside = 1.0
     for node in nodes:
@@ -56,70 +74,39 @@ def moved_share(
     return moved / total if total > 0.0 else 0.0
 
 
-def _time(problem: Problem, destinations: NDArray[np.int32], largest: float) -> float:
-    """What a partition takes, load and moves together, as a multiple of the bound on the load.
+def _share(problem: Problem, destinations: Ranks) -> float:
+    return moved_share(problem.arrays.sizes, problem.arrays.homes, problem.arrays.nodes, destinations)
 
-    Args:
-        problem: Whose samples.
-        destinations: Where they go.
-        largest: Load over speed of the rank that takes longest.
-    """
-    load = largest / problem.bound if problem.bound > 0 else 1.0
+
+def _largest(problem: Problem, destinations: Ranks) -> float:
+    return largest_load(problem.arrays.costs, destinations, problem.arrays.speeds)
+
+
+def _limit(problem: Problem) -> float:
+    return float((problem.arrays.limits / problem.arrays.speeds).max())
+
+
+def _time(problem: Problem, destinations: Ranks) -> float:
+    """What a partition takes, load and moves together, as a multiple of the bound on the load."""
+    load = _largest(problem, destinations) / problem.bound if problem.bound > 0 else 1.0
     return load + problem.move_price * _share(problem, destinations)
 
 
-def _may_stay(problem: Problem) -> bool:
-    """Whether every sample may stay at home."""
-    terms, counts = problem.terms, problem.home_counts
-    return not terms.memory.size and bool((counts >= terms.fewest).all() and (counts <= terms.most).all())
+def minimal_move(problem: Problem) -> Ranks:
+    """Starts at home; exchanges as little as possible until the load is within tolerance of the bound.
 
-
-def minimal_move(problem: Problem) -> NDArray[np.int32]:
-    """Start at home; exchange as little as possible until the load is within tolerance of the bound.
-
-    Where heavy samples do not divide evenly over the ranks, limits say so before much is tried. Where exchanging ends
-    short all the same, the other methods' partitions are searched from as well, inside the nodes first. They move
-    nearly everything: they are looked at where more is left to gain, and taken where load and moves together take less
-    time than before. If nothing does that takes less than staying, all samples stay.
+    Where that ends short, the other methods' partitions are searched from as well. They move nearly everything: they
+    are looked at where more is left to gain, and taken where load and moves together take less time than before. If
+    nothing does that takes less than staying, all samples stay.
     """
-    best, largest = _exchanged(problem)
-    terms, home = problem.terms, largest_load(problem.home_loads, problem.terms.speeds)
-    if home <= largest + problem.move_price * problem.bound and _may_stay(problem):
-        loads = counts_and_loads(terms.costs, best, problem.num_ranks)[1]
-        if _time(problem, terms.homes, home) <= _time(problem, best, largest_load(loads, terms.speeds)):
-            return terms.homes.copy()
-    return best
-
-
-def _share(problem: Problem, destinations: NDArray[np.int32]) -> float:
-    return moved_share(problem.terms.sizes, problem.terms.homes, problem.terms.nodes, destinations)
-
-
-def _largest(problem: Problem, destinations: NDArray[np.int32]) -> float:
-    return largest_load(counts_and_loads(problem.terms.costs, destinations, problem.num_ranks)[1], problem.terms.speeds)
-
-
-def _exchanged(problem: Problem) -> tuple[NDArray[np.int32], float]:
-    """Where samples go, and how much the rank that takes longest has to do at most."""
-    if problem.num_nodes in (1, problem.num_ranks) or problem.terms.memory.size:
-        start = fit_memory(problem, at_home(problem))
-        early = problem.num_ranks >= MANY and _heaviest(problem) >= HEAVY * problem.bound
-        if early:
-            problem = with_crowding(problem)
-        best, stuck = shed(problem, start)
-        if stuck and not early:
-            problem = with_crowding(problem)
-            if _crowded(problem):  # what was tried cannot be had: less has to move for what can
-                best, stuck = shed(problem, start)
-        least = 0.0
-        if stuck:
-            best, least = exchange_from(problem, best, plain=False, effort=4, patience=PATIENCE)
+    if problem.num_nodes in (1, problem.num_ranks) or problem.arrays.memory.size:
+        best, least, problem = _from_home(problem)
     else:
         best, least = balance_nodes(problem)
         if least > 0:
             problem = with_crowding(problem)
-            best, least = exchange_from(problem, best, plain=True, effort=4)
-    limit = _limit(problem)
+            best, least = exchange_from(problem, best, effort=4)
+    largest = _limit(problem) if least <= 0 else _largest(problem, best)
     for method, effort in ((longest_first, 8), (differenced, 4)):
         if least <= 0:
             break
@@ -131,8 +118,156 @@ def _exchanged(problem: Problem) -> tuple[NDArray[np.int32], float]:
             continue  # all that it could save is less than what it moves more
         searched, overload = exchange_from(problem, other, plain=False, effort=effort)
         if overload > 0:  # limits are rounded rank by rank: overloads alone do not tell what is worse than the method
-            other = evened(problem, other) if method is differenced else other
-        for found in (searched, other):
-            if _time(problem, found, _largest(problem, found)) < _time(problem, best, _largest(problem, best)):
-                best, least = found, min(overload, least)
-    return best, limit if least <= 0 else _largest(problem, best)
+            other = _evened(problem, other) if method is differenced else other
+        for candidate in (searched, other):
+            if _time(problem, candidate) < _time(problem, best):
+                best, least, largest = candidate, min(overload, least), _largest(problem, candidate)
+    arrays, counts = problem.arrays, problem.home_counts
+    home = float((problem.home_loads / arrays.speeds).max())
+    if home <= largest + problem.move_price * problem.bound and not arrays.memory.size:
+        may_stay = bool((counts >= arrays.fewest).all() and (counts <= arrays.most).all())
+        if may_stay and _time(problem, arrays.homes) <= _time(problem, best):
+            return arrays.homes.copy()
+    return best
+
+
+def _from_home(problem: Problem) -> tuple[Ranks, float, Problem]:
+    """Exchanges from the homes on, the largest overload left, and the problem with the limits that can be had.
+
+    Where heavy samples do not divide evenly over the ranks, these limits are looked for before much is tried.
+    """
+    start = fit_memory(problem, at_home(problem))
+    heaviest = float(problem.arrays.costs[problem.order[-1]])
+    early = problem.num_ranks >= MANY and heaviest >= HEAVY * problem.bound
+    if early:
+        problem = with_crowding(problem)
+    best, least = exchange_from(problem, start)
+    if least > 0 and not early:
+        problem = with_crowding(problem)
+        if _limit(problem) / (1.0 + problem.tolerance) > problem.bound * (1.0 + 2.0 * problem.tolerance):
+            best, least = exchange_from(problem, start)  # what was tried cannot be had: less has to move for what can
+    if least > 0 and not problem.arrays.memory.size:
+        other = best.copy()
+        if give_light_company(problem.arrays, problem.order, other):
+            other, overload = exchange_from(problem, other)
+            if overload < least:
+                best, least = other, overload
+    if least > 0:
+        best, least = exchange_from(problem, best, plain=False, effort=4, patience=PATIENCE)
+    if least > FAR_OFF * problem.bound:
+        other, overload = exchange_from(problem, best, plain=False, effort=8)
+        if _time(problem, other) < _time(problem, best):
+            best, least = other, overload
+    return best, least, problem
+
+
+@kernel
+def spill(order: Ranks, keep: Integers, destinations: Ranks) -> None:
+    """Takes from ranks that hold more than `keep`, evenly over their sorted costs; what leaves becomes -1."""
+    counts, seen = np.zeros(keep.size, np.int64), np.zeros(keep.size, np.int64)
+    for rank in destinations:
+        if rank >= 0:
+            counts[rank] += 1
+    for i in order:
+        rank = destinations[i]
+        if rank >= 0 and counts[rank] > keep[rank]:
+            surplus = counts[rank] - keep[rank]
+            before = seen[rank] * surplus // counts[rank]
+            seen[rank] += 1
+            if seen[rank] * surplus // counts[rank] > before:
+                destinations[i] = -1
+
+
+def kept_at_home(problem: Problem) -> tuple[Integers, Integers]:
+    """How many of its own samples each rank may keep at the start, and how many samples it may then hold.
+
+    Counts may force some to leave; with free counts, gross overload does.
+    """
+    arrays, counts = problem.arrays, problem.home_counts
+    if problem.free:
+        keep = counts.copy()
+        over = problem.home_loads > SKEW * arrays.limits
+        keep[over] = (counts[over] * (arrays.limits[over] / problem.home_loads[over])).astype(np.int64)
+        return keep, arrays.most
+    keep = arrays.fewest.copy()
+    fuller = np.argsort(-counts, kind="stable")[: max(problem.num_fuller, 0)]
+    keep[fuller] = arrays.most[fuller]
+    return keep, keep
+
+
+def at_home(problem: Problem) -> Ranks:
+    """The homes, after whatever had to leave went where the load is least."""
+    destinations = problem.arrays.homes.copy()
+    if problem.arrays.most is problem.home_counts:  # the homes are as even as counts get
+        return destinations
+    keep, most = kept_at_home(problem)
+    if bool((problem.home_counts <= keep).all()):
+        return destinations
+    spill(problem.order, keep, destinations)
+    pool = problem.order[destinations[problem.order] < 0]
+    place_in_groups(problem, pool, np.array([0, pool.size]), Groups.of_all(problem.num_ranks), most, -1, destinations)
+    return destinations
+
+
+def _node_sums(problem: Problem, values: Integers) -> Integers:
+    sums = np.zeros(problem.num_nodes, np.int64)
+    np.add.at(sums, problem.arrays.nodes, values)
+    return sums
+
+
+def between_nodes(problem: Problem, keep: Integers) -> Problem:
+    """The same problem with nodes for ranks, their limits half the tolerance above what their ranks should carry."""
+    arrays, num_nodes = problem.arrays, problem.num_nodes
+    counts = _node_sums(problem, keep)
+    of_nodes = arrays._replace(
+        homes=arrays.nodes[arrays.homes],
+        fewest=np.zeros(num_nodes, np.int64) if problem.free else counts,
+        most=np.full(num_nodes, arrays.costs.size) if problem.free else counts,
+        speeds=np.bincount(arrays.nodes, weights=arrays.speeds).astype(np.float64),
+        nodes=np.arange(num_nodes, dtype=np.int32),
+    )
+    return replace(
+        problem,
+        arrays=with_limits(of_nodes, problem.bound, problem.tolerance / 2),
+        num_ranks=num_nodes,
+        num_fuller=-1,
+        home_counts=_node_sums(problem, problem.home_counts),
+        home_loads=_node_sums(problem, problem.home_loads),
+    )
+
+
+def balance_nodes(problem: Problem) -> tuple[Ranks, float]:
+    """Exchanges samples between nodes until none has too much, then between the ranks of each node.
+
+    Where that ends short inside a node, its ranks start again from longest first.
+
+    Returns:
+        The destinations, and the largest overload over speed that is left.
+    """
+    arrays, num_nodes = problem.arrays, problem.num_nodes
+    keep, most = kept_at_home(problem)
+    between = between_nodes(problem, keep)
+    node_of_sample, over_nodes = exchange_from(between, at_home(between), effort=1)
+    groups = Groups.by_node(arrays.nodes, num_nodes)
+
+    def place(destinations: Ranks) -> None:
+        """Places what has no rank yet inside its node."""
+        items = problem.order[destinations[problem.order] < 0]
+        if items.size:
+            by_node = Groups.by_node(node_of_sample[items], num_nodes)
+            place_in_groups(problem, items[by_node.ranks], by_node.begin, groups, most, -1, destinations)
+
+    destinations = np.where(node_of_sample == arrays.nodes[arrays.homes], arrays.homes, np.int32(-1))
+    spill(problem.order, keep, destinations)
+    place(destinations)
+    best, least = exchange_from(problem, destinations, effort=1, groups=groups)
+    if least > 0 and over_nodes <= 0:
+        sets = np.full_like(best, -1)
+        place(sets)
+        kinds = kinds_of_ranks(problem) * np.int32(num_nodes) + arrays.nodes
+        other, overload = exchange_from(
+            problem, match_home(problem, sets, kinds, kinds), plain=False, effort=8, groups=groups
+        )
+        if overload <= 0:
+            return other, overload
+    return best, least

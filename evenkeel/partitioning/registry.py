@@ -7,15 +7,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.karmarkar_karp import karmarkar_karp
-from evenkeel.partitioning.lpt import lpt
-from evenkeel.partitioning.minimal_move import minimal_move
+from evenkeel.partitioning.minimal_move import karmarkar_karp, lpt, minimal_move
+from evenkeel.partitioning.plain import plain_partition
 from evenkeel.partitioning.problem import Problem
 from evenkeel.plugins import Plugins
 
 Strategy: TypeAlias = Callable[[Problem], NDArray[np.int32]]
 
-BUILT_IN: dict[str, Strategy] = {"karmarkar_karp": karmarkar_karp, "lpt": lpt, "minimal_move": minimal_move}
+BUILT_IN: dict[str, Strategy] = {
+    "karmarkar_karp": karmarkar_karp,
+    "lpt": lpt,
+    "minimal_move": minimal_move,
+    "plain": plain_partition,
+}
 STRATEGIES: Plugins[Strategy] = Plugins("strategy", BUILT_IN, group="evenkeel.strategies")
 
 
@@ -43,27 +47,27 @@ def _checked(name: str, strategy: Strategy) -> Strategy:
 
     def checked(problem: Problem) -> NDArray[np.int32]:
         found = np.asarray(strategy(problem))
-        terms, ranks = problem.terms, problem.num_ranks
-        if found.shape != terms.costs.shape or found.dtype.kind not in "iu":
+        arrays, ranks = problem.arrays, problem.num_ranks
+        if found.shape != arrays.costs.shape or found.dtype.kind not in "iu":
             raise ValueError(
-                f"strategy {name!r} returned {found.dtype} of shape {found.shape} for {terms.costs.size} samples; "
+                f"strategy {name!r} returned {found.dtype} of shape {found.shape} for {arrays.costs.size} samples; "
                 "return one rank for each"
             )
         if found.size and not (int(found.min()) >= 0 and int(found.max()) < ranks):
             raise ValueError(f"strategy {name!r} returned ranks {found.min()} to {found.max()}; there are {ranks}")
         counts = np.bincount(found, minlength=ranks)
-        bad = np.flatnonzero((counts < terms.fewest) | (counts > terms.most))
+        bad = np.flatnonzero((counts < arrays.fewest) | (counts > arrays.most))
         if bad.size:
             rank = int(bad[0])
             raise ValueError(
-                f"strategy {name!r} gave rank {rank} {counts[rank]} samples; keep within Problem.terms.fewest and "
-                f"most, here {terms.fewest[rank]} to {terms.most[rank]}"
+                f"strategy {name!r} gave rank {rank} {counts[rank]} samples; keep within Problem.arrays.fewest and "
+                f"most, here {arrays.fewest[rank]} to {arrays.most[rank]}"
             )
-        if terms.memory.size:
-            used = np.bincount(found, weights=terms.memory, minlength=ranks)
-            if (used > terms.caps * (1 + 1e-12)).any():
+        if arrays.memory.size:
+            used = np.bincount(found, weights=arrays.memory, minlength=ranks)
+            if (used > arrays.caps * (1 + 1e-12)).any():
                 raise PartitionError(
-                    f"strategy {name!r} exceeds the memory cap of rank {int(np.argmax(used - terms.caps))}"
+                    f"strategy {name!r} exceeds the memory cap of rank {int(np.argmax(used - arrays.caps))}"
                 )
         return found.astype(np.int32)
 

@@ -1,12 +1,12 @@
-"""From the samples of a round to its plan: the one function by which balancer and ranks plan.
+"""From the samples of a round to its plan: the one function by which balancer and lead plan.
 
-Every round is a window of one or more batches. Whatever else a plan is to take into account comes in here: with
-`RankSamples` and `RoundSamples` as what ranks say, with `RoundOptions` as what holds for all rounds of a session.
+Every round is a window of one or more batches. `plan_round` decides which rank trains which sample, from what all ranks
+said of their samples; `slice_round` cuts that into what each rank needs, which takes the lengths of the samples too.
 """
 
 from __future__ import annotations
 
-import hashlib
+import time
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -21,17 +21,19 @@ from evenkeel.partitioning.api import (
     imbalance_of_bound,
 )
 from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.parts import RoundParts, read_parts, read_splits
 from evenkeel.partitioning.samples import Lengths, RankSamples, RoundSamples
-from evenkeel.partitioning.slices import Slice, Slices, hash_plan, slice_plan
-from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, planned_speeds
-from evenkeel.partitioning.split_options import SplitOptions
-from evenkeel.partitioning.split_rounds import SplitBatch, SplitWindow, split_window
-from evenkeel.partitioning.splits import Cuts, SplitSample, part_lengths
+from evenkeel.partitioning.slices import Slice, Slices, slice_plainly, slice_plan
+from evenkeel.partitioning.splits import (
+    Cuts,
+    RoundParts,
+    SplitOptions,
+    SplitSample,
+    part_lengths,
+    read_parts,
+    read_splits,
+)
+from evenkeel.partitioning.splits.window import SplitBatch, SplitWindow, split_window
 from evenkeel.partitioning.windows import WindowPartition, partition_window
-
-CHEAP_STRATEGY = "lpt"
-"""What a round gets whose own search would not end in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +48,8 @@ class RoundOptions:
         speeds: Relative speed of each rank; empty: all equal.
         memory_caps: What each rank can hold; empty: no caps.
         min_samples: Of each rank at least, while the batch has as many for all.
-        meet: Samples may change their batch.
         stay: Nothing is balanced; samples move only where `min_samples` needs them.
         split: When samples are split over ranks; None: never.
-        learned: What is known of the ranks' speeds besides, which differs from round to round.
     """
 
     strategy: str = "minimal_move"
@@ -59,14 +59,8 @@ class RoundOptions:
     speeds: tuple[float, ...] = ()
     memory_caps: tuple[float, ...] = ()
     min_samples: int = 0
-    meet: bool = True
     stay: bool = False
     split: SplitOptions | None = None
-    learned: LearnedSpeeds = ALL_EQUAL
-
-    def cheapest(self) -> RoundOptions:
-        """The same with the cheapest search that there is, each batch by itself, of whole samples."""
-        return replace(self, strategy=CHEAP_STRATEGY, meet=False, split=None)
 
     def spreading(self) -> RoundOptions:
         """The same without balancing, and without regard to memory."""
@@ -183,41 +177,31 @@ class RankPlan:
         return ranks if cuts is None else ranks[cuts.is_first]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundPlan:
-    """Where the samples of a round go.
+    """Which rank trains which sample of a round, in which batch. Where samples are split, arrays are over their parts.
 
     Attributes:
-        slices: Each rank's part of it.
+        destinations: (parts,) int32, the rank that trains each.
+        steps: (parts,) int32, the batch of the window that does; None: all are of one batch.
+        parts: Which samples are split, and how; None: none is, and parts are samples.
         loads_before: (batches, ranks) float64, summed cost as loaded.
         loads_after: (batches, ranks) float64, summed cost as planned.
         batches: How even each batch is.
-        digest: 16 bytes that name it, where ranks are told their slices only.
-        detail: For people, when another search was made than the one asked for.
         seconds: That it took.
-        parts: Which samples are split, and how; the slices are over their parts then. None: none is.
     """
 
-    slices: Slices
+    destinations: NDArray[np.int32]
+    steps: NDArray[np.int32] | None
+    parts: RoundParts | None
     loads_before: NDArray[np.float64]
     loads_after: NDArray[np.float64]
     batches: tuple[Figures, ...]
-    digest: bytes = b""
-    detail: str = ""
     seconds: float = 0.0
-    parts: RoundParts | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of its arrays."""
-        parts = 0 if self.parts is None else self.parts.nbytes
-        return self.slices.nbytes + self.loads_before.nbytes + self.loads_after.nbytes + parts
 
     @property
     def worst(self) -> int:
         """The least even batch."""
-        if len(self.batches) == 1:
-            return 0
         return max(range(len(self.batches)), key=lambda batch: self.batches[batch].imbalance_after)
 
     @property
@@ -232,96 +216,87 @@ class RoundPlan:
         sums = {name: sum(getattr(each, name) for each in self.batches) for name in counted}
         return replace(self.batches[self.worst], **sums)
 
-    def of(self, rank: int, seconds: float | None = None) -> RankPlan:
-        """What a rank knows of it; `seconds` that it took where nobody has noted them in it."""
-        plan = RankPlan(
-            steps=self.slices.steps_of(rank),
-            slices=self.slices.batches_of(rank),
-            figures=self.batches,
-            loads=tuple(self.loads_after[:, rank].tolist()),
-            seconds=self.seconds if seconds is None else seconds,
-        )
-        if self.parts is None:
-            return plan
-        further = self.parts.further_of(rank, self.slices)
-        parts = int(self.slices.home_begin[rank + 1] - self.slices.home_begin[rank])
-        steps, cuts = read_parts(further, parts - len(further), plan.steps, len(self.batches))
-        return replace(plan, steps=steps, cuts=cuts, splits=read_splits(self.parts.pieces, len(self.batches)))
-
 
 def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
-    """Partitions the samples of a round and cuts the plan into the ranks' slices.
+    """Decides which rank trains which sample of a round.
 
-    The same arguments give the same plan on every machine; it has no digest yet.
+    The same arguments give the same plan on every machine; only `seconds` differs.
 
     Raises:
         PartitionError: If no assignment within the memory caps was found.
         ValueError: If an argument is wrong; the message names it and its remedy.
     """
-    counts, sizes = samples.counts_at_home, samples.moving_sizes
-    homes = np.repeat(np.arange(samples.num_ranks, dtype=np.int32), counts)
-    split, caps = None if options.stay else options.split, options.memory_caps
-    if samples.given is not None:
-        options = replace(options.spreading(), min_samples=0)
-    speeds = np.array(options.speeds) if options.speeds else None
-    if options.learned:  # sums in the order of the samples, so that they are the same on every machine
-        loads = np.bincount(homes, samples.costs, samples.num_ranks).tolist()
-        speeds = planned_speeds(options.speeds, options.learned, loads, samples.num_batches)
+    began = time.perf_counter()
+    homes = np.repeat(np.arange(samples.num_ranks, dtype=np.int32), samples.counts_at_home)
+    sizes, split = samples.moving_sizes, None if options.stay else options.split
+    capped = bool(options.memory_caps)
     how: Options = {
         "strategy": options.strategy,
         "sizes": sizes,
         "counts": options.counts,
         "tolerance": options.tolerance,
         "move_price": options.move_price,
-        "speeds": speeds,
-        "memory": samples.memory if options.memory_caps else None,
-        "memory_caps": np.array(options.memory_caps) if options.memory_caps else None,
+        "speeds": np.array(options.speeds) if options.speeds else None,
+        "memory": samples.memory if capped else None,
+        "memory_caps": np.array(options.memory_caps) if capped else None,
         "nodes": samples.nodes,
         "min_samples": options.min_samples,
         "stay": options.stay,
     }
     window: WindowPartition | PartitionError
     try:
-        window = partition_window(
-            samples.costs, homes, samples.steps, samples.num_ranks, samples.num_batches, meet=options.meet,
-            given=samples.given, **how,
-        )  # fmt: skip
+        window = partition_window(samples.costs, homes, samples.steps, samples.num_ranks, samples.num_batches, **how)
     except PartitionError as error:
         if split is None or samples.divisible is None:
             raise
         window = error
     if split is not None and samples.divisible is not None:
-        if samples.given is not None:
-            how |= {"stay": False, "memory": samples.memory if caps else None, "memory_caps": caps or None}
         found = split_window(window, samples, homes, split, how)
         if found is not None:
-            return _split_plan(found, samples, sizes)
+            return _split_plan(found, sizes, samples.num_batches, time.perf_counter() - began)
     if isinstance(window, PartitionError):
         raise window
-    slices = slice_plan(window.destinations, counts, samples.lengths, window.steps, samples.num_batches)
     parts = window.partitions
     sums = [sizes.sum()] if window.steps is None else np.bincount(window.steps, sizes, len(parts)).tolist()
     return RoundPlan(
-        slices=slices,
+        destinations=window.destinations,
+        steps=window.steps,
+        parts=None,
         loads_before=np.array([part.home_loads for part in parts], np.float64),
         loads_after=np.array([part.loads for part in parts], np.float64),
         batches=tuple(_figures(part, int(size)) for part, size in zip(parts, sums, strict=True)),
+        seconds=time.perf_counter() - began,
     )
 
 
-def digest_of(plan: RoundPlan, samples: RoundSamples) -> bytes:
-    """16 bytes that name a plan and what it was made of, on every machine alike."""
-    slices, parts = plan.slices, plan.parts
+def slice_round(plan: RoundPlan, samples: RoundSamples, *, compiled: bool = True) -> Slices:
+    """Cuts a plan into what each rank needs; the samples are those that it was made of, with their lengths."""
     counts, lengths = samples.counts_at_home, samples.lengths
-    if parts is None:
-        return hash_plan(slices.destinations, counts, lengths, slices.steps, samples.num_batches)
-    cut = hash_plan(
-        slices.destinations, np.diff(slices.home_begin), parts.begins[:, None], slices.steps, samples.num_batches
+    if plan.parts is not None:
+        assert samples.roles is not None
+        homes = np.repeat(np.arange(samples.num_ranks), counts)
+        of = plan.parts.in_round(counts)
+        counts = np.bincount(homes[of], minlength=samples.num_ranks)
+        lengths = part_lengths(lengths, Cuts(samples=of, begins=plan.parts.begins), samples.roles)
+    cut = slice_plan if compiled else slice_plainly
+    return cut(plan.destinations, counts, lengths, plan.steps, samples.num_batches)
+
+
+def plan_of_rank(plan: RoundPlan, slices: Slices, rank: int) -> RankPlan:
+    """What one rank is sent of a plan and its slices."""
+    one = RankPlan(
+        steps=slices.steps_of(rank),
+        slices=slices.batches_of(rank),
+        figures=plan.batches,
+        loads=tuple(plan.loads_after[:, rank].tolist()),
+        seconds=plan.seconds,
     )
-    digest = hashlib.sha256(cut, usedforsecurity=False)
-    digest.update(np.ascontiguousarray(lengths, "<i8").data)
-    digest.update(parts.pieces.astype("<i8", copy=False).data)
-    return digest.digest()[:16]
+    if plan.parts is None:
+        return one
+    further = plan.parts.further_of(rank, slices)
+    parts = int(slices.home_begin[rank + 1] - slices.home_begin[rank])
+    steps, cuts = read_parts(further, parts - len(further), one.steps, len(plan.batches))
+    return replace(one, steps=steps, cuts=cuts, splits=read_splits(plan.parts.pieces, len(plan.batches)))
 
 
 def _figures(part: Partition, size: int) -> Figures:
@@ -342,17 +317,18 @@ def _figures(part: Partition, size: int) -> Figures:
     )
 
 
-def _split_plan(found: SplitWindow, samples: RoundSamples, sizes: NDArray[np.int64]) -> RoundPlan:
-    slices = slice_plan(found.destinations, found.counts, found.lengths, found.steps, samples.num_batches)
+def _split_plan(found: SplitWindow, sizes: NDArray[np.int64], num_batches: int, seconds: float) -> RoundPlan:
     first = np.diff(found.samples, prepend=-1) > 0
     steps = None if found.steps is None else found.steps[first]
-    sums = [sizes.sum()] if steps is None else np.bincount(steps, sizes, samples.num_batches).tolist()
+    sums = [sizes.sum()] if steps is None else np.bincount(steps, sizes, num_batches).tolist()
     return RoundPlan(
-        slices=slices,
+        destinations=found.destinations,
+        steps=found.steps,
+        parts=found.parts,
         loads_before=np.array([batch.home_loads for batch in found.batches], np.float64),
         loads_after=np.array([batch.loads for batch in found.batches], np.float64),
         batches=tuple(_split_figures(batch, int(size)) for batch, size in zip(found.batches, sums, strict=True)),
-        parts=found.parts,
+        seconds=seconds,
     )
 
 

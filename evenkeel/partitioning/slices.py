@@ -1,6 +1,5 @@
 """What each rank needs of a plan: where its samples go, and how much it receives from whom, batch by batch."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -283,43 +282,29 @@ def slice_plan(
     return Slices(ranks, home_begin, *found, steps=batches)
 
 
-def plan_digest(
-    destinations: ArrayLike,
-    counts_at_home: ArrayLike,
-    lengths: ArrayLike,
-    steps: ArrayLike | None = None,
+def slice_plainly(
+    destinations: NDArray[np.int32],
+    counts_at_home: NDArray[np.int64],
+    lengths: NDArray[np.int64] | NDArray[np.uint32],
+    steps: NDArray[np.int32] | None = None,
     num_steps: int = 1,
-) -> bytes:
-    """16 bytes that name a whole plan, the same on every machine and for every integer dtype of the arrays.
-
-    Args:
-        destinations: (n,) rank of each sample; samples are ordered by (home, index at home).
-        counts_at_home: (num_ranks,) number of samples of each home.
-        lengths: (n, fields) values of each jagged field of each sample.
-        steps: (n,) batch of the window that trains each sample; None: all are of one batch.
-        num_steps: Batches of the window.
-
-    Raises:
-        ValueError: If the shapes disagree.
-    """
-    ranks, counts, values = _plan_arrays(destinations, counts_at_home, lengths)
-    return hash_plan(ranks, counts, values, checked_steps(steps, ranks.size, num_steps), num_steps)
-
-
-def hash_plan(
-    ranks: NDArray[np.int32],
-    counts: NDArray[np.int64],
-    values: NDArray[np.int64] | NDArray[np.uint32],
-    batches: NDArray[np.int32] | None,
-    num_steps: int,
-) -> bytes:
-    """As `plan_digest`, of arrays that fit together."""
-    digest = hashlib.sha256(usedforsecurity=False)  # has processor instructions: a third of blake2b's time
-    digest.update(np.array([ranks.size, counts.size, values.shape[1]], "<i8").tobytes())
-    digest.update(ranks.astype("<i4", copy=False).data)
-    digest.update(counts.astype("<i8", copy=False).data)
-    digest.update(values.astype("<i8", copy=False).data)
-    if batches is not None:
-        digest.update(batches.astype("<i4", copy=False).data)
-        digest.update(num_steps.to_bytes(8, "little"))
-    return digest.digest()[:16]
+) -> Slices:
+    """What `slice_plan` gives, without compiled kernels: by sorting."""
+    ranks = counts_at_home.size
+    homes = np.repeat(np.arange(ranks), counts_at_home)
+    places = destinations.astype(np.int64) * num_steps + (0 if steps is None else steps)
+    pairs = places * ranks + homes
+    order = np.argsort(pairs, kind="stable")
+    distinct, firsts = np.unique(pairs[order], return_index=True)
+    totals = np.zeros((distinct.size, lengths.shape[1]), np.int64)
+    if totals.size:
+        totals = np.add.reduceat(lengths[order].astype(np.int64), firsts, axis=0)
+    return Slices(
+        destinations,
+        np.concatenate([[0], np.cumsum(counts_at_home)]).astype(np.int64),
+        np.searchsorted(distinct, np.arange(ranks * num_steps + 1) * ranks),
+        (distinct % ranks).astype(np.int32),
+        np.diff(firsts, append=pairs.size).astype(np.int32),
+        totals,
+        steps,
+    )

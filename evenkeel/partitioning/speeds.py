@@ -180,6 +180,12 @@ class SpeedEstimator:
         return self._follow(number)
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds of the median rank's step, in the median of those noted lately; 0 where none was."""
+        seconds = self._steps[:, 1]
+        return 0.0 if np.isnan(seconds).all() else float(np.nanmedian(seconds))
+
+    @property
     def speeds(self) -> Numbers:
         """(ranks,) how fast each rank computes, at most 1, the median rank's speed."""
         return self._speeds.copy()

@@ -9,24 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import partition
-from evenkeel.partitioning.bounds import crowding_bound
-from evenkeel.partitioning.differencing import difference_equal_counts, difference_free_counts
+from evenkeel.partitioning.cutting import divide, measure, pieces_at, place_pieces, recut, table_of
 from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.exchanging import exchange_plainly
-from evenkeel.partitioning.exhaustive import least_overflow
-from evenkeel.partitioning.greedy import place_longest_first
-from evenkeel.partitioning.groups import everyone
-from evenkeel.partitioning.levels import divide, pieces_at, place_pieces
-from evenkeel.partitioning.matching import EXACT, match_sets
+from evenkeel.partitioning.exchange import Arrays, build_rows, give_light_company, pass_plainly, search
+from evenkeel.partitioning.karmarkar_karp import difference
+from evenkeel.partitioning.matching import EXACT
+from evenkeel.partitioning.memory import least_overflow
 from evenkeel.partitioning.minimal_move import largest_load, moved_share
 from evenkeel.partitioning.preparing import KernelSet, ready
-from evenkeel.partitioning.recutting import measure, recut, table_of
+from evenkeel.partitioning.problem import crowding_bound
 from evenkeel.partitioning.registry import BUILT_IN
-from evenkeel.partitioning.rows import Terms
 from evenkeel.partitioning.slices import slice_plan
 from evenkeel.partitioning.sorting import ascending_order
-from evenkeel.partitioning.spans import SpanCosts
-from evenkeel.partitioning.tabu import search
+from evenkeel.partitioning.splits import SpanCosts
 
 KERNELS = KernelSet(
     sources=Path(__file__).parent,
@@ -53,7 +48,9 @@ def load_all() -> None:
             partition(costs, homes, 3, strategy=strategy, counts=counts, speeds=[1, 2, 1], tolerance=0.0)
             partition(costs * 1.0, homes, 3, strategy=strategy, counts=counts, nodes=[0, 1, 1], tolerance=0.0)
     _cut()
-    largest_load(costs[:3], np.ones(3))
+    largest_load(costs, homes, np.ones(3))
+    arrays, order, ranks = _example()
+    give_light_company(arrays, order, ranks)
     moved_share(costs * 1.0, homes, np.zeros(3, np.int32), homes)
     crowding_bound(costs, ascending_order(costs), 1, 3)
     many = np.arange(EXACT + 1)
@@ -69,30 +66,26 @@ def load_all() -> None:
 
 def compile_exchanges() -> None:
     """The plain pass, the largest of all."""
-    terms, order, homes = _example()
-    exchange_plainly(terms, order, *everyone(2), 1, homes)
+    arrays, order, homes = _example()
+    pass_plainly(arrays, build_rows(arrays, order, homes), np.arange(2), 1, np.ones(2))
 
 
 def compile_searches() -> None:
     """The searches that go on from where the plain pass ends."""
-    terms, order, homes = _example()
-    search(terms, order, *everyone(2), 1, 60, homes)
+    arrays, order, homes = _example()
+    search(arrays, build_rows(arrays, order, homes), np.arange(2), 9, 60, np.zeros(4, np.int64), np.ones(2), homes)
     _least_overflow(np.array([6, 5, 5, 4, 4, 4, 1]))
     slice_plan(homes, np.bincount(homes), np.ones((homes.size, 2), np.int64))
 
 
 def compile_starts() -> None:
     """The constructive methods, and what matches their sets with ranks."""
-    terms, order, homes = _example()
-    difference_equal_counts(terms.costs, order, 2)
-    difference_free_counts(terms.costs, order, 2)
-    place_longest_first(
-        order, np.array([0, order.size]), *everyone(2), terms.costs, terms.memory, terms.speeds, np.zeros(2, np.int64),
-        np.zeros(2, np.int64), terms.caps, np.zeros(2, np.int64), terms.most, -1, homes,
-    )  # fmt: skip
+    arrays, order, homes = _example()
+    difference(arrays.costs, order, 2, True)
+    give_light_company(arrays, order, homes)
     for num_ranks in (2, EXACT + 1):
-        kinds = np.zeros(num_ranks, np.int32)
-        match_sets(homes, kinds, kinds, homes, terms.sizes, np.arange(num_ranks, dtype=np.int32) // 2)
+        partition(arrays.costs, homes, num_ranks, strategy="lpt", nodes=np.arange(num_ranks) // 2)
+    _cut()
 
 
 def _cut() -> None:
@@ -106,14 +99,14 @@ def _cut() -> None:
     place_pieces(nodes[:1], nodes[:1], firsts, times, np.ones(2), np.ones(2), nodes, np.array([2]), 0.0)
 
 
-def _example() -> tuple[Terms, NDArray[np.int32], NDArray[np.int32]]:
+def _example() -> tuple[Arrays, NDArray[np.int32], NDArray[np.int32]]:
     costs, homes = np.array([9, 4, 1, 2]), np.array([0, 0, 1, 1], np.int32)
     nothing, two = np.zeros(0, np.int64), np.full(2, 2)
-    terms = Terms(
+    arrays = Arrays(
         costs=costs, sizes=costs * 1.0, homes=homes, memory=nothing, caps=nothing, fewest=two, most=two,
         speeds=np.ones(2), nodes=np.zeros(2, np.int32), limits=np.full(2, 9),
     )  # fmt: skip
-    return terms, np.array([2, 3, 1, 0], np.int32), homes.copy()
+    return arrays, np.array([2, 3, 1, 0], np.int32), homes.copy()
 
 
 def _least_overflow(memory: NDArray[np.int64]) -> None:

@@ -1,20 +1,18 @@
-"""Where each embedding table should live: storage, hit rates, step times and an exact solver. No I/O, no torch."""
+"""Where each embedding table should live: storage, hit rates, kernel times, one search. No I/O, no torch."""
 
 from evenkeel.placement.access import Histogram, MissCurve, Zipf
-from evenkeel.placement.compare import Comparison, OwnPlacement, compare
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts, builtin_profile, builtin_profiles
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.invalid_input import InvalidInputError
 from evenkeel.placement.limits import SolveCancelledError
 from evenkeel.placement.model import DataType, Mode, Optimizer, Runtime, Sharding, Step, Table, Topology
-from evenkeel.placement.plan import Placement, Plan, Status
+from evenkeel.placement.plan import Placement, Plan, Status, TrivialPlan
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest, SolverOptions, parse_topology
 from evenkeel.placement.what_if import WhatIf, what_if
 from evenkeel.placement.whole_step import whole_step_seconds
 
 __all__ = [
-    "Comparison",
     "DataType",
     "Eviction",
     "HardwareProfile",
@@ -23,7 +21,6 @@ __all__ = [
     "MissCurve",
     "Mode",
     "Optimizer",
-    "OwnPlacement",
     "Placement",
     "Plan",
     "PlanRequest",
@@ -36,11 +33,11 @@ __all__ = [
     "Step",
     "Table",
     "Topology",
+    "TrivialPlan",
     "WhatIf",
     "Zipf",
     "builtin_profile",
     "builtin_profiles",
-    "compare",
     "parse_topology",
     "plan",
     "what_if",

@@ -115,7 +115,7 @@ def with_whole_steps(
         The profile, and the seconds that it predicts for each of them.
     """
     asked = [request_of(sample, profile) for sample in samples]
-    plans = [plan(request, split=False) for request in asked]
+    plans = [plan(request) for request in asked]
     works = [step_work(*each) for each in zip(asked, plans, strict=True)]
     measured = [(work, sample.seconds) for work, sample in zip(works, samples, strict=True)]
     alone = samples[0].ranks == 1

@@ -4,7 +4,8 @@ Keys go to the ranks that hold their rows, output rows come back to the ranks of
 go the same way as keys. What is counted is the traffic of a rank that holds a shard: of all ranks it has the most.
 
 - All2All (keys of every way; output rows of table-wise and column-wise, and of tables that are not pooled): each rank
-  exchanges as much with every other rank, over the link inside its host or over the one between hosts.
+  exchanges as much with every other rank, over the link inside its host or over the one between hosts. Where keys are
+  spread over ranks, the fullest one gets more than the mean.
 - Reduce-scatter (pooled output rows of row-wise: partial sums of all samples), all-gather (their gradients) and
   all-reduce (gradients of data-parallel): rings, whose links inside hosts and between them work at the same time. Of
   `n` bytes on each of `w` ranks a reduce-scatter sends `n (w - 1) / w` a rank, an all-reduce twice as much. A ring
@@ -34,6 +35,7 @@ class Exchange:
         table_bytes: Bytes of all of the table, without optimizer state.
         pooled: Whether the lookups of a sample are added up.
         training: Whether gradients are exchanged.
+        skew: Lookups of the fullest rank that keys are spread over, over the mean.
     """
 
     lookups: float
@@ -43,6 +45,7 @@ class Exchange:
     table_bytes: int
     pooled: bool
     training: bool
+    skew: float = 1.0
 
 
 def exchange_seconds(profile: HardwareProfile, topology: Topology, layout: Layout, exchange: Exchange) -> float:
@@ -63,10 +66,10 @@ def exchange_seconds(profile: HardwareProfile, topology: Topology, layout: Layou
     if layout.scope is Scope.HOST:
         inside = sums * ranks * (local - 1) / local / profile.intra_host_bytes_per_s
         across = sums * (ranks // local - 1) / profile.inter_host_bytes_per_s
-        return links.all_to_all(keys / local) + passes * (inside + across)
+        return links.all_to_all(exchange.skew * keys / local) + passes * (inside + across)
     if exchange.pooled:
-        return links.all_to_all(keys / ranks) + passes * links.ring(sums * ranks)
-    return links.all_to_all((keys + passes * sums) / ranks)
+        return links.all_to_all(exchange.skew * keys / ranks) + passes * links.ring(sums * ranks)
+    return links.all_to_all(exchange.skew * (keys + passes * sums) / ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,9 @@ class _Links:
     local: int
 
     def all_to_all(self, size: float) -> float:
-        """Each rank exchanges `size` bytes with every other one."""
+        """Each rank exchanges `size` bytes with every other one, over both kinds of links at the same time."""
         near, far = self.local - 1, self.ranks - self.local
-        return size * (near / self.profile.intra_host_bytes_per_s + far / self.profile.inter_host_bytes_per_s)
+        return size * max(near / self.profile.intra_host_bytes_per_s, far / self.profile.inter_host_bytes_per_s)
 
     def ring(self, size: float) -> float:
         """One way round a ring with `size` bytes on each rank."""

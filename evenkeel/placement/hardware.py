@@ -127,6 +127,8 @@ class HardwareProfile:
         intra_host_bytes_per_s: All2All rate of one rank inside a host.
         inter_host_bytes_per_s: All2All rate of one rank between hosts.
         collective_latency_s: Time of a collective of no size.
+        host_memory_bytes_per_s: What all GPUs of a host read of its memory together; by default two thirds of sixteen
+            channels of DDR5-4800.
         runtimes: Constants by runtime.
         version: Version of this form.
     """
@@ -143,6 +145,7 @@ class HardwareProfile:
     inter_host_bytes_per_s: Rate
     collective_latency_s: Annotated[float, Range(0, 10)]
     runtimes: dict[str, RuntimeCosts]
+    host_memory_bytes_per_s: Rate = 4e11
     ranks_per_host: Annotated[int, Range(1, 1024)] = 8
     version: Annotated[int, OneOf((PROFILE_VERSION,))] = PROFILE_VERSION
 
@@ -157,9 +160,13 @@ class HardwareProfile:
         """Time in which kernels of a runtime read one random row of `row_bytes` from HBM, in seconds."""
         return _row_seconds(costs.hbm_gather or self.hbm_gather, row_bytes)
 
-    def host_row_s(self, costs: RuntimeCosts, row_bytes: float) -> float:
-        """Time in which kernels of a runtime read one random row of `row_bytes` from host memory, in seconds."""
-        return _row_seconds(costs.host_gather or self.host_gather, row_bytes)
+    def host_row_s(self, costs: RuntimeCosts, row_bytes: float, ranks: int = 1) -> float:
+        """Time in which kernels of a runtime read one random row of `row_bytes` from host memory, in seconds.
+
+        As many `ranks` of a host do so at the same time: its memory may be slower than the link of each.
+        """
+        shared = ranks * row_bytes / self.host_memory_bytes_per_s
+        return max(_row_seconds(costs.host_gather or self.host_gather, row_bytes), shared)
 
     def costs(self, runtime: Runtime) -> RuntimeCosts:
         """The constants of `runtime`.

@@ -111,11 +111,36 @@ def different_share(access: Access, rows: int, lookups: float, among: float) -> 
     among = min(among, lookups)
     if among <= 1:
         return 1.0
+    return unique_keys(_popularity(access, rows, lookups), among) / among
+
+
+@lru_cache(maxsize=8192)
+def fullest_rank(access: Access, rows: int, lookups: float, ranks: int) -> float:
+    """Expected lookups of the rank that gets most of a step, over the mean, where keys are on ranks by chance.
+
+    The most popular keys are put on ranks some times, and the others count as even. A miss curve says nothing of single
+    keys: they are taken to be of the Zipf law under which as many differ.
+    """
+    if ranks == 1 or lookups < _LEAST_LOOKUPS:
+        return 1.0
+    keys = _popularity(access, rows, lookups)
+    single = np.repeat(keys.probability, np.minimum(keys.keys, _HEAD).astype(np.int64))[:_HEAD]
+    draw = np.random.default_rng(0).random((_DRAWS, len(single)))
+    places = (draw * ranks).astype(np.int64)
+    fullest = [np.bincount(place, weights=single).max(initial=0.0) for place in places]
+    return float(ranks * np.mean(fullest) + max(0.0, 1.0 - float(single.sum())))
+
+
+_HEAD, _DRAWS = 512, 16
+
+
+def _popularity(access: Access, rows: int, lookups: float) -> Popularity:
+    """How popular keys are; of a miss curve, by the Zipf law under which as many keys of a step differ."""
     if isinstance(access, MissCurve):
         wanted = access.unique_fraction * lookups
         at = bisect(_EXPONENTS, -wanted, key=lambda e: -unique_keys(popularity(Zipf(exponent=e), rows), lookups))
         access = Zipf(exponent=_EXPONENTS[min(at, len(_EXPONENTS) - 1)])
-    return unique_keys(popularity(access, rows), among) / among
+    return popularity(access, rows)
 
 
 _EXPONENTS = tuple(step / 16 for step in range(49))

@@ -225,11 +225,13 @@ class Step:
         training: Whether there is a backward pass, gradients and optimizer state.
         prefetch_depth: Batches whose rows a cache must hold at once; 1 without prefetching, where a cache of TorchRec
             may hold less than one.
+        dense_ms: Time of a step's dense part on a GPU; where it is not given, kernels alone decide.
     """
 
     samples_per_rank: Annotated[int, Range(1, 10**9)] = 1024
     training: bool = True
     prefetch_depth: Annotated[int, Range(1, 64)] = 1
+    dense_ms: Annotated[float, Range(0, 1e6)] | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from evenkeel.placement.collectives import Exchange, exchange_seconds
 from evenkeel.placement.hardware import NARROW
-from evenkeel.placement.hit_rates import different_share, step_keys
+from evenkeel.placement.hit_rates import different_share, fullest_rank, step_keys
 from evenkeel.placement.layouts import ROW_WISE, Layout, layouts
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
 from evenkeel.placement.request import PlanRequest
@@ -32,23 +33,30 @@ class TableOptions:
     Attributes:
         layouts: Layout of each option.
         modes: Mode of each option.
+        dims: Width of its shards.
         ratios: Fraction of the rows that HBM holds.
-        time: Seconds a step on the average rank: where the table is everywhere, on each.
+        seconds: Kernel time of a step on the average rank; where the table is everywhere, on the fullest.
         hbm: Bytes of HBM on the average rank; of a table that is everywhere, on the fullest.
         host: Bytes of memory on the average host; of a table that is everywhere, on the fullest.
+        slot_bytes: HBM on the average rank for each element by which the cache that it shares is wider than its shards.
     """
 
     layouts: tuple[Layout, ...]
     modes: tuple[Mode, ...]
+    dims: npt.NDArray[np.int64]
     ratios: FloatArray
-    time: FloatArray
+    seconds: FloatArray
     hbm: FloatArray
     host: FloatArray
+    slot_bytes: FloatArray
 
-    def only(self, kept: npt.NDArray[np.int64]) -> TableOptions:
-        """Some of them."""
-        layouts, modes = (tuple(values[index] for index in kept) for values in (self.layouts, self.modes))
-        return TableOptions(layouts, modes, self.ratios[kept], self.time[kept], self.hbm[kept], self.host[kept])
+    @classmethod
+    def joined(cls, parts: Sequence[TableOptions]) -> TableOptions:
+        """All of some of them."""
+        layouts = tuple(layout for part in parts for layout in part.layouts)
+        modes = tuple(mode for part in parts for mode in part.modes)
+        names = ("dims", "ratios", "seconds", "hbm", "host", "slot_bytes")
+        return cls(layouts, modes, *(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def ratio_grid(num_tables: int, steps: int = 0) -> FloatArray:
@@ -99,16 +107,17 @@ def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) 
         stored, uncached = row_bytes(table, training=step.training) * shard.dim // table.dim, 0
     else:
         stored, uncached = shard.dim * table.value_bytes, follows
+    received = keys.lookups / shard.parts * fullest_rank(table.access, table.rows, keys.lookups, shard.parts)
     under_way = request.profile.costs(request.runtime).in_flight_bytes / (shard.dim * table.value_bytes)
     return RankLoad(
         keys=keys,
         unique=keys.unique / shard.parts,
-        narrow=0.0 if table.pooled or shard.dim > NARROW else keys.lookups / shard.parts,
+        narrow=0.0 if table.pooled or shard.dim > NARROW else received,
         fetched=different_share(table.access, table.rows, keys.lookups, under_way),
-        forward_rows=(keys.unique if request.runtime is Runtime.DYNAMICEMB else keys.lookups) / shard.parts,
-        backward_rows=keys.lookups / shard.parts if table.weighted else 0.0,
-        received=keys.lookups / shard.parts,
-        served=outputs * (1 if replicated else ranks) if table.pooled else keys.lookups / shard.parts,
+        forward_rows=keys.unique / shard.parts if request.runtime is Runtime.DYNAMICEMB else received,
+        backward_rows=received if table.weighted else 0.0,
+        received=received,
+        served=outputs * (1 if replicated else ranks) if table.pooled else received,
         sent=0.0 if replicated else outputs,
         shards=shard.parts,
         embedding_bytes=shard.dim * table.value_bytes,
@@ -118,41 +127,54 @@ def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) 
         uncached_state_bytes=uncached,
         training=step.training,
         prefetch_depth=step.prefetch_depth,
+        local_ranks=request.topology.local_ranks,
     )
 
 
-def table_options(
-    request: PlanRequest, table: Table, grid: FloatArray, layout: Layout | None = None, cache_dim: int = 0
-) -> TableOptions:
+def table_options(request: PlanRequest, table: Table, grid: FloatArray, layout: Layout | None = None) -> TableOptions:
     """Every placement of `table` in one layout, its first if none is given, on the ratios of `grid` or its pinned one.
 
-    `cache_dim` is the width of the cache that it would share, where the runtime has shared caches.
+    Raises:
+        OverflowError: If its buffers are more bytes than can be counted.
     """
     profile, topology = request.profile, request.topology
     layout = layout or table_layouts(request, table)[0]
     costs, load = profile.costs(request.runtime), rank_load(request, table, layout)
     shared = _shared_seconds(request, table, layout)
     gradients = _gradient_bytes(request, table, layout)
-    mean = layout.mean(topology)
-    parts: list[tuple[Mode, FloatArray, FloatArray, FloatArray, FloatArray]] = []
+    mean, dim = layout.mean(topology), layout.shard(table, topology).dim
+    parts: list[TableOptions] = []
     for mode in allowed_modes(request, table, layout):
         ratios = _ratios_of(mode, table, grid)
         if not len(ratios):
             continue
-        footprint = footprint_of(request, table, layout, mode, ratios, cache_dim)
-        seconds = mode_seconds(profile, costs, load, mode, ratios, footprint.cache_rows.astype(np.float64))
+        footprint = footprint_of(request, table, layout, mode, ratios)
+        rows = footprint.cache_rows.astype(np.float64)
+        seconds = mode_seconds(profile, costs, load, mode, ratios, rows)
         buffers = round_up(int(buffer_bytes(costs, load, mode, topology.ranks)) + gradients, PAGE)
         hbm = (footprint.hbm + buffers).astype(np.float64)
         host = footprint.host.astype(np.float64)
+        fits = np.ones(len(ratios), dtype=bool)
         if mode is Mode.CACHING and not _spills(request):
-            kept = footprint.cache_rows >= load.unique * load.prefetch_depth
-            ratios, seconds, hbm, host = ratios[kept], seconds[kept], hbm[kept], host[kept]
+            fits = rows >= load.unique * load.prefetch_depth
         if topology.hbm_bytes == 0:
             hbm, host = hbm * 0, host + hbm
-        parts.append((mode, ratios, (seconds + shared) * mean, hbm * mean, host * mean * topology.local_ranks))
-    modes = tuple(mode for mode, ratios, _, _, _ in parts for _ in ratios)
-    columns = (np.concatenate([part[column] for part in parts]) if parts else np.zeros(0) for column in range(1, 5))
-    return TableOptions((layout,) * len(modes), modes, *columns)
+        number = int(fits.sum())
+        option = TableOptions(
+            layouts=(layout,) * number,
+            modes=(mode,) * number,
+            dims=np.full(number, dim),
+            ratios=ratios[fits],
+            seconds=((seconds + shared) * mean)[fits],
+            hbm=(hbm * mean)[fits],
+            host=(host * mean * topology.local_ranks)[fits],
+            slot_bytes=(rows * table.value_bytes * mean)[fits] if mode is Mode.CACHING else np.zeros(number),
+        )
+        parts.append(option)
+    return TableOptions.joined(parts or [_NO_OPTIONS])
+
+
+_NO_OPTIONS = TableOptions((), (), np.zeros(0, dtype=np.int64), *(np.zeros(0),) * 5)
 
 
 def _spills(request: PlanRequest) -> bool:
@@ -162,8 +184,9 @@ def _spills(request: PlanRequest) -> bool:
 
 def communication_seconds(request: PlanRequest, table: Table, layout: Layout) -> float:
     """Seconds a step of the collectives of a shard of `table`."""
-    step = request.step
+    step, ranks = request.step, request.topology.ranks
     own = table.ids_per_sample * step.samples_per_rank
+    parts = layout.shard(table, request.topology).parts
     exchange = Exchange(
         lookups=own,
         outputs=float(step.samples_per_rank * table.features) if table.pooled else own,
@@ -172,6 +195,7 @@ def communication_seconds(request: PlanRequest, table: Table, layout: Layout) ->
         table_bytes=table.rows * table.dim * table.value_bytes,
         pooled=table.pooled,
         training=step.training,
+        skew=fullest_rank(table.access, table.rows, own * ranks, parts),
     )
     return exchange_seconds(request.profile, request.topology, layout, exchange)
 
@@ -207,12 +231,10 @@ def _ratios_of(mode: Mode, table: Table, grid: FloatArray) -> FloatArray:
     return np.array([table.ratio] if 0 < table.ratio < 1 else [], dtype=np.float64)
 
 
-def footprint_of(
-    request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratios: FloatArray, cache_dim: int = 0
-) -> Footprint:
+def footprint_of(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratios: FloatArray) -> Footprint:
     """Bytes of a shard of `table` on a rank that has one."""
     shard = layout.shard(table, request.topology)
     training = request.step.training
     if request.runtime is Runtime.TORCHREC:
-        return torchrec_footprint(table, mode, ratios, shard.rows, shard.dim, training=training, cache_dim=cache_dim)
+        return torchrec_footprint(table, mode, ratios, shard.rows, shard.dim, training=training)
     return dynamicemb_footprint(table, mode, ratios, shard.parts, training=training)

@@ -1,372 +1,492 @@
-"""From a solution for the average rank to a placement: shards that are not on all ranks get theirs."""
+"""From choices for the average rank to a placement: shards that are not on all ranks are put on some.
+
+The average rank bounds every placement from below. Shards go to ranks table by table, longest first, each onto the
+least loaded ranks with room; then tables of the slowest rank are put elsewhere, take another option, or change places
+with others, while that makes it faster.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.annealing import Annealing
-from evenkeel.placement.assigning import Places, assign, columns_of_table
-from evenkeel.placement.incumbent import Incumbent, Modules, Placed
-from evenkeel.placement.layouts import Scope
-from evenkeel.placement.limits import Limits, Watch
-from evenkeel.placement.patterns import Patterns
-from evenkeel.placement.placement_problem import PlacementProblem, Solution
-from evenkeel.placement.ranks import loads
-from evenkeel.placement.repacking import TOLERABLE, Repacking
-from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.solver import solve
+from evenkeel.placement.layouts import Layout, Scope
+from evenkeel.placement.limits import Watch
+from evenkeel.placement.model import Topology
+from evenkeel.placement.problem import SLACK, Group, Problem
+from evenkeel.placement.search import Choice, Solution, is_agreed, solve
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+Places = dict[int, tuple[int, ...]]
 
-_RUNG = 1.0005
-_RUNGS = (0, 2, 8, 24, 60, 150, 300, 450)
-"""Tighter budgets for the average rank that are tried until the shards fit on whole ranks."""
-_PARTS = (1.0, 0.9, 0.7, 0.5, 0.35, 0.25)
-"""Parts of a rank's HBM that a shard may take: the smaller they are, the better they fit."""
-_ATTEMPTS = 3
-_SHARE = 0.4
-"""Of the time that is left, for the choice that shards are then put on ranks by."""
-_ANNEALED = 0.5
-"""Of the time that is left, for local searches from a placement."""
-_HALVINGS = 6
+_TIGHTER = (0.97, 0.9, 0.8)
+"""Parts of the budgets that the average rank may use: what is left lets shards fit on whole ranks."""
+_KICKS, _KICKED, _KICKING = 300, 4, 0.8
+"""Times that tables are taken off, how many of them at most, and the share of the time that is left."""
+_HALVINGS = 5
 _CLOSE = 0.003
-"""Relative distance of two thresholds that are not worth another search between them."""
-_MOST_COLUMNS, _NODE_COLUMNS = 12_000, 20_000_000
-"""Columns of a program over everything at most, and columns times nodes of its search, which end alike anywhere."""
-_FEW_COLUMNS = 1_500
-"""Up to which such a program is soon solved."""
-_LAST = 0.9
-"""Of the time that is left, for that program where all else was tried."""
-_MOST_SETS = 24
-"""Sets of openings that are solved for one by one."""
-_ROUNDED_COLUMNS, _ROUNDED_NODES = 4_000, 3_000
-"""Of a program over the options in patterns."""
-_NEIGHBOURS, _NEIGHBOUR_COLUMNS, _NODES = 10, 2_000, 200
-"""Programs over some tables, the others fixed: how many, of how many columns and nodes of a search."""
-_ALL_OF_THEM = 20
-"""Times as many nodes where all tables are free."""
-_SOME, _FEW = 12, 3
-"""Options of a table that they choose from, where some tables are free and where all are."""
-_ROUGH = 1e-4
+"""Relative distance of two times of the slowest shard that are not worth another search between them."""
+_SHARE = 0.3
+"""Of the time that is left, for a search that others follow."""
+_OPTIONS = 24
+"""Options of a table that are tried in a move."""
+_RECHOSEN = 60
+"""Options of each table of a rank that are chosen from together."""
+_MOST_OPTIONS = 2_000
+"""Those that are tried where a table fits nowhere."""
+_FASTER = 1 - 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A choice with ranks for the shards that are not on all of them.
+
+    Attributes:
+        choice: For each group, the module of each of its tables.
+        places: Of each table that is not on all ranks, the rank, or host, of each of its pieces.
+        seconds: Kernel time of the slowest rank.
+        use: HBM of the fullest rank and memory of the fullest host, in units.
+    """
+
+    choice: Choice
+    places: Places
+    seconds: float
+    use: FloatArray
 
 
 def solve_and_place(
-    request: PlanRequest, problem: PlacementProblem, limits: Limits, over: float = math.inf
+    problem: Problem, topology: Topology, watch: Watch, *, gap: float = 0.0, starts: Sequence[Choice] = ()
 ) -> tuple[Placed | None, Solution]:
-    """Solve, then find ranks for shards that are not on all of them, and options that suit both.
+    """Solve for the average rank, then find ranks for shards that are not on all of them.
 
-    `over` is the time of a placement that is known: where none can be faster, none is looked for.
+    Args:
+        problem: What to choose from.
+        topology: The machines.
+        watch: Once its time is up, the best found is returned.
+        gap: Relative gap to prove.
+        starts: Choices that are candidates.
 
     Returns:
-        The placement, `None` where none was found, and the solution whose bound no placement is below.
+        The placement, `None` where none was found, and the solution, whose bound no placement is below.
     """
-    watch = Watch(limits)
-    search = _Search(request, problem, watch)
-    first = solve(problem, limits.within(_SHARE * watch.left()) if search.movable else limits)
-    if first.modules is None or first.bound >= over:
-        return None, first
-    search.prices = first.prices
-    search.place(first.modules)
-    if not search.movable:
-        return search.best, first
-    solution = search.run(replace(first, bound=max(first.bound, search.least_shard())), limits)
-    return search.best, replace(solution, proved=solution.proved or search.has(search.enough(solution)))
+    best: Placed | None = None
+    prices: FloatArray | None = None
+
+    def offer(choice: Choice | None) -> None:
+        nonlocal best
+        placed = None if choice is None else place(problem, topology, choice, watch, prices=prices)
+        if placed is not None and (best is None or placed.seconds < best.seconds):
+            best = placed
+
+    for start in starts:
+        offer(start)
+    first = best.choice if best is not None and not problem.has_shards else None
+    share = _SHARE if problem.has_shards else 1.0
+    solution = solve(problem, watch.part(share), gap=gap, start=first)
+    if solution.choice is None and solution.proved:
+        return None, solution
+    prices = solution.prices
+    offer(solution.choice)
+    if not problem.has_shards:
+        return best, solution
+    bound = max(solution.bound, problem.limited().least_shard(0))
+
+    def is_near() -> bool:
+        return best is not None and best.seconds <= bound * (1 + gap)
+
+    for part in _TIGHTER:
+        if is_near() or watch.is_over():
+            break
+        found = solve(problem.with_budget(*(part * problem.budget)), watch.part(_SHARE), gap=_CLOSE)
+        offer(found.choice)
+    if best is not None and not is_near():
+        best = _kicked(problem, topology, best, solution.prices, watch.part(_KICKING), bound * (1 + gap))
+    low, high = bound, math.inf if best is None else best.seconds
+    for _ in range(_HALVINGS):
+        if is_near() or watch.is_over() or high <= low * (1 + _CLOSE) or not math.isfinite(high):
+            break
+        most = math.sqrt(low * high)
+        found = solve(problem.limited(most), watch.part(_SHARE), gap=_CLOSE)
+        offer(found.choice)
+        if found.bound > most:  # of plans whose shards all take at most that none is as fast, and no other one either
+            low = bound = most
+        else:
+            high = most
+    least = math.inf if best is None else best.seconds
+    return best, replace(solution, bound=min(bound, least), proved=solution.proved and best is not None)
 
 
-def rate(request: PlanRequest, problem: PlacementProblem, modules: Modules, places: Places) -> Placed:
+def _kicked(
+    problem: Problem, topology: Topology, start: Placed, prices: FloatArray, watch: Watch, enough: float
+) -> Placed:
+    """The best of placements in which some tables are taken off and put elsewhere, again and again."""
+    draw = np.random.default_rng(0)
+    best = start
+    for _ in range(_KICKS):
+        if watch.is_over() or best.seconds <= enough:
+            break
+        placing = _Placing.of(problem, topology, best, prices)
+        placing.kick(draw)
+        if placing.ranks.fits():
+            placing.improve(watch)
+            placed = placing.placed()
+            best = placed if placed.seconds <= best.seconds else best
+    return best
+
+
+class _Ranks:
+    """What ranks and hosts have, and where else something would go."""
+
+    def __init__(self, topology: Topology, budget: FloatArray) -> None:
+        self.topology, self.budget = topology, budget + SLACK
+        self.local = topology.local_ranks
+        self.seconds, self.hbm = np.zeros((2, topology.ranks))
+        self.host = np.zeros(topology.ranks // self.local)
+
+    def add(self, layout: Layout, shard: FloatArray, places: IntArray, sign: float = 1.0) -> None:
+        """Adds (3,) time, HBM and memory of a shard at each of some places, or takes them away."""
+        seconds, hbm, host = sign * shard
+        if layout.scope is Scope.EVERYWHERE:
+            self.seconds += seconds
+            self.hbm += hbm
+            self.host += host
+        elif layout.scope is Scope.RANK:
+            np.add.at(self.seconds, places, seconds)
+            np.add.at(self.hbm, places, hbm)
+            np.add.at(self.host, places // self.local, host)
+        else:
+            ranks = (places[:, None] * self.local + np.arange(self.local)).ravel()
+            np.add.at(self.seconds, ranks, seconds)
+            np.add.at(self.hbm, ranks, hbm)
+            np.add.at(self.host, places, host)
+
+    def on(self, layout: Layout, places: IntArray) -> FloatArray:
+        """Times of the ranks that some places are of."""
+        if layout.scope is Scope.EVERYWHERE:
+            return self.seconds
+        if layout.scope is Scope.HOST:
+            return self.seconds.reshape(-1, self.local)[places].ravel()
+        return self.seconds[places]
+
+    def fits(self) -> bool:
+        """Whether all budgets are kept."""
+        return bool((self.hbm <= self.budget[0]).all() and (self.host <= self.budget[1]).all())
+
+    def spots(self, layout: Layout, shard: FloatArray) -> IntArray | None:
+        """The least loaded places with room for the pieces of a table, apart from each other while there are enough."""
+        if layout.scope is Scope.EVERYWHERE:
+            room = (self.hbm.max() + shard[1] <= self.budget[0]) and (self.host.max() + shard[2] <= self.budget[1])
+            return np.zeros(0, dtype=np.int64) if room else None
+        shape = (-1, self.local) if layout.scope is Scope.HOST else (-1, 1)
+        seconds, hbm = self.seconds.reshape(shape).max(axis=1), self.hbm.reshape(shape).max(axis=1)
+        on_host = np.arange(len(seconds)) // (1 if layout.scope is Scope.HOST else self.local)
+        rounds = -(-layout.pieces // len(seconds))
+        each = np.floor((self.budget[0] - hbm) / max(shard[1], 1e-12))
+        each = np.minimum(each, rounds)
+        order = np.lexsort((hbm, seconds))
+        found = np.concatenate([order[each[order] > turn] for turn in range(rounds)])
+        if np.isfinite(self.budget[1]) and shard[2] > 0:
+            most = np.floor((self.budget[1] - self.host) / shard[2])
+            hosts = on_host[found]
+            by_host = np.argsort(hosts, kind="stable")
+            first = np.searchsorted(hosts[by_host], hosts[by_host])
+            number = np.empty(len(found), dtype=np.int64)
+            number[by_host] = np.arange(len(found)) - first
+            found = found[number < most[hosts]]
+        return found[: layout.pieces] if len(found) >= layout.pieces else None
+
+
+def place(
+    problem: Problem, topology: Topology, choice: Choice, watch: Watch, *, prices: FloatArray | None = None
+) -> Placed | None:
+    """Ranks for the shards of a choice; `None` where they do not fit.
+
+    Args:
+        problem: What the choice is of.
+        topology: The machines.
+        choice: A module for each table.
+        watch: Once its time is up, shards stay where they are.
+        prices: (2,) prices of the budgets, by which tables take other options; without, they keep theirs.
+    """
+    if not is_agreed(problem, choice):
+        return None
+    best: Placed | None = None
+    for measure in (0, 1):
+        placing = _Placing(problem, topology, choice, prices)
+        if not placing.has_shards:
+            return placing.placed() if placing.ranks.fits() else None
+        if placing.fill(measure):
+            placing.improve(watch)
+            placed = placing.placed()
+            best = placed if best is None or placed.seconds < best.seconds else best
+            if prices is None:
+                break
+    return best
+
+
+def rate(problem: Problem, topology: Topology, choice: Choice, places: Places) -> Placed:
     """What a choice of modules and places comes to, whether it keeps the budgets or not."""
-    return Incumbent(request, problem, Watch()).judge(modules, places)
+    unrated = Placed(choice, places, math.inf, np.zeros(2))
+    return _Placing.of(problem, topology, unrated, np.zeros(2)).placed()
 
 
-class _Search(Repacking):
-    """The steps of the search, each from the best placement so far."""
+class _Placing:
+    """Tables on ranks."""
 
-    def __init__(self, request: PlanRequest, problem: PlacementProblem, watch: Watch) -> None:
-        super().__init__(request, problem, watch)
-        self.patterns = Patterns.of(problem, self.whole, self.machines) if self.movable else None
-        self.solved: set[int] = set()
-        self.proved = False
+    def __init__(self, problem: Problem, topology: Topology, choice: Choice, prices: FloatArray | None) -> None:
+        self.problem, self.topology, self.prices = problem, topology, prices
+        self.rows = [(group, row) for group in problem.groups for row in range(len(group.tables))]
+        self.module = np.concatenate(choice) if choice else np.zeros(0, dtype=np.int64)
+        self.places: list[IntArray] = []
+        self.has_shards = any(self._layout(number).scope is not Scope.EVERYWHERE for number in range(len(self.rows)))
+        self.opened: Counter[Hashable] = Counter()
+        self.agreed: dict[Hashable, Hashable] = {}
+        self.orders: dict[int, list[int]] = {}
+        for number in range(len(self.rows)):
+            self._agree(number, 1)
+        self.reset()
 
-    def enough(self, solution: Solution) -> float:
-        """The time at which a plan is as good as is asked for."""
-        return solution.bound * (1 + self.request.solver.gap)
+    @classmethod
+    def of(cls, problem: Problem, topology: Topology, placed: Placed, prices: FloatArray) -> _Placing:
+        """A placement, to be changed."""
+        placing = cls(problem, topology, placed.choice, prices)
+        for number, (group, row) in enumerate(placing.rows):
+            places = np.array(placed.places.get(group.tables[row], ()), dtype=np.int64)
+            if len(places):
+                placing.places[number] = places
+                placing.ranks.add(placing._layout(number), placing._shard(number), places)
+        return placing
 
-    def run(self, first: Solution, limits: Limits) -> Solution:
-        """All steps in turn, until the best placement is near the bound; the solution of the average rank with it."""
-        steps: list[Callable[[float], float | None]] = [
-            lambda enough: self.rungs(enough, limits, _PARTS[:1]),
-            lambda _: self.thresholds(first.bound, limits),
-            lambda enough: self.openings(enough, limits),
-            self._small_program,
-            lambda enough: self.rungs(enough, limits, _PARTS[:1]),
-            self.prove,
-            self.anneal,
-            lambda enough: self.rungs(enough, limits, _PARTS[1:]),
-            self.repack,
-            self.prove,
-        ]
-        for step in steps:
-            if self.has(self.enough(first)) or (self.proved and self.best is None):
-                break
-            first = replace(first, bound=max(first.bound, step(self.enough(first)) or 0.0))
-        if not self.has(self.enough(first)) and not self.proved and self.columns() <= _MOST_COLUMNS:
-            first = replace(first, bound=max(first.bound, self.program(_LAST)))
-        if self.best is None:
-            # Each shard fits on average: only a program over everything can tell that no placement does.
-            return Solution(None, np.inf, np.inf if self.proved else first.bound, self.proved, first.prices)
-        self.neighbours(self.enough(first))
-        return first
+    def kick(self, draw: np.random.Generator) -> None:
+        """Takes some tables off, and puts each back with the option and places that make the slowest rank fastest."""
+        slow = int(self.ranks.seconds.argmax())
+        every = draw.permutation(len(self.rows))
+        near = [n for n in every.tolist() if self._is_on(n, slow)]
+        taken = list(dict.fromkeys([*near[:1], *every.tolist()]))[: int(draw.integers(2, _KICKED + 1))]
+        for number in taken:
+            self._take(number)
+        for number in draw.permutation(taken).tolist():
+            self._insert(number)
 
-    def thresholds(self, bound: float, limits: Limits) -> float:
-        """The least time that a plan could take, by its heaviest shard: a bound.
-
-        Among plans whose shards all take at most `t`, none is faster than the average rank of the best of them; that
-        falls with `t`. No plan is faster than the `t` where both meet.
-        """
-        low, high = bound, self.best.seconds if self.best is not None else np.inf
-        threshold, quick = bound * (1 + self.request.solver.gap), limits.at_most(_CLOSE / 10)
-        for _ in range(_HALVINGS):
-            if self.watch.is_over():
-                break
-            found = solve(self.below(threshold), quick.within(_SHARE / 2 * self.watch.left()))
-            if found.modules is not None:
-                self.place(found.modules)
-            if found.bound <= threshold:
-                high = threshold
-            else:
-                low = threshold
-                high = min(high, found.bound)
-            high = min(high, self.best.seconds if self.best is not None else np.inf)
-            if high <= low * (1 + _CLOSE) or abs(found.bound / threshold - 1) <= _CLOSE:
-                break
-            threshold = math.sqrt(low * high) if np.isfinite(high) else 2 * low
-        self.threshold = high
-        return low
-
-    def anneal(self, enough: float) -> None:
-        """Local searches from the best placement, or a choice that did not fit; kinds of modules are closed in turn."""
-        if self.watch.is_over():
-            return
-        annealing, watch = Annealing(self), self.watch.part(_ANNEALED)
-        closed, tried = frozenset[int](), set[frozenset[int]]()
-        for seed in range(annealing.runs):
-            if self.has(enough) or watch.is_over():
-                return
-            best = self.best
-            modules, places = (self.unplaced[0], {}) if best is None else (best.modules, best.places)
-            ways = [closed, *(closed | {kind} for kind in annealing.kinds_in(modules))]
-            barred = next((way for way in ways if way not in tried), closed)
-            tried.add(barred)
-            found = annealing.run(modules, places, enough if best is None else best.seconds, seed, barred, watch)
-            if found is None:
+    def _insert(self, number: int) -> None:
+        """The option and places of a table that is on no rank, by the slowest rank and then by price."""
+        group, row = self.rows[number]
+        before = int(self.module[number]), self.places[number]
+        best: tuple[float, int, IntArray] | None = None
+        for module in self._options(number, _OPTIONS):
+            self.module[number] = module
+            shard = self._shard(number)
+            spots = self.ranks.spots(self._layout(number), shard)
+            if spots is None:
                 continue
-            if not self.offer(*found):
-                self.nearly.append(self.judge(*found))
-            elif self.best is not best:
-                closed = barred
-
-    def rungs(self, enough: float, limits: Limits, parts: tuple[float, ...]) -> None:
-        """Solves with smaller and smaller shards, under tighter and tighter budgets for the average rank."""
-        over, common = self.threshold * (1 + _CLOSE), self.common
-        for part in parts:
-            problem = self.below(common + part * (over - common), part)
-            for attempt in _RUNGS:
-                if self.has(enough * (1 + (TOLERABLE if attempt >= _ATTEMPTS else 0))) or self.watch.is_over():
-                    return
-                tighter = problem.with_budget(*(_rung(float(budget), attempt) for budget in problem.budget))
-                solution = solve(tighter, limits.within(_SHARE * self.watch.left()))
-                if solution.modules is None or self.has(solution.bound):
-                    break
-                self.prices = solution.prices
-                unplaced = len(self.unplaced)
-                self.place(solution.modules)
-                if len(self.unplaced) == unplaced:
-                    break
-
-    def openings(self, enough: float, limits: Limits) -> float:
-        """Solves with one set of openings after the other, the most promising first; the bound that this proves."""
-        if self.patterns is None:
-            return 0.0
-        self.patterns.raise_at(self.prices)
-        watch, quick = self.watch.part(_SHARE), limits.at_most(_CLOSE / 10)
-        for _ in range(_MOST_SETS):
-            best = np.inf if self.best is None else self.best.seconds
-            left = [number for number in self.patterns.faster(best * (1 - _CLOSE)) if number not in self.solved]
-            if not left or self.has(enough) or watch.is_over():
-                break
-            self.solved.add(left[0])
-            self._solve_set(self.patterns, left[0], quick, watch.part(_SHARE))
-        self.proved = self.best is None and not np.isfinite(self.patterns.bound)
-        return min(self.patterns.bound, np.inf if self.best is None else self.best.seconds)
-
-    def _solve_set(self, patterns: Patterns, number: int, limits: Limits, watch: Watch) -> None:
-        """The best choice with one set of openings whose shards take less than some time, which is then narrowed."""
-        closed, fixed = patterns.closed(number), float(patterns.fixed[number])
-        over = np.inf if self.best is None else self.best.seconds
-        ask, modules = over, None
-        for _ in range(_HALVINGS):
-            dropped = [mask | (whole[0] > ask - fixed) for mask, whole in zip(closed, self.whole, strict=True)]
-            found = solve(self.problem.without(dropped), limits.within(_SHARE * watch.left()))
-            patterns.raise_to(number, min(found.bound, ask))
-            patterns.raise_at(found.prices)
-            if found.modules is not None:
-                modules = found.modules
-                self.place(modules)
-            if found.bound <= ask:
-                over = min(over, ask, np.inf if self.best is None else self.best.seconds)
-            least = float(patterns.least[number])
-            if over <= least * (1 + _CLOSE) or watch.is_over():
-                break
-            ask = math.sqrt(least * over) if np.isfinite(over) else 2 * least
-        if modules is not None and not self.has(float(patterns.least[number]) * (1 + _CLOSE)):
-            self._repack(modules, None, float(patterns.least[number]), watch)
-
-    def prove(self, enough: float) -> float:
-        """A bound from what each rank can hold; or, where no placement was found, whether that proves that none is."""
-        del enough
-        if self.patterns is None:
-            return 0.0
-        if self.best is None:
-            self.proved = self.patterns.cannot_fit(self.watch.part(_SHARE))
-            return 0.0
-        self.patterns.prove(self.best.seconds, self.watch.part(_SHARE))
-        self._round(self.patterns.hopeful())
-        return min(self.patterns.bound, self.best.seconds)
-
-    def _round(self, hopeful: list[BoolArray]) -> None:
-        """A program over the options in patterns that together hold all tables, and those of the best placement."""
-        assert self.best is not None, "a start"
-        best = self.best
-        for mask, mine in zip(hopeful, best.modules, strict=True):
-            mask[np.arange(len(mine)), mine] = True
-        problem = self.below(best.seconds)
-        sizes = (
-            columns_of_table(group, own, self.machines)
-            for group, mask in zip(problem.groups, hopeful, strict=True)
-            for own in mask
-        )
-        if sum(mask.sum() for mask in hopeful) == problem.num_tables or sum(sizes) > _ROUNDED_COLUMNS:
+            loads = self.ranks.on(self._layout(number), spots)
+            peak = max(float(self.ranks.seconds.max()), float(loads.max()) + float(shard[0]))
+            value = peak + 0.5 / self.topology.ranks * self._price(group, row, module)
+            if best is None or value < best[0]:
+                best = value, module, spots
+        if best is None:
+            self.module[number] = before[0]
+            self._give(number, before[1])
             return
-        found = assign(
-            problem,
-            self.whole,
-            hopeful,
-            self.machines,
-            start=(best.modules, best.places),
-            gap=_CLOSE / 10,
-            nodes=_ROUNDED_NODES,
-            watch=self.watch.part(_SHARE),
+        self.module[number] = best[1]
+        self._give(number, best[2])
+
+    def _price(self, group: Group, row: int, module: int) -> float:
+        prices = np.zeros(2) if self.prices is None else self.prices
+        return float(
+            group.seconds[row, module] + prices[0] * group.hbm[row, module] + prices[1] * group.host[row, module]
         )
-        if found.modules is not None:
-            self.offer(found.modules, found.places)
 
-    def columns(self) -> int:
-        """Columns of a program over everything that may be in a better plan."""
-        groups = self.below(np.inf if self.best is None else self.best.seconds).groups
-        masks = ((group, mine) for group in groups for mine in np.isfinite(group.time))
-        return sum(columns_of_table(group, mine, self.machines) for group, mine in masks)
+    def reset(self) -> None:
+        """Everything that is on all ranks, and nothing else."""
+        self.ranks = _Ranks(self.topology, self.problem.budget)
+        self.places = [np.zeros(0, dtype=np.int64)] * len(self.rows)
+        common = np.zeros(3)
+        for number in range(len(self.rows)):
+            if self._layout(number).scope is Scope.EVERYWHERE:
+                common += self._shard(number)
+        self.ranks.seconds += common[0]
+        self.ranks.hbm += common[1]
+        self.ranks.host += common[2]
 
-    def _small_program(self, enough: float) -> float:
-        """A program over everything, where it is soon solved."""
-        del enough
-        return self.program(_SHARE) if self.columns() <= _FEW_COLUMNS else 0.0
+    def _layout(self, number: int) -> Layout:
+        group, _ = self.rows[number]
+        return group.modules[int(self.module[number])].layout
 
-    def program(self, share: float) -> float:
-        """A program over everything: the bound that it proves."""
-        over = self.best.seconds if self.best is not None else np.inf
-        problem = self.below(over)
-        found = assign(
-            problem,
-            self.whole,
-            [np.isfinite(group.time) for group in problem.groups],
-            self.machines,
-            start=None if self.best is None else (self.best.modules, self.best.places),
-            gap=self.request.solver.gap,
-            nodes=_NODE_COLUMNS // max(1, self.columns()),
-            watch=self.watch.part(share),
-        )
-        # What HiGHS calls a plan may be a little over a budget, and then it has proved nothing.
-        kept = found.modules is None or self.offer(found.modules, found.places)
-        self.proved = found.proved and kept
-        return min(found.bound, over)
+    def _shard(self, number: int) -> FloatArray:
+        group, row = self.rows[number]
+        return group.shard(row, int(self.module[number]))
 
-    def neighbours(self, enough: float) -> None:
-        """Programs over some tables at a time."""
-        for seed in range(_NEIGHBOURS):
-            if self.best is None or self.has(enough) or self.watch.is_over():
+    def _agreements(self, number: int) -> tuple[tuple[Hashable, Hashable], ...]:
+        group, _ = self.rows[number]
+        return group.modules[int(self.module[number])].agreements
+
+    def fill(self, measure: int) -> bool:
+        """Puts all shards on ranks, those that are largest by time (0) or HBM (1) first; whether all fit.
+
+        With prices, a table that fits nowhere takes the cheapest option that does.
+        """
+        self.reset()
+        if not self.ranks.fits():
+            return False
+        single = [n for n in range(len(self.rows)) if self._layout(n).scope is not Scope.EVERYWHERE]
+        single.sort(key=lambda n: (self._layout(n).scope is not Scope.HOST, -self._shard(n)[measure]))
+        for number in single:
+            self._agree(number, -1)
+            for module in self._options(number, _MOST_OPTIONS):
+                self.module[number] = module
+                spots = self.ranks.spots(self._layout(number), self._shard(number))
+                if spots is not None:
+                    self._give(number, spots)
+                    break
+            else:
+                return False
+        return True
+
+    def placed(self) -> Placed:
+        """What it comes to."""
+        sizes = np.cumsum([len(group.tables) for group in self.problem.groups])
+        ranks = self.ranks
+        places = {
+            group.tables[row]: tuple(sorted(self.places[number].tolist()))
+            for number, (group, row) in enumerate(self.rows)
+            if len(self.places[number])
+        }
+        use = np.array([ranks.hbm.max(initial=0.0), ranks.host.max(initial=0.0)])
+        choice = tuple(np.split(self.module, sizes[:-1])) if len(sizes) else ()
+        return Placed(choice, places, float(ranks.seconds.max(initial=0.0)), use)
+
+    def improve(self, watch: Watch) -> None:
+        """Moves tables of the slowest rank, and changes options there, while that makes it faster."""
+        for _ in range(20 * len(self.rows)):
+            slow = int(self.ranks.seconds.argmax())
+            mine = [number for number in range(len(self.rows)) if self._is_on(number, slow)]
+            mine.sort(key=lambda number: (self._layout(number).scope is Scope.EVERYWHERE, -self._shard(number)[0]))
+            if self._rechoose(slow, mine, watch):
+                continue
+            if not any(not watch.is_over() and self._move(number, slow) for number in mine) and not any(
+                not watch.is_over() and self._swap(number, slow) for number in mine
+            ):
+                return
+
+    def _rechoose(self, rank: int, mine: list[int], watch: Watch) -> bool:
+        """The fastest options of the whole tables of a rank, where they are; whether that makes it faster."""
+        mine = [n for n in mine if self._layout(n).scope is Scope.RANK and self._layout(n).pieces == 1]
+        if self.prices is None or len(mine) < 2 or watch.is_over():
+            return False
+        groups, now = [], np.zeros(3)
+        for number in mine:
+            self._agree(number, -1)
+        for number in mine:
+            group, row = self.rows[number]
+            columns = self._options(number, _RECHOSEN, self._layout(number))
+            shards = np.stack([group.shard(row, module) for module in columns], axis=1)[:, None, :]
+            modules = tuple(replace(group.modules[m], ratio=float(m)) for m in columns)
+            groups.append(Group((number,), modules, shards[0], shards[1], shards[2], np.ones((3, len(columns)))))
+            now += self._shard(number)
+        for number in mine:
+            self._agree(number, 1)
+        room = np.array([self.ranks.hbm[rank], self.ranks.host[rank // self.topology.local_ranks]]) - now[1:]
+        found = solve(Problem(tuple(groups), self.ranks.budget - room - SLACK), watch.part(_SHARE), gap=1e-3)
+        if found.choice is None or not found.cost < now[0] * (1 - 1e-6):
+            return False
+        for number, group, chosen in zip(mine, groups, found.choice, strict=True):
+            places = self.places[number]
+            self._take(number)
+            self.module[number] = int(group.modules[int(chosen[0])].ratio)
+            self._give(number, places)
+        return True
+
+    def _is_on(self, number: int, rank: int) -> bool:
+        scope = self._layout(number).scope
+        place = rank // self.topology.local_ranks if scope is Scope.HOST else rank
+        return scope is Scope.EVERYWHERE or place in self.places[number]
+
+    def _move(self, number: int, slow: int) -> bool:
+        """Another place or option for a table, if that makes the ranks that it changes faster than the slowest is."""
+        before, peak = (int(self.module[number]), self.places[number]), float(self.ranks.seconds[slow])
+        self._take(number)
+        for module in self._options(number, _OPTIONS):
+            self.module[number] = module
+            spots = self.ranks.spots(self._layout(number), self._shard(number))
+            if spots is None:
+                continue
+            self._give(number, spots)
+            if self.ranks.seconds[slow] < peak * _FASTER and self._peak(number) < peak * _FASTER:
+                return True
+            self._take(number)
+        self.module[number] = before[0]
+        self._give(number, before[1])
+        return False
+
+    def _peak(self, number: int) -> float:
+        """The slowest of the ranks that a table is on."""
+        return float(self.ranks.on(self._layout(number), self.places[number]).max())
+
+    def _take(self, number: int) -> None:
+        self.ranks.add(self._layout(number), self._shard(number), self.places[number], -1.0)
+        self._agree(number, -1)
+
+    def _give(self, number: int, places: IntArray) -> None:
+        self.places[number] = places
+        self.ranks.add(self._layout(number), self._shard(number), places)
+        self._agree(number, 1)
+
+    def _agree(self, number: int, tables: int) -> None:
+        """Counts a table among those that hold its agreements, or no longer."""
+        for what, choice in self._agreements(number):
+            self.opened[what] += tables
+            self.agreed[what] = choice
+
+    def _options(self, number: int, most: int, layout: Layout | None = None) -> list[int]:
+        """The option of a table, and the cheapest others, of a layout if one is given, that fit what is agreed on."""
+        found = [int(self.module[number])]
+        if self.prices is None:
+            return found
+        group, row = self.rows[number]
+        if number not in self.orders:
+            priced = group.seconds[row] + self.prices[0] * group.hbm[row] + self.prices[1] * group.host[row]
+            self.orders[number] = np.argsort(priced, kind="stable")[: np.isfinite(priced).sum()].tolist()
+        for column in self.orders[number]:
+            if len(found) > most:
                 break
-            self._neighbour(seed)
+            module = group.modules[column]
+            if (layout is None or module.layout == layout) and all(
+                not self.opened[what] or self.agreed[what] == choice for what, choice in module.agreements
+            ):
+                found.append(column)
+        return found
 
-    def _neighbour(self, seed: int) -> None:
-        """Chooses again for some tables: all of them in the first turn, if few options of each are few enough."""
-        assert self.best is not None, "a neighbour of something"
-        best, groups = self.best, self.problem.groups
-        rows = [(number, row) for number, group in enumerate(groups) for row in range(len(group.tables))]
-        most = _SOME if seed else max(_FEW, _NEIGHBOUR_COLUMNS // (len(rows) * self.machines.ranks))
-        kept = [self._some(number, best.modules, most) for number in range(len(groups))]
-        free, columns = list[int](), 0
-        for number, row in self._drawn(seed, rows) if seed else rows:
-            size = columns_of_table(groups[number], kept[number][row], self.machines)
-            if columns + size <= _NEIGHBOUR_COLUMNS * (1 if seed else 2):
-                columns += size
-                free.append(groups[number].tables[row])
-        if not free or (not seed and len(free) < len(rows)):
-            return
-        found = assign(
-            self.problem,
-            self.whole,
-            kept,
-            self.machines,
-            start=(best.modules, best.places),
-            fixed=frozenset(groups[number].tables[row] for number, row in rows) - frozenset(free),
-            gap=_ROUGH,
-            nodes=_NODES if seed else _NODES * _ALL_OF_THEM,
-            watch=self.watch.part(_SHARE),
-        )
-        if found.modules is not None:
-            self.offer(found.modules, found.places)
-
-    def _drawn(self, seed: int, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Tables by chance, those of the slowest and the fastest rank, or of two ranks by chance, first."""
-        assert self.best is not None, "ranks of something"
-        best, local, groups = self.best, self.machines.local_ranks, self.problem.groups
-        now = loads(self.pieces(best.modules), self.where(best), self.machines)
-        order = np.argsort(now.seconds, kind="stable")
-        draw = np.random.default_rng(seed)
-        first = [int(order[-1]), int(order[0])] if seed % 2 else []
-        ranks = set([*first, *draw.permutation(self.machines.ranks).tolist()][: 2 + seed % 2])
-        near, others = list[tuple[int, int]](), list[tuple[int, int]]()
-        for number, row in (rows[index] for index in draw.permutation(len(rows))):
-            wide = groups[number].modules[int(best.modules[number][row])].layout.scope is Scope.HOST
-            places = best.places.get(groups[number].tables[row], ())
-            there = any((rank // local if wide else rank) in places for rank in ranks)
-            (near if there else others).append((number, row))
-        return near + others
-
-    def _some(self, number: int, modules: Modules, most: int) -> BoolArray:
-        """(tables, modules) the options of each table that cost least at the prices of memory, and what it has now."""
-        group = self.problem.groups[number]
-        fixed = np.array([module.fixed for module in group.modules])
-        opening_of = group.openings()[0]
-        opened = np.isin(opening_of, opening_of[modules[number]])
-        # Time counts that of a whole shard a little: of two that cost the same the one that is spread evenly is easier.
-        value = group.priced(self.prices) + 1e-3 * self.whole[number][0] + np.where(opened, 0.0, fixed)
-        kept = np.zeros(group.time.shape, dtype=bool)
-        order = np.argsort(value, axis=1, kind="stable")[:, :most]
-        np.put_along_axis(kept, order, np.take_along_axis(np.isfinite(value), order, axis=1), axis=1)
-        kept[np.arange(len(kept)), modules[number]] = True
-        return kept
-
-
-def _rung(budget: float, steps: int) -> float:
-    """A somewhat smaller budget, on a ladder that all budgets share: what a smaller one finds, a larger one finds."""
-    if not np.isfinite(budget) or budget <= 0:
-        return budget
-    return float(_RUNG ** (math.floor(math.log(budget) / math.log(_RUNG)) - steps))
+    def _swap(self, number: int, slow: int) -> bool:
+        """Lets a table of one piece change places with one of another rank, if that makes both ranks faster."""
+        if self._layout(number).scope is not Scope.RANK or len(self.places[number]) != 1:
+            return False
+        ranks, local, mine = self.ranks, self.topology.local_ranks, self._shard(number)
+        others = [n for n in range(len(self.rows)) if self._layout(n).scope is Scope.RANK and len(self.places[n]) == 1]
+        others = [n for n in others if int(self.places[n][0]) != slow]
+        if not others:
+            return False
+        where = np.array([int(self.places[n][0]) for n in others])
+        more = mine - np.stack([self._shard(n) for n in others])
+        peak = ranks.seconds[slow]
+        after = np.maximum(peak - more[:, 0], ranks.seconds[where] + more[:, 0])
+        fits = (ranks.hbm[where] + more[:, 1] <= ranks.budget[0]) & (ranks.hbm[slow] - more[:, 1] <= ranks.budget[0])
+        apart = where // local != slow // local
+        fits &= ~apart | (ranks.host[where // local] + more[:, 2] <= ranks.budget[1])
+        fits &= ~apart | (ranks.host[slow // local] - more[:, 2] <= ranks.budget[1])
+        after = np.where(fits, after, np.inf)
+        best = int(after.argmin())
+        if not after[best] < peak * _FASTER:
+            return False
+        other, there = others[best], self.places[others[best]]
+        for table in (number, other):
+            self._take(table)
+        self._give(number, there)
+        self._give(other, np.array([slow]))
+        return True

@@ -38,7 +38,7 @@ class Placement:
         host_bytes: Memory that it takes on a host.
         hbm_value_bytes: HBM budget of its values on one rank: what to give the runtime.
         cache_rows: Rows that HBM holds on one rank.
-        seconds: Its part of a step, the module's fixed time not included.
+        seconds: Time of its kernels and collectives in a step, on a rank that holds it.
         unique_keys: Unique keys of a step on one rank.
         miss_rate: Fraction of those that are not in HBM.
         seconds_per_gib: Time that its best use of more HBM would save on a rank that holds it, per GiB; 0 where none
@@ -64,14 +64,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedModule:
-    """Tables that are looked up together, and the fixed time of a step.
+    """Tables that are looked up together.
 
     Attributes:
         name: Name of the module, unique in the plan.
         mode: Mode of all its tables.
         ratio: Their ratio; `None` where each has its own, as tables that are not row-wise may.
         tables: Names of its tables.
-        fixed_seconds: Time of a step that the module costs apart from its rows.
+        fixed_seconds: Time in which the host launches the module and waits for it.
     """
 
     name: str
@@ -98,18 +98,16 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """What taking fused groups apart would buy.
+class TrivialPlan:
+    """A plan that anybody writes in a minute, to see what the search buys.
 
     Attributes:
-        seconds: Time of a step with tables in modules of their own where that helps.
-        saves_seconds: What that saves over the plan.
-        modules: Those modules.
+        name: What it is called.
+        seconds: Its predicted kernel time, to compare with that of the plan; `None` where it does not fit.
     """
 
-    seconds: float
-    saves_seconds: float
-    modules: tuple[FusedModule, ...]
+    name: str
+    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +146,17 @@ class Plan:
     Attributes:
         status: Outcome.
         runtime: The library that it is for.
-        seconds: Predicted time of the embedding part of a step on the slowest rank.
-        bound_seconds: No plan on the same ratios is faster.
-        gap: Relative distance between the two.
+        seconds: Predicted time of the tables' kernels and collectives in a step, on the slowest rank.
+        bound_seconds: No plan on the same ratios is below that.
+        gap: Relative distance of what is made fast to its bound: of `seconds`, or of `step_seconds` where it is given.
         placements: One a table, in the order of the request.
         modules: The fused modules.
         hbm: HBM of the fullest rank, the runtime's workspace not included.
         host: Memory of a host.
         workspace_bytes: HBM of a rank that the runtime takes before any table.
-        split: What splitting fused groups would buy; `None` where no group is fused or it was not asked for.
+        host_seconds: Predicted time in which the host launches the tables' modules and waits for them.
+        step_seconds: The larger of that and the dense part with the kernels; `None` where `dense_ms` is not given.
+        trivial: What plans without a search would take.
         shortage: Why nothing fits; `None` where something does.
         hardware: Name of the hardware profile.
         version: Version of this form.
@@ -173,6 +173,8 @@ class Plan:
     host: Budget
     workspace_bytes: int
     hardware: str
-    split: Split | None = None
+    host_seconds: float | None = None
+    step_seconds: float | None = None
+    trivial: tuple[TrivialPlan, ...] = ()
     shortage: Shortage | None = None
     version: int = 1

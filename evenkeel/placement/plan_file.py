@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.measured_plans import MeasuredPlan
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
 
@@ -21,10 +22,12 @@ class PlanFile:
     Attributes:
         request: The request.
         plan: Its plan.
+        measured: Plans that were run, where the clock had the last word; the plan is the quickest of them.
     """
 
     request: PlanRequest
     plan: Plan
+    measured: tuple[MeasuredPlan, ...] = ()
 
 
 def dumps(content: PlanFile) -> str:

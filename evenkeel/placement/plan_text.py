@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
 from rich.table import Table as RichTable
@@ -14,7 +15,6 @@ from evenkeel.placement.model import Sharding
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.report import RankParts, Report
 
-_WORTH = 1e-3  # of a step; what splitting saves below it is not said
 _GIB = 2**30
 _SHORT = {
     "row_wise": "RW",
@@ -26,7 +26,7 @@ _SHORT = {
     "grid_shard": "GS",
 }
 """Sharding types as TorchRec's planner abbreviates them."""
-_WIDTH = 100
+_WIDTH = 80
 
 
 class PlanText:
@@ -56,12 +56,15 @@ def _plan_parts(plan: Plan) -> Iterable[RenderableType]:
     if plan.seconds is None or plan.gap is None:
         yield Text.assemble(("No answer in time.", "bold red"), " Raise solver.time_limit_s.")
         return
-    out = RichTable(title=f"{plan.seconds * 1e3:.3g} ms a step on {plan.hardware} with {plan.runtime.value}")
+    out = RichTable(
+        box=box.SIMPLE_HEAD,
+        title=f"{plan.seconds * 1e3:.3g} ms of kernels a step on {plan.hardware} with {plan.runtime.value}",
+    )
     out.add_column("table", overflow="fold")
     apart = any(p.sharding is not Sharding.ROW_WISE for p in plan.placements)
     out.add_column("mode, ratio" if apart else "mode", no_wrap=True)
     out.add_column("ranks" if apart else "ratio", no_wrap=True, justify="left" if apart else "right")
-    for heading in ("HBM GiB\na rank", "GiB\na host", "ms", "misses", "µs saved\na GiB"):
+    for heading in ("HBM\nGiB", "host\nGiB", "ms", "misses", "µs a\nGiB"):
         out.add_column(heading, justify="right", no_wrap=True)
     for p in plan.placements:
         out.add_row(
@@ -82,16 +85,21 @@ def _plan_parts(plan: Plan) -> Iterable[RenderableType]:
         limit = "no limit" if budget.limit_bytes is None else f"{budget.limit_bytes / _GIB:.2f} GiB"
         price = f", priced at {budget.seconds_per_gib * 1e3:.3g} ms a GiB" if budget.seconds_per_gib else ""
         yield Text(f"{name}: {budget.used_bytes / _GIB:.2f} GiB of {limit}{beside}{price}")
-    if plan.split is not None and plan.split.saves_seconds > _WORTH * plan.seconds:
-        count, saved = len(plan.split.modules), plan.split.saves_seconds * 1e3
-        yield Text(f"splitting the fused groups into {count} modules would save {saved:.3g} ms a step")
+    if plan.host_seconds is not None:
+        yield Text(f"launches and waiting of the host: {plan.host_seconds * 1e3:.3g} ms, beside the kernels")
+    if plan.step_seconds is not None:
+        binds = "host" if plan.step_seconds <= (plan.host_seconds or 0.0) else "GPU"
+        yield Text(f"a step with its dense part: {plan.step_seconds * 1e3:.3g} ms; the {binds} binds")
+    others = [f"{known.name} {known.seconds * 1e3:.3g} ms" for known in plan.trivial if known.seconds is not None]
+    if others:
+        yield Text(f"without a search: {', '.join(others)}")
 
 
 def _report_parts(report: Report) -> Iterable[RenderableType]:
-    out = RichTable(title="by rank, ms a step")
+    out = RichTable(box=box.SIMPLE_HEAD, title="by rank, ms a step")
     out.add_column("ranks", overflow="fold")
     out.add_column("shards", overflow="fold")
-    for heading in ("HBM\nGiB", "all", "forward", "back-\nward", "ex-\nchange", "pre-\nfetch", "fixed"):
+    for heading in ("HBM\nGiB", "all", "forward", "back-\nward", "ex-\nchange", "pre-\nfetch", "host"):
         out.add_column(heading, justify="right", no_wrap=True)
     for entry in report.ranks:
         out.add_row(*_rank_row(entry))

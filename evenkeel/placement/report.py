@@ -67,8 +67,8 @@ class RankParts:
         backward_seconds: Time of a step in their backward passes, optimizer included.
         communication_seconds: Time of a step in exchanging keys, rows and gradients.
         prefetch_seconds: Time of a step in fetching rows that caches miss, and in writing back those that they replace.
-        fixed_seconds: Time of a step that modules cost apart from their rows.
-        seconds: All of it.
+        fixed_seconds: Time in which the host launches modules and waits for them, beside the others.
+        seconds: Time of kernels and collectives in a step: the four of them.
     """
 
     ranks: tuple[int, ...]
@@ -178,7 +178,7 @@ def make_report(request: PlanRequest, plan: Plan) -> Report | None:
         imbalance=tuple(
             _imbalance(name, values)
             for name, values in (
-                ("seconds", figures[1:].sum(axis=0)),
+                ("seconds", figures[1:5].sum(axis=0)),
                 ("hbm_bytes", figures[0]),
                 ("host_bytes", host_bytes),
             )
@@ -224,7 +224,7 @@ def _ranks(
             communication_seconds=communication,
             prefetch_seconds=prefetch,
             fixed_seconds=fixed,
-            seconds=forward + backward + communication + prefetch + fixed,
+            seconds=forward + backward + communication + prefetch,
         )
         found.append(entry)
     return tuple(found)

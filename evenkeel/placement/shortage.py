@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenkeel.placement.building import budgets, build_problem, without_rank
-from evenkeel.placement.cases import Case
-from evenkeel.placement.incumbent import can_be_placed, heaviest_use
-from evenkeel.placement.layers import SLACK
 from evenkeel.placement.layouts import Scope
-from evenkeel.placement.limits import Limits, Watch
-from evenkeel.placement.options import table_layouts
-from evenkeel.placement.placement_problem import UNIT, PlacementProblem, Solution
-from evenkeel.placement.placing import solve_and_place
+from evenkeel.placement.limits import Watch
+from evenkeel.placement.placing import place, solve_and_place
 from evenkeel.placement.plan import Shortage
+from evenkeel.placement.problem import SLACK, UNIT, Problem, budgets
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.solver import solve
+from evenkeel.placement.search import Solution, solve
 
 _PAGE = 4096
 _GROWTH = (1.0, 1.003, 1.01, 1.03, 1.07, 1.15, 1.3, 1.6, 2.2)
-_GAP = 1e-5
+_SHARES = (0.1, 0.1, 0.5, 1.0)
+"""Of the time that is left: for the least use of each budget by itself, and beside the other as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +34,21 @@ class _Need:
     enough: float
 
 
-def explain_shortage(cases: Sequence[Case], limits: Limits) -> Shortage:
-    """What keeps every plan of all cases of a request from fitting, and the least that would change it."""
-    watch = Watch(limits)
-    exact = replace(limits, gap=_GAP)
-    request, problem = cases[0].request, cases[0].problem
-    # With both budgets lifted the least use of one is the sum of the groups', and takes no search.
-    roomy = [_lifted(case.request, case.problem, (0, 1)).with_budget(np.inf, np.inf) for case in cases]
-    least_of = [
-        [solve(lifted.minimising(b), exact.within(max(0.1, watch.left() / 8 / len(cases)))) for lifted in roomy]
-        for b in (0, 1)
-    ]
-    frugal = [min(range(len(cases)), key=lambda number: own[number].bound) for own in least_of]
-    alone = [own[number] for own, number in zip(least_of, frugal, strict=True)]
-    needs_more = [alone[b].bound > problem.budget[b] for b in range(2)]
+def explain_shortage(request: PlanRequest, problem: Problem, watch: Watch) -> Shortage:
+    """What keeps every plan of a request from fitting, and the least that would change it."""
+    roomy = problem.with_budget(np.inf, np.inf)
+    alone = [solve(roomy.minimising(b), watch.part(share)) for b, share in zip((0, 1), _SHARES, strict=False)]
+    needs_more = [alone[b].bound > problem.budget[b] + SLACK for b in range(2)]
     binding = ("hbm" if needs_more[0] else "host") if needs_more[0] != needs_more[1] else "both"
-    needs = [_least_need(cases, 0, exact, watch.part(0.5)), _least_need(cases, 1, exact, watch.part(1.0))]
-    enough = [_size(request, resource, need.enough) for resource, need in enumerate(needs)]
-    least = [_size(request, resource, need.least) for resource, need in enumerate(needs)]
+    needs = [_need(request, problem, b, watch.part(_SHARES[2 + b])) for b in range(2)]
+    enough = [_size(request, b, need.enough) for b, need in enumerate(needs)]
+    least = [_size(request, b, need.least) for b, need in enumerate(needs)]
     now = (request.topology.hbm_bytes, request.topology.host_bytes or 0)
     short = [None if value is None else max(0, value - have) for value, have in zip(enough, now, strict=True)]
     resource = 1 if binding == "host" else 0
-    tables = _largest(request, roomy[frugal[resource]], alone[resource], resource)
-    nowhere = [without_rank(case.request, case.problem) for case in cases]
-    homeless = [index for index in nowhere[0] if all(index in others for others in nowhere)]
-    if homeless:
-        names = [request.tables[index].name for index in homeless]
-        tables = (*names, *(name for name in tables if name not in names))
+    tables = _largest(request, problem, alone[resource], resource)
+    homeless = [request.tables[index].name for index in _without_rank(problem)]
+    tables = (*homeless, *(name for name in tables if name not in homeless))
     return Shortage(
         binding=binding,
         hbm_shortfall_bytes=short[0],
@@ -75,58 +58,41 @@ def explain_shortage(cases: Sequence[Case], limits: Limits) -> Shortage:
         least_hbm_bytes=least[0],
         least_host_bytes=least[1],
         tables=tables[: max(5, len(homeless))],
-        explanation=_explain(request, binding, enough, least, tables, homeless=tables[: len(homeless)]),
+        explanation=_explain(request, binding, enough, least, tables, homeless=homeless),
     )
 
 
-def _least_need(cases: Sequence[Case], resource: int, limits: Limits, watch: Watch) -> _Need:
-    """What the case needs that needs least."""
-    needs = [
-        _need(case.request, case.problem, resource, limits, watch.part(1 / (len(cases) - number)))
-        for number, case in enumerate(cases)
-    ]
-    return _Need(min(need.least for need in needs), min(need.enough for need in needs))
+def _without_rank(problem: Problem) -> list[int]:
+    """Tables of which no shard fits on a rank and its host, though they could be on some."""
+    found = []
+    for group, fitting in zip(problem.groups, problem.limited().groups, strict=True):
+        sharded = np.array([module.layout.scope is not Scope.EVERYWHERE for module in group.modules])
+        only = np.isfinite(group.seconds[:, sharded]).any(axis=1) & ~np.isfinite(group.seconds[:, ~sharded]).any(axis=1)
+        fits = np.isfinite(fitting.seconds).any(axis=1)
+        found += [group.tables[row] for row in np.flatnonzero(only & ~fits)]
+    return found
 
 
-def _need(request: PlanRequest, problem: PlacementProblem, resource: int, limits: Limits, watch: Watch) -> _Need:
+def _need(request: PlanRequest, problem: Problem, resource: int, watch: Watch) -> _Need:
     if not np.isfinite(problem.budget[resource]):  # there is all that there could be
         return _Need(np.inf, np.inf)
-    lifted = _lifted(request, problem, (resource,)).with_budget(*map(float, problem.budget))
-    single = can_be_placed(lifted)
-    share = 0.5 if single else 1.0
-    found = solve(lifted.minimising(resource), limits.within(share * watch.left()))
-    least = found.bound
-    if not single:
-        exact = found.proved and found.gap <= 1e-12
-        return _Need(found.cost if exact else least, found.cost)
-    if not np.isfinite(least):
+    lifted = problem.minimising(resource)
+    found = solve(lifted, watch.part(0.5 if problem.has_shards else 1.0))
+    if not problem.has_shards:
+        exact = found.proved and found.bound >= found.cost * (1 - 1e-12)
+        return _Need(found.cost if exact else found.bound, found.cost)
+    if not np.isfinite(found.bound):
         return _Need(np.inf, np.inf)
-    least = max(least, heaviest_use(request, lifted, resource))
+    larger = problem.with_budget(*(np.inf if b == resource else float(problem.budget[b]) for b in range(2))).limited()
+    least = max(found.bound, larger.least_shard(1 + resource))
     if resource:
-        return _Need(least, _known_to_place(request, lifted, resource, least, limits, watch))
+        return _Need(least, _known_to_place(request, problem, resource, least, watch))
     # With HBM in the place of time, the fullest rank is the slowest one.
-    placed, found = solve_and_place(request, lifted.minimising(0), limits.within(watch.left()))
-    least = max(least, found.bound) if placed is not None else least
+    placed, _ = solve_and_place(lifted, request.topology, watch)
     return _Need(least, np.inf if placed is None else max(least, float(placed.use[0])))
 
 
-def _lifted(request: PlanRequest, problem: PlacementProblem, resources: tuple[int, ...]) -> PlacementProblem:
-    """The problem with all that there is to choose from where these resources are not scarce.
-
-    Shards that no rank can hold today are not in `problem`, and may be all that a table has besides larger ones.
-    """
-    layouts = (layout for table in request.tables for layout in table_layouts(request, table))
-    if all(layout.scope is Scope.EVERYWHERE for layout in layouts):
-        return problem
-    topology = request.topology
-    hbm = 2**53 if 0 in resources and topology.hbm_bytes else topology.hbm_bytes
-    host = None if 1 in resources else topology.host_bytes
-    return build_problem(replace(request, topology=replace(topology, hbm_bytes=hbm, host_bytes=host)))
-
-
-def _known_to_place(
-    request: PlanRequest, problem: PlacementProblem, resource: int, least: float, limits: Limits, watch: Watch
-) -> float:
+def _known_to_place(request: PlanRequest, problem: Problem, resource: int, least: float, watch: Watch) -> float:
     """A budget under which shards were put on ranks; infinite where none was found."""
     for number, growth in enumerate(_GROWTH):
         if watch.is_over():
@@ -134,10 +100,8 @@ def _known_to_place(
         budget = problem.budget.copy()
         budget[resource] = math.ceil(least * growth * UNIT / _PAGE) * _PAGE / UNIT
         larger = problem.with_budget(float(budget[0]), float(budget[1]))
-        if without_rank(request, larger):
-            continue
-        quick = limits.at_most(0.01).within(watch.left() / (len(_GROWTH) - number))
-        placed, _ = solve_and_place(request, larger, quick)
+        found = solve(larger, watch.part(1 / (len(_GROWTH) - number)), gap=0.01)
+        placed = None if found.choice is None else place(larger, request.topology, found.choice, watch)
         if placed is not None:
             return float(placed.use[resource])
     return np.inf
@@ -148,43 +112,35 @@ def _size(request: PlanRequest, resource: int, units: float) -> int | None:
     reserved = topology.host_reserved_fraction if resource else topology.hbm_reserved_fraction
     if not np.isfinite(units) or reserved >= 1:  # of whatever there is, all is reserved
         return None
-    size = (smallest_host_bytes if resource else smallest_hbm_bytes)(request, units)
-    given = replace(topology, **{"host_bytes" if resource else "hbm_bytes": size})
+    size = smallest_bytes(request, resource, units)
+    given = replace(topology, **{("hbm_bytes", "host_bytes")[resource]: size})
     return size if budgets(replace(request, topology=given))[resource] >= units - SLACK else None
 
 
-def smallest_hbm_bytes(request: PlanRequest, units: float) -> int:
-    """The least HBM of a rank whose budget, reservations and workspace taken off, holds `units`."""
+def smallest_bytes(request: PlanRequest, resource: int, units: float) -> int:
+    """The least HBM of a rank (0), or memory of a host (1), whose budget holds `units` beside what is reserved."""
     topology = request.topology
-    workspace = request.profile.costs(request.runtime).workspace_bytes if request.tables else 0
-    need = math.ceil((units - SLACK) * UNIT / _PAGE) * _PAGE + workspace + topology.hbm_reserved_bytes
-    total = _grow(need, topology.hbm_reserved_fraction)
-    while total < 2**53 and budgets(replace(request, topology=replace(topology, hbm_bytes=total)))[0] < units - SLACK:
+    workspace = request.profile.costs(request.runtime).workspace_bytes if request.tables and not resource else 0
+    reserved = topology.host_reserved_bytes if resource else topology.hbm_reserved_bytes
+    fraction = topology.host_reserved_fraction if resource else topology.hbm_reserved_fraction
+    need = math.ceil((units - SLACK) * UNIT / _PAGE) * _PAGE + workspace + reserved
+    total = 2**53 if fraction >= 1 else min(2**53, math.ceil(need / (1 - fraction)))
+    name = ("hbm_bytes", "host_bytes")[resource]
+    while (
+        total < 2**53
+        and budgets(replace(request, topology=replace(topology, **{name: total})))[resource] < units - SLACK
+    ):
         total += _PAGE
-    return total
-
-
-def smallest_host_bytes(request: PlanRequest, units: float) -> int:
-    """The least memory of a host whose budget, reservation taken off, holds `units`."""
-    topology = request.topology
-    need = math.ceil((units - SLACK) * UNIT / _PAGE) * _PAGE + topology.host_reserved_bytes
-    total = _grow(need, topology.host_reserved_fraction)
-    while total < 2**53 and budgets(replace(request, topology=replace(topology, host_bytes=total)))[1] < units - SLACK:
-        total += _PAGE
-    return total
-
-
-def _grow(need: int, fraction: float) -> int:
-    return 2**53 if fraction >= 1 else min(2**53, math.ceil(need / (1 - fraction)))
+    return min(total, 2**53)
 
 
 def _largest(
-    request: PlanRequest, problem: PlacementProblem, solution: Solution, resource: int, count: int = 5
+    request: PlanRequest, problem: Problem, solution: Solution, resource: int, count: int = 5
 ) -> tuple[str, ...]:
-    if solution.modules is None:
+    if solution.choice is None:
         return ()
     sizes: list[tuple[float, str]] = []
-    for group, chosen in zip(problem.groups, solution.modules, strict=True):
+    for group, chosen in zip(problem.groups, solution.choice, strict=True):
         use = group.host if resource else group.hbm
         for row, table in enumerate(group.tables):
             sizes.append((-float(use[row, chosen[row]]), request.tables[table].name))
@@ -198,7 +154,7 @@ def _explain(
     least: list[int | None],
     tables: tuple[str, ...],
     *,
-    homeless: tuple[str, ...],
+    homeless: list[str],
 ) -> str:
     what = {
         "hbm": "HBM is too small whatever the host memory",

@@ -38,11 +38,10 @@ def torchrec_footprint(
     dim: int,
     *,
     training: bool,
-    cache_dim: int = 0,
 ) -> Footprint:
     """Bytes of a shard of `rows` by `dim` of `table` in `mode` at each of `ratios`.
 
-    `cache_dim` is the width of the cache, where that is more than `dim`.
+    A cache is as wide as the shard: one that is shared with wider tables takes more.
 
     Raises:
         AssertionError: If TorchRec does not have the mode (HYBRID).
@@ -61,5 +60,5 @@ def torchrec_footprint(
     sets = np.maximum(1, (np.floor(rows * ratios).astype(np.int64) + CACHE_WAYS - 1) // CACHE_WAYS)
     slots = sets * CACHE_WAYS
     scores = slots * 8 if table.eviction is Eviction.LRU else zero + (rows + 1) * 8
-    hbm = slots * max(dim, cache_dim) * table.value_bytes + slots * 8 + scores + rows * 4
+    hbm = slots * dim * table.value_bytes + slots * 8 + scores + rows * 4
     return Footprint(hbm + resident, zero + host, slots)

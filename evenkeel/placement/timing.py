@@ -31,7 +31,7 @@ class RankLoad:
         forward_rows: Rows that the forward pass reads: the unique ones, or all lookups without deduplication.
         fetched: Share of the rows to be read that are read where they are in host memory: one that is looked up
             again while it is under way is not.
-        received: Lookups that this shard serves in a step, repeated keys included.
+        received: Lookups that the fullest shard serves in a step, repeated keys included.
         served: Output rows of this shard in a step: the lookups, or where they are pooled one row a sample and feature.
         sent: Output rows that one rank receives for its own samples.
         shards: Shards that the keys are spread over: a cache of this shard is `1 / shards` of all caches.
@@ -45,6 +45,7 @@ class RankLoad:
         uncached_state_bytes: Bytes of optimizer state of a row that no cache holds.
         training: Whether there is a backward pass.
         prefetch_depth: Batches whose rows a cache holds at once.
+        local_ranks: Ranks that read the memory of one host.
     """
 
     keys: StepKeys
@@ -64,6 +65,7 @@ class RankLoad:
     uncached_state_bytes: int
     training: bool
     prefetch_depth: int
+    local_ranks: int = 1
 
 
 def fixed_seconds(costs: RuntimeCosts, mode: Mode) -> float:
@@ -84,8 +86,12 @@ def hbm_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -
 
 def host_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
     """All rows from host memory; an updated row crosses the link both ways, at the same time as others."""
-    back = costs.host_update * load.unique * profile.host_row_s(costs, load.row_bytes) if load.training else 0.0
-    read = load.fetched * _gathered(load) * profile.host_row_s(costs, load.embedding_bytes)
+    back = (
+        costs.host_update * load.unique * profile.host_row_s(costs, load.row_bytes, load.local_ranks)
+        if load.training
+        else 0.0
+    )
+    read = load.fetched * _gathered(load) * profile.host_row_s(costs, load.embedding_bytes, load.local_ranks)
     return costs.host_factor * (read + back) + load.narrow * costs.narrow_host_s
 
 
@@ -93,7 +99,9 @@ def _state_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad
     """Updates of the optimizer state that lies beside the rows and is never cached: in HBM, and in host memory."""
     if not load.uncached_state_bytes:
         return 0.0, 0.0
-    in_host = costs.host_factor * costs.host_update * profile.host_row_s(costs, load.uncached_state_bytes)
+    in_host = (
+        costs.host_factor * costs.host_update * profile.host_row_s(costs, load.uncached_state_bytes, load.local_ranks)
+    )
     return 2 * load.unique * profile.hbm_row_s(costs, load.uncached_state_bytes), load.unique * in_host
 
 
@@ -104,7 +112,7 @@ def _gathered(load: RankLoad) -> float:
 
 def miss_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
     """One missed row of an ample cache: fetched, and in training the evicted one written back."""
-    return costs.miss_factor * (2 if load.training else 1) * profile.host_row_s(costs, load.row_bytes)
+    return costs.miss_factor * (2 if load.training else 1) * profile.host_row_s(costs, load.row_bytes, load.local_ranks)
 
 
 def mode_seconds(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenkeel.placement.building import budgets
-from evenkeel.placement.cases import Case, cases, fastest
-from evenkeel.placement.incumbent import heaviest_use
 from evenkeel.placement.invalid_input import require
-from evenkeel.placement.limits import Limits, Watch
+from evenkeel.placement.limits import Watch
 from evenkeel.placement.options import ratio_grid
+from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.planner import plan
+from evenkeel.placement.problem import Problem, budgets, build_problem
 from evenkeel.placement.request import PlanRequest, with_time
-from evenkeel.placement.shortage import smallest_hbm_bytes, smallest_host_bytes
-from evenkeel.placement.solver import solve, usage
+from evenkeel.placement.search import solve, usage
+from evenkeel.placement.shortage import smallest_bytes
 
 MAX_POINTS = 256
 _SHARE = 0.4
@@ -26,7 +26,6 @@ _SHARE = 0.4
 _CURVE_GAP = 1e-3
 _CURVE_STEPS = 30
 _GIB_UNITS = 1024.0
-_LARGEST = 2**53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +86,9 @@ def what_if(
     hbm_bytes: tuple[int, ...] = (),
     host_points: int = 0,
     should_stop: Callable[[], bool] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> WhatIf:
-    """Plan under other budgets.
+    """Plan under other budgets. Sizes whose turn does not come within the time limit are left out of the curves.
 
     Args:
         request: The request at the budgets of today.
@@ -96,6 +96,7 @@ def what_if(
         hbm_bytes: HBM sizes to plan for instead.
         host_points: Number of sizes of a host's memory, between the same two ends.
         should_stop: See `evenkeel.placement.planner.plan`.
+        clock: Seconds, for the time limit.
 
     Raises:
         InvalidInputError: If a number of points or an HBM size makes no sense, or as for `plan`.
@@ -106,83 +107,81 @@ def what_if(
     require(len(hbm_bytes) <= MAX_POINTS, "hbm_bytes", len(hbm_bytes), "is too many sizes", f"at most {MAX_POINTS}")
     for index, size in enumerate(hbm_bytes):
         require(0 <= size <= 2**53, f"hbm_bytes[{index}]", size, "is no HBM size", "give a number of bytes")
-    watch = Watch(Limits(time_limit_s=request.solver.time_limit_s, should_stop=should_stop))
-    base = plan(with_time(request, _SHARE * watch.left()), split=False, should_stop=should_stop)
+    watch = Watch(request.solver.time_limit_s, should_stop=should_stop, clock=clock)
+    base = plan(with_time(request, _SHARE * watch.left()), should_stop=should_stop, clock=clock)
     # A curve needs no fine grid, but the ratios of the plan itself, so that it passes through it.
-    own = [p.ratio for p in base.placements if 0 < p.ratio < 1]
+    ratios = [p.ratio for p in base.placements if 0 < p.ratio < 1]
     steps = min(_CURVE_STEPS, request.solver.ratio_steps or _CURVE_STEPS)
-    roomy = replace(request, topology=replace(request.topology, hbm_bytes=_LARGEST, host_bytes=None))
-    grid = np.unique(np.concatenate([ratio_grid(len(request.tables), steps), own]))
-    # Shards that no rank holds today may be held by larger ones.
-    budget = budgets(request)
-    asked_at = roomy if request.topology.hbm_bytes else request
-    coarse = [case.given(lambda problem: problem.with_budget(*map(float, budget))) for case in cases(asked_at, grid)]
-    limits = Limits(gap=max(_CURVE_GAP, request.solver.gap), exact_tables=0, should_stop=should_stop)
-    saves: list[float | None] = [None, None]
-    if base.seconds is not None:
-        for resource in (0, 1):
-            saves[resource] = _next(request, resource, base.seconds, limits.within(_SHARE / 2 * watch.left()))
-    moment = limits.within(_SHARE / 2 * watch.left())
+    grid = np.unique(np.concatenate([ratio_grid(len(request.tables), steps), ratios]))
+    problem = build_problem(request, grid, watch=watch)
+    saves = [None if base.seconds is None else _next(request, b, base.seconds, watch.part(0.2)) for b in range(2)]
     now = (request.topology.hbm_bytes, request.topology.host_bytes)
-    asked = [(size, now[1]) for size in sorted(set(hbm_bytes or _hbm_sizes(request, coarse, moment, points)))]
-    on_hbm = len(asked)
-    asked += [(now[0], size) for size in _host_sizes(request, coarse, moment, host_points)]
-    found = [
-        _point(request, coarse, *sizes, limits.within(watch.left() / (len(asked) - number)))
-        for number, sizes in enumerate(asked)
-    ]
+    sizes = [(size, now[1]) for size in sorted(set(hbm_bytes or _hbm_sizes(request, problem, watch.part(0.1), points)))]
+    on_hbm = len(sizes)
+    sizes += [(now[0], size) for size in _host_sizes(request, problem, watch.part(0.1), host_points)]
+    found: dict[int, CurvePoint] = {}
+    for done, number in enumerate(_evenly(len(sizes))):
+        if watch.is_over():
+            break
+        found[number] = _point(request, problem, *sizes[number], watch.part(2 / (1 + len(sizes) - done)))
+    curve = [found[number] for number in sorted(found)]
+    hbm_points = sum(number < on_hbm for number in found)
     values = [TableValue(table=p.table, seconds_per_gib=p.seconds_per_gib) for p in base.placements]
     values.sort(key=lambda value: -value.seconds_per_gib)
     return WhatIf(
         plan=base,
-        curve=_monotone(found[:on_hbm]),
-        host_curve=_monotone(found[on_hbm:]),
+        curve=_monotone(curve[:hbm_points]),
+        host_curve=_monotone(curve[hbm_points:]),
         next_hbm_gib_saves_seconds=saves[0],
         next_host_gib_saves_seconds=saves[1],
         tables=tuple(value for value in values if value.seconds_per_gib > 0),
     )
 
 
-def _hbm_sizes(request: PlanRequest, cases: Sequence[Case], limits: Limits, points: int) -> tuple[int, ...]:
+def _evenly(number: int) -> Iterable[int]:
+    """All numbers below one, so that the first of them are spread evenly."""
+    bits = max(1, (number - 1).bit_length())
+    return sorted(range(number), key=lambda n: int(f"{n:0{bits}b}"[::-1], 2))
+
+
+def _hbm_sizes(request: PlanRequest, problem: Problem, watch: Watch, points: int) -> tuple[int, ...]:
     """HBM sizes between the least that works and the most that tables can take, more of them where they are small."""
     if not request.tables or not points or request.topology.hbm_bytes == 0:
         return (request.topology.hbm_bytes,) if points else ()
-    found = fastest([case.given(lambda problem: problem.minimising(0)) for case in cases], limits)
-    if found.modules is None:
+    placed, found = solve_and_place(problem.minimising(0), request.topology, watch, gap=_CURVE_GAP)
+    if placed is None or found.choice is None:
         return ()
-    least = found.cost
-    groups = [[np.where(np.isfinite(g.time), g.hbm, 0.0) for g in case.problem.groups] for case in cases]
-    most = max(sum(float(hbm.max(axis=1).sum()) for hbm in own) for own in groups)
-    heaviest = max(heaviest_use(request, case.problem, 0) for case in cases)
-    units = np.geomspace(max(least, 1.0), max(most, heaviest, least, 1.0), points)
-    return tuple(smallest_hbm_bytes(request, math.ceil(unit)) for unit in units)
+    groups = [np.where(np.isfinite(group.seconds), group.hbm, 0.0) for group in problem.groups]
+    roomy = problem.with_budget(np.inf, float(problem.budget[1]))
+    most = max(sum(float(hbm.max(axis=1).sum()) for hbm in groups), roomy.least_shard(1))
+    least = max(float(placed.use[0]), 1.0)
+    return tuple(smallest_bytes(request, 0, math.ceil(u)) for u in np.geomspace(least, max(most, least), points))
 
 
-def _host_sizes(request: PlanRequest, cases: Sequence[Case], limits: Limits, points: int) -> tuple[int, ...]:
+def _host_sizes(request: PlanRequest, problem: Problem, watch: Watch, points: int) -> tuple[int, ...]:
     """Sizes of a host's memory between the least that works and what the best plan without a limit takes."""
     if not request.tables or not points:
         return ()
-    least, most = np.inf, 0.0
-    for problem in (case.problem for case in cases):
-        fewest = solve(problem.minimising(1), limits)
-        best = solve(problem.with_budget(float(problem.budget[0]), np.inf), limits)
-        if fewest.modules is not None and best.modules is not None:
-            least, most = min(least, fewest.cost), max(most, float(usage(problem, best.modules)[1]))
-    if not np.isfinite(least):
+    fewest = solve(problem.minimising(1), watch.part(0.5), gap=_CURVE_GAP)
+    best = solve(problem.with_budget(float(problem.budget[0]), np.inf), watch, gap=_CURVE_GAP)
+    if fewest.choice is None or best.choice is None:
         return ()
-    units = np.linspace(least, max(most, least), points)
-    return tuple(sorted({smallest_host_bytes(request, math.ceil(unit)) for unit in units}))
+    most = float(usage(problem, best.choice)[1])
+    units = np.linspace(fewest.cost, max(most, fewest.cost), points)
+    return tuple(sorted({smallest_bytes(request, 1, math.ceil(unit)) for unit in units}))
 
 
-def _point(
-    request: PlanRequest, cases: Sequence[Case], hbm_bytes: int, host_bytes: int | None, limits: Limits
-) -> CurvePoint:
+def _point(request: PlanRequest, problem: Problem, hbm_bytes: int, host_bytes: int | None, watch: Watch) -> CurvePoint:
     topology = replace(request.topology, hbm_bytes=hbm_bytes, host_bytes=host_bytes)
     budget = budgets(replace(request, topology=topology))
-    found = fastest([case.given(lambda problem: problem.with_budget(*map(float, budget))) for case in cases], limits)
-    if found.modules is None:
-        return CurvePoint(hbm_bytes=hbm_bytes, host_bytes=host_bytes, seconds=None, bound_seconds=None)
-    return CurvePoint(hbm_bytes=hbm_bytes, host_bytes=host_bytes, seconds=found.cost, bound_seconds=found.bound)
+    gap = max(_CURVE_GAP, request.solver.gap)
+    placed, found = solve_and_place(problem.with_budget(*map(float, budget)), topology, watch, gap=gap)
+    return CurvePoint(
+        hbm_bytes=hbm_bytes,
+        host_bytes=host_bytes,
+        seconds=None if placed is None else placed.seconds,
+        bound_seconds=None if placed is None else min(found.bound, placed.seconds),
+    )
 
 
 def _monotone(curve: list[CurvePoint]) -> tuple[CurvePoint, ...]:
@@ -195,14 +194,14 @@ def _monotone(curve: list[CurvePoint]) -> tuple[CurvePoint, ...]:
     return tuple(result)
 
 
-def _next(request: PlanRequest, resource: int, seconds: float, limits: Limits) -> float | None:
+def _next(request: PlanRequest, resource: int, seconds: float, watch: Watch) -> float | None:
     budget = budgets(request)
     if not np.isfinite(budget[resource]):
         return None
     topology, more = request.topology, float(budget[resource] + _GIB_UNITS)
-    if resource:
-        topology = replace(topology, host_bytes=smallest_host_bytes(request, more))
-    elif topology.hbm_bytes:
-        topology = replace(topology, hbm_bytes=smallest_hbm_bytes(request, more))
-    found = fastest(cases(replace(request, topology=topology)), replace(limits, gap=1e-4, exact_tables=50))
-    return max(0.0, seconds - found.cost) if found.modules is not None else 0.0
+    if resource or topology.hbm_bytes:
+        name = ("hbm_bytes", "host_bytes")[resource]
+        topology = replace(topology, **{name: smallest_bytes(request, resource, more)})
+    problem = build_problem(replace(request, topology=topology), watch=watch)
+    found: tuple[Placed | None, object] = solve_and_place(problem, topology, watch, gap=request.solver.gap)
+    return 0.0 if found[0] is None else max(0.0, seconds - found[0].seconds)

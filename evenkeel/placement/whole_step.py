@@ -1,8 +1,8 @@
 """The time of a whole step through `DistributedModelParallel`: what the GPU does, or what the host needs to launch it.
 
 The host prepares each exchange of keys and rows, waits for the number of keys that arrive, and launches every kernel.
-Where tables are fast, the GPU waits for it. A plan's time is that of the GPU for the tables; an exchange has kernels
-of its own, which order and copy keys and rows. Host and GPU overlap, so a step takes about as long as the slower one.
+Where tables are fast, the GPU waits for it. A plan's time is that of the tables' kernels; an exchange has kernels of
+its own, which order and copy keys and rows. Host and GPU overlap, so a step takes about as long as the slower one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StepWork:
     """What a step consists of.
 
     Attributes:
-        tables: Time of the GPU for the tables.
+        tables: Time of a step of the tables' modules alone: their kernels, launches and waiting.
         exchanges: Number of exchanges.
         exchanged: Tables in them.
         caching: Exchanges with a cached table in them.
@@ -86,7 +86,14 @@ def step_work(request: PlanRequest, plan: Plan) -> StepWork:
     known = request.profile.costs(request.runtime)
     rate = max(rate for _, rate in known.hbm_gather or request.profile.hbm_gather)
     of_rows = sum(not pooled for _, pooled, _ in cached)
-    return StepWork(plan.seconds or 0.0, len(cached), exchanged, sum(cached.values()), of_rows, moved / rate)
+    return StepWork(
+        (plan.seconds or 0.0) + (plan.host_seconds or 0.0),
+        len(cached),
+        exchanged,
+        sum(cached.values()),
+        of_rows,
+        moved / rate,
+    )
 
 
 def host_seconds(work: StepWork, costs: StepCosts) -> float:

@@ -26,12 +26,7 @@ if _version_not_supported:
 
 
 class BalancerServiceStub(object):
-    """Wire version 1.
-
-    Arrays travel as packed little-endian bytes: `i32`, `u32`, `i64`, `f64` in a comment name the element type. An
-    array that would be (A, B) is row-major. Fields are only ever added; no field changes its meaning.
-
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
         """Constructor.
@@ -39,63 +34,30 @@ class BalancerServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Balance = channel.stream_stream(
-                '/evenkeel.balancer.v1.BalancerService/Balance',
-                request_serializer=evenkeel_dot_protocol_dot_balancer__pb2.BalanceRequest.SerializeToString,
-                response_deserializer=evenkeel_dot_protocol_dot_balancer__pb2.BalanceResponse.FromString,
-                _registered_method=True)
-        self.BalanceRound = channel.unary_unary(
-                '/evenkeel.balancer.v1.BalancerService/BalanceRound',
-                request_serializer=evenkeel_dot_protocol_dot_balancer__pb2.BalanceRoundRequest.SerializeToString,
-                response_deserializer=evenkeel_dot_protocol_dot_balancer__pb2.BalanceRoundResponse.FromString,
-                _registered_method=True)
-        self.GetSessionStats = channel.unary_unary(
-                '/evenkeel.balancer.v1.BalancerService/GetSessionStats',
-                request_serializer=evenkeel_dot_protocol_dot_balancer__pb2.GetSessionStatsRequest.SerializeToString,
-                response_deserializer=evenkeel_dot_protocol_dot_balancer__pb2.GetSessionStatsResponse.FromString,
+        self.PlanRound = channel.unary_unary(
+                '/evenkeel.balancer.v2.BalancerService/PlanRound',
+                request_serializer=evenkeel_dot_protocol_dot_balancer__pb2.PlanRoundRequest.SerializeToString,
+                response_deserializer=evenkeel_dot_protocol_dot_balancer__pb2.PlanRoundResponse.FromString,
                 _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
-                '/evenkeel.balancer.v1.BalancerService/GetServerInfo',
+                '/evenkeel.balancer.v2.BalancerService/GetServerInfo',
                 request_serializer=evenkeel_dot_protocol_dot_balancer__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=evenkeel_dot_protocol_dot_balancer__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
 
 
 class BalancerServiceServicer(object):
-    """Wire version 1.
+    """Missing associated documentation comment in .proto file."""
 
-    Arrays travel as packed little-endian bytes: `i32`, `u32`, `i64`, `f64` in a comment name the element type. An
-    array that would be (A, B) is row-major. Fields are only ever added; no field changes its meaning.
-
-    """
-
-    def Balance(self, request_iterator, context):
-        """One stream per rank and loader, or per node and loader: a stream may speak for several ranks, which saves the
-        balancer most of its work when there are hundreds. The first request holds a Join and is answered by Joined or by a fatal Error; every
-        Submit after it is answered by exactly one Answer. The stream outlives the errors of a round. After a reconnect a
-        rank resubmits every round that its group has not agreed on, also those already answered. A rank that ends its
-        requests in order has left; when all have, the name of the session is free.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def BalanceRound(self, request, context):
-        """One rank's part in one round without a stream. Requires a deadline.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetSessionStats(self, request, context):
-        """Statistics of the sessions that live on this balancer. Requires a deadline.
+    def PlanRound(self, request, context):
+        """Decides which rank trains which sample of a round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Versions, instance and limits. Requires a deadline.
+        """Who answers, and within which limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,20 +66,10 @@ class BalancerServiceServicer(object):
 
 def add_BalancerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Balance': grpc.stream_stream_rpc_method_handler(
-                    servicer.Balance,
-                    request_deserializer=evenkeel_dot_protocol_dot_balancer__pb2.BalanceRequest.FromString,
-                    response_serializer=evenkeel_dot_protocol_dot_balancer__pb2.BalanceResponse.SerializeToString,
-            ),
-            'BalanceRound': grpc.unary_unary_rpc_method_handler(
-                    servicer.BalanceRound,
-                    request_deserializer=evenkeel_dot_protocol_dot_balancer__pb2.BalanceRoundRequest.FromString,
-                    response_serializer=evenkeel_dot_protocol_dot_balancer__pb2.BalanceRoundResponse.SerializeToString,
-            ),
-            'GetSessionStats': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetSessionStats,
-                    request_deserializer=evenkeel_dot_protocol_dot_balancer__pb2.GetSessionStatsRequest.FromString,
-                    response_serializer=evenkeel_dot_protocol_dot_balancer__pb2.GetSessionStatsResponse.SerializeToString,
+            'PlanRound': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlanRound,
+                    request_deserializer=evenkeel_dot_protocol_dot_balancer__pb2.PlanRoundRequest.FromString,
+                    response_serializer=evenkeel_dot_protocol_dot_balancer__pb2.PlanRoundResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -126,49 +78,17 @@ def add_BalancerServiceServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'evenkeel.balancer.v1.BalancerService', rpc_method_handlers)
+            'evenkeel.balancer.v2.BalancerService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('evenkeel.balancer.v1.BalancerService', rpc_method_handlers)
+    server.add_registered_method_handlers('evenkeel.balancer.v2.BalancerService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
 class BalancerService(object):
-    """Wire version 1.
-
-    Arrays travel as packed little-endian bytes: `i32`, `u32`, `i64`, `f64` in a comment name the element type. An
-    array that would be (A, B) is row-major. Fields are only ever added; no field changes its meaning.
-
-    """
+    """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Balance(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/evenkeel.balancer.v1.BalancerService/Balance',
-            evenkeel_dot_protocol_dot_balancer__pb2.BalanceRequest.SerializeToString,
-            evenkeel_dot_protocol_dot_balancer__pb2.BalanceResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def BalanceRound(request,
+    def PlanRound(request,
             target,
             options=(),
             channel_credentials=None,
@@ -181,36 +101,9 @@ class BalancerService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/evenkeel.balancer.v1.BalancerService/BalanceRound',
-            evenkeel_dot_protocol_dot_balancer__pb2.BalanceRoundRequest.SerializeToString,
-            evenkeel_dot_protocol_dot_balancer__pb2.BalanceRoundResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetSessionStats(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/evenkeel.balancer.v1.BalancerService/GetSessionStats',
-            evenkeel_dot_protocol_dot_balancer__pb2.GetSessionStatsRequest.SerializeToString,
-            evenkeel_dot_protocol_dot_balancer__pb2.GetSessionStatsResponse.FromString,
+            '/evenkeel.balancer.v2.BalancerService/PlanRound',
+            evenkeel_dot_protocol_dot_balancer__pb2.PlanRoundRequest.SerializeToString,
+            evenkeel_dot_protocol_dot_balancer__pb2.PlanRoundResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -235,7 +128,7 @@ class BalancerService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/evenkeel.balancer.v1.BalancerService/GetServerInfo',
+            '/evenkeel.balancer.v2.BalancerService/GetServerInfo',
             evenkeel_dot_protocol_dot_balancer__pb2.GetServerInfoRequest.SerializeToString,
             evenkeel_dot_protocol_dot_balancer__pb2.GetServerInfoResponse.FromString,
             options,

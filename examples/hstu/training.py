@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
+from trainer_client.balancing.tickets import Cost
 
 from examples.datasets import SequenceBatch
 from examples.hstu.budget import ActivationBudget
@@ -22,7 +23,6 @@ from examples.hstu.model import ModelOptions, Ranker, loss_of
 from trainer_client.attention import PieceGroup, Pieces, SplitSample
 from trainer_client.balancing import BalancedLoader, Balancer, RoundReport
 from trainer_client.balancing.costs import FitOptions, LearnedCost, SequenceTerms
-from trainer_client.balancing.tickets import Cost
 from trainer_client.embedding.routing import DistType
 from trainer_client.observing.measurement import (
     AttentionWork,

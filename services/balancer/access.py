@@ -1,50 +1,46 @@
-"""Who may call what: an interceptor that checks tokens, binds them to jobs, and bounds rates."""
+"""Who may call what: an interceptor that checks tokens and jobs before a body is read, and what a caller may hold."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
-import structlog
-from google.protobuf.message import DecodeError
 
 from evenkeel.protocol import balancer_pb2 as pb
-from services.balancer.refusals import Code, Refusal, RefusedError, shorten
+from evenkeel.protocol.plan_round import MAX_TEXT
+from services.balancer.planning import CallError
 from services.security.addresses import network_of
 from services.security.identity import Identity
-from services.security.rates import Bucket, Buckets
 from services.security.tokens import AuthenticationError, TokenStore
 
-log = structlog.get_logger(__name__)
-
-_MALFORMED: Any = object()
-_RECHECKS_AT_ONCE = 64
-_OPEN_TO_ALL = "/grpc.health.v1.Health/"
-_SERVICE = f"/{pb.DESCRIPTOR.services_by_name['BalancerService'].full_name}/"
+SERVICE = pb.DESCRIPTOR.services_by_name["BalancerService"].full_name
+PLAN_ROUND = f"/{SERVICE}/PlanRound"
+_HEALTH = "/grpc.health.v1.Health/"
+_OLD = "/evenkeel.balancer.v1."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccessOptions:
-    """How much a caller may do.
+class Caller:
+    """Who calls.
 
     Attributes:
-        calls_per_second: Calls and streams that one address may start, on average.
-        call_burst: The same at once: all ranks of a node may reconnect in one moment.
-        messages_per_second: Messages of one stream, on average; more are read late, not refused.
-        message_burst: The same at once.
-        recheck_seconds: How often the tokens of open streams and calls are checked again.
+        identity: Of the token; None: there are no tokens.
+        job: That the call is for; empty for calls that are for none.
     """
 
-    calls_per_second: float = 500.0
-    call_burst: float = 10_000.0
-    messages_per_second: float = 500.0
-    message_burst: float = 1000.0
-    recheck_seconds: float = 1.0
+    identity: Identity | None = None
+    job: str = ""
+
+
+_ANYBODY = Caller()
+caller: ContextVar[Caller] = ContextVar("caller")
+"""Who makes the call that is being handled."""
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -53,298 +49,129 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(
         self,
         tokens: TokenStore | None,
-        options: AccessOptions,
-        *,
-        refused: Callable[[str], None] = lambda _reason: None,
-        clock: Callable[[], float] = time.monotonic,
+        version: str,
+        fail: Callable[[grpc.aio.ServicerContext, CallError, str], Awaitable[None]],
     ) -> None:
         """Makes an interceptor.
 
         Args:
-            tokens: Who may call; None: everybody, within the rates.
-            options: How much.
-            refused: Told of each refusal: `token`, `job` or `rate`.
-            clock: Seconds.
+            tokens: Who may call; None: everybody.
+            version: Of evenkeel, to install in the trainers.
+            fail: Ends a call, given why, and the job where that is known.
         """
         self._tokens = tokens
-        self._options = options
-        self._refused = refused
-        self._clock = clock
-        self._calls = Buckets(rate=options.calls_per_second, burst=options.call_burst)
-        self._probes = Buckets(
-            rate=options.calls_per_second, burst=options.call_burst
-        )  # those of others must get through
-        self._guards: set[Guard] = set()
-        self._follower: asyncio.Task[None] | None = None
+        self._version = version
+        self._fail = fail
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Wraps the handler of a call."""
+        """Notes who calls, or refuses the call."""
         method: str = handler_call_details.method
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        authorization = _authorization(handler_call_details.invocation_metadata)
-        is_open = method.startswith(_OPEN_TO_ALL)
+        if method.startswith(_HEALTH):
+            return await continuation(handler_call_details)
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        job = unquote(_text(metadata.get("evenkeel-job")))
         try:
-            identity = None if is_open else self._authenticate(authorization)
-        except AuthenticationError as error:
-            return self._refusing(handler, grpc.StatusCode.UNAUTHENTICATED, str(error))
-        if not is_open and not method.startswith(_SERVICE):
-            return handler
+            caller.set(self._admit(method, _text(metadata.get("authorization")), job))
+        except CallError as error:
+            return self._refusing(error, job[:MAX_TEXT])
+        return await continuation(handler_call_details)
 
-        calls = self._probes if is_open else self._calls
-
-        def guard(context: grpc.aio.ServicerContext) -> Guard:
-            caller = Caller(network_of(context.peer()) if identity is None else f"token {identity.name}", identity)
-            return Guard(self, caller, authorization, context)
-
-        if handler.request_streaming:
-
-            async def stream(requests: Any, context: grpc.aio.ServicerContext) -> None:
-                await self._admit(context, calls)
-                with self._following(guard(context)) as guarded:
-                    await handler.stream_stream(requests, guarded)
-
-            return _with(handler, stream, handler.request_deserializer)
-
-        async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await self._admit(context, calls)
-            if request is _MALFORMED:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this call's type")
-            with self._following(guard(context)) as guarded:
-                return await (handler.unary_stream or handler.unary_unary)(request, guarded)
-
-        return _with(handler, unary, _tolerant(handler.request_deserializer))
-
-    def start(self) -> None:
-        """Follows the tokens until `stop`; must be called with the event loop running."""
-        if self._tokens is not None:
-            self._follower = asyncio.create_task(self._follow(self._tokens), name="tokens")
-
-    def stop(self) -> None:
-        """Follows them no more."""
-        if self._follower is not None:
-            self._follower.cancel()
-
-    def check(self, authorization: str | None, job: str | None, peer: str) -> Refusal | None:
-        """Why a token does not hold any more, or not for a job; None if it does."""
+    def _admit(self, method: str, authorization: str, job: str) -> Caller:
+        if method.startswith(_OLD):
+            raise CallError(
+                "FAILED_PRECONDITION",
+                "version",
+                f"this balancer speaks evenkeel.balancer.v2 only: install evenkeel {self._version} in the trainers",
+            )
         try:
-            identity = self._authenticate(authorization)
+            identity = None if self._tokens is None else self._tokens.authenticate(authorization, "balancer")
         except AuthenticationError as error:
-            self.refuse("token", peer, None)
-            return _unauthenticated("token", str(error), "send a token that holds")
-        if job is not None and not _allows(identity, job):
-            self.refuse("job", peer, identity)
-            return _unauthenticated("job", shorten(job), not_for(identity, job))
-        return None
+            raise CallError("UNAUTHENTICATED", "token", str(error)) from None
+        if method != PLAN_ROUND:
+            return Caller(identity=identity)
+        if not job or len(job) > MAX_TEXT or not job.isprintable():
+            remedy = f"name the training job, percent-encoded, in at most {MAX_TEXT} printable characters"
+            raise CallError("INVALID_ARGUMENT", "request", f"metadata evenkeel-job is {job[:40]!a}; {remedy}")
+        if identity is not None and not identity.allows(job):
+            jobs = ", ".join(identity.jobs) or "no job"
+            raise CallError(
+                "PERMISSION_DENIED",
+                "job",
+                f"token {identity.name!r} is for {jobs}, not for job {job!r}: use a token of that job",
+            )
+        return Caller(identity=identity, job=job)
 
-    def refuse(self, reason: str, peer: str, identity: Identity | None) -> None:
-        """Counts a refusal and logs it."""
-        self._refused(reason)
-        holder = None if identity is None else identity.name
-        log.warning("call refused", reason=reason, peer=peer, holder=holder, caller=network_of(peer))
+    def _refusing(self, error: CallError, job: str) -> Any:
+        async def refuse(_requests: Any, context: grpc.aio.ServicerContext) -> None:
+            await self._fail(context, error, job)
 
-    def bucket(self) -> Bucket:
-        """A bucket for the messages of a new stream."""
-        options = self._options
-        return Bucket.full(rate=options.messages_per_second, burst=options.message_burst, now=self._clock())
+        return grpc.stream_unary_rpc_method_handler(refuse)  # of a stream: the body is not read
+
+
+class Occupancy:
+    """How many calls each caller has under way, and how many bytes all of them have."""
+
+    def __init__(self, *, max_calls: int, max_bytes: int) -> None:
+        """Starts empty.
+
+        Args:
+            max_calls: Of a token; of an address (or network of IPv6) where there are no tokens.
+            max_bytes: Of all requests.
+        """
+        self._max_calls, self._max_bytes = max_calls, max_bytes
+        self._calls: Counter[str] = Counter()
+        self.num_bytes = 0
 
     @property
-    def options(self) -> AccessOptions:
-        """How much a caller may do."""
-        return self._options
-
-    def now(self) -> float:
-        """Seconds on the clock of tokens and connections."""
-        return self._clock()
+    def num_calls(self) -> int:
+        """Calls under way."""
+        return self._calls.total()
 
     @contextlib.contextmanager
-    def _following(self, guard: Guard) -> Iterator[Guard]:
-        self._guards.add(guard)
-        try:
-            yield guard
-        finally:
-            self._guards.discard(guard)
-
-    async def _follow(self, tokens: TokenStore) -> None:
-        """Reads the file where the loop does not wait for it, and ends what goes on under tokens that hold no more."""
-        tokens.read_elsewhere = True
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(self._options.recheck_seconds)
-            await loop.run_in_executor(None, tokens.refresh)
-            for number, guard in enumerate(list(self._guards)):
-                if number % _RECHECKS_AT_ONCE == _RECHECKS_AT_ONCE - 1:
-                    await asyncio.sleep(0)
-                if guard in self._guards:  # has not ended meanwhile
-                    guard.recheck()
-
-    def _authenticate(self, authorization: str | None) -> Identity | None:
-        return None if self._tokens is None else self._tokens.authenticate(authorization, "balancer")
-
-    async def _admit(self, context: grpc.aio.ServicerContext, calls: Buckets) -> None:
-        if not calls.try_take(network_of(context.peer()), self._clock()):
-            self._refused("rate")
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"more than {self._options.calls_per_second:g} calls a second from one address: slow down",
-            )
-
-    def _refusing(self, handler: Any, code: grpc.StatusCode, message: str) -> Any:
-        async def refuse(_request: Any, context: grpc.aio.ServicerContext) -> None:
-            await self._admit(
-                context, self._calls
-            )  # guessing is bounded by the rate, and so is what it can make us log
-            self.refuse("token", context.peer(), None)
-            await context.abort(code, message)
-
-        return _with(handler, refuse, None)  # who may not call is not read either
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who calls.
-
-    Attributes:
-        name: The token's name, or the network of the address where there are no tokens: who shares what there is.
-        identity: Of the token; None: there are no tokens.
-    """
-
-    name: str
-    identity: Identity | None = None
-
-    def allows(self, job: str) -> bool:
-        """Whether the caller may join and read this job."""
-        return _allows(self.identity, job)
-
-
-class Guard:
-    """A call's context that knows the caller, and reads at the stream's rate.
-
-    When the call has ended, gRPC's own context must not be asked for anything: asked for the peer, it ends the process.
-
-    Attributes:
-        caller: Who calls.
-        job: The job that it joined; None before.
-    """
-
-    def __init__(
-        self, access: AccessInterceptor, caller: Caller, authorization: str | None, context: grpc.aio.ServicerContext
-    ) -> None:
-        self.caller = caller
-        self.job: str | None = None
-        self._access = access
-        self._authorization = authorization
-        self._context = context
-        self.write, self._read, self._done = context.write, context.read, context.done  # what each message needs
-        self._peer: str = context.peer()
-        self._bucket = access.bucket()
-        self._withdraw: Callable[[Refusal], None] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    def peer(self) -> str:
-        """The address of the caller, also when the call has ended."""
-        return self._peer
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the call has ended: the client is gone, or has been told its status."""
-        return bool(self._done())
-
-    async def read(self) -> bytes | None:
-        """The next message, when it may be read; None when the client has ended its requests."""
-        delay = self._bucket.take(self._access.now())
-        if delay > 0:
-            await asyncio.sleep(delay)
-        message = await self._read()
-        return None if message is grpc.aio.EOF else message
-
-    def charge(self, messages: float) -> None:
-        """Counts what was read as further messages."""
-        if messages > 0:
-            self._bucket.take(self._access.now(), messages)
-
-    def authorize(self, job: str) -> None:
-        """Checks that the caller may join a job.
+    def call(self, context: grpc.aio.ServicerContext) -> Iterator[None]:
+        """Counts a call while it is under way.
 
         Raises:
-            RefusedError: If not.
+            CallError: If the caller has too many.
         """
-        refusal = self._access.check(self._authorization, job, self._peer)
-        if refusal is not None:
-            raise RefusedError(refusal)
-        self.job = job
-
-    def refuse(self, reason: str) -> None:
-        """Counts a refusal and logs it."""
-        self._access.refuse(reason, self._peer, self.caller.identity)
-
-    def when_withdrawn(self, withdraw: Callable[[Refusal], None]) -> None:
-        """Notes what to do when the caller's token holds no more."""
-        self._withdraw = withdraw
-
-    def recheck(self) -> None:
-        """Ends the call if its token holds no more."""
-        if self._withdraw is not None:
-            refusal = self._access.check(self._authorization, self.job, self._peer)
-            if refusal is not None:
-                self._withdraw(refusal)
-                self._withdraw = None
-
-
-async def denied(context: Guard, job: str) -> None:
-    """Ends a call for a job that is not the caller's."""
-    context.refuse("job")
-    await context.abort(grpc.StatusCode.PERMISSION_DENIED, not_for(context.caller.identity, job))
-
-
-def not_for(identity: Identity | None, job: str) -> str:
-    """What to tell the holder of a token for other jobs."""
-    assert identity is not None
-    jobs = ", ".join(identity.jobs) or "no job"
-    return f"token {identity.name!r} is for {jobs}, not for job {shorten(job)!r}: use a token of that job"
-
-
-def _allows(identity: Identity | None, job: str) -> bool:
-    return identity is None or identity.allows(job)
-
-
-def _unauthenticated(field: str, value: str, remedy: str) -> Refusal:
-    return Refusal(code=Code.UNAUTHENTICATED, field=field, value=value, remedy=remedy, fatal=True)
-
-
-def _authorization(metadata: Any) -> str | None:
-    for key, value in metadata or ():
-        if key == "authorization":
-            return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-    return None
-
-
-def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """As `deserialize`, but bytes that are no message are the caller's error, not one of the server's."""
-    if deserialize is None:
-        return None
-
-    def read(data: bytes) -> Any:
+        identity = caller.get(_ANYBODY).identity
+        name = network_of(context.peer()) if identity is None else f"token {identity.name}"
+        if self._calls[name] >= self._max_calls:
+            raise CallError(
+                "RESOURCE_EXHAUSTED",
+                "limit",
+                f"{self._max_calls} calls of {name} are under way; call later, or raise the balancer's max_calls",
+            )
+        self._calls[name] += 1
         try:
-            return deserialize(data)
-        except DecodeError:
-            return _MALFORMED
+            yield
+        finally:
+            self._calls[name] -= 1
+            if not self._calls[name]:
+                del self._calls[name]
 
-    return read
+    @contextlib.contextmanager
+    def body(self, size: int) -> Iterator[None]:
+        """Counts a request's bytes while its call is under way.
+
+        Raises:
+            CallError: If there are too many of all callers.
+        """
+        if self.num_bytes + size > self._max_bytes:
+            raise CallError(
+                "RESOURCE_EXHAUSTED",
+                "limit",
+                f"requests of {self.num_bytes} bytes are under way, and this one has {size}; call later, or raise the "
+                f"balancer's max_bytes_in_flight, {self._max_bytes}",
+            )
+        self.num_bytes += size
+        try:
+            yield
+        finally:
+            self.num_bytes -= size
 
 
-def _with(
-    handler: Any, behavior: Callable[[Any, Any], Awaitable[Any]], deserialize: Callable[[bytes], Any] | None
-) -> Any:
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    return make(behavior, deserialize, handler.response_serializer)
+def _text(value: str | bytes | None) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""

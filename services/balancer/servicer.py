@@ -1,228 +1,136 @@
-"""The gRPC edge: what is registered with gRPC, and the unary calls."""
+"""The gRPC edge: `PlanRound` as bytes, `GetServerInfo`, and health."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+import time
 
 import grpc
-from google.protobuf.message import DecodeError
+import structlog
+from grpc_health.v1 import health, health_pb2
 
+from evenkeel.partitioning import strategies
 from evenkeel.protocol import balancer_pb2 as pb
-from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-from services.balancer.access import Guard, denied
-from services.balancer.encoding import error_message, limits_message, statistics_message
-from services.balancer.hub import Hub, Member
-from services.balancer.joins import PROTOCOL_VERSIONS, read_join
-from services.balancer.loop_turns import LoopTurns
-from services.balancer.mailboxes import CallMailbox
-from services.balancer.refusals import Refusal, RefusedError, out_of_memory
-from services.balancer.requests import read_round_message
-from services.balancer.shares import Account, Holder, Shares
-from services.balancer.streams import StreamOptions, Streams
-from services.balancer.submissions import Joining
-from services.balancer.validation import read_submission
-from services.balancer.views import Views, as_json
+from services.balancer.access import SERVICE, Occupancy, caller
+from services.balancer.planning import CallError
+from services.balancer.settings import Settings
+from services.balancer.summary import Observer
+from services.balancer.workers import WorkerPool
+from services.security.addresses import network_of
 
-_CALL_BYTES = 1 << 14
-_DEADLINE_SECONDS = 0.05
-_SESSIONS_AT_ONCE = 64
-_SMALL_REQUEST_BYTES = 4096
+log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeOptions:
-    """What the edge needs to know beside the hub.
+class BalancerServicer:
+    """Implements `evenkeel.balancer.v2.BalancerService`.
 
     Attributes:
-        version: The software's version.
-        strategies: Names of the strategies that it knows.
-        default_strategy: For sessions that name none.
-        streams: What streams may do.
-        max_calls: Unary calls at a time.
+        draining: Whether the balancer is shutting down.
     """
 
-    version: str
-    strategies: tuple[str, ...]
-    default_strategy: str
-    streams: StreamOptions
-    max_calls: int = 512
+    def __init__(
+        self,
+        settings: Settings,
+        pool: WorkerPool,
+        occupancy: Occupancy,
+        observer: Observer,
+        *,
+        version: str,
+        instance: int,
+    ) -> None:
+        self.draining = False
+        self._settings = settings
+        self._pool = pool
+        self._occupancy = occupancy
+        self._observer = observer
+        self._version, self._instance = version, instance
 
-    @property
-    def instance(self) -> int:
-        """This incarnation of the balancer."""
-        return self.streams.instance
-
-
-def add_to_server(servicer: BalancerServicer, server: grpc.aio.Server) -> None:
-    """Registers the service as the generated function does, but that streams and rounds come and go as bytes."""
-    methods = {
-        "Balance": grpc.stream_stream_rpc_method_handler(servicer.streams.serve, None, None),
-        "BalanceRound": grpc.unary_unary_rpc_method_handler(
-            servicer.BalanceRound, None, pb.BalanceRoundResponse.SerializeToString
-        ),
-        "GetSessionStats": grpc.unary_unary_rpc_method_handler(
-            servicer.GetSessionStats,
-            lambda data: pb.GetSessionStatsRequest.FromString(_small(data)),
-            pb.GetSessionStatsResponse.SerializeToString,
-        ),
-        "GetServerInfo": grpc.unary_unary_rpc_method_handler(
-            servicer.GetServerInfo,
-            lambda data: pb.GetServerInfoRequest.FromString(_small(data)),
-            pb.GetServerInfoResponse.SerializeToString,
-        ),
-    }
-    service = pb.DESCRIPTOR.services_by_name["BalancerService"].full_name
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
-
-
-class BalancerServicer(pb_grpc.BalancerServiceServicer):
-    """Implements `evenkeel.balancer.v1.BalancerService`; `Balance`, its stream, is `Streams.serve`.
-
-    Attributes:
-        slots: How many streams there may be.
-        calls: How many unary calls there may be.
-        turns: Who may use the event loop.
-        streams: Those that are open.
-    """
-
-    def __init__(self, hub: Hub, options: EdgeOptions, views: Views) -> None:
-        self._hub = hub
-        self._views = views
-        self._options = options
-        self.calls = Shares(options.max_calls)
-        self.turns = LoopTurns()
-        self.streams = Streams(hub, self.turns, options.streams, read_join=self._read_join, joined=self._joined)
-
-    async def BalanceRound(  # noqa: N802
-        self, request: bytes, context: Guard
-    ) -> pb.BalanceRoundResponse:
-        """One rank's part in one round."""
-        await _require_deadline(context)
-        holder = (context.caller.name, "")
-        memory = Account(self._hub.registry.memory, holder)
-        if not self.calls.take(holder):
-            held = self.calls.held(holder[0])
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{held} calls of this caller are under way, as many as are left to it: use a stream, or call later",
-            )
+    async def plan_round(self, _requests: object, context: grpc.aio.ServicerContext) -> bytes:
+        """Plans a round in a worker; the body is read once the call is admitted."""
+        began, job = time.perf_counter(), caller.get().job
         try:
-            if not memory.take(_CALL_BYTES + 2 * len(request)):
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, out_of_memory("another call").message)
-            return await self._balance_round(request, context, holder)
-        finally:
-            memory.close()
-            self.calls.give(holder)
-
-    async def GetSessionStats(  # noqa: N802
-        self, request: pb.GetSessionStatsRequest, context: Guard
-    ) -> pb.GetSessionStatsResponse:
-        """Statistics of the sessions that match and that the caller may see."""
-        await _require_deadline(context)
-        registry, watch = self._hub.registry, pb.GetSessionStatsRequest.Watch
-        if request.watch == watch.WATCH_ALL and not request.job:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "watch is WATCH_ALL, and no job is named: name one")
-        response, nbytes = pb.GetSessionStatsResponse(), 0
-        for number, session in enumerate(list(registry)):
-            if number % _SESSIONS_AT_ONCE == _SESSIONS_AT_ONCE - 1:
-                await asyncio.sleep(0)
-            key = session.id.key
-            if context.caller.allows(key.job) and all(
-                wanted in ("", name)
-                for wanted, name in ((request.job, key.job), (request.group, key.group), (request.loader, key.loader))
-            ):
-                message = statistics_message(session, self._hub.now, registry.num_members(session.id))
-                if request.watch == watch.WATCH_ROW:
-                    message.watch = as_json(self._views.row(session))
-                elif request.watch == watch.WATCH_ALL:  # off the loop: other jobs' rounds go on
-                    message.watch = await asyncio.to_thread(lambda one: as_json(self._views.document(one)), session)
-                nbytes += message.ByteSize() + 8
-                if nbytes > self._options.streams.max_message_bytes:
-                    await context.abort(
-                        grpc.StatusCode.RESOURCE_EXHAUSTED,
-                        f"the statistics of {len(registry.sessions)} sessions exceed max_message_bytes, "
-                        f"{self._options.streams.max_message_bytes}: ask for one job",
-                    )
-                response.sessions.append(message)
+            _require_deadline(context)
+            with self._occupancy.call(context):
+                data = await context.read()
+                if data is grpc.aio.EOF:
+                    raise CallError("INVALID_ARGUMENT", "request", "the call has no message; send a PlanRoundRequest")
+                with self._occupancy.body(len(data)):
+                    summary, response = await self._pool.plan(job, data)
+        except CallError as error:
+            await self.fail(context, error, job, began)
+        except asyncio.CancelledError:  # the deadline has passed, or the lead has planned by itself
+            self._observer.failed(job, "CANCELLED", "deadline", time.perf_counter() - began)
+            raise
+        seconds = time.perf_counter() - began
+        self._observer.planned(summary, seconds)
+        log.debug("round planned", job=job, round=summary.names.round, ranks=summary.ranks, seconds=seconds)
         return response
 
-    async def GetServerInfo(  # noqa: N802
-        self, _request: pb.GetServerInfoRequest, context: Guard
-    ) -> pb.GetServerInfoResponse:
-        """Versions, instance and limits."""
-        await _require_deadline(context)
-        options, registry = self._options, self._hub.registry
+    async def get_server_info(self, _request: bytes, context: grpc.aio.ServicerContext) -> pb.GetServerInfoResponse:
+        """Who answers, and within which limits."""
+        settings = self._settings
+        try:
+            _require_deadline(context)
+        except CallError as error:
+            await self.fail(context, error, "")
         return pb.GetServerInfoResponse(
-            protocol_versions=PROTOCOL_VERSIONS,
-            instance=options.instance,
-            server_version=options.version,
-            limits=limits_message(registry.limits, options.streams.max_message_bytes),
-            draining=registry.draining,
-            sessions=len(registry.sessions),
-            streams=len(self.streams),
-            strategies=options.strategies,
+            server_version=self._version,
+            instance=self._instance,
+            draining=self.draining,
+            limits=pb.Limits(
+                max_ranks=settings.max_ranks,
+                max_samples=settings.max_samples,
+                max_batches=settings.max_batches,
+                max_message_bytes=settings.max_message_bytes,
+                max_calls=settings.max_calls,
+            ),
+            strategies=strategies(),
         )
 
-    # ------------------------------------------------------------------ inside
+    async def fail(
+        self, context: grpc.aio.ServicerContext, error: CallError, job: str, began: float | None = None
+    ) -> None:
+        """Ends a call that fails, and says so to whom it concerns; does not return."""
+        seconds = 0.0 if began is None else time.perf_counter() - began
+        self._observer.failed(job, error.status, error.reason, seconds)
+        peer = context.peer()
+        log.info(
+            "call failed", status=error.status, reason=error.reason, job=job, peer=peer, caller=network_of(peer),
+            message=error.message,
+        )  # fmt: skip
+        await context.abort(grpc.StatusCode[error.status], error.message)
 
-    async def _balance_round(self, data: bytes, context: Guard, holder: Holder) -> pb.BalanceRoundResponse:
-        mailbox = CallMailbox(self._options.instance)
-        context.when_withdrawn(mailbox.close)
-        response, round_number = pb.BalanceRoundResponse(), 0
-        member: Member | None = None
-        began: float | None = await self.turns.begin(holder)
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        """Registers the service as the generated function does, but that rounds come and go as bytes."""
+        methods = {
+            # As a stream, so that nothing is read of a call that is refused.
+            "PlanRound": grpc.stream_unary_rpc_method_handler(self.plan_round),
+            "GetServerInfo": grpc.unary_unary_rpc_method_handler(
+                self.get_server_info, None, pb.GetServerInfoResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
+
+class Health(health.aio.HealthServicer):  # type: ignore[misc]
+    """The library's, with a bound on who watches."""
+
+    def __init__(self, occupancy: Occupancy) -> None:
+        super().__init__()
+        self._occupancy = occupancy
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
+        """The state of a service, and again when it changes."""
         try:
-            request = read_round_message(data, max_fields=self._hub.registry.limits.max_fields)
-            round_number = request.submit.round
-            if not context.caller.allows(request.join.job):
-                await denied(context, request.join.job)
-            joining = replace(self._read_join(request.join), caller=holder[0])
-            admitted = self._hub.join(joining, mailbox)
-            if isinstance(admitted, Refusal):
-                raise RefusedError(admitted)
-            member = admitted
-            response.joined.CopyFrom(self._joined(joining.protocol_version))
-            submission = read_submission(request.submit, joining.terms, self._hub.registry.limits, joining.rank)
-            self._hub.submit(member, round_number, submission)
-            self.turns.end(holder, began)
-            began = None
-            # A call that ends by itself costs less than one that gRPC cancels, and says why.
-            left = context.time_remaining()
-            done, _ = await asyncio.wait({mailbox.answer}, timeout=max(0.0, left - min(_DEADLINE_SECONDS, left / 20)))
-            if not done:
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the round was not decided within the deadline")
-            response.answer.CopyFrom(mailbox.answer.result())
-        except RefusedError as error:
-            response.answer.error.CopyFrom(error_message(error.refusal))
-        except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this call's type")
-        finally:
-            self.turns.end(holder, began)
-            if member is not None:
-                self._hub.leave(member, call=True)
-        response.answer.round = round_number
-        return response
-
-    def _read_join(self, message: pb.Join) -> Joining:
-        return read_join(message, self._hub.registry.limits, self._options.strategies, self._options.default_strategy)
-
-    def _joined(self, protocol_version: int) -> pb.Joined:
-        return pb.Joined(
-            protocol_version=protocol_version,
-            instance=self._options.instance,
-            server_version=self._options.version,
-            limits=limits_message(self._hub.registry.limits, self._options.streams.max_message_bytes),
-            takes_nodes=True,
-        )
+            with self._occupancy.call(context):
+                await super().Watch(request, context)
+        except CallError as error:
+            await context.abort(grpc.StatusCode[error.status], error.message)
 
 
-async def _require_deadline(context: Guard) -> None:
-    if context.time_remaining() is None:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "set a deadline on this call: it has none")
-
-
-def _small(data: bytes) -> bytes:
-    if len(data) > _SMALL_REQUEST_BYTES:
-        raise DecodeError(f"{len(data)} bytes where a few names are asked for")
-    return data
+def _require_deadline(context: grpc.aio.ServicerContext) -> None:
+    left = context.time_remaining()
+    if left is None:
+        raise CallError("INVALID_ARGUMENT", "deadline", "the call has no deadline; set one")
+    if left <= 0:
+        raise CallError("DEADLINE_EXCEEDED", "deadline", "the deadline has passed; set a later one")

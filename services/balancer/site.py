@@ -1,7 +1,7 @@
 """The balancer's page beside its metrics, and what the page reads: docs/watching.md documents it. Read-only.
 
 Tokens and TLS are those of the balancer. The page's own files hold no secrets, and without a token it can do nothing
-but ask for one. In plaintext nothing is told to other machines, unless the operator allows plaintext: who is forwarded
+but ask for one. In plaintext nothing is shown to other machines, unless the operator allows plaintext: who is forwarded
 to this machine, as by `kubectl port-forward` or `ssh -L`, is on it.
 """
 
@@ -18,10 +18,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from evenkeel.credentials import is_loopback
-from services.balancer.feed import MOST_PAGES, Feed, View
-from services.balancer.history import ROUNDS
-from services.balancer.session import Session
-from services.balancer.views import EVENT_ROUNDS, Views, as_json
+from services.balancer.history import StreamName
+from services.balancer.views import Views
 from services.operations.http import Request, Response
 from services.security.addresses import network_of
 from services.security.identity import Identity
@@ -50,11 +48,7 @@ class _ProblemError(Exception):
 
 
 class BalancerSite:
-    """Answers what is asked beside `/metrics`.
-
-    Attributes:
-        feed: The open pages.
-    """
+    """Answers what is asked beside `/metrics`."""
 
     def __init__(
         self,
@@ -62,7 +56,7 @@ class BalancerSite:
         *,
         transport: Transport,
         tokens: TokenStore | None,
-        refused: Callable[[str], None] = lambda _reason: None,
+        refused: Callable[[str, str], None] = lambda _status, _reason: None,
     ) -> None:
         """Reads the page's files.
 
@@ -70,12 +64,11 @@ class BalancerSite:
             views: What there is to see.
             transport: How the balancer may be reached.
             tokens: Who may see what; None: everybody everything.
-            refused: Told of each refusal: `token` or `rate`.
+            refused: Called at each refusal with status and reason, as of calls.
 
         Raises:
             ValueError: If a file of TLS cannot be used.
         """
-        self.feed = Feed()
         self._views = views
         self._transport = transport
         self._tokens = tokens
@@ -93,29 +86,22 @@ class BalancerSite:
                 self._context = self._renewals.load(self._transport.context) or self._context
         return self._context
 
-    def close(self) -> None:
-        """Ends the open pages."""
-        self.feed.close()
-
     def answer(self, request: Request) -> Response | None:
         """The answer to a GET; None where there is nothing."""
         try:
             url = urlsplit(request.target)
-            query = parse_qs(url.query, keep_blank_values=True, max_num_fields=_MOST_FIELDS)
+            fields = parse_qs(url.query, keep_blank_values=True, max_num_fields=_MOST_FIELDS)
         except ValueError as error:
             return _problem(_ProblemError(400, f"the address cannot be read: {error}"))
+        query = {name: values[-1] for name, values in fields.items()}
         try:
             if url.path == "/" or url.path.startswith("/page/"):
                 return self._file(request, url.path.removeprefix("/page/") if url.path != "/" else "index.html")
-            asked = {"/v1/sessions": self._sessions, "/v1/session": self._session, "/v1/events": self._events}
-            if url.path not in asked:
-                return None
-            identity = self._identify(request)
-            return asked[url.path](request, identity, {name: values[-1] for name, values in query.items()})
+            if url.path == "/v1/streams":
+                return _json(self._views.overview(self._identify(request).allows))
+            return _json(self._stream(self._identify(request), query)) if url.path == "/v1/stream" else None
         except _ProblemError as problem:
             return _problem(problem)
-
-    # ------------------------------------------------------------------ inside
 
     def _file(self, request: Request, name: str) -> Response | None:
         if name not in self._files:
@@ -127,93 +113,47 @@ class BalancerSite:
         return Response(kind=kind, body=self._files[name], headers=_PAGE_HEADERS)
 
     def _may_read_plainly(self, request: Request) -> bool:
-        return request.is_secure or is_loopback(request.peer) or (
-            self._transport.allow_plaintext and not self._transport.secure
-        )  # fmt: skip
+        allowed = self._transport.allow_plaintext and not self._transport.secure
+        return request.is_secure or is_loopback(request.peer) or allowed
 
     def _identify(self, request: Request) -> Identity:
         if not self._may_read_plainly(request):
             remedy = "use https://" if self._transport.secure else "set EVENKEEL_BALANCER_TLS_CERTIFICATE and …_TLS_KEY"
-            raise _ProblemError(403, f"this is told in plaintext only on the balancer's own machine: {remedy}")
+            raise _ProblemError(403, f"this is shown in plaintext only on the balancer's own machine: {remedy}")
         with self._lock:
             if not self._rates.try_take(network_of(request.peer), time.monotonic()):
-                self._refused("rate")
+                self._refused("RESOURCE_EXHAUSTED", "rate")
                 detail = f"more than {_REQUESTS_PER_SECOND:g} requests a second from one address; slow down"
                 raise _ProblemError(429, detail, Retry_After="1")
-        try:
-            return self._authenticated(request)
-        except AuthenticationError as error:
-            self._refused("token")
-            raise _ProblemError(401, str(error), WWW_Authenticate="Bearer") from None
-
-    def _authenticated(self, request: Request) -> Identity:
         if self._tokens is None:
             return _ANYBODY
-        return self._tokens.authenticate(request.headers.get("authorization"), "balancer")
+        try:
+            return self._tokens.authenticate(request.headers.get("authorization"), "balancer")
+        except AuthenticationError as error:
+            self._refused("UNAUTHENTICATED", "token")
+            raise _ProblemError(401, str(error), WWW_Authenticate="Bearer") from None
 
-    def _sessions(self, _request: Request, identity: Identity, _query: dict[str, str]) -> Response:
-        return _as_json(self._views.overview(identity.allows))
-
-    def _session(self, _request: Request, identity: Identity, query: dict[str, str]) -> Response:
-        session = self._named(identity, query)
-        return _as_json(self._views.document(session, all_ranks=query.get("ranks") == "all"))
-
-    def _events(self, request: Request, identity: Identity, query: dict[str, str]) -> Response:
-        if self.feed.is_full:
-            raise _ProblemError(503, f"{MOST_PAGES} pages are open already; close one", Retry_After="10")
-        view = self._view_of_session(identity, query) if "job" in query else self._view_of_all(identity)
-
-        def may_go_on() -> bool:
-            try:
-                return self._authenticated(request).jobs == identity.jobs
-            except AuthenticationError:
-                return False
-
-        return Response(
-            kind="text/event-stream",
-            headers=_DATA_HEADERS | {"X-Accel-Buffering": "no"},
-            takes_over=lambda connection: self.feed.add(connection, view, may_go_on),
-        )
-
-    def _view_of_all(self, identity: Identity) -> View:
-        return View(("all", identity.jobs), lambda _since: (self._views.overview(identity.allows), 0))
-
-    def _view_of_session(self, identity: Identity, query: dict[str, str]) -> View:
-        session = self._named(identity, query)
-        key = session.id.key
-
-        def render(since: int) -> tuple[dict[str, Any], int] | None:
-            found = self._views.find(key.job, key.group, key.loader, identity.allows)
-            if found is None:
-                return None
-            document = self._views.document(found, since, most_rounds=EVENT_ROUNDS if since else ROUNDS)
-            return document, max(document["rounds"]["number"], default=since - 1) + 1
-
-        return View(("one", key), render)
-
-    def _named(self, identity: Identity, query: dict[str, str]) -> Session:
-        names = {field: query.get(field, default) for field, default in _NAMES.items()}
-        if not names["job"]:
+    def _stream(self, identity: Identity, query: dict[str, str]) -> dict[str, Any]:
+        name = StreamName(query.get("job", ""), query.get("group", "default"), query.get("loader", "train"))
+        since = query.get("since", "0")
+        if not name.job:
             raise _ProblemError(400, "no job is named: ask for ?job=NAME&group=default&loader=train")
-        session = self._views.find(**names, allows=identity.allows)
-        if session is None:
-            said = "/".join(names.values())
-            raise _ProblemError(404, f"there is no session {said[:200]} here, or the token is not for its job")
-        return session
-
-
-_NAMES = {"job": "", "group": "default", "loader": "train"}
+        if not (since.isascii() and since.isdecimal()):
+            raise _ProblemError(400, f"since is {since[:40]!a}: give the number of a round")
+        every = query.get("ranks") == "all"
+        found = self._views.stream(name, since=int(since), all_ranks=every) if identity.allows(name.job) else None
+        if found is None:
+            text = f"there is no stream {'/'.join(name)[:200]} here, or the token is not for its job"
+            raise _ProblemError(404, f"{text}; a job is seen at the replica that its rank 0 is connected to")
+        return found
 
 
 def _problem(problem: _ProblemError) -> Response:
     document = {"status": problem.status, "title": HTTPStatus(problem.status).phrase, "detail": problem.detail}
-    return Response(
-        status=problem.status,
-        kind="application/problem+json",
-        body=json.dumps(document).encode(),
-        headers=_DATA_HEADERS | {name.replace("_", "-"): value for name, value in problem.headers.items()},
-    )
+    headers = {name.replace("_", "-"): value for name, value in problem.headers.items()}
+    return _json(document, status=problem.status, kind="application/problem+json", **headers)
 
 
-def _as_json(document: dict[str, Any]) -> Response:
-    return Response(kind="application/json", body=as_json(document).encode(), headers=_DATA_HEADERS)
+def _json(document: dict[str, Any], *, status: int = 200, kind: str = "application/json", **headers: str) -> Response:
+    body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    return Response(status=status, kind=kind, body=body, headers=_DATA_HEADERS | headers)

@@ -11,8 +11,6 @@ import socket
 import ssl
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +21,6 @@ from prometheus_client.exposition import choose_encoder
 
 _TIMEOUT_SECONDS = 10.0
 _MAX_CONNECTIONS = 64
-_RENDERED_A_SECOND = 10
 _HANDSHAKE = b"\x16"  # the first byte of TLS, and of no request
 
 
@@ -51,16 +48,14 @@ class Response:
     Attributes:
         status: Of HTTP.
         kind: Media type of the body.
-        body: The content; of a stream, its beginning.
+        body: The content.
         headers: Others, by name.
-        takes_over: Is handed the connection after the answer, to go on writing to it; None: it ends.
     """
 
     status: int = 200
     kind: str = "text/plain; charset=utf-8"
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
-    takes_over: Callable[[socket.socket], None] | None = None
 
 
 class Site(Protocol):
@@ -71,9 +66,6 @@ class Site(Protocol):
 
     def tls(self) -> ssl.SSLContext | None:
         """With what connections are encrypted that ask for it."""
-
-    def close(self) -> None:
-        """Ends what it has taken over."""
 
 
 class OperationsServer:
@@ -106,11 +98,10 @@ class OperationsServer:
         """
 
         class Handler(_Handler):
-            metrics = _Rendered(registry)
+            metrics = registry
             is_ready = staticmethod(ready)
 
         Handler.site = site
-        self._site = site
         try:
             self._server = _Server((host, port), Handler)
         except OSError as error:
@@ -123,31 +114,9 @@ class OperationsServer:
 
     def close(self) -> None:
         """Stops serving."""
-        if self._site is not None:
-            self._site.close()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-class _Rendered:
-    """The metrics as text, made by one thread at a time and so often a second: the interpreter is the service's too."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._lock = threading.Lock()
-        self._made: deque[float] = deque(maxlen=_RENDERED_A_SECOND)
-        self._answers: dict[str, tuple[str, bytes]] = {}  # the latest, by format
-
-    def answer(self, accepts: str) -> tuple[str, bytes]:
-        """The format that a scraper accepts, and the metrics in it, as they are or as they were within this second."""
-        encode, kind = choose_encoder(accepts)
-        with self._lock:
-            now = time.monotonic()
-            if kind not in self._answers or len(self._made) < _RENDERED_A_SECOND or now - self._made[0] > 1.0:
-                self._made.append(now)
-                self._answers[kind] = kind, encode(self._registry)
-            return self._answers[kind]
 
 
 class _Server(ThreadingHTTPServer):
@@ -156,7 +125,6 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self._connected: dict[socket.socket, None] = {}
-        self._taken_over: set[socket.socket] = set()
         self._lock = threading.Lock()
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
@@ -193,20 +161,11 @@ class _Server(ThreadingHTTPServer):
         finally:
             self.shutdown_request(encrypted)
 
-    def hand_over(self, connection: socket.socket) -> None:
-        """Leaves a connection to somebody else, who ends it."""
-        with self._lock:
-            self._connected.pop(connection, None)
-            self._taken_over.add(connection)
-
     def shutdown_request(self, request: Any) -> None:
-        """Ends a connection, unless somebody has taken it over."""
+        """Ends a connection."""
         with self._lock:
             self._connected.pop(request, None)
-            if request in self._taken_over:
-                self._taken_over.discard(request)
-                return
-            super().shutdown_request(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Connections that break are not worth a line."""
@@ -215,7 +174,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    metrics: ClassVar[_Rendered]
+    metrics: ClassVar[CollectorRegistry]
     is_ready: ClassVar[staticmethod[[], bool]]
     site: ClassVar[Site | None] = None
     timeout = _TIMEOUT_SECONDS  # of a read or write: who trickles is let go
@@ -224,7 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            self._answer(200, *self.metrics.answer(self.headers.get("Accept", "")))
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(200, kind, encode(self.metrics))
         elif path == "/healthz":
             self._answer(200, "text/plain; charset=utf-8", b"ok\n")
         elif path == "/readyz":
@@ -250,25 +210,14 @@ class _Handler(BaseHTTPRequestHandler):
         response = self.site.answer(request)
         if response is None:
             return False
-        self.send_response(response.status)
-        self.send_header("Content-Type", response.kind)
-        for name, value in response.headers.items():
-            self.send_header(name, value)
-        streams = response.takes_over is not None and self.command != "HEAD"
-        if not streams:
-            self.send_header("Content-Length", str(len(response.body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(response.body)
-        if streams and response.takes_over is not None:
-            assert isinstance(self.server, _Server)
-            self.server.hand_over(self.connection)
-            response.takes_over(self.connection)
+        self._answer(response.status, response.kind, response.body, response.headers)
         return True
 
-    def _answer(self, status: int, kind: str, body: bytes) -> None:
+    def _answer(self, status: int, kind: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 import structlog
 
-from services.operations.lines import BackgroundWriter, Sparing
+from services.operations.lines import Sparing
 from services.operations.settings import AnySettings
 
 log = structlog.get_logger(__name__)
@@ -37,7 +37,6 @@ def run_service(
         The exit code: 0 after a clean stop, 2 for wrong settings, 1 when a port cannot be had.
     """
     faulthandler.enable()  # a crash of native code says where it was
-    lines: BackgroundWriter | None = None
     try:
         settings = load(arguments)
         configure_logs(settings.log_level, settings.log_format)
@@ -47,19 +46,13 @@ def run_service(
                 variables=settings.service_links,
                 remedy="set enableServiceLinks: false in the pod",
             )
-        running = serve(settings)
-        lines = BackgroundWriter(sys.stderr)  # its thread must not be there while `serve` forks
-        configure_logs(settings.log_level, settings.log_format, cast(TextIO, lines))
-        return asyncio.run(running)
+        return asyncio.run(serve(settings))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
-    finally:
-        if lines is not None:
-            lines.close()
 
 
 def write_port(path: Path | None, port: int | None) -> None:
@@ -88,15 +81,14 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
         loop.add_signal_handler(signal.SIGHUP, stop if sys.stdin is not None and sys.stdin.isatty() else tell)
 
 
-def configure_logs(level: str, style: str, stream: TextIO | None = None) -> None:
+def configure_logs(level: str, style: str) -> None:
     """Sends structlog, the standard library's loggers and Python's warnings to stderr.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
         style: `console`, `json`, or `auto` (the first on a terminal).
-        stream: Where to instead; `BackgroundWriter` lets nobody wait for it.
     """
-    stream = sys.stderr if stream is None else stream
+    stream = sys.stderr
     console = style == "console" or (style == "auto" and stream.isatty())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,

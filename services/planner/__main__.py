@@ -5,17 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Coroutine
-from typing import Any
 
 import structlog
 import uvicorn
-from starlette.types import ASGIApp
 
 from services.operations.http import OperationsServer
-from services.operations.nursery import Zygote
 from services.operations.program import run_service, stop_on_signals, write_port
-from services.planner import worker
 from services.planner.app import create_app
 from services.planner.settings import PREFIX, Settings, load_settings
 from services.security.http_server import follow_certificates, impatient_protocol
@@ -24,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to `serve` and tells its port."""
+    """A server that leaves signals to `serve` and knows its port."""
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
@@ -36,7 +31,11 @@ class _Server(uvicorn.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
 
-def _server(app: ASGIApp, settings: Settings) -> _Server:
+async def serve(settings: Settings) -> int:
+    """Runs a planner until it is asked to stop; returns the exit code."""
+    transport = settings.transport()
+    transport.check(settings.host, prefix=PREFIX)
+    app = create_app(settings)
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -48,19 +47,7 @@ def _server(app: ASGIApp, settings: Settings) -> _Server:
         server_header=False,
         http=impatient_protocol(max_connections=settings.max_connections),
     )
-    return _Server(config)
-
-
-def serve(settings: Settings) -> Coroutine[Any, Any, int]:
-    """Forks the workers' zygote; what it returns runs a planner until it is asked to stop, to the exit code."""
-    settings.transport().check(settings.host, prefix=PREFIX)
-    return _serve(settings, Zygote.begin(worker.__name__, worker.TRADE))
-
-
-async def _serve(settings: Settings, zygote: Zygote) -> int:
-    transport = settings.transport()
-    app = create_app(settings, zygote=zygote)
-    server = _server(app, settings)
+    server = _Server(config)
 
     def stop() -> None:
         app.state.ready = False
@@ -74,16 +61,16 @@ async def _serve(settings: Settings, zygote: Zygote) -> int:
                 app.state.metrics.registry,
                 settings.metrics_host,
                 settings.metrics_port,
-                ready=lambda: bool(app.state.ready and app.state.solvers.is_ready),
+                ready=lambda: bool(app.state.ready),
             )
             stack.callback(operations.close)
         if transport.secure:
-            server.config.load()
-            server.config.ssl = transport.context()
-            renewal = asyncio.create_task(follow_certificates(transport, server.config.ssl))
+            config.load()
+            config.ssl = transport.context()
+            renewal = asyncio.create_task(follow_certificates(transport, config.ssl))
             stack.callback(renewal.cancel)
         serving = asyncio.create_task(_run(server))
-        while not (server.started and app.state.solvers.is_ready):
+        while not server.started:  # the application's processes have started by then
             if serving.done():
                 return 1
             await asyncio.sleep(0.01)

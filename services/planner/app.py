@@ -1,8 +1,14 @@
-"""The application: routes, problems, limits, health."""
+"""The application: routes, problems, limits, health, the page, and the OpenAPI document.
+
+python -m services.planner.app services/planner/openapi.json [--check]     # writes the document, or compares it
+"""
 
 from __future__ import annotations
 
 import copy
+import difflib
+import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,13 +21,12 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 import evenkeel
-from services.operations.nursery import Zygote
-from services.planner.access import Access, BodyLimit, Head
+from services.planner.edge import Edge
 from services.planner.endpoints import SCHEMAS, router
-from services.planner.metrics import Measure, Metrics
+from services.planner.metrics import Metrics
+from services.planner.pool import ClientGoneError, Pool
 from services.planner.problems import install_problem_handlers
 from services.planner.settings import Settings
-from services.planner.solving import ClientGoneError, Solvers
 from services.security.tokens import TokenStore
 
 _PAGE = Path(__file__).parent / "page"
@@ -34,20 +39,20 @@ _PAGE_HEADERS = {
 _MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
-def create_app(settings: Settings, metrics: Metrics | None = None, zygote: Zygote | None = None) -> FastAPI:
-    """The planner as an ASGI application; its workers come from the zygote, or from one that it starts."""
-    metrics = metrics or Metrics()
+def create_app(settings: Settings) -> FastAPI:
+    """The planner as an ASGI application."""
+    metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.solvers = Solvers(settings, metrics, zygote)
-        app.state.solvers.start()
+        app.state.pool = pool = Pool(settings, metrics)
+        await pool.start()
         app.state.ready = True
         metrics.lag.start()
         yield
         metrics.lag.stop()
         app.state.ready = False
-        app.state.solvers.close()
+        pool.close()
 
     app = FastAPI(
         title="Evenkeel planner",
@@ -74,7 +79,7 @@ def create_app(settings: Settings, metrics: Metrics | None = None, zygote: Zygot
 
     @app.get("/readyz", include_in_schema=False)
     async def readyz() -> Response:
-        ready = bool(app.state.ready) and app.state.solvers.is_ready
+        ready = bool(app.state.ready)
         return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     files = {file.name: file.read_bytes() for file in _PAGE.iterdir() if file.suffix in _MEDIA_TYPES}
@@ -89,34 +94,40 @@ def create_app(settings: Settings, metrics: Metrics | None = None, zygote: Zygot
             raise HTTPException(404)
         return Response(files[name], media_type=_MEDIA_TYPES[Path(name).suffix], headers=_PAGE_HEADERS)
 
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, max_held_bytes=settings.max_held_body_bytes)
     tokens = None if settings.token_file is None else TokenStore(settings.token_file)
-    app.add_middleware(Access, tokens=tokens, requests_per_second=settings.requests_per_second)
-    app.add_middleware(Measure, metrics=metrics)
-    app.add_middleware(Head)
+    app.add_middleware(Edge, settings=settings, metrics=metrics, tokens=tokens)
     return app
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, with the schemas of what is sent and answered."""
+    """The OpenAPI document, with the schemas of what is sent and answered and the limits of this service."""
     if app.openapi_schema is None:
+        schemas = copy.deepcopy(SCHEMAS)
+        settings: Settings = app.state.settings
+        for name in ("PlanRequest", "WhatIfRequest"):
+            schemas[name]["properties"]["tables"]["maxItems"] = settings.max_tables
+            schemas[name]["description"] += f" At most {settings.max_body_bytes} bytes as JSON."
+        limit = schemas["SolverOptions"]["properties"]["time_limit_s"]
+        limit["description"] += f" Cut to {settings.max_time_limit_seconds:g} s at this service."
         document = get_openapi(
-            title=app.title,
-            version=app.version,
-            summary=app.summary,
-            description=app.description,
-            routes=app.routes,
+            title=app.title, version=app.version, summary=app.summary, description=app.description, routes=app.routes
         )
-        app.openapi_schema = {**document, "components": {"schemas": _limited(app.state.settings)}}
+        app.openapi_schema = {**document, "components": {"schemas": schemas}}
     return app.openapi_schema
 
 
-def _limited(settings: Settings) -> dict[str, Any]:
-    """The schemas, with the limits that hold at this service."""
-    schemas = copy.deepcopy(SCHEMAS)
-    for name in ("PlanRequest", "CompareRequest", "WhatIfRequest"):
-        schemas[name]["properties"]["tables"]["maxItems"] = settings.max_tables
-        schemas[name]["description"] += f" At most {settings.max_body_bytes} bytes as JSON."
-    limit = schemas["SolverOptions"]["properties"]["time_limit_s"]
-    limit["description"] += f" Cut to {settings.max_time_limit_seconds:g} s at this service."
-    return schemas
+def write_document(arguments: list[str]) -> int:
+    """Writes the OpenAPI document to a file, or with `--check` says whether the file is up to date."""
+    path = Path(arguments[0])
+    text = json.dumps(create_app(Settings()).openapi(), indent=1, sort_keys=True) + "\n"
+    if "--check" not in arguments:
+        path.write_text(text)
+        return 0
+    old = path.read_text() if path.is_file() else ""
+    difference = list(difflib.unified_diff(old.splitlines(), text.splitlines(), str(path), "the service", lineterm=""))
+    print(*difference[:100], sep="\n")
+    return 1 if difference else 0
+
+
+if __name__ == "__main__":
+    sys.exit(write_document(sys.argv[1:]))

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
-from evenkeel.placement import Comparison, InvalidInputError, PlanRequest, WhatIf, builtin_profiles
+from evenkeel.placement import InvalidInputError, PlanRequest, WhatIf, builtin_profiles
 from evenkeel.placement.codec import encode
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
 from services.planner.json_schema import add_schema
+from services.planner.pool import ClientGoneError, Pool
 from services.planner.problems import MEDIA_TYPE, FieldProblem, ProblemDocument, ServiceError
-from services.planner.requests import CompareRequest, HitRates, HitRatesRequest, PlanAnswer, WhatIfRequest
+from services.planner.requests import (
+    AnyRequest,
+    HitRates,
+    HitRatesRequest,
+    PlanAnswer,
+    R,
+    WhatIfRequest,
+    read_request,
+)
 from services.planner.settings import Settings
-from services.planner.solving import ClientGoneError, Solvers
-from services.planner.worker import Job
 
 _READ_AS_JSON = ("", "application/json", "application/x-www-form-urlencoded", "text/json")
 
@@ -24,17 +34,20 @@ SCHEMAS: dict[str, Any] = {}
 """Of all that is sent and answered, by name: see `services.planner.json_schema`."""
 
 _PROBLEM: dict[str, Any] = {"content": {MEDIA_TYPE: {"schema": add_schema(ProblemDocument, SCHEMAS)}}}
+_DESCRIPTIONS = {
+    400: "The body is no JSON.",
+    401: "A token is wanted, and none that is valid was sent.",
+    403: "The token does not allow this.",
+    405: "The address has other methods.",
+    413: "The body is too large.",
+    415: "The body says that it is no JSON.",
+    422: "A field is wrong; `errors` names it, its value and what to give instead.",
+    429: "Too many requests from one address.",
+    500: "The service failed.",
+    503: "Too many requests wait: `Retry-After` says when to come back.",
+}
 _RESPONSES: dict[int | str, dict[str, Any]] = {
-    400: {**_PROBLEM, "description": "The body is no JSON."},
-    401: {**_PROBLEM, "description": "A token is wanted, and none that holds was sent."},
-    403: {**_PROBLEM, "description": "The token does not allow this."},
-    405: {**_PROBLEM, "description": "The address has other methods."},
-    413: {**_PROBLEM, "description": "The body is too large."},
-    415: {**_PROBLEM, "description": "The body says that it is no JSON."},
-    422: {**_PROBLEM, "description": "A field is wrong; `errors` names it, its value and what to give instead."},
-    429: {**_PROBLEM, "description": "Too many requests from one address."},
-    500: {**_PROBLEM, "description": "The service failed."},
-    503: {**_PROBLEM, "description": "Too many requests wait: `Retry-After` says when to come back."},
+    status: {**_PROBLEM, "description": text} for status, text in _DESCRIPTIONS.items()
 }
 _EXAMPLE: dict[str, Any] = {
     "tables": [
@@ -45,6 +58,7 @@ _EXAMPLE: dict[str, Any] = {
     "hardware": "h200",
     "step": {"samples_per_rank": 1024},
 }
+_CACHES = {"rows": 10_000_000, "lookups_per_step": 262_144, "cache_rows": [100_000, 1_000_000]}
 
 
 def _answers(kind: type, *, several: bool = False) -> dict[int | str, dict[str, Any]]:
@@ -61,36 +75,37 @@ def _takes(kind: type, example: dict[str, Any]) -> dict[str, Any]:
 router = APIRouter(prefix="/v1", responses=_RESPONSES)
 
 
-async def _answer(request: Request, kind: str) -> Response:
-    """What a worker answers to the body of a request."""
+def _post(
+    path: str, summary: str, kind: type, answers: type, example: dict[str, Any]
+) -> Callable[[Callable[[Request], Any]], Callable[[Request], Any]]:
+    """A route that takes a request of a kind as JSON."""
+    return router.post(path, summary=summary, responses=_answers(answers), openapi_extra=_takes(kind, example))
+
+
+async def _answer(request: Request, kind: type[R]) -> Response:
+    """What a process answers to the body of a request."""
     state = request.app.state
+    pool: Pool = state.pool
+    settings: Settings = state.settings
     _check_media_type(request.headers.get("content-type"))
     try:
         body = await request.body()
     except ClientDisconnect:
         raise ClientGoneError from None
-    settings: Settings = state.settings
-    job = Job(
-        kind=kind,
-        path=request.url.path,
-        max_tables=settings.max_tables,
-        max_time_limit_s=settings.max_time_limit_seconds,
-        plan_cache=None if settings.plan_cache is None else str(settings.plan_cache),
-    )
-    solvers: Solvers = state.solvers
-    found = await solvers.run(job, body, lambda: _gone(request))
-    state.metrics.answered(found.facts)
-    status = found.facts.status
-    return Response(found.document, status, media_type=MEDIA_TYPE if status >= 400 else "application/json")
+    began = time.monotonic()
+    asked: AnyRequest = await pool.read(partial(read_request, kind, body, settings))
+    limit = asked.solver.time_limit_s if isinstance(asked, PlanRequest) else settings.max_time_limit_seconds
+    found = await pool.solve(asked, limit, began, partial(_gone, request))
+    state.metrics.answered(asked, found)
+    return Response(found.document, media_type="application/json")
 
 
 def _check_media_type(given: str | None) -> None:
     """Refuses bodies that say that they are no JSON; `curl -d` says that they are a form, and nothing says nothing."""
     media_type = (given or "").partition(";")[0].strip().lower()
-    if media_type in _READ_AS_JSON or media_type.endswith("+json"):
-        return
-    wrong = FieldProblem.of("Content-Type", given, "is no JSON", "send application/json")
-    raise ServiceError(415, "media-type", "Unsupported media type", wrong.sentence, errors=(wrong,))
+    if media_type not in _READ_AS_JSON and not media_type.endswith("+json"):
+        wrong = FieldProblem.of("Content-Type", given, "is no JSON", "send application/json")
+        raise ServiceError(415, "Unsupported media type", wrong, kind="media-type")
 
 
 async def _gone(request: Request) -> None:
@@ -99,39 +114,22 @@ async def _gone(request: Request) -> None:
         pass
 
 
-@router.post(
-    "/plans",
-    summary="The best placement of all tables",
-    responses=_answers(PlanAnswer),
-    openapi_extra=_takes(PlanRequest, _EXAMPLE),
-)
+@_post("/plans", "The best placement of all tables", PlanRequest, PlanAnswer, _EXAMPLE)
 async def make_plan(request: Request) -> Response:
     """Chooses HBM_ONLY, CACHING, HYBRID or HOST_ONLY and a size for every table, or says why nothing fits."""
-    return await _answer(request, "plans")
+    return await _answer(request, PlanRequest)
 
 
-@router.post(
-    "/plans:compare",
-    summary="A plan of your own against the best",
-    responses=_answers(Comparison),
-    openapi_extra=_takes(
-        CompareRequest, {**_EXAMPLE, "own": [{"table": t["name"], "mode": "CACHING"} for t in _EXAMPLE["tables"]]}
-    ),
-)
-async def compare_plans(request: Request) -> Response:
-    """Judges your own plan as the runtime would really run it, and says where and why the best one differs."""
-    return await _answer(request, "compare")
-
-
-@router.post(
-    "/whatif",
-    summary="What other budgets would buy",
-    responses=_answers(WhatIf),
-    openapi_extra=_takes(WhatIfRequest, {**_EXAMPLE, "points": 10}),
-)
+@_post("/whatif", "What other budgets would buy", WhatIfRequest, WhatIf, {**_EXAMPLE, "points": 10})
 async def ask_what_if(request: Request) -> Response:
     """Plans again under other sizes of HBM and host memory, and prices the next GiB."""
-    return await _answer(request, "whatif")
+    return await _answer(request, WhatIfRequest)
+
+
+@_post("/hit-rates", "What caches of a table miss", HitRatesRequest, HitRates, _CACHES)
+async def hit_rates(request: Request) -> Response:
+    """Unique keys of a step, and the miss rates among them of caches of the given sizes."""
+    return await _answer(request, HitRatesRequest)
 
 
 @router.get(
@@ -155,17 +153,4 @@ async def get_profile(name: str) -> JSONResponse:
         return JSONResponse(encode(builtin_profile(name)))
     except InvalidInputError as error:
         wrong = FieldProblem.of("name", name, error.problem, error.remedy)
-        raise ServiceError(404, "not-found", "Not found", wrong.sentence, errors=(wrong,)) from None
-
-
-@router.post(
-    "/hit-rates",
-    summary="What caches of a table miss",
-    responses=_answers(HitRates),
-    openapi_extra=_takes(
-        HitRatesRequest, {"rows": 10_000_000, "lookups_per_step": 262_144, "cache_rows": [100_000, 1_000_000]}
-    ),
-)
-async def hit_rates(request: Request) -> Response:
-    """Unique keys of a step, and the miss rates among them of caches of the given sizes."""
-    return await _answer(request, "hit-rates")
+        raise ServiceError(404, "Not found", wrong) from None

@@ -20,11 +20,7 @@ _REFERENCE = "#/components/schemas/"
 
 
 def add_schema(cls: type, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Adds the schema of a dataclass, and of all that it holds, to the schemas of a document.
-
-    Returns:
-        A reference to it.
-    """
+    """Adds the schema of a dataclass, and of all that it holds, to the schemas of a document."""
     if cls.__name__ not in schemas:
         entry = schemas[cls.__name__] = {"title": cls.__name__, "type": "object", "additionalProperties": False}
         described = describe(cls)

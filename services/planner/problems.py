@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -15,13 +16,7 @@ from evenkeel.placement.codec import encode
 
 MEDIA_TYPE = "application/problem+json"
 _SHOWN = 80
-
-_HTTP_KINDS = {
-    404: ("not-found", "Not found"),
-    405: ("method-not-allowed", "Method not allowed"),
-    413: ("too-large", "Body too large"),
-    503: ("overloaded", "Overloaded"),
-}
+_HTTP_KINDS = {404: ("not-found", "Not found"), 405: ("method-not-allowed", "Method not allowed")}
 
 log = structlog.get_logger(__name__)
 
@@ -75,50 +70,41 @@ class ProblemDocument:
 
 
 class ServiceError(Exception):
-    """A problem that the service itself raises."""
+    """A problem that the service answers."""
 
     def __init__(
         self,
         status: int,
-        kind: str,
         title: str,
-        detail: str,
-        headers: dict[str, str] | None = None,
-        errors: tuple[FieldProblem, ...] = (),
+        detail: str | FieldProblem,
+        *,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(detail)
-        self.status, self.kind, self.title, self.detail = status, kind, title, detail
-        self.headers, self.errors = headers, errors
+        """Describes it."""
+        self.errors = (detail,) if isinstance(detail, FieldProblem) else ()
+        self.detail = detail.sentence if isinstance(detail, FieldProblem) else detail
+        super().__init__(self.detail)
+        self.status, self.title, self.headers = status, title, dict(headers or {})
+        self.kind = kind or title.lower().replace(" ", "-")
 
+    @classmethod
+    def of_input(cls, error: InvalidInputError) -> ServiceError:
+        """The problem of a value that cannot be used."""
+        wrong = FieldProblem.of(error.field, error.value, error.problem, error.remedy)
+        return cls(422, "Invalid input", wrong)
 
-def problem(
-    path: str, status: int, kind: str, title: str, detail: str, errors: tuple[FieldProblem, ...] = ()
-) -> ProblemDocument:
-    """A problem document."""
-    name = f"urn:evenkeel:problem:{kind}"
-    return ProblemDocument(
-        type=name, title=title, status=status, detail=_encodable(detail), instance=_encodable(path), errors=errors
-    )
-
-
-def invalid_input(path: str, error: InvalidInputError) -> ProblemDocument:
-    """The problem document of a value that cannot be used."""
-    wrong = FieldProblem.of(error.field, error.value, error.problem, error.remedy)
-    return problem(path, 422, "invalid-input", "Invalid input", str(error), (wrong,))
-
-
-def problem_response(
-    path: str,
-    status: int,
-    kind: str,
-    title: str,
-    detail: str,
-    errors: tuple[FieldProblem, ...] = (),
-    headers: dict[str, str] | None = None,
-) -> Response:
-    """A response with a problem document."""
-    document = problem(path, status, kind, title, detail, errors)
-    return JSONResponse(encode(document), status, headers, media_type=MEDIA_TYPE)
+    def response(self, path: str) -> Response:
+        """The problem document, as the answer to a request for a path."""
+        document = ProblemDocument(
+            type=f"urn:evenkeel:problem:{self.kind}",
+            title=self.title,
+            status=self.status,
+            detail=_encodable(self.detail),
+            instance=_encodable(path),
+            errors=self.errors,
+        )
+        return JSONResponse(encode(document), self.status, self.headers, media_type=MEDIA_TYPE)
 
 
 def install_problem_handlers(app: FastAPI) -> None:
@@ -126,34 +112,26 @@ def install_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ServiceError)
     async def service(request: Request, error: ServiceError) -> Response:
-        path = request.url.path
-        return problem_response(path, error.status, error.kind, error.title, error.detail, error.errors, error.headers)
+        return error.response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         kind, title = _HTTP_KINDS.get(error.status_code, ("http", "Request refused"))
-        headers = dict(error.headers) if error.headers else None
-        wrong = _wrong(app, request, error)
-        detail = str(error.detail) if wrong is None else wrong.sentence
-        errors = () if wrong is None else (wrong,)
-        return problem_response(request.url.path, error.status_code, kind, title, detail, errors, headers)
+        detail: str | FieldProblem = str(error.detail)
+        if error.status_code == 404:
+            known = ", ".join(sorted(app.openapi()["paths"]))
+            detail = FieldProblem.of("path", request.url.path, "is no address here", f"use one of: {known}")
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another one")
+            detail = FieldProblem.of("method", request.method, "is not for this address", f"use {allowed}")
+        problem = ServiceError(error.status_code, title, detail, kind=kind, headers=error.headers)
+        return problem.response(request.url.path)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("request_failed", path=request.url.path, error=repr(error))
-        detail = "the service failed; its log tells why"
-        return problem_response(request.url.path, 500, "internal", "Internal error", detail)
-
-
-def _wrong(app: FastAPI, request: Request, error: HTTPException) -> FieldProblem | None:
-    """What of the request line is wrong, where that is."""
-    if error.status_code == 404:
-        known = sorted(app.openapi()["paths"])
-        return FieldProblem.of("path", request.url.path, "is no address here", f"use one of: {', '.join(known)}")
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another one")
-        return FieldProblem.of("method", request.method, "is not for this address", f"use {allowed}")
-    return None
+        problem = ServiceError(500, "Internal error", "the service failed; its log tells why", kind="internal")
+        return problem.response(request.url.path)
 
 
 def _shown(value: object) -> str:

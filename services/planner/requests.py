@@ -1,30 +1,24 @@
-"""What is sent to the planner and what it answers, beside the dataclasses of the core."""
+"""What is sent to the planner, read once, and what it answers, beside the dataclasses of the core."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated
+import json
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from evenkeel.placement import Plan, PlanRequest
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest
 from evenkeel.placement.access import Access, Zipf
 from evenkeel.placement.bounds import Length, Range, check_bounds
-from evenkeel.placement.compare import OwnPlacement
+from evenkeel.placement.codec import decode
 from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.model import MAX_ROWS, Bytes, Rows
 from evenkeel.placement.report import Report
-from evenkeel.placement.request import MAX_TABLES
 from evenkeel.placement.what_if import MAX_POINTS
+from evenkeel.plan_requests import parse_json, unpacked, with_measured
+from services.planner.problems import FieldProblem, ServiceError
+from services.planner.settings import Settings
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareRequest(PlanRequest):
-    """A request, and the user's own plan.
-
-    Attributes:
-        own: The user's placement of every table.
-    """
-
-    own: Annotated[tuple[OwnPlacement, ...], Length(0, MAX_TABLES)]
+_EXCERPT = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,3 +84,43 @@ class HitRates:
 
     unique_keys: float
     miss_rates: tuple[float, ...]
+
+
+AnyRequest: TypeAlias = PlanRequest | HitRatesRequest
+R = TypeVar("R", bound=AnyRequest)
+
+
+def read_request(kind: type[R], body: bytes, settings: Settings) -> R:
+    """The request in a body, its time limit cut to that of the service."""
+    try:
+        content = _json(body)
+        if not issubclass(kind, PlanRequest):
+            return decode(kind, content)
+        value, measured = unpacked(content)
+        request: Any = with_measured(decode(kind, value), measured)
+    except InvalidInputError as error:
+        raise ServiceError.of_input(error) from None
+    if len(request.tables) > settings.max_tables:
+        what, remedy = "is too many tables for this service", f"send at most {settings.max_tables}"
+        raise ServiceError.of_input(InvalidInputError("tables", len(request.tables), what, remedy))
+    limit = min(request.solver.time_limit_s, settings.max_time_limit_seconds)
+    request = replace(request, solver=replace(request.solver, time_limit_s=limit))
+    found: R = request
+    return found
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return parse_json(body)
+    except InvalidInputError:
+        raise
+    except json.JSONDecodeError as error:
+        excerpt = error.doc[max(0, error.pos - _EXCERPT) : error.pos + _EXCERPT]
+        why = f"{error.msg} at line {error.lineno}, column {error.colno}"
+    except UnicodeDecodeError as error:
+        excerpt = repr(body[max(0, error.start - _EXCERPT) : error.start + _EXCERPT])
+        why = f"byte {error.start} is no {error.encoding}"
+    except (ValueError, RecursionError) as error:
+        excerpt, why = body[:_EXCERPT].decode("utf-8", "replace"), str(error)
+    wrong = FieldProblem.of("body", excerpt or "nothing", f"is no JSON: {why}", "send one JSON object")
+    raise ServiceError(400, "Not JSON", wrong, kind="no-json")

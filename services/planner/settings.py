@@ -31,7 +31,7 @@ class Settings(ServiceSettings):
     max_wait_seconds: PositiveFloat = 30.0
     """Longest that a request waits for a worker; then it is refused with 503."""
     worker_memory_bytes: PositiveInt = 800 << 20
-    """Memory that a request may take, beside some 100 MB that all workers share."""
+    """Memory that a request may take, beside some 150 MB of a worker's code."""
     max_body_bytes: PositiveInt = 8 << 20
     """Largest request body; larger ones are refused with 413."""
     max_held_body_bytes: PositiveInt = 256 << 20

@@ -13,7 +13,7 @@ class Bucket:
     Attributes:
         rate: Permits a second.
         burst: Permits at most.
-        level: Permits now; below zero when some have been handed out in advance.
+        level: Permits now.
         at: When that was true.
     """
 
@@ -27,23 +27,14 @@ class Bucket:
         """A bucket that nothing has been taken from."""
         return cls(rate, burst, burst, now)
 
-    def take(self, now: float, amount: float = 1.0) -> float:
-        """Takes permits, if need be in advance; returns the seconds to wait before using them."""
-        self._fill(now)
-        self.level -= amount
-        return 0.0 if self.level >= 0 else -self.level / self.rate
-
     def try_take(self, now: float) -> bool:
         """Takes a permit if there is one."""
-        self._fill(now)
+        self.level = min(self.burst, self.level + max(0.0, now - self.at) * self.rate)
+        self.at = max(self.at, now)
         if self.level < 1.0:
             return False
         self.level -= 1.0
         return True
-
-    def _fill(self, now: float) -> None:
-        self.level = min(self.burst, self.level + max(0.0, now - self.at) * self.rate)
-        self.at = max(self.at, now)
 
 
 class Buckets:

@@ -15,6 +15,7 @@ import structlog
 import yaml
 
 from services.security.identity import Identity
+from services.security.transport import stamp_of
 
 log = structlog.get_logger(__name__)
 
@@ -35,9 +36,6 @@ class TokenStore:
     Tokens are random, so one round of SHA-256 keeps them; the file tells nobody how to get in. Rotation: add a second
     entry of the name, hand its token out, let the first one expire or take it away. A file that has become unreadable
     or wrong is reported and the tokens read before stay in force.
-
-    Attributes:
-        read_elsewhere: Whether somebody calls `refresh`, so that `authenticate` need not wait for the file.
     """
 
     def __init__(
@@ -65,9 +63,8 @@ class TokenStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._checked_at = clock()
-        self._stamp = self._read_stamp()
+        self._stamp = stamp_of(self._path)
         self._holders = dict(read_tokens(path))
-        self.read_elsewhere = False
 
     def authenticate(self, authorization: str | None, service: str) -> Identity:
         """The holder of the token in an `Authorization` header.
@@ -79,8 +76,7 @@ class TokenStore:
         Raises:
             AuthenticationError: If there is no token, or not one that holds here and now.
         """
-        if not self.read_elsewhere:
-            self.refresh()
+        self._refresh()
         if not authorization:
             raise AuthenticationError("no token: send 'authorization: Bearer TOKEN'")
         scheme, _, token = authorization.partition(" ")
@@ -97,14 +93,13 @@ class TokenStore:
             raise AuthenticationError(f"token {found.name!r} is for {', '.join(found.services)}, not for the {service}")
         return found
 
-    def refresh(self) -> None:
-        """Reads the file again if it has changed, but not more often than asked for."""
+    def _refresh(self) -> None:
         at = self._clock()
         with self._lock:
             if at - self._checked_at < self._check_seconds:
                 return
             self._checked_at = at
-            stamp = self._read_stamp()
+            stamp = stamp_of(self._path)
             if stamp == self._stamp:
                 return
             self._stamp = stamp
@@ -114,13 +109,6 @@ class TokenStore:
                 log.error("token file cannot be used; the tokens read before stay in force", error=str(error))
                 return
         log.info("tokens read again", tokens=len(self._holders))
-
-    def _read_stamp(self) -> tuple[int, int, int] | None:
-        try:
-            found = self._path.stat()  # follows links: Kubernetes swaps a link when a secret changes
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def hash_token(token: str) -> str:

@@ -142,7 +142,7 @@ class Transport:
 
     def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
         """Changes when a file does."""
-        return tuple(_stamp(path) for path in (self.certificate, self.key, self.client_ca))
+        return tuple(stamp_of(path) for path in (self.certificate, self.key, self.client_ca))
 
 
 class Renewals:
@@ -186,7 +186,8 @@ def _read(path: Path, field: str) -> bytes:
         raise ValueError(f"{field} {path} cannot be read: {error.strerror}") from None
 
 
-def _stamp(path: Path | None) -> tuple[int, int, int] | None:
+def stamp_of(path: Path | None) -> tuple[int, int, int] | None:
+    """Changes when a file does, also by a link that is swapped, as Kubernetes does with secrets."""
     try:
         found = None if path is None else path.stat()
     except OSError:

@@ -6,7 +6,7 @@ import json
 
 from benchmarks.giants_gpu_bench import EXCHANGE_RATE
 from benchmarks.giants_prices import MEASURED, decisions, fit
-from evenkeel.partitioning.split_options import STEP_SECONDS
+from evenkeel.partitioning.splits import STEP_SECONDS
 
 
 def test_measured_cells_are_split_where_that_was_faster() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks.placement_gpu_fit import summarize
-from benchmarks.placement_gpu_planners import Try, fit_to_budget
+from benchmarks.key_files import numbered
+from benchmarks.placement_gpu import QUICK, Try, fit_to_budget, make_job
 
 
 def _planner(takes: Callable[[int], int | None]) -> tuple[Callable[[int], Try], list[int]]:
@@ -59,12 +64,33 @@ def test_a_planner_that_finds_nothing_is_asked_with_more() -> None:
     assert 900_000 <= best.used <= 1_000_000
 
 
-def test_steps_are_counted_by_error_and_pairs_by_order() -> None:
-    rows = [
-        {"measured_ms": 1.0, "predicted_ms": 1.1, "error": 0.1},
-        {"measured_ms": 1.1, "predicted_ms": 1.0, "error": -0.09},
-        {"measured_ms": 2.0, "predicted_ms": 1.05, "error": -0.475},
-    ]
-    found = summarize(rows)
-    assert (found["within_20_percent"], found["worst"]) == (2, -0.475)
-    assert (found["pairs_15_percent_apart"], found["pairs_in_order"]) == (2, 1)
+def test_all_planners_are_compared_end_to_end(tmp_path: Path) -> None:
+    keys = np.random.default_rng(0).zipf(1.3, 20_000) % 3_000
+    np.save(tmp_path / "keys.npy", keys)
+    out = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.placement_gpu", "--device", "cpu", "--quick", "--json", str(out)]
+    ended = subprocess.run(
+        [*command, "--keys", str(tmp_path / "keys.npy")], capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert [cell["keys"] for cell in found["cells"]] == ["traces", "power laws"]
+    for cell in found["cells"]:
+        assert set(cell["planners"]) == {"by the model", "with the clock", "all cached alike", "TorchRec"}
+        for figures in cell["planners"].values():
+            assert set(figures["wall_ms"]) == {"0", "2"}
+            assert figures["host_ms"] > 0
+    assert found["summary"]
+
+
+def test_tables_look_up_traces_in_their_order() -> None:
+    draw = np.random.default_rng(3)
+    traces = [numbered(draw.integers(0, 50, 4_000)), numbered(draw.integers(0, 9, 600))]
+    job = make_job(5, QUICK, traces, "h200")
+    assert [job.request.tables[index].rows for index in (0, 1)] == [50, 9]
+    for index, table in enumerate(job.request.tables):
+        looked_up = np.concatenate([batch[table.name][0].numpy() for batch in job.batches])
+        trace = traces[index % 2]
+        begin = len(trace) * (index // 2) // (3 if index % 2 == 0 else 2)
+        expected = trace[(begin + np.arange(len(looked_up))) % len(trace)]
+        np.testing.assert_array_equal(numbered(looked_up), numbered(expected))

@@ -1,91 +1,91 @@
-"""Every state of small worlds, and that a broken protocol is found out."""
+"""Every order of events of small worlds: ranks stay in the same rounds whatever overtakes what; broken rules do not."""
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import product
 
 import pytest
 
-from services.balancer.session import Session
-from tests.model.explore import ViolationError, explore
-from tests.model.world import Size
-from trainer_client.balancing import agreement
-from trainer_client.balancing.agreement import Mode, Verdict
-from trainer_client.balancing.votes import Vote
+from tests.model.world import Program, ViolationError, explore, really
+from trainer_client.balancing.contribution import State
+from trainer_client.balancing.decide import Decision
+from trainer_client.balancing.report import Mode
+from trainer_client.balancing.rounds import Clock
 
-SMALL = Size(ranks=2, rounds=2, depth=1, failures=0)
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        Size(ranks=3, rounds=1, depth=1),
-        Size(ranks=3, rounds=3, depth=1, failures=0),
-        Size(ranks=2, rounds=2, depth=2, failures=0),
-        Size(ranks=3, rounds=2, depth=2, failures=0, restarts=0),
-        Size(ranks=3, rounds=2, depth=1),
-        Size(ranks=2, rounds=3, depth=1, failures=0, restarts=0, remembered=1),
-    ],
-    ids=str,
-)
-def test_all_ranks_do_the_same_in_every_state(size: Size) -> None:
-    found = explore(size)
-    assert found.states > 100
-    assert found.ends > 1
-    outcomes = {(mode, reason) for _, mode, reason in found.verdicts}
-    assert {("service", "none"), ("embedded", "no_decision"), ("embedded", "undecided")} <= outcomes
-    if size.restarts:
-        assert ("embedded", "decisions_differ") in outcomes
-    if size.rounds > size.depth:
-        assert ("embedded", "breaker_open") in outcomes
+ENDS = (Program(1), Program(3, leaves=1), Program(2, leaves=0))
 
 
-def test_naming_the_ranks_otherwise_makes_no_difference() -> None:
-    size = Size(ranks=3, rounds=1, depth=1)
-    one, every = explore(size), explore(size, symmetric=False)
-    assert one.verdicts == every.verdicts
-    assert every.states / 6 <= one.states < every.states / 3
+@pytest.mark.parametrize("depth", [1, 2])
+def test_two_ranks_with_any_two_passes_stay_together(depth: int) -> None:
+    for first, second in product(ENDS, ENDS):
+        explore(((first, Program(1)), (second, Program(1, leaves=0))), depth=depth)
 
 
-def test_ranks_that_do_not_compare_instances_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_decision", lambda vote: vote.held)
-    with pytest.raises(ViolationError, match="killed and restarted"):
-        explore(SMALL)
+def test_with_more_rounds_under_way() -> None:
+    explore(((Program(2), Program(1)), (Program(2, leaves=1), Program(1))), depth=3)
 
 
-def test_a_rank_that_goes_by_its_own_answer_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = agreement.decide
-
-    def own(votes: tuple[Vote, ...], **options: Any) -> Verdict:
-        own.calls += 1  # type: ignore[attr-defined]
-        mine = votes[own.calls % len(votes)]  # type: ignore[attr-defined]
-        return real([mine] * len(votes), **options)
-
-    own.calls = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr("tests.model.votes.decide", own)
-    with pytest.raises(ViolationError, match="ranks differ"):
-        explore(SMALL)
+def test_three_ranks_that_end_and_leave_in_any_order() -> None:
+    programs = ((Program(1), Program(1)), (Program(1, leaves=0), Program(1)), (Program(1), Program(1)))
+    visited, _ = explore(programs, depth=2)
+    assert visited > 10_000
 
 
-def test_a_balancer_that_decides_again_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Session.submit
-
-    def forgetful(self: Session, now: float, round_number: int, *rest: Any) -> Any:
-        self.decided.pop(round_number, None)
-        return real(self, now, round_number, *rest)
-
-    monkeypatch.setattr(Session, "submit", forgetful)
-    with pytest.raises(ViolationError, match="two decisions of one round"):
-        explore(SMALL)
+def test_a_round_that_cannot_be_planned_ends_the_pass_on_all_ranks() -> None:
+    explore(((Program(2), Program(1)), (Program(1), Program(1, leaves=0))), depth=2, failures=2)
 
 
-def test_a_breaker_that_stays_closed_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = agreement.decide
+class _NothingVoid(Clock):
+    """The next pass begins with the next round: rounds that were under way are taken for its own."""
 
-    def lenient(votes: tuple[Vote, ...], **options: Any) -> Verdict:
-        verdict = real(votes, **options)
-        return Verdict(mode=verdict.mode, reason=verdict.reason, served=verdict.mode is not Mode.END)
+    def directed(self, number: int, *, ends: bool) -> None:
+        self.done = number + 1
+        if ends:
+            self.void_until = self.first_round = number + 1
+            self.pass_number += 1
 
-    monkeypatch.setattr("tests.model.votes.decide", lenient)
-    with pytest.raises(ViolationError, match="a miss must open the breaker"):
-        explore(SMALL)
+
+class _NoDepth(Clock):
+    """Contributions do not wait until earlier directives are known."""
+
+    @property
+    def is_free(self) -> bool:
+        return True
+
+
+class _Forgetful(Clock):
+    """Rounds under way at the end of a pass are not filled up."""
+
+    def directed(self, number: int, *, ends: bool) -> None:
+        super().directed(number, ends=ends)
+        self.next_up = max(self.next_up, self.void_until)
+
+
+def _deaf(states: tuple[State, ...]) -> Decision:
+    """Does not hear that a rank has left."""
+    return really(tuple(State.EXHAUSTED if state is State.LEFT else state for state in states))
+
+
+def _hasty(states: tuple[State, ...]) -> Decision:
+    """Ends as soon as one rank has no data."""
+    return Decision(mode=Mode.END) if State.EXHAUSTED in states else really(states)
+
+
+@pytest.mark.parametrize("clock", [_NothingVoid, _NoDepth, _Forgetful])
+def test_broken_rules_of_rounds_are_found_out(clock: type[Clock]) -> None:
+    programs = ((Program(2), Program(1)), (Program(3, leaves=1), Program(2, leaves=0)))
+    with pytest.raises(ViolationError):
+        explore(programs, depth=2, clock=clock)
+
+
+def test_a_lead_that_does_not_hear_of_a_rank_that_left_is_found_out() -> None:
+    with pytest.raises(ViolationError):
+        explore(((Program(2),), (Program(3, leaves=1),)), depth=2, decides=_deaf)
+
+
+def test_all_batches_are_trained_unless_a_rank_leaves() -> None:
+    """Ends of data and ends of loops are told apart: only an end of all data ends a pass by itself."""
+    assert really((State.DATA, State.EXHAUSTED)).mode is Mode.EMBEDDED
+    assert really((State.EXHAUSTED, State.EXHAUSTED)).mode is Mode.END
+    assert really((State.DATA, State.LEFT)).mode is Mode.END
+    assert _hasty((State.DATA, State.EXHAUSTED)).mode is Mode.END  # what the first line rules out

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from trainer_client.balancing.votes import Vote
 
 from benchmarks.references.redistribution import redistribute_reference
 from evenkeel.partitioning.slices import Slice
@@ -23,7 +24,6 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.kernels import _preparation
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.votes import Vote
 
 
 class Communicator:

@@ -1,233 +1,331 @@
-"""A small world of ranks, a network and a balancer, with the real decisions: every state that it can be in.
+"""A small world of the protocol: every order in which its threads can take their steps, with the real decisions.
 
-The balancer is the real `Session` (sessions.py); a rank decides by the real `decide`, `Vote`, `transfer_checksum` and
-`Breaker` (votes.py). What is modelled by hand is what lies between them:
-
-- The network: a message that was sent can be delivered at any later time, any number of times, or never. That covers
-  loss, delay, duplication, reordering, and answers of an earlier incarnation that arrive after a restart.
-- Time: a deadline of the balancer may pass at any time after the round was opened, a rank's wait may end at any time,
-  also although an answer has been sent (it was lost, or late).
-- The balancer may be killed and start again without memory, be drained, fail to partition, or lose a worker, whenever.
-- A rank says that its stream is joined, or that it is not, whenever that matters.
-- All-gather: gives every rank the same votes once all have voted.
-
-Three reductions leave out only what makes no difference. Ranks vote and take the votes up in one event: what a rank may
-vote it may vote later too, as what was sent stays deliverable, and a rank that takes the votes up late only submits
-late, which the network may do for it. What the balancer knows of a round that all ranks have agreed on no longer
-tells states apart, when it remembers all rounds: rounds do not influence each other. And of states that differ only in
-which rank is which, one is visited: neither the session nor `decide` treats any rank differently from the others.
+Each rank has a loop that submits, a thread that contributes and one that follows directives. What they do is a step of
+the real `Clock` and of the real `decide`; collectives and queues are modelled, as anything may overtake anything else
+but in one communicator.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cache
 
-from tests.model.sessions import Key, Said, Sessions
-from tests.model.votes import Agreements
+import numpy as np
 
-Sent = tuple[int, int, int, Said]
-"""An answer: to which rank, by which instance, on which round, and the decision."""
+from evenkeel.partitioning.samples import RankSamples
+from trainer_client.balancing.contribution import Contribution, Contributions, State
+from trainer_client.balancing.decide import Decision, Rules, decide
+from trainer_client.balancing.report import Mode
+from trainer_client.balancing.rounds import Clock
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """Of the world.
-
-    Attributes:
-        ranks: Of the job.
-        rounds: After which the job ends.
-        depth: Rounds that a rank may have submitted and not agreed on.
-        restarts: How often the balancer may be killed.
-        failures: How often a partition may fail or hang, and the balancer be drained.
-        remembered: Decisions that the balancer remembers; below the number of rounds, submissions to rounds that are
-            agreed on arrive too.
-    """
-
-    ranks: int = 3
-    rounds: int = 2
-    depth: int = 2
-    restarts: int = 1
-    failures: int = 1
-    remembered: int = 64
+UNTIL = "until"
 
 
-class State(NamedTuple):
-    """All there is, in numbers.
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a rank does in one pass.
 
     Attributes:
-        ranks: Of the state that all ranks are in (`Agreements.ranks`).
-        session: Of the balancer's session (`Sessions`).
-        instance: Restarts so far.
-        failures: So far.
-        answers: Those sent by now that may still matter, a bit each.
+        batches: That it has.
+        leaves: After how many batches it leaves its loop; None: at the end.
     """
 
-    ranks: int
-    session: int
-    instance: int
-    failures: int
-    answers: int
+    batches: int
+    leaves: int | None = None
 
 
+Item = tuple[int, State]
+"""Pass, and what is contributed."""
+
+
+@dataclass(slots=True)
+class Rank:
+    """A rank's loop and its two threads.
+
+    Attributes:
+        clock: Of its rounds.
+        pass_index: Which of its programs it is in.
+        pass_number: Of that pass, as the clock has counted it; None before its first submission.
+        submitted: Items of this pass.
+        trained: Rounds whose batches it has trained, of all passes, with what it contributed to each.
+        taken: Of this pass.
+        left: It has left its loop, and waits for the end.
+        queue: Items, and ends of void rounds, that its first thread has not looked at.
+        sent: (number, item) that its second thread has not looked at.
+        in_flight: Items of this pass whose directives the loop has not seen, by submission.
+        arrived: (round, whether it ended the pass), not seen by the loop yet.
+        gathers: Collectives of the first thread: the same one on all ranks is the same round.
+    """
+
+    clock: Clock
+    pass_index: int = 0
+    pass_number: int | None = None
+    submitted: int = 0
+    taken: int = 0
+    left: bool = False
+    trained: tuple[tuple[int, State], ...] = ()
+    queue: tuple[tuple[str, int] | Item, ...] = ()
+    sent: tuple[tuple[int, Item | None], ...] = ()
+    in_flight: tuple[int, ...] = ()
+    arrived: tuple[tuple[int, bool], ...] = ()
+    gathers: int = 0
+
+    def key(self) -> tuple[object, ...]:
+        """What tells states apart."""
+        clock = self.clock
+        return (
+            clock.next_up, clock.done, clock.void_until, clock.pass_number, self.pass_index, self.pass_number,
+            self.submitted, self.taken, self.left, self.trained, self.queue, self.sent, self.in_flight, self.arrived,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
 class World:
-    """The transitions, and what must hold in every state."""
+    """All ranks, and what has passed between them.
 
-    def __init__(self, size: Size, *, symmetric: bool = True) -> None:
-        """Prepares a world; with `symmetric`, states that differ in which rank is which are one."""
-        self.size = size
-        self.sessions = Sessions(ranks=size.ranks, rounds=size.rounds, remembered=size.remembered)
-        self.agreements = Agreements(self.sessions, ranks=size.ranks, rounds=size.rounds, depth=size.depth)
-        self._forgets = size.remembered < size.rounds
-        orders = list(itertools.permutations(range(size.ranks)))
-        self._orders = orders if symmetric else orders[:1]
-        self._bits: dict[Sent, int] = {}
-        self._sent: list[Sent] = []
-        self._masks: dict[tuple[int, tuple[tuple[int, int, Said], ...]], int] = {}
-        self._told: dict[tuple[int, int], tuple[tuple[tuple[int, Said], ...], ...]] = {}
-        self._of_round: dict[tuple[int, int], int] = {}
-        self._renamed: list[dict[int, int]] = [{} for _ in self._orders]
-        self._best_orders: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._key_numbers: dict[Key, int] = {}
-        self._checked: dict[int, dict[tuple[int, int], Said]] = {}
+    Attributes:
+        programs: Of each rank, by pass.
+        ranks: Their states.
+        contributed: By round, what each rank has contributed.
+        directives: By round, what the lead has sent.
+        failures: Rounds that the lead may still fail to plan, so that all ranks raise.
+    """
 
-    def first(self) -> State:
-        """Everything is up, all ranks are about to wait for round 0."""
-        return State(0, self.sessions.fresh(0), 0, 0, 0)
+    programs: tuple[tuple[Program, ...], ...]
+    ranks: list[Rank]
+    decides: Callable[[tuple[State, ...]], Decision]
+    contributed: dict[int, tuple[Item | None, ...]] = field(default_factory=dict)
+    directives: dict[int, Decision] = field(default_factory=dict)
+    decided: dict[int, Decision] = field(default_factory=dict)
+    failures: int = 0
 
-    def ended(self, state: State) -> bool:
-        """Whether the job is over on all ranks."""
-        return self.agreements.ranks[state.ranks].round == self.size.rounds
+    def key(self) -> tuple[object, ...]:
+        """What tells states apart."""
+        return (
+            *(rank.key() for rank in self.ranks), tuple(sorted(self.contributed.items())),
+            tuple((number, one.mode, one.last) for number, one in sorted(self.directives.items())),
+            tuple((number, one.mode, one.last) for number, one in sorted(self.decided.items())), self.failures,
+        )  # fmt: skip
 
-    def successors(self, state: State) -> Iterator[tuple[str, State]]:
-        """Every event that can happen, and what it leads to."""
-        ranks, session, instance, failures, answers = state
-        rank, size = self.agreements.ranks[ranks], self.size
-        for step in self.sessions.steps(session):
-            if not step.fails or failures < size.failures:
-                sent = answers | self._mask(instance, step.answers)
-                yield step.label, State(ranks, step.after, instance, failures + step.fails, sent)
-        if instance < size.restarts:
-            fresh = self.sessions.fresh(rank.round)
-            yield "killed and restarted", State(ranks, fresh, instance + 1, failures, answers)
-        for number in range(0 if self._forgets else rank.round, min(rank.round + size.depth, size.rounds)):
-            if number >= rank.round and not rank.asks[number - rank.round]:
-                continue
-            for at in range(size.ranks):
-                arrival = self.sessions.deliver(session, at, number)
-                if arrival is None:
-                    continue
-                sent = answers | self._mask(instance, arrival.answers)
-                if arrival.after != session or sent != answers:
-                    yield arrival.label, State(ranks, arrival.after, instance, failures, sent)
-        for label, after in self.agreements.after(ranks, self._what_was_told(answers, rank.round)):
-            following = self.agreements.ranks[after].round
-            left = answers if self._forgets else answers & ~self._answers_of_round(answers, rank.round)
-            later = self.sessions.later(session, following)
-            yield f"round {rank.round}: {label}", State(after, later, instance, failures, left)
+    def copy(self) -> World:
+        """One that can go on by itself."""
+        ranks = [replace(rank, clock=copy(rank.clock)) for rank in self.ranks]
+        return replace(
+            self, ranks=ranks, contributed=dict(self.contributed), directives=dict(self.directives),
+            decided=dict(self.decided),
+        )  # fmt: skip
 
-    def check(self, state: State) -> None:
-        """What must hold; that all ranks act alike, and that misses open the breaker, is asserted on the way.
+    @property
+    def over(self) -> bool:
+        """Whether all ranks are through with all of their passes, and nothing is under way."""
+        return all(rank.pass_index == len(self.programs[0]) and not rank.queue and not rank.sent for rank in self.ranks)
 
-        Raises:
-            AssertionError: If it does not.
-        """
-        said = self._checked.get(state.answers)
-        if said is None:
-            said = {}
-            for _, instance, number, decision in self._answers(state.answers):
-                known = said.setdefault((instance, number), decision)
-                assert known == decision, "two decisions of one round"
-            self._checked[state.answers] = said
-        for number, decision in self.sessions.keys[state.session][2]:
-            assert said.get((state.instance, number), decision) == decision, "two decisions of one round"
-        self.sessions.check(state.session)
+    def check(self) -> None:
+        """What must hold in every state."""
+        shortest = min(len(rank.trained) for rank in self.ranks)
+        rounds = {tuple(number for number, _ in rank.trained[:shortest]) for rank in self.ranks}
+        assert len(rounds) == 1, "ranks train different rounds"
+        for rank in self.ranks:
+            assert rank.gathers == rank.clock.next_up, "a rank takes another rank's round for its own"
+        for number, items in self.contributed.items():
+            passes = {item[0] for item in items if item is not None and item[0] >= 0}
+            takes_place = number in self.directives
+            assert not takes_place or len(passes) == 1, f"round {number} is of different passes: {items}"
 
-    def key(self, state: State) -> tuple[int, ...]:
-        """Equal for states that cannot be told apart."""
-        session, orders = self._canonical(state.session)
-        answers = min(self._rename(state.answers, order) for order in orders)
-        return state.ranks, session, state.instance, state.failures, answers
-
-    # ------------------------------------------------------------------ answers as bits
-
-    def _bit(self, sent: Sent) -> int:
-        if sent not in self._bits:
-            self._bits[sent] = len(self._sent)
-            self._sent.append(sent)
-        return 1 << self._bits[sent]
-
-    def _answers(self, mask: int) -> list[Sent]:
-        return [sent for at, sent in enumerate(self._sent) if mask >> at & 1]
-
-    def _mask(self, instance: int, answers: tuple[tuple[int, int, Said], ...]) -> int:
-        if not answers:
-            return 0
-        known = self._masks.get((instance, answers))
-        if known is None:
-            known = 0
-            for rank, number, decision in answers:
-                known |= self._bit((rank, instance, number, decision))
-            self._masks[instance, answers] = known
-        return known
-
-    def _answers_of_round(self, mask: int, number: int) -> int:
-        known = self._of_round.get((mask, number))
-        if known is None:
-            known = sum(1 << self._bits[sent] for sent in self._answers(mask) if sent[2] == number)
-            self._of_round[mask, number] = known
-        return known
-
-    def _what_was_told(self, mask: int, number: int) -> tuple[tuple[tuple[int, Said], ...], ...]:
-        mask = self._answers_of_round(mask, number)
-        known = self._told.get((mask, number))
-        if known is None:
-            sent = sorted(self._answers(mask))
-            known = tuple(tuple((i, said) for to, i, _, said in sent if to == at) for at in range(self.size.ranks))
-            self._told[mask, number] = known
-        return known
-
-    # ------------------------------------------------------------------ which rank is which
-
-    def _canonical(self, session: int) -> tuple[int, tuple[int, ...]]:
-        """The smallest number of the session under other names of the ranks, and the orders that give it."""
-        known = self._best_orders.get(session)
-        if known is None:
-            numbers = [
-                self._key_numbers.setdefault(_rename_key(self.sessions.keys[session], order), len(self._key_numbers))
-                for order in self._orders
-            ]
-            best = min(numbers)
-            known = best, tuple(at for at, number in enumerate(numbers) if number == best)
-            self._best_orders[session] = known
-        return known
-
-    def _rename(self, mask: int, at: int) -> int:
-        known = self._renamed[at].get(mask)
-        if known is None:
-            order, known = self._orders[at], 0
-            for rank, instance, number, decision in self._answers(mask):
-                known |= self._bit((order[rank], instance, number, _rename_said(decision, order)))
-            self._renamed[at][mask] = known
-        return known
+    def successors(self) -> Iterator[tuple[str, World]]:
+        """Every step that some thread can take, and the world after it; one alone where it commutes with all others."""
+        for index, rank in enumerate(self.ranks):
+            if rank.arrived:  # whatever else happens, before or after: the loop sees it, and cannot leave before
+                after = self.copy()
+                _loop(after, index)
+                yield f"loop of rank {index}", after
+                return
+        for index in range(len(self.ranks)):
+            for name, step in (("loop", _loop), ("leave", _leave), ("up", _up), ("down", _down)):
+                after = self.copy()
+                if step(after, index):
+                    yield f"{name} of rank {index}", after
+        if self.failures:
+            pending = [number for number in self.decided if number not in self.directives]
+            for number in pending[:1]:
+                if self.decided[number].mode is not Mode.END:
+                    after = self.copy()
+                    after.failures -= 1
+                    after.decided[number] = Decision(mode=Mode.END, error=RuntimeError("a plan failed"))
+                    yield f"round {number} fails", after
 
 
-def _rename_said(said: Said, order: tuple[int, ...]) -> Said:
-    outcome, what, missing = said
-    return outcome, what, tuple(sorted(order[rank] for rank in missing))
+def _loop(world: World, index: int) -> bool:
+    """The training thread submits, or sees a directive."""
+    rank = world.ranks[index]
+    if rank.pass_index == len(world.programs[index]):
+        return False
+    program = world.programs[index][rank.pass_index]
+    if rank.pass_number is None:
+        rank.pass_number = rank.clock.pass_number
+    if rank.arrived:  # in the order of submission
+        (number, ends), *rest = rank.arrived
+        rank.arrived, rank.in_flight = tuple(rest), rank.in_flight[1:]
+        if ends:
+            rank.pass_index, rank.pass_number = rank.pass_index + 1, None
+            rank.submitted = rank.taken = 0
+            rank.left, rank.in_flight, rank.arrived = False, (), ()
+        else:
+            state = State.DATA if rank.taken < program.batches else State.EXHAUSTED
+            rank.taken += 1
+            rank.trained = (*rank.trained, (number, state))
+        return True
+    if rank.left:
+        return False
+    if len(rank.in_flight) < rank.clock.depth:
+        state = State.DATA if rank.submitted < program.batches else State.EXHAUSTED
+        rank.queue = (*rank.queue, (rank.pass_number, state))
+        rank.in_flight = (*rank.in_flight, rank.submitted)
+        rank.submitted += 1
+        return True
+    return False
 
 
-def _rename_key(key: Key, order: tuple[int, ...]) -> Key:
-    at_round, opened, decided, floor, draining = key
-    return (
-        at_round,
-        tuple(
-            (number, tuple(sorted(order[r] for r in came)), tuple(sorted(order[r] for r in waiting)), partitioning)
-            for number, came, waiting, partitioning in opened
-        ),
-        tuple((number, _rename_said(said, order)) for number, said in decided),
-        floor,
-        draining,
-    )
+def _leave(world: World, index: int) -> bool:
+    """The training thread leaves its loop, at any time from the batch on after which its program says so."""
+    rank = world.ranks[index]
+    if rank.left or rank.pass_index == len(world.programs[index]):
+        return False
+    program = world.programs[index][rank.pass_index]
+    if program.leaves is None or rank.taken < program.leaves or rank.arrived:
+        return False
+    if rank.pass_number is None:
+        rank.pass_number = rank.clock.pass_number
+    rank.left = True
+    rank.queue = (*rank.queue, (rank.pass_number, State.LEFT))
+    rank.in_flight = (*rank.in_flight, rank.submitted)
+    return True
+
+
+def _up(world: World, index: int) -> bool:
+    """The thread that contributes; the lead's waits for all others."""
+    rank = world.ranks[index]
+    if not rank.queue:
+        return False
+    head, *rest = rank.queue
+    if head[0] == UNTIL:
+        if rank.clock.next_up >= head[1]:
+            rank.queue = tuple(rest)
+            return True
+        return _contribute(world, index, None)
+    if rank.clock.is_over(head[0]):
+        rank.queue, rank.arrived = tuple(rest), _arrived(rank, head, -1, ends=True)
+        return True
+    if not rank.clock.is_free or not _contribute(world, index, head):
+        return False
+    rank.queue = tuple(rest)
+    return True
+
+
+def _contribute(world: World, index: int, item: Item | None) -> bool:
+    rank, number = world.ranks[index], world.ranks[index].clock.next_up
+    items = list(world.contributed.get(number, (None,) * len(world.ranks)))
+    if index == 0 and None in items[1:]:
+        return False  # the gather ends at the lead when all are there
+    items[index] = item if item is not None else (-1, State.NOTHING)
+    world.contributed[number] = tuple(items)
+    rank.clock.contributed()
+    rank.gathers += 1
+    rank.sent = (*rank.sent, (number, item))
+    if index == 0 and rank.clock.takes_place(number):
+        world.decided[number] = world.decides(tuple(one[1] for one in items if one is not None))
+    return True
+
+
+def _down(world: World, index: int) -> bool:
+    """The thread that follows directives; the lead's sends them."""
+    rank = world.ranks[index]
+    if not rank.sent:
+        return False
+    (number, item), *rest = rank.sent
+    if not rank.clock.takes_place(number):
+        rank.sent = tuple(rest)
+        if item is not None:
+            rank.arrived = _arrived(rank, item, number, ends=True)
+        return True
+    if index == 0:
+        world.directives[number] = world.decided[number]
+    if number not in world.directives:
+        return False
+    decision, rank.sent = world.directives[number], tuple(rest)
+    rank.clock.directed(number, ends=decision.ends)
+    if decision.ends:
+        rank.queue = (*rank.queue, (UNTIL, rank.clock.void_until))
+    if item is not None:
+        rank.arrived = _arrived(rank, item, number, ends=decision.mode is Mode.END)
+    return True
+
+
+def _arrived(rank: Rank, item: Item, number: int, *, ends: bool) -> tuple[tuple[int, bool], ...]:
+    """What the loop is to see; of a pass that it is no longer in, nothing."""
+    return (*rank.arrived, (number, ends)) if item[0] == rank.pass_number else rank.arrived
+
+
+@cache
+def really(states: tuple[State, ...]) -> Decision:
+    """What the real `decide` makes of ranks in such states, each with a sample where it has data."""
+    samples = RankSamples(costs=np.array([7]), lengths=np.array([[3]]), sizes=np.array([3]), batch_sizes=(1,))
+    said = [
+        Contribution(state=state, samples=samples, schema=1) if state is State.DATA else Contribution(state=state)
+        for state in states
+    ]
+    return decide(Contributions.of(said), Rules(name="train"))
+
+
+class ViolationError(AssertionError):
+    """Something that must hold does not; the message has the events that lead there."""
+
+
+def explore(
+    programs: tuple[tuple[Program, ...], ...],
+    *,
+    depth: int,
+    failures: int = 0,
+    clock: type[Clock] = Clock,
+    decides: Callable[[tuple[State, ...]], Decision] = really,
+) -> tuple[int, int]:
+    """Visits every state that a world can reach; returns how many, and how many steps there were.
+
+    Args:
+        programs: Of each rank, by pass.
+        depth: Rounds under way at most.
+        failures: Rounds that the lead fails to plan, anywhere.
+        clock: The rules of rounds, or broken ones.
+        decides: The rules of decisions, or broken ones.
+
+    Raises:
+        ViolationError: If an invariant fails, or nothing can happen although the job is not over.
+    """
+    first = World(programs, [Rank(clock(depth)) for _ in programs], decides, failures=failures)
+    seen = {first.key()}
+    came: list[tuple[int, str]] = [(0, "")]
+    stack: list[tuple[int, World]] = [(0, first)]
+    steps = 0
+    while stack:
+        number, world = stack.pop()
+        try:
+            world.check()
+            moves = 0
+            for event, after in world.successors():
+                moves += 1
+                key = after.key()
+                if key not in seen:
+                    seen.add(key)
+                    stack.append((len(came), after))
+                    came.append((number, event))
+            assert moves or world.over, "nothing can happen, and the job is not over"
+            steps += moves
+        except AssertionError as error:
+            path = [str(error)]
+            while number:
+                number, event = came[number]
+                path.append(event)
+            raise ViolationError("\n after ".join(path)) from error
+    return len(seen), steps

@@ -6,7 +6,6 @@ import datetime
 import signal
 import socket
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -15,13 +14,12 @@ import trustme
 from benchmarks.harness import zygote
 from benchmarks.harness.authorities import write_certificate
 from benchmarks.harness.balancer_process import running_balancer, until_logged
-from evenkeel.protocol import balancer_pb2 as pb
-from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.balancer.settings import Settings as BalancerSettings
 from services.operations.settings import ServiceSettings, load
 from services.planner.settings import Settings as PlannerSettings
 from services.security.tokens import TokenStore
 from services.security.transport import Transport
+from tests.services.balancer.calls import Lead
 
 
 @pytest.mark.parametrize(
@@ -44,8 +42,7 @@ def test_wrong_variables_are_named_with_what_to_do(prefix: str, kind: type[Servi
 def test_ipv6_addresses_are_listened_on_as_they_are_written() -> None:
     with running_balancer("--host", "::1", "--metrics-host", "::1", "--metrics-port", "0") as balancer:
         with grpc.insecure_channel(f"[::1]:{balancer.port}") as channel:
-            stub: Any = pb_grpc.BalancerServiceStub(channel)  # type: ignore[no-untyped-call]
-            assert stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60).protocol_versions == [1]
+            assert Lead(channel).info().instance
         metrics = int(until_logged(balancer, '"metrics_port": ').split('"metrics_port": ')[1].split(",")[0])
         socket.create_connection(("::1", metrics), timeout=60).close()
 
@@ -89,6 +86,5 @@ def test_sighup_changes_nothing_and_says_so() -> None:
         until_logged(balancer, "SIGHUP changes nothing")
         until_logged(balancer, "certificates and tokens are followed by themselves")
         with grpc.insecure_channel(balancer.address) as channel:
-            stub: Any = pb_grpc.BalancerServiceStub(channel)  # type: ignore[no-untyped-call]
-            assert not stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60).draining
+            assert not Lead(channel).info().draining
         assert balancer.stop() == 0

@@ -24,8 +24,8 @@ class PieceGroup:
 
         Args:
             process_group: The data-parallel ranks; default: all. Without `torch.distributed` there is one rank.
-            max_ctas: Blocks of the GPU that NCCL takes at most. More of them send faster, and are kept from the own
-                attention of a rank that waits for another.
+            max_ctas: Blocks of the GPU that NCCL takes at most. More of them send faster, and are kept from the
+                attention that a rank computes while it waits for another.
 
         Raises:
             ValueError: If `max_ctas` is no positive number.
@@ -38,7 +38,7 @@ class PieceGroup:
         if dist.is_available() and dist.is_initialized():
             self._rank, self._num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self._num_ranks > 1:
-                self._group, self._nodes = _connected(process_group, max_ctas)
+                self._group, self._nodes = _connect(process_group, max_ctas)
 
     def pieces(self, samples: Sequence[SplitSample], *, contextual: bool = True) -> Pieces | None:
         """What this rank does in a step. Nothing is sent; every rank passes the same samples.
@@ -64,7 +64,7 @@ class PieceGroup:
         return Pieces(samples, self._rank, self._group, self._nodes)
 
 
-def _connected(parent: dist.ProcessGroup | None, max_ctas: int) -> tuple[dist.ProcessGroup, list[int]]:
+def _connect(parent: dist.ProcessGroup | None, max_ctas: int) -> tuple[dist.ProcessGroup, list[int]]:
     """A communicator of the same ranks, and the node of each, as a number. Collective."""
     whole = parent if parent is not None else dist.group.WORLD
     assert whole is not None

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from trainer_client.attention.exchange import Exchange, anchor, give_back, start, wait
+from trainer_client.attention.exchange import Exchange, anchor, send_results, start, wait
 from trainer_client.attention.pieces import Blocks, Pieces, Rows
 
 Attended: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -47,8 +47,9 @@ def attend_over_pieces(
             and `other` returns logarithms of sums and the other does not, or their shape or gradient is missing.
     """
     if pieces is None:
-        return _sums(own(query, key, value))
-    result: Tensor = apart(_attend, query, key, value, offsets, pieces, own, other)
+        attended = own(query, key, value)
+        return attended if isinstance(attended, Tensor) else attended[0]
+    result: Tensor = untraced(_attend, query, key, value, offsets, pieces, own, other)
     return result
 
 
@@ -56,15 +57,15 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-apart: Callable[..., Any] = _call
+untraced: Callable[..., Any] = _call
 """Calls a function outside of what torch.compile traces."""
 
 
 def prepare() -> None:
-    """Makes `apart` ready; not when this module is imported, since the compiler takes long to import."""
-    global apart  # noqa: PLW0603
-    if apart is _call:
-        apart = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+    """Makes `untraced` ready; not when this module is imported, since the compiler takes long to import."""
+    global untraced  # noqa: PLW0603
+    if untraced is _call:
+        untraced = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
 
 def _attend(
@@ -76,16 +77,14 @@ def _attend(
     own: Callable[[Tensor, Tensor, Tensor], Attended],
     other: Callable[[Tensor, Tensor, Tensor, Blocks], Attended],
 ) -> Tensor:
-    exchange = Exchange(pieces)
     rows = pieces.rows(offsets)
-    queries, keys, values = (tensor.index_select(0, rows) for tensor in (query, key, value))
-    token, *arriving = start(exchange, queries, keys, values)
-    attended = own(query, key, value)
+    keys, values, queries = (tensor.index_select(0, rows) for tensor in (key, value, query))
+    exchange = Exchange(pieces, keys[:0], values[:0], queries[:0])
+    token, *arriving = start(exchange, keys, values, queries)
+    whole = _checked("own", own(query, key, value))
     token, arrived_keys, arrived_values, arrived_queries = wait(exchange, token, *arriving)
-
-    whole = _checked("own", attended)
-    pieced = [part.index_select(0, rows) for part in whole]
-    found = [part.new_empty(0, *part.shape[1:]) for part in whole]
+    local = [part.index_select(0, rows) for part in whole]
+    results = [part.new_empty(0, *part.shape[1:]) for part in whole]
     blocks = pieces.blocks(query.device)
     if blocks is not None:
         attended = other(
@@ -94,44 +93,42 @@ def _attend(
             pieces.keys_of(values, arrived_values),
             blocks,
         )
-        found = _checked("other", attended)
-        if len(found) != len(whole):
-            raise ValueError(
-                f"own returns {_named(whole)}, other {_named(found)}; let both return a tensor, or both a pair"
-            )
-    returned = [part.narrow(0, 0, 0) for part in found]
-    if pieces.partials.leaving or pieces.partials.arriving:
-        token, *returned = give_back(exchange, token, *found)
-    merged = _merged(pieces, pieced, found, returned)
+        results = _checked("other", attended)
+        if len(results) != len(whole):
+            kinds = ["a tensor" if len(parts) == 1 else "a pair" for parts in (whole, results)]
+            raise ValueError(f"own returns {kinds[0]}, other {kinds[1]}; let both return a tensor, or both a pair")
+    returned = [part.narrow(0, 0, 0) for part in results]
+    if pieces.returned.leaving or pieces.returned.arriving:
+        token, *returned = send_results(exchange, token, *results)
+    merged = _merged(pieces, local, results, returned)
     result: Tensor = whole[0].index_copy(0, rows, anchor(merged.to(whole[0].dtype), token))
     return result
 
 
-def _merged(pieces: Pieces, own: list[Tensor], found: list[Tensor], returned: list[Tensor]) -> Tensor:
-    """The rows of own pieces, with what they see elsewhere."""
+def _merged(pieces: Pieces, local: list[Tensor], results: list[Tensor], returned: list[Tensor]) -> Tensor:
+    """The rows of this rank's pieces, with what they see elsewhere."""
 
     def part(rows: Rows, of: list[Tensor]) -> list[Tensor]:
         return [tensor.narrow(0, rows.begin, rows.size) for tensor in of]
 
-    seeing = pieces.num_seeing
-    stretches = [_merge([part(Rows(False, 0, seeing), own), part(Rows(False, 0, seeing), found)])] if seeing else []
-    done = seeing
-    for begin, size, answers in sorted(pieces.merged, key=lambda each: each[0]):
-        stretches.append(own[0].narrow(0, done, begin - done))
-        known = [part(rows, returned if rows.arrived else found) for rows in answers]
-        stretches.append(_merge([part(Rows(False, begin, size), own), *known]))
+    done = pieces.num_seeing
+    seeing = Rows(False, 0, done)
+    stretches = [_merge([part(seeing, local), part(seeing, results)])] if done else []
+    for begin, size, elsewhere in pieces.merges:
+        stretches.append(local[0].narrow(0, done, begin - done))
+        found = [part(rows, returned if rows.arrived else results) for rows in elsewhere]
+        stretches.append(_merge([part(Rows(False, begin, size), local), *found]))
         done = begin + size
-    stretches.append(own[0].narrow(0, done, pieces.num_rows - done))
+    stretches.append(local[0].narrow(0, done, pieces.num_rows - done))
     return torch.cat(stretches)
 
 
 def _merge(parts: Sequence[list[Tensor]]) -> Tensor:
-    """What the same queries found among different keys, as one: by sums, or by the logarithms of softmaxes' sums."""
-    if len(parts[0]) == 1:
-        return torch.stack([sums for (sums,) in parts]).sum(0).to(parts[0][0].dtype)  # autocast sums in float32
-    logs = torch.stack([log for _, log in parts])
-    weights = torch.softmax(logs, 0).unsqueeze(-1)
-    return (torch.stack([sums for sums, _ in parts]) * weights).sum(0).to(parts[0][0].dtype)
+    """Results of the same queries over different keys, as one: by sums, or by the logarithms of softmaxes' sums."""
+    sums = torch.stack([part[0] for part in parts])
+    if len(parts[0]) == 2:
+        sums = sums * torch.softmax(torch.stack([logs for _, logs in parts]), 0).unsqueeze(-1)
+    return sums.sum(0).to(parts[0][0].dtype)  # autocast sums in float32
 
 
 def _checked(name: str, attended: Attended) -> list[Tensor]:
@@ -149,11 +146,3 @@ def _checked(name: str, attended: Attended) -> list[Tensor]:
             "computes it, as flex_attention does with return_lse=True"
         )
     return [sums, logs]
-
-
-def _sums(attended: Attended) -> Tensor:
-    return attended if isinstance(attended, Tensor) else attended[0]
-
-
-def _named(parts: list[Tensor]) -> str:
-    return "a tensor" if len(parts) == 1 else "a pair"

@@ -8,32 +8,55 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from evenkeel.partitioning.splits import SplitSample
+from evenkeel.partitioning.splits import Piece, SplitSample
 
 
 class Route(NamedTuple):
-    """Rows that travel between this rank and another in each attention.
+    """Consecutive rows of a tensor that travel to another rank, or arrive from it.
 
     Attributes:
         peer: The other rank, in the group.
-        begin: The first row: of what is passed on or arrives among all rows that arrive, else among own pieces' rows.
+        part: Which tensor, in the order in which an exchange names them.
+        begin: The first row.
         size: Rows.
-        tag: Tells a pair of ranks their routes apart.
     """
 
     peer: int
+    part: int
     begin: int
     size: int
-    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What leaves this rank and what arrives at one time; a pair of ranks lists its routes in the same order."""
+
+    leaving: list[Route] = field(default_factory=list)
+    arriving: list[Route] = field(default_factory=list)
+
+    def add(
+        self, rank: int, source: int, target: int, parts: Sequence[int], size: int, begin: int, arrive_at: int
+    ) -> None:
+        """Adds rows of some tensors that go from one rank to another, if `rank` is one of the two."""
+        for part in parts:
+            if rank == source:
+                self.leaving.append(Route(target, part, begin, size))
+            if rank == target:
+                self.arriving.append(Route(source, part, arrive_at, size))
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of own pieces, or of those that have arrived."""
+    """Consecutive rows of this rank's pieces, or of those that have arrived."""
 
     arrived: bool
     begin: int
     size: int
+
+    def of(self, local: Tensor, arrived: Tensor) -> Tensor:
+        """These rows of one of the two."""
+        return (arrived if self.arrived else local).narrow(0, self.begin, self.size)
 
 
 class Block(NamedTuple):
@@ -58,45 +81,20 @@ class Blocks:
         max_keys: Of a block.
     """
 
-    query_offsets: torch.Tensor
-    key_offsets: torch.Tensor
-    query_begins: torch.Tensor
-    key_begins: torch.Tensor
+    query_offsets: Tensor
+    key_offsets: Tensor
+    query_begins: Tensor
+    key_begins: Tensor
     max_queries: int
     max_keys: int
 
 
-@dataclass(slots=True)
-class Routes:
-    """What leaves and what arrives in each attention.
+class Merge(NamedTuple):
+    """Rows of a sample's contextual queries, and where the results of its later pieces are."""
 
-    Attributes:
-        leaving: Rows that leave.
-        arriving: Rows that arrive.
-        num_arriving: Rows that there must be room for.
-    """
-
-    leaving: list[Route] = field(default_factory=list)
-    arriving: list[Route] = field(default_factory=list)
-    num_arriving: int = 0
-
-    def take(self, count: int) -> Rows:
-        """Room for rows that arrive."""
-        self.num_arriving += count
-        return Rows(True, self.num_arriving - count, count)
-
-    def add(self, rank: int, source: Route, target: Route) -> None:
-        """Notes rows that go from one rank to another, of which each is the other's peer."""
-        if rank == target.peer:
-            self.leaving.append(source)
-        if rank == source.peer:
-            self.arriving.append(target)
-
-    def note(self, rank: int, source: int, target: int, begin: int, count: int, tag: int) -> Rows | None:
-        """Notes rows that go from one rank to another; where they arrive, if they do here."""
-        rows = self.take(count) if rank == target else None
-        self.add(rank, Route(target, begin, count, tag), Route(source, rows.begin if rows else 0, count, tag))
-        return rows
+    begin: int
+    size: int
+    results: list[Rows]
 
 
 class Pieces:
@@ -104,10 +102,15 @@ class Pieces:
 
     Attributes:
         group: The communicator.
-        keys: Rows of keys and values that travel from where they are.
-        passed_on: Those that arrived and travel on, to other ranks of this node.
-        contexts: Rows of contextual queries that travel to later pieces.
-        partials: Rows that these queries get back from there.
+        shares: Keys (part 0), values (1) and contextual queries (2) that travel from the pieces' ranks.
+        relayed: Keys and values that arrived and travel on, to other ranks of this node.
+        returned: Results of contextual queries, which travel to where the queries came from.
+        num_keys: Rows of keys and values that arrive.
+        num_contexts: Rows of contextual queries that arrive.
+        num_returned: Rows of results that arrive.
+        num_rows: Rows of this rank's pieces.
+        num_seeing: The first of them, which see earlier pieces.
+        merges: Of the samples whose context is here.
         num_candidates: Most of a split sample.
         num_context: Most of a split sample.
         own: The samples that this rank's pieces are of, and the pieces.
@@ -120,128 +123,125 @@ class Pieces:
         self.group = group
         self.num_candidates = max(sample.num_candidates for sample in samples)
         self.num_context = max(sample.num_context for sample in samples)
-        self.keys, self.passed_on, self.contexts, self.partials = Routes(), Routes(), Routes(), Routes()
-        self._own = [
+        self.shares, self.relayed, self.returned = Phase(), Phase(), Phase()
+        self.num_keys = self.num_contexts = self.num_returned = self.num_rows = 0
+        local = [
             (which, number)
             for which, sample in enumerate(samples)
             for number, piece in enumerate(sample.pieces)
             if piece.rank == rank
         ]
         # Pieces that see earlier ones come first, so that what is merged into them is one stretch.
-        self._own.sort(key=lambda own: not _num_earlier(samples[own[0]], own[1]))
-        self._pieces = [samples[which].pieces[number] for which, number in self._own]
-        self.own = [samples[which] for which, _ in self._own], self._pieces
-        begins, begin = {}, 0
-        for own, piece in zip(self._own, self._pieces, strict=True):
-            begins[own] = begin
-            begin += len(piece)
-        self.num_rows = begin
-        self._arrived: dict[tuple[int, int], Rows] = {}
+        local.sort(key=lambda each: not any(map(samples[each[0]].num_keys, range(each[1]))))
+        self.own: tuple[list[SplitSample], list[Piece]] = [], []
+        begins: dict[tuple[int, int], int] = {}
+        for which, number in local:
+            piece = samples[which].pieces[number]
+            self.own[0].append(samples[which])
+            self.own[1].append(piece)
+            begins[which, number] = self.num_rows
+            self.num_rows += len(piece)
+        arrived = self._route_keys(samples, rank, begins, nodes)
         self._blocks: list[Block] = []
-        # By sample whose context is here: its begin, its size, and where what later pieces know of it comes from.
-        self.merged: list[tuple[int, int, list[Rows]]] = []
-        self._route(samples, rank, begins, nodes)
+        for which, number in local:
+            sample, piece = samples[which], samples[which].pieces[number]
+            keys = tuple(
+                arrived.get((which, earlier), Rows(False, begins.get((which, earlier), 0), count))
+                for earlier in range(number)
+                if (count := sample.num_keys(earlier))
+            )
+            if keys:
+                self._blocks.append(Block(Rows(False, begins[which, number], len(piece)), keys, piece.begin, 0))
         self.num_seeing = sum(block.queries.size for block in self._blocks)
-        self._blocks += self._context_blocks(samples, rank, begins)
+        self.merges: list[Merge] = []
+        self._route_contexts(samples, rank, begins)
         self._on: dict[torch.device, Blocks] = {}
-        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None
 
-    def _route(
+    def _route_keys(
         self, samples: Sequence[SplitSample], rank: int, begins: dict[tuple[int, int], int], nodes: Sequence[int]
-    ) -> None:
-        """Keys go to each node once, an equal share to each of its ranks, which passes it on to the others there."""
-        tag = 0
+    ) -> dict[tuple[int, int], Rows]:
+        """Keys go to each node once, an equal share to each of its ranks, which passes it on to the others there.
+
+        Returns:
+            Where pieces of other ranks arrive, by sample and number.
+        """
+        arrived: dict[tuple[int, int], Rows] = {}
         for which, sample in enumerate(samples):
             for number, piece in enumerate(sample.pieces):
                 later = sorted({other.rank for other in sample.pieces[number + 1 :]} - {piece.rank})
-                count, begin, room = sample.num_keys(number), begins.get((which, number), 0), 0
+                count, begin, room = sample.num_keys(number), begins.get((which, number), 0), self.num_keys
                 if count and rank in later:
-                    self._arrived[which, number] = self.keys.take(count)
-                    room = self._arrived[which, number].begin
+                    arrived[which, number] = Rows(True, room, count)
+                    self.num_keys += count
                 for node in sorted({nodes[target] for target in later}):
                     targets = [target for target in later if nodes[target] == node]
                     ends = [count * share // len(targets) for share in range(len(targets) + 1)]
                     for relay, first, end in zip(targets, ends, ends[1:], strict=False):
                         for target in targets if first < end else ():
-                            arrives = Route(relay, room + first, end - first, tag)
+                            at, size = room + first, end - first
                             if target == relay:
-                                leaves = Route(target, begin + first, end - first, tag)
-                                self.keys.add(rank, leaves, arrives._replace(peer=piece.rank))
+                                self.shares.add(rank, piece.rank, target, (0, 1), size, begin + first, at)
                             else:
-                                self.passed_on.add(rank, arrives._replace(peer=target), arrives)
-                            tag += 1
-        for which, number in self._own:
-            sample, begin = samples[which], begins[which, number]
-            keys = tuple(
-                self._arrived.get((which, earlier), Rows(False, begins.get((which, earlier), 0), count))
-                for earlier in range(number)
-                if (count := sample.num_keys(earlier))
-            )
-            if keys:
-                piece = sample.pieces[number]
-                self._blocks.append(Block(Rows(False, begin, len(piece)), keys, piece.begin, 0))
+                                self.relayed.add(rank, relay, target, (0, 1), size, at, at)
+        return arrived
 
-    def _context_blocks(
-        self, samples: Sequence[SplitSample], rank: int, begins: dict[tuple[int, int], int]
-    ) -> list[Block]:
+    def _route_contexts(self, samples: Sequence[SplitSample], rank: int, begins: dict[tuple[int, int], int]) -> None:
         """Contextual queries over the history of later pieces: the few queries travel, not the many keys."""
-        blocks: list[Block] = []
-        tag, done = 0, self.num_seeing
+        done = self.num_seeing
         for which, sample in enumerate(samples):
             later = [number for number in range(1, len(sample.pieces)) if sample.num_keys(number)]
-            first, size = sample.pieces[0].rank, sample.num_context
+            first, size, begin = sample.pieces[0].rank, sample.num_context, begins.get((which, 0), 0)
             if not size or not later:
                 continue
-            at_home = Rows(False, begins.get((which, 0), 0), size)
-            queries = {first: at_home}
+            queries = Rows(False, begin, size)
             for target in sorted({sample.pieces[number].rank for number in later} - {first}):
-                rows = self.contexts.note(rank, first, target, at_home.begin, size, tag)
-                queries[target] = rows or at_home
-                tag += 1
-            answers = []
+                self.shares.add(rank, first, target, (2,), size, begin, self.num_contexts)
+                if rank == target:
+                    queries = Rows(True, self.num_contexts, size)
+                    self.num_contexts += size
+            results = []
             for number in later:
                 piece = sample.pieces[number]
                 if piece.rank == rank:
                     keys = Rows(False, begins[which, number], sample.num_keys(number))
-                    blocks.append(Block(queries[rank], (keys,), 0, piece.begin))
-                answer: Rows | None = Rows(False, done, size)
+                    self._blocks.append(Block(queries, (keys,), 0, piece.begin))
+                result = Rows(False, done, size)
                 if piece.rank != first:
-                    answer = self.partials.note(rank, piece.rank, first, done, size, tag)
-                    tag += 1
-                if piece.rank == rank:
-                    done += size
-                answers.append(answer)
+                    self.returned.add(rank, piece.rank, first, (0, 1), size, done, self.num_returned)
+                    if rank == first:
+                        result = Rows(True, self.num_returned, size)
+                        self.num_returned += size
+                results.append(result)
+                done += size if piece.rank == rank else 0
             if first == rank:
-                self.merged.append((at_home.begin, size, [answer for answer in answers if answer is not None]))
-        return blocks
+                self.merges.append(Merge(begin, size, results))
+        self.merges.sort()
 
-    def preceding(self, num_sequences: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    def preceding(self, num_sequences: int, device: torch.device | str = "cpu") -> Tensor:
         """(num_sequences,) int64, how many positions of its sample come before each sequence of this rank's batch.
 
         Raises:
             ValueError: If a piece is a sequence beyond `num_sequences`.
         """
         result = torch.zeros(num_sequences, dtype=torch.int64)
-        for piece in self._pieces:
+        for piece in self.own[1]:
             if piece.sequence >= num_sequences:
                 raise ValueError(f"a piece is sequence {piece.sequence} of {num_sequences}; pass all of the batch")
             result[piece.sequence] = piece.begin
         return _to(result, torch.device(device))
 
-    def beginnings(self, num_sequences: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    def beginnings(self, num_sequences: int, device: torch.device | str = "cpu") -> Tensor:
         """(k,) int64, which sequences of this rank's batch have the first position of their sample."""
-        later = {piece.sequence for piece in self._pieces if piece.begin}
-        found = torch.tensor([number for number in range(num_sequences) if number not in later], dtype=torch.int64)
-        return _to(found, torch.device(device))
+        return _all_but({piece.sequence for piece in self.own[1] if piece.begin}, num_sequences, device)
 
-    def endings(self, num_sequences: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    def endings(self, num_sequences: int, device: torch.device | str = "cpu") -> Tensor:
         """(k,) int64, which sequences of this rank's batch have the last position of their sample."""
         earlier = {piece.sequence for sample, piece in zip(*self.own, strict=True) if piece.end < sample.pieces[-1].end}
-        found = torch.tensor([number for number in range(num_sequences) if number not in earlier], dtype=torch.int64)
-        return _to(found, torch.device(device))
+        return _all_but(earlier, num_sequences, device)
 
-    def rows(self, offsets: torch.Tensor) -> torch.Tensor:
-        """(rows,) int64, where the rows of own pieces are; those of pieces that see earlier ones first.
+    def rows(self, offsets: Tensor) -> Tensor:
+        """(rows,) int64, where the rows of this rank's pieces are; those of pieces that see earlier ones first.
 
         Raises:
             ValueError: If a piece does not have as many rows as positions. On a GPU, which is not waited for, the
@@ -251,27 +251,25 @@ class Pieces:
             return self._rows[1]
         if offsets.device.type == "cpu":
             self._check(offsets)
-        counts = torch.tensor([len(piece) for piece in self._pieces])
-        table = torch.stack(
-            [torch.tensor([piece.sequence for piece in self._pieces]), counts.cumsum(0) - counts, counts]
-        )
-        sequences, before, counts = _to(table, offsets.device)
+        counts = torch.tensor([len(piece) for piece in self.own[1]])
+        numbers = torch.tensor([piece.sequence for piece in self.own[1]])
+        sequences, before, counts = _to(torch.stack([numbers, counts.cumsum(0) - counts, counts]), offsets.device)
         if offsets.device.type == "cuda":
-            held = offsets[sequences + 1] - offsets[sequences]
-            torch._assert_async((held == counts).all(), "a piece does not have as many rows as positions")
+            actual = offsets[sequences + 1] - offsets[sequences]
+            torch._assert_async((actual == counts).all(), "a piece does not have as many rows as positions")
         shift = torch.repeat_interleave(offsets[sequences].long() - before, counts, output_size=self.num_rows)
         rows = torch.arange(self.num_rows, device=offsets.device) + shift
         self._rows = offsets, rows
         return rows
 
-    def _check(self, offsets: torch.Tensor) -> None:
-        for piece in self._pieces:
+    def _check(self, offsets: Tensor) -> None:
+        for piece in self.own[1]:
             if piece.sequence + 1 >= offsets.shape[0]:
                 raise ValueError(f"a piece is sequence {piece.sequence}, but offsets are of {offsets.shape[0] - 1}")
-            held = int(offsets[piece.sequence + 1]) - int(offsets[piece.sequence])
-            if held != len(piece):
+            actual = int(offsets[piece.sequence + 1]) - int(offsets[piece.sequence])
+            if actual != len(piece):
                 raise ValueError(
-                    f"sequence {piece.sequence} has {held} rows, but its piece has positions {piece.begin} to "
+                    f"sequence {piece.sequence} has {actual} rows, but its piece has positions {piece.begin} to "
                     f"{piece.end} of its sample; give pieces in positions of the model's sequences"
                 )
 
@@ -297,41 +295,35 @@ class Pieces:
             )
         return self._on[device]
 
-    def queries_of(self, own: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    def queries_of(self, local: Tensor, arrived: Tensor) -> Tensor:
         """The blocks' queries, packed."""
-        return _pack(own, arrived, [block.queries for block in self._blocks])
+        return _pack([block.queries.of(local, arrived) for block in self._blocks])
 
-    def keys_of(self, own: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    def keys_of(self, local: Tensor, arrived: Tensor) -> Tensor:
         """The blocks' keys or values, packed."""
-        return _pack(own, arrived, [rows for block in self._blocks for rows in block.keys])
+        return _pack([rows.of(local, arrived) for block in self._blocks for rows in block.keys])
 
-    def apart(self, packed: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Gradients of what `keys_of` packed, as those of own rows, None if there are none, and of what arrived."""
-        count = self.keys.num_arriving
-        places = [rows for block in self._blocks for rows in block.keys]
-        if len(places) == 1 and places[0].arrived and places[0].size == count:
+    def unpack_keys(self, packed: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Gradients of what `keys_of` packed: of this rank's rows, None if there are none, and of what arrived."""
+        stretches = [rows for block in self._blocks for rows in block.keys]
+        if stretches == [Rows(True, 0, self.num_keys)]:
             return None, packed
-        arrived, own = packed.new_zeros(count, *packed.shape[1:]), None
-        begin = 0
-        for rows in places:
-            if not rows.arrived and own is None:
-                own = packed.new_zeros(self.num_rows, *packed.shape[1:])
-            total = arrived if rows.arrived else own
-            assert total is not None
-            total.narrow(0, rows.begin, rows.size).add_(packed.narrow(0, begin, rows.size))
-            begin += rows.size
-        return own, arrived
+        local = packed.new_zeros(self.num_rows, *packed.shape[1:])
+        arrived = packed.new_zeros(self.num_keys, *packed.shape[1:])
+        for rows, gradient in zip(stretches, packed.split([rows.size for rows in stretches]), strict=True):  # type: ignore[no-untyped-call]
+            rows.of(local, arrived).add_(gradient)
+        return (None if all(rows.arrived for rows in stretches) else local), arrived
 
 
-def _num_earlier(sample: SplitSample, number: int) -> int:
-    return sum(map(sample.num_keys, range(number)))
+def _all_but(sequences: set[int], num_sequences: int, device: torch.device | str) -> Tensor:
+    others = [number for number in range(num_sequences) if number not in sequences]
+    return _to(torch.tensor(others, dtype=torch.int64), torch.device(device))
 
 
-def _pack(own: torch.Tensor, arrived: torch.Tensor, rows: list[Rows]) -> torch.Tensor:
-    parts = [(arrived if each.arrived else own).narrow(0, each.begin, each.size) for each in rows]
+def _pack(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _to(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _to(table: Tensor, device: torch.device) -> Tensor:
     """A small table of the host on a device, which the host does not wait for."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -10,25 +10,16 @@ from torch import Tensor
 
 from trainer_client.attention.pieces import Blocks
 
-
-class _Shape(NamedTuple):
-    """How a call is laid out: rows and columns of a block, warps, and blocks that are loaded ahead."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-_WIDE = 128  # width of a head from which blocks are smaller, so that they fit in registers and shared memory
-# By whether heads are wide, and whether numbers are of 32 bits.
+# Rows and columns of a block, warps, and blocks that are loaded ahead, by whether heads are wide, so that blocks must
+# be smaller to fit in registers and shared memory, and whether numbers are of 32 bits.
+_WIDE = 128
 _SHAPES = {
-    (False, False): _Shape(64, 64, 4, 3), (True, False): _Shape(64, 64, 8, 2),
-    (False, True): _Shape(64, 32, 4, 2), (True, True): _Shape(32, 32, 4, 1),
+    (False, False): (64, 64, 4, 3), (True, False): (64, 64, 8, 2), (False, True): (64, 32, 4, 2),
+    (True, True): (32, 32, 4, 1),
 }  # fmt: skip
 _SHAPES_BACK = {
-    (False, False): _Shape(64, 64, 4, 2), (True, False): _Shape(32, 64, 8, 2),
-    (False, True): _Shape(32, 32, 4, 1), (True, True): _Shape(16, 32, 4, 1),
+    (False, False): (64, 64, 4, 2), (True, False): (32, 64, 8, 2), (False, True): (32, 32, 4, 1),
+    (True, True): (16, 32, 4, 1),
 }  # fmt: skip
 
 
@@ -72,16 +63,9 @@ class PointwiseSilu:
         return self._attend(query, key, value, *offsets, None, blocks.max_queries, blocks.max_keys)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_offsets: Tensor,
-        key_offsets: Tensor,
-        candidates: Tensor | None,
-        max_queries: int,
-        max_keys: int,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, query_offsets: Tensor, key_offsets: Tensor,
+        candidates: Tensor | None, max_queries: int, max_keys: int,
+    ) -> Tensor:  # fmt: skip
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         call = _Call(candidates is not None, scale, self.divisor, max_queries, max_keys)
         tables = query_offsets, key_offsets, query_offsets if candidates is None else candidates
@@ -98,40 +82,32 @@ class _Call(NamedTuple):
     max_queries: int
     max_keys: int
 
-    def options(self, query: Tensor, value: Tensor, shape: _Shape) -> dict[str, Any]:
-        dim, value_dim = query.shape[2], value.shape[2]
+    def options(self, query: Tensor, value: Tensor, shapes: dict[tuple[bool, bool], Any]) -> dict[str, Any]:
+        dim, value_dim, single = query.shape[2], value.shape[2], query.dtype.itemsize > 2
+        rows, columns, warps, stages = shapes[max(dim, value_dim) > _WIDE, single]
         return {
             "dim": dim, "value_dim": value_dim, "room": _room(dim), "value_room": _room(value_dim),
-            "causal": self.causal, "block_rows": shape.rows, "block_columns": shape.columns, "num_warps": shape.warps,
-            "num_stages": shape.stages,
-            "precision": "ieee" if query.dtype == torch.float32 else "tf32",
+            "causal": self.causal, "block_rows": rows, "block_columns": columns, "num_warps": warps,
+            "num_stages": stages, "precision": "ieee" if query.dtype == torch.float32 else "tf32",
         }  # fmt: skip
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: _Call,
-        query_offsets: Tensor,
-        key_offsets: Tensor,
-        candidates: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
         from trainer_client.attention import pointwise_kernels as kernels  # Triton is on machines with a GPU only
 
-        query, key, value = (_rows(tensor) for tensor in (query, key, value))
+        query_offsets, key_offsets, candidates, *inputs = tensors
+        query, key, value = map(_rows, inputs)
         ctx.call = call
         ctx.save_for_backward(query_offsets, key_offsets, candidates, query, key, value)
         out = value.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        shape = _SHAPES[_kind(query, value)]
-        grid = (-(-call.max_queries // shape.rows), query_offsets.shape[0] - 1, query.shape[1])
+        options = call.options(query, value, _SHAPES)
+        grid = (-(-call.max_queries // options["block_rows"]), query_offsets.shape[0] - 1, query.shape[1])
         if out.numel() and all(grid):
             kernels.forward[grid](
                 query, key, value, out, query_offsets, key_offsets, candidates, call.scale, call.divisor,
-                query.stride(0), key.stride(0), value.stride(0), out.stride(0), **call.options(query, value, shape),
+                query.stride(0), key.stride(0), value.stride(0), out.stride(0), **options,
             )  # fmt: skip
         return out
 
@@ -141,34 +117,27 @@ class _Attend(torch.autograd.Function):
 
         call: _Call = ctx.call
         query_offsets, key_offsets, candidates, query, key, value = ctx.saved_tensors
-        grad = _rows(grads[0])
-        of_query, of_key, of_value = (torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-                                      for tensor in (query, key, value))  # fmt: skip
-        shape = _SHAPES_BACK[_kind(query, value)]
+        inputs = _rows(grads[0]), query, key, value
+        of_query, of_key, of_value = (
+            torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs[1:]
+        )
+        options = call.options(query, value, _SHAPES_BACK)
         sequences, heads = query_offsets.shape[0] - 1, query.shape[1]
-        options = call.options(query, value, shape)
-        tables = query_offsets, key_offsets, candidates, call.scale, call.divisor
-        strides = query.stride(0), key.stride(0), value.stride(0), grad.stride(0)
-        grid = (-(-call.max_queries // shape.rows), sequences, heads)
+        common = query_offsets, key_offsets, candidates, call.scale, call.divisor, *(t.stride(0) for t in inputs[1:])
+        common = *common, inputs[0].stride(0)
+        grid = (-(-call.max_queries // options["block_rows"]), sequences, heads)
         if query.numel() and key.numel() and all(grid):
-            kernels.backward_query[grid](
-                grad, query, key, value, of_query, *tables, *strides, of_query.stride(0), **options
-            )
-            grid = (-(-call.max_keys // shape.columns), sequences, heads)
+            kernels.backward_query[grid](*inputs, of_query, *common, of_query.stride(0), **options)
+            grid = (-(-call.max_keys // options["block_columns"]), sequences, heads)
             kernels.backward_key[grid](
-                grad, query, key, value, of_key, of_value, *tables, *strides, of_key.stride(0), of_value.stride(0),
-                **options,
-            )  # fmt: skip
+                *inputs, of_key, of_value, *common, of_key.stride(0), of_value.stride(0), **options
+            )
         return None, None, None, None, of_query, of_key, of_value
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor with the heads of a row one after the other, as the kernels read them."""
     return tensor if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] else tensor.contiguous()
-
-
-def _kind(query: Tensor, value: Tensor) -> tuple[bool, bool]:
-    return max(query.shape[2], value.shape[2]) > _WIDE, query.dtype.itemsize > 2
 
 
 def _room(dim: int) -> int:

@@ -12,12 +12,33 @@ import triton.language as tl
 
 
 @triton.jit
-def _seen(rows, columns, num_rows, num_columns, first_candidate, causal: tl.constexpr):
+def _span(offsets, sequence):
+    """First row of a sequence, and its number of rows."""
+    first = tl.load(offsets + sequence).to(tl.int64)
+    return first, (tl.load(offsets + sequence + 1) - first).to(tl.int32)
+
+
+@triton.jit
+def _load(rows_of, first, rows, num_rows, stride, head, width: tl.constexpr, columns):
+    """(rows, columns) of a head, zero beyond the sequence and the head's width."""
+    at = rows_of + (first + rows[:, None]) * stride + head * width + columns[None, :]
+    return tl.load(at, mask=(rows[:, None] < num_rows) & (columns[None, :] < width), other=0.0)
+
+
+@triton.jit
+def _store(rows_of, values, first, rows, num_rows, stride, head, width: tl.constexpr, columns):
+    at = rows_of + (first + rows[:, None]) * stride + head * width + columns[None, :]
+    tl.store(at, values.to(rows_of.dtype.element_ty), mask=(rows[:, None] < num_rows) & (columns[None, :] < width))
+
+
+@triton.jit
+def _seen(rows, keys, num_rows, num_keys, candidates, sequence, causal: tl.constexpr):
     """Which keys each query sees: all, or the history up to its own and itself."""
-    within = (rows[:, None] < num_rows) & (columns[None, :] < num_columns)
+    within = (rows[:, None] < num_rows) & (keys[None, :] < num_keys)
     if causal:
-        history = (columns[None, :] < first_candidate) | (rows[:, None] == columns[None, :])
-        within = within & (rows[:, None] >= columns[None, :]) & history
+        first_candidate = num_keys - tl.load(candidates + sequence).to(tl.int32)
+        history = (keys[None, :] < first_candidate) | (rows[:, None] == keys[None, :])
+        within = within & (rows[:, None] >= keys[None, :]) & history
     return within
 
 
@@ -30,45 +51,27 @@ def forward(
 ):  # fmt: skip
     """Outputs of a block of queries."""
     sequence, head = tl.program_id(1), tl.program_id(2)
-    first_query = tl.load(query_offsets + sequence).to(tl.int64)
-    num_queries = (tl.load(query_offsets + sequence + 1) - first_query).to(tl.int32)
+    first_query, num_queries = _span(query_offsets, sequence)
     start = tl.program_id(0) * block_rows
     if start >= num_queries:
         return
-    first_key = tl.load(key_offsets + sequence).to(tl.int64)
-    num_keys = (tl.load(key_offsets + sequence + 1) - first_key).to(tl.int32)
-    first_candidate = num_keys
-    if causal:
-        first_candidate = num_keys - tl.load(candidates + sequence).to(tl.int32)
+    first_key, num_keys = _span(key_offsets, sequence)
     rows = start + tl.arange(0, block_rows)
     dims, value_dims = tl.arange(0, room), tl.arange(0, value_room)
-    q = tl.load(
-        query + (first_query + rows[:, None]) * row_stride + head * dim + dims[None, :],
-        mask=(rows[:, None] < num_queries) & (dims[None, :] < dim), other=0.0,
-    )  # fmt: skip
+    q = _load(query, first_query, rows, num_queries, row_stride, head, dim, dims)
     total = tl.zeros([block_rows, value_room], dtype=tl.float32)
     end = num_keys
     if causal:
         end = tl.minimum(num_keys, start + block_rows)
     for begin in range(0, end, block_columns):
-        columns = begin + tl.arange(0, block_columns)
-        k = tl.load(
-            key + (first_key + columns[:, None]) * key_stride + head * dim + dims[None, :],
-            mask=(columns[:, None] < num_keys) & (dims[None, :] < dim), other=0.0,
-        )  # fmt: skip
+        keys = begin + tl.arange(0, block_columns)
+        k = _load(key, first_key, keys, num_keys, key_stride, head, dim, dims)
         scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
-        weights = scores * tl.sigmoid(scores)
-        weights = tl.where(_seen(rows, columns, num_queries, num_keys, first_candidate, causal), weights, 0.0)
-        v = tl.load(
-            value + (first_key + columns[:, None]) * value_stride + head * value_dim + value_dims[None, :],
-            mask=(columns[:, None] < num_keys) & (value_dims[None, :] < value_dim), other=0.0,
-        )  # fmt: skip
+        seen = _seen(rows, keys, num_queries, num_keys, candidates, sequence, causal)
+        weights = tl.where(seen, scores * tl.sigmoid(scores), 0.0)
+        v = _load(value, first_key, keys, num_keys, value_stride, head, value_dim, value_dims)
         total += tl.dot(weights.to(v.dtype), v, input_precision=precision)
-    tl.store(
-        out + (first_query + rows[:, None]) * out_stride + head * value_dim + value_dims[None, :],
-        (total / divisor).to(out.dtype.element_ty),
-        mask=(rows[:, None] < num_queries) & (value_dims[None, :] < value_dim),
-    )
+    _store(out, total / divisor, first_query, rows, num_queries, out_stride, head, value_dim, value_dims)
 
 
 @triton.jit
@@ -80,50 +83,29 @@ def backward_query(
 ):  # fmt: skip
     """Gradients of a block of queries."""
     sequence, head = tl.program_id(1), tl.program_id(2)
-    first_query = tl.load(query_offsets + sequence).to(tl.int64)
-    num_queries = (tl.load(query_offsets + sequence + 1) - first_query).to(tl.int32)
+    first_query, num_queries = _span(query_offsets, sequence)
     start = tl.program_id(0) * block_rows
     if start >= num_queries:
         return
-    first_key = tl.load(key_offsets + sequence).to(tl.int64)
-    num_keys = (tl.load(key_offsets + sequence + 1) - first_key).to(tl.int32)
-    first_candidate = num_keys
-    if causal:
-        first_candidate = num_keys - tl.load(candidates + sequence).to(tl.int32)
+    first_key, num_keys = _span(key_offsets, sequence)
     rows = start + tl.arange(0, block_rows)
     dims, value_dims = tl.arange(0, room), tl.arange(0, value_room)
-    q = tl.load(
-        query + (first_query + rows[:, None]) * row_stride + head * dim + dims[None, :],
-        mask=(rows[:, None] < num_queries) & (dims[None, :] < dim), other=0.0,
-    )  # fmt: skip
-    g = tl.load(
-        grad + (first_query + rows[:, None]) * grad_stride + head * value_dim + value_dims[None, :],
-        mask=(rows[:, None] < num_queries) & (value_dims[None, :] < value_dim), other=0.0,
-    )  # fmt: skip
+    q = _load(query, first_query, rows, num_queries, row_stride, head, dim, dims)
+    g = _load(grad, first_query, rows, num_queries, grad_stride, head, value_dim, value_dims)
     total = tl.zeros([block_rows, room], dtype=tl.float32)
     end = num_keys
     if causal:
         end = tl.minimum(num_keys, start + block_rows)
     for begin in range(0, end, block_columns):
-        columns = begin + tl.arange(0, block_columns)
-        k = tl.load(
-            key + (first_key + columns[:, None]) * key_stride + head * dim + dims[None, :],
-            mask=(columns[:, None] < num_keys) & (dims[None, :] < dim), other=0.0,
-        )  # fmt: skip
-        v = tl.load(
-            value + (first_key + columns[:, None]) * value_stride + head * value_dim + value_dims[None, :],
-            mask=(columns[:, None] < num_keys) & (value_dims[None, :] < value_dim), other=0.0,
-        )  # fmt: skip
+        keys = begin + tl.arange(0, block_columns)
+        k = _load(key, first_key, keys, num_keys, key_stride, head, dim, dims)
+        v = _load(value, first_key, keys, num_keys, value_stride, head, value_dim, value_dims)
         scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
         gate = tl.sigmoid(scores)
         of_scores = tl.dot(g, tl.trans(v), input_precision=precision) * (gate * (1.0 + scores * (1.0 - gate)))
-        of_scores = tl.where(_seen(rows, columns, num_queries, num_keys, first_candidate, causal), of_scores, 0.0)
-        total += tl.dot(of_scores.to(k.dtype), k, input_precision=precision)
-    tl.store(
-        of_query + (first_query + rows[:, None]) * of_stride + head * dim + dims[None, :],
-        (total * (scale / divisor)).to(of_query.dtype.element_ty),
-        mask=(rows[:, None] < num_queries) & (dims[None, :] < dim),
-    )
+        seen = _seen(rows, keys, num_queries, num_keys, candidates, sequence, causal)
+        total += tl.dot(tl.where(seen, of_scores, 0.0).to(k.dtype), k, input_precision=precision)
+    _store(of_query, total * (scale / divisor), first_query, rows, num_queries, of_stride, head, dim, dims)
 
 
 @triton.jit
@@ -135,26 +117,15 @@ def backward_key(
 ):  # fmt: skip
     """Gradients of a block of keys and values."""
     sequence, head = tl.program_id(1), tl.program_id(2)
-    first_key = tl.load(key_offsets + sequence).to(tl.int64)
-    num_keys = (tl.load(key_offsets + sequence + 1) - first_key).to(tl.int32)
+    first_key, num_keys = _span(key_offsets, sequence)
     start = tl.program_id(0) * block_columns
     if start >= num_keys:
         return
-    first_query = tl.load(query_offsets + sequence).to(tl.int64)
-    num_queries = (tl.load(query_offsets + sequence + 1) - first_query).to(tl.int32)
-    first_candidate = num_keys
-    if causal:
-        first_candidate = num_keys - tl.load(candidates + sequence).to(tl.int32)
-    columns = start + tl.arange(0, block_columns)
+    first_query, num_queries = _span(query_offsets, sequence)
+    keys = start + tl.arange(0, block_columns)
     dims, value_dims = tl.arange(0, room), tl.arange(0, value_room)
-    k = tl.load(
-        key + (first_key + columns[:, None]) * key_stride + head * dim + dims[None, :],
-        mask=(columns[:, None] < num_keys) & (dims[None, :] < dim), other=0.0,
-    )  # fmt: skip
-    v = tl.load(
-        value + (first_key + columns[:, None]) * value_stride + head * value_dim + value_dims[None, :],
-        mask=(columns[:, None] < num_keys) & (value_dims[None, :] < value_dim), other=0.0,
-    )  # fmt: skip
+    k = _load(key, first_key, keys, num_keys, key_stride, head, dim, dims)
+    v = _load(value, first_key, keys, num_keys, value_stride, head, value_dim, value_dims)
     of_k = tl.zeros([block_columns, room], dtype=tl.float32)
     of_v = tl.zeros([block_columns, value_room], dtype=tl.float32)
     since = 0
@@ -162,28 +133,14 @@ def backward_key(
         since = (start // block_rows) * block_rows
     for begin in range(since, num_queries, block_rows):
         rows = begin + tl.arange(0, block_rows)
-        q = tl.load(
-            query + (first_query + rows[:, None]) * row_stride + head * dim + dims[None, :],
-            mask=(rows[:, None] < num_queries) & (dims[None, :] < dim), other=0.0,
-        )  # fmt: skip
-        g = tl.load(
-            grad + (first_query + rows[:, None]) * grad_stride + head * value_dim + value_dims[None, :],
-            mask=(rows[:, None] < num_queries) & (value_dims[None, :] < value_dim), other=0.0,
-        )  # fmt: skip
+        q = _load(query, first_query, rows, num_queries, row_stride, head, dim, dims)
+        g = _load(grad, first_query, rows, num_queries, grad_stride, head, value_dim, value_dims)
         scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
         gate = tl.sigmoid(scores)
-        seen = _seen(rows, columns, num_queries, num_keys, first_candidate, causal)
+        seen = _seen(rows, keys, num_queries, num_keys, candidates, sequence, causal)
         weights = tl.where(seen, scores * gate, 0.0)
         of_v += tl.dot(tl.trans(weights.to(g.dtype)), g, input_precision=precision)
         of_scores = tl.dot(g, tl.trans(v), input_precision=precision) * (gate * (1.0 + scores * (1.0 - gate)))
-        of_scores = tl.where(seen, of_scores, 0.0)
-        of_k += tl.dot(tl.trans(of_scores.to(q.dtype)), q, input_precision=precision)
-    inside = columns[:, None] < num_keys
-    tl.store(
-        of_key + (first_key + columns[:, None]) * of_key_stride + head * dim + dims[None, :],
-        (of_k * (scale / divisor)).to(of_key.dtype.element_ty), mask=inside & (dims[None, :] < dim),
-    )  # fmt: skip
-    tl.store(
-        of_value + (first_key + columns[:, None]) * of_value_stride + head * value_dim + value_dims[None, :],
-        (of_v / divisor).to(of_value.dtype.element_ty), mask=inside & (value_dims[None, :] < value_dim),
-    )  # fmt: skip
+        of_k += tl.dot(tl.trans(tl.where(seen, of_scores, 0.0).to(q.dtype)), q, input_precision=precision)
+    _store(of_key, of_k * (scale / divisor), first_key, keys, num_keys, of_key_stride, head, dim, dims)
+    _store(of_value, of_v / divisor, first_key, keys, num_keys, of_value_stride, head, value_dim, value_dims)

@@ -8,6 +8,7 @@ values that have arrived.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ class VarlenSoftmax:
             return whole
         if pieces is not None:
             _check_causal(pieces)
-        result: Tensor = over_pieces.apart(_attend, self, pieces, offsets, query, key, value)
+        result: Tensor = over_pieces.untraced(_Attend.apply, self, pieces, offsets, query, key, value)
         return result
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -114,11 +115,6 @@ class VarlenSoftmax:
 
     def _scale_of(self, query: Tensor) -> float:
         return float(query.shape[-1] ** -0.5) if self.scale is None else self.scale
-
-
-def _attend(*arguments: Any) -> Tensor:
-    result: Tensor = _Attend.apply(*arguments)  # type: ignore[no-untyped-call]
-    return result
 
 
 _whole: Any = None
@@ -170,17 +166,17 @@ class _Attend(torch.autograd.Function):
             ctx.save_for_backward(query, key, value, out, logs, offsets)
             return out
         rows = pieces.rows(offsets)
-        exchange = Exchange(pieces)
-        own_keys, own_values = key.index_select(0, rows), value.index_select(0, rows)
-        keys, values, _ = exchange.start(query[:0], own_keys, own_values)
+        local_keys, local_values = key.index_select(0, rows), value.index_select(0, rows)
+        exchange = Exchange(pieces, key[:0], value[:0], query[:0])
+        keys, values, _ = exchange.start(local_keys, local_values, query[:0])
         out, logs = kernel.forward(query, key, value, own)
         exchange.wait()
         blocks = _blocks(pieces, query.device)
         if blocks is not None:
             seeing = rows[: pieces.num_seeing]
-            keys, values = pieces.keys_of(own_keys, keys), pieces.keys_of(own_values, values)
-            found = kernel.forward(query.index_select(0, seeing), keys, values, blocks)
-            _merge_into(out, logs, seeing, *found)
+            keys, values = pieces.keys_of(local_keys, keys), pieces.keys_of(local_values, values)
+            results = kernel.forward(query.index_select(0, seeing), keys, values, blocks)
+            _merge_into(out, logs, seeing, *results)
         ctx.save_for_backward(query, key, value, out, logs, offsets, rows, keys, values)
         return out
 
@@ -195,23 +191,23 @@ class _Attend(torch.autograd.Function):
         rows, keys, values = others
         seeing = rows[: pieces.num_seeing]
         blocks = _blocks(pieces, query.device)
-        exchange = Exchange(pieces, like=(query, key, value))
-        of_queries, kept = None, None
-        arrived = [like.new_zeros(pieces.keys.num_arriving, *like.shape[1:]) for like in (key, value)]
+        exchange = Exchange(pieces, key[:0], value[:0], query[:0])
+        arrived = [like.new_zeros(pieces.num_keys, *like.shape[1:]) for like in (key, value)]
+        of_queries: Tensor | None = None
+        local: list[Tensor | None] = [None, None]
         if blocks is not None:
-            of_queries, of_keys, of_values = kernel.backward(
+            of_queries, *of_packed = kernel.backward(
                 grad.index_select(0, seeing), query.index_select(0, seeing), keys, values, out.index_select(0, seeing),
                 logs.index_select(1, seeing), blocks,
             )  # fmt: skip
-            (kept_keys, arrived[0]), (kept_values, arrived[1]) = map(pieces.apart, (of_keys, of_values))
-            kept = kept_keys, kept_values
+            local, arrived = map(list, zip(*map(pieces.unpack_keys, of_packed), strict=True))
         of_query, of_key, of_value = kernel.backward(grad, query, key, value, out, logs, own)
         exchange.start_home(arrived[0], arrived[1], query[:0])
         if of_queries is not None:
             of_query.index_add_(0, seeing, of_queries)
-        _, *home = exchange.finish_home()
-        for total, found, from_here in zip((of_key, of_value), home, kept or (None, None), strict=True):
-            for part in (found, from_here):
+        home = exchange.finish_home()
+        for total, *parts in zip((of_key, of_value), home, local, strict=False):
+            for part in parts:
                 if part is not None:
                     total.index_add_(0, rows, part)
         return None, None, None, of_query, of_key, of_value
@@ -249,18 +245,19 @@ def _merge_into(out: Tensor, logs: Tensor, rows: Tensor, found: Tensor, found_lo
     logs.index_copy_(1, rows, merged)
 
 
-def _sequences(packed: Packed) -> list[tuple[int, int, int, int]]:
+def _scores(
+    query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float
+) -> Iterator[tuple[slice, Any, Any]]:
+    """Of each sequence its queries, (heads, queries, keys) scores, and (keys, heads, value dim) values."""
     queries, keys = packed.query_offsets.tolist(), packed.key_offsets.tolist()
-    return list(zip(queries, queries[1:], keys, keys[1:], strict=False))
-
-
-def _scores(query: Tensor, key: Tensor, scale: float, *, causal: bool) -> Tensor:
-    """(heads, queries, keys)."""
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    if causal:
-        seen = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).tril()
-        scores = scores.masked_fill(~seen, float("-inf"))
-    return scores
+    repeats = query.shape[1] // key.shape[1]
+    for q, q_end, k, k_end in zip(queries, queries[1:], keys, keys[1:], strict=False):
+        each = [tensor[k:k_end].repeat_interleave(repeats, 1) for tensor in (key, value)]
+        scores = torch.einsum("qhd,khd->hqk", query[q:q_end], each[0]) * scale
+        if packed.causal:
+            seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).tril()
+            scores = scores.masked_fill(~seen, float("-inf"))
+        yield slice(q, q_end), scores, each[1]
 
 
 def _plain_forward(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float) -> tuple[Tensor, Tensor]:
@@ -268,45 +265,24 @@ def _plain_forward(query: Tensor, key: Tensor, value: Tensor, packed: Packed, sc
     query, key, value = map(wide, (query, key, value))
     out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
     logs = query.new_zeros(query.shape[1], query.shape[0])
-    key, value = (_for_each_head(tensor, query) for tensor in (key, value))
-    for q, q_end, k, k_end in _sequences(packed):
-        scores = _scores(query[q:q_end], key[k:k_end], scale, causal=packed.causal)
-        logs[:, q:q_end] = scores.logsumexp(-1)
-        out[q:q_end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[k:k_end])
+    for here, scores, values in _scores(query, key, value, packed, scale):
+        logs[:, here] = scores.logsumexp(-1)
+        out[here] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
     return out.to(dtype), logs
 
 
 def _plain_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logs: Tensor,
-    packed: Packed,
-    scale: float,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, packed: Packed, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shapes, dtypes = (key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
-    grad, query, key, value, out = map(wide, (grad, query, key, value, out))
-    key, value = (_for_each_head(tensor, query) for tensor in (key, value))
-    of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
-    for q, q_end, k, k_end in _sequences(packed):
-        here, there = slice(q, q_end), slice(k, k_end)
-        weights = (_scores(query[here], key[there], scale, causal=packed.causal) - logs[:, here, None]).exp()
-        of_value[there] = torch.einsum("hqk,qhd->khd", weights, grad[here])
-        of_weights = torch.einsum("qhd,khd->hqk", grad[here], value[there])
-        of_scores = weights * (of_weights - (grad[here] * out[here]).sum(-1).t()[..., None]) * scale
-        of_query[here] = torch.einsum("hqk,khd->qhd", of_scores, key[there])
-        of_key[there] = torch.einsum("hqk,qhd->khd", of_scores, query[here])
-    repeats = query.shape[1] // shapes[0][1]
-    of_key, of_value = (
-        part.view(*shape[:2], repeats, shape[2]).sum(2) for part, shape in zip((of_key, of_value), shapes, strict=True)
-    )
-    of_query, of_key, of_value = map(Tensor.to, (of_query, of_key, of_value), dtypes)
+    """Gradients as the flash kernels compute them: with w = exp(scores − logs), of Σ w (grad · value − grad · out)."""
+    grad, out = wide(grad), wide(out)
+    dots = (grad * out).sum(-1).t()[..., None]
+    with torch.enable_grad():
+        inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        totals = [wide(tensor)[:0].sum() for tensor in inputs]
+        wide_query, wide_key, wide_value = map(wide, inputs)
+        for here, scores, values in _scores(wide_query, wide_key, wide_value, packed, scale):
+            weights = (scores - logs[:, here, None]).exp()
+            totals.append((weights * (torch.einsum("qhd,khd->hqk", grad[here], values) - dots[:, here])).sum())
+        of_query, of_key, of_value = torch.autograd.grad(totals, inputs)
     return of_query, of_key, of_value
-
-
-def _for_each_head(tensor: Tensor, query: Tensor) -> Tensor:
-    """Keys or values once for each head of the queries."""
-    repeats = query.shape[1] // tensor.shape[1]
-    return tensor.repeat_interleave(repeats, 1) if repeats > 1 else tensor

@@ -1,15 +1,18 @@
 """Balancing the batches of a group of ranks: options, agreement, fallbacks and the loader on top."""
 
-from evenkeel.partitioning.split_options import SplitOptions
-from trainer_client.balancing.agreement import Mode, ProgramOrderError, Reason, SchemaMismatchError
+from evenkeel.partitioning.splits import SplitOptions
 from trainer_client.balancing.balancer import Balancer
+from trainer_client.balancing.errors import (
+    PeersDifferError,
+    ProgramOrderError,
+    SchemaMismatchError,
+    ServiceRequiredError,
+)
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.peers import PeersDifferError
-from trainer_client.balancing.report import Counters, RoundReport
+from trainer_client.balancing.report import Counters, Mode, Reason, RoundReport
 from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.telling import ServiceRequiredError
-from trainer_client.balancing.tickets import Ticket
+from trainer_client.balancing.ticket import Ticket
 
 __all__ = [
     "BalanceOptions",

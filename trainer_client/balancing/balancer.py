@@ -13,12 +13,14 @@ import torch
 
 from evenkeel.addresses import check_address
 from trainer_client.balancing.batches import BatchSpec, flatten
+from trainer_client.balancing.errors import NoDataError
 from trainer_client.balancing.launchers import read_launch
 from trainer_client.balancing.membership import Ranks, read_membership
-from trainer_client.balancing.opening import NoDataError, StreamConfig
+from trainer_client.balancing.opening import StreamConfig
 from trainer_client.balancing.options import BalanceOptions
+from trainer_client.balancing.reading import Cost
 from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.tickets import Cost, Ticket, nothing_to_do
+from trainer_client.balancing.ticket import Ticket
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
     from evenkeel.credentials import Credentials
@@ -86,13 +88,12 @@ class Balancer:
         peers: Ranks | None = None,
         credentials: Credentials | None = None,
     ) -> Balancer:
-        """A balancer that asks a service, and balances on the ranks while the service is slow or gone.
+        """A balancer that asks a service, and plans on rank 0 while the service is slow or gone.
 
         Args:
-            address: `host:port` of the service, with or without `grpc://`; or `spread://name:port` where the name has
-                the addresses of several balancers, or `spread://IP:port,IP:port,…`: gRPC's consistent hashing chooses
-                one of them for each job.
-            job: Name of the training job; another job of the same name is refused by the service.
+            address: `host:port` of the service, with or without `grpc://`; the host may be a name with the addresses of
+                several balancers, any of which will do. Of several without a common name, `IP:port,IP:port`.
+            job: Name of the training job.
             group: Name of the data-parallel group at the service; default: `default`, or `from-rank-N` for a group
                 that is not the only one of its job.
             options: How to balance.
@@ -130,7 +131,7 @@ class Balancer:
         process_group: Ranks | None = None,
         peers: Ranks | None = None,
     ) -> Balancer:
-        """A balancer without a service: costs are all-gathered and every rank computes the same plan."""
+        """A balancer without a service: rank 0 of the group plans."""
         return cls(
             address=None,
             job=job,
@@ -258,7 +259,7 @@ class Balancer:
         try:
             return stream.submit_exhausted()[1]
         except NoDataError:
-            return nothing_to_do()
+            return Ticket.of_nothing()
 
     def redistribute(
         self,
@@ -287,9 +288,9 @@ class Balancer:
         """
         stream = self.stream(loader)
         spec = self._specs.get(loader) if spec is None else spec
-        outcome = stream.outcome(ticket)
-        if outcome.ended:
-            stream.end(outcome.verdict, ticket)
+        directive = stream.directive(ticket)
+        if directive.ended:
+            stream.end(directive, ticket)
             return None
         flats = ticket.flats
         if batch is not None:
@@ -300,7 +301,7 @@ class Balancer:
             except Exception:
                 stream.leave()  # the others have begun to move, which is done here with what was submitted
                 raise
-        return stream.start(flats, ticket, outcome, device).wait().unflatten(spec)
+        return stream.start(flats, ticket, directive, device).wait().unflatten(spec)
 
     def leave(self, *, loader: str = "train") -> None:
         """Leaves a loop of submissions before its end, or ends one that may be followed by another.

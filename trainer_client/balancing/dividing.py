@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.divisible import MOST, SHARE, Divisible, check_table
-from evenkeel.partitioning.spans import SpanCosts
+from evenkeel.partitioning.splits import MOST, SHARE, Divisible, SpanCosts, check_table
 from trainer_client.balancing.batches.roles import check_alike
 
 if TYPE_CHECKING:  # which know of costs
     from trainer_client.balancing.batches import FlatBatch
-    from trainer_client.balancing.tickets import Cost
+    from trainer_client.balancing.reading import Cost
 
 logger = logging.getLogger(__name__)
 

@@ -1,65 +1,55 @@
-"""The compiled kernels of a rank: loaded when the first stream opens, or compiled behind its first rounds."""
+"""The compiled kernels of the lead: loaded when its first stream opens, or compiled beside its first rounds."""
 
 from __future__ import annotations
 
 import logging
 from functools import cache
 
-import torch
-
 from evenkeel import partitioning
 from evenkeel.partitioning.preparing import PATIENCE, Preparation
-from trainer_client.balancing import redistribution
-from trainer_client.balancing.agreement import Mode, Reason, Verdict
 
 logger = logging.getLogger(__name__)
 
 
 @cache
 def _preparation() -> Preparation:
-    return Preparation([partitioning.KERNELS, redistribution.KERNELS])
+    return Preparation([partitioning.KERNELS])
 
 
 class Kernels:
-    """What a stream knows of the kernels, of its own rank and of all.
+    """What plans need on the lead, which a thread loads, and processes beside this one compile where they must."""
 
-    Args:
-        name: The stream's.
-        rank: This rank; the first one tells for all.
-        device: Where batches will be.
-        wait: Compile before the first round: a batch as loaded might exceed a memory cap, have too few samples, or be
-            one that a resumed run has to divide as before.
-    """
+    def __init__(self, name: str, *, wait: bool) -> None:
+        """Begins to get them ready.
 
-    def __init__(self, name: str, rank: int, device: torch.device | str | None, *, wait: bool) -> None:
-        self._name = name
-        self._tells = rank == 0
-        self._elsewhere = False  # at the latest agreement, some rank was compiling
-        redistribution.load_on_device(device)
-        self._preparation = _preparation()
-        if wait and not self._preparation.ready:
-            logger.warning("%s: compiling kernels for this machine; `evenkeel warm-up` does it ahead of time", name)
-            self._preparation.wait(2 * PATIENCE)
+        Args:
+            name: The stream's.
+            wait: Whether no round may be planned without: a plain plan looks at no memory cap, and keeps no rank from
+                too few samples.
+        """
+        self._name, self._preparation, self._waited = name, _preparation(), False
+        if wait:
+            self.wait()
 
     @property
-    def compiling(self) -> bool:
-        """Whether this rank can neither partition nor move samples yet."""
-        return not self._preparation.ready
-
-    def learn(self, round_number: int, verdict: Verdict) -> None:
-        """Takes note of a round's outcome; says once when kernels are compiled, and once when they are ready."""
-        compiling = verdict.reason is Reason.COMPILING
-        if verdict.mode is Mode.END or compiling is self._elsewhere:
-            return
-        self._elsewhere = compiling
-        if not self._tells:
-            return
-        if compiling:
-            ranks = ", ".join(map(str, verdict.ranks[:8])) + (", …" if len(verdict.ranks) > 8 else "")
+    def ready(self) -> bool:
+        """Whether plans can be made by them; says once that they cannot, and once that they can again."""
+        ready = self._preparation.ready
+        if not ready and not self._waited:
             logger.warning(
-                "%s: kernels are being compiled for this machine (ranks %s), as once after each installation; batches "
-                "stay as loaded meanwhile, mostly for less than a minute. `evenkeel warm-up` does it ahead of time",
-                self._name, ranks,
+                "%s: kernels are being compiled for this machine, as once after each installation; rank 0 plans by a "
+                "plain heuristic meanwhile, mostly for less than a minute. `evenkeel warm-up` does it ahead of time",
+                self._name,
             )  # fmt: skip
-        else:
-            logger.warning("%s: kernels are ready on all ranks; balancing from round %d on", self._name, round_number)
+        elif ready and self._waited:
+            logger.warning("%s: kernels are ready", self._name)
+        self._waited = not ready
+        return ready
+
+    def wait(self) -> None:
+        """Waits until they are ready."""
+        if not self._preparation.ready:
+            logger.warning(
+                "%s: compiling kernels for this machine; `evenkeel warm-up` does it ahead of time", self._name
+            )
+            self._preparation.wait(2 * PATIENCE)

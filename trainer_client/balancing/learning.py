@@ -1,151 +1,178 @@
-"""What the ranks make of the times of their batches where their cost is a learned one: the same fit on all of them."""
+"""What the lead learns from what ranks measure: how fast each is, who is late and why, what a cost's terms take."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.delays import Cause, Delay, DelayEstimator
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, SpeedEstimator
+from trainer_client.balancing.contribution import Extras
 from trainer_client.balancing.costs.fits import Fit, FitOptions, fit_in_force, fit_ranks
 from trainer_client.balancing.costs.learned import LearnedCost
-from trainer_client.balancing.groups import Groups
-from trainer_client.balancing.speeds import Measured
-from trainer_client.balancing.votes import Vote
-
-if TYPE_CHECKING:
-    from trainer_client.balancing.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-_FIRST = 10  # rounds with times until the ranks first show them to each other, and learn how often they will
 _MOST_ROWS = 4096  # of a fit; of more ranks, every so many-th
 
 
-def follow(cost: object, turns: Turns | None, number: int, pass_number: int | None) -> None:
-    """Lets a learned cost follow what all ranks' do in the round that is to be submitted.
-
-    Args:
-        cost: Of the loader, learned or not.
-        turns: Of the stream; None where this rank is alone.
-        number: Of the round.
-        pass_number: Of the pass.
-    """
-    cost = getattr(cost, "function", cost)
-    if isinstance(cost, LearnedCost):
-        assert pass_number is not None
-        cost.fit = None if turns is None else turns.fit_for(number, pass_number)
-
-
-class _Told(NamedTuple):
-    """What a rank shows to the others now and then."""
-
-    names: tuple[str, ...] | None  # of its cost's terms; None: it is no learned one
-    rows: NDArray[np.float64]  # (batches, terms + 1) since the last time
-    every: int
-    fit: Fit | None
-
-
-class CostKeeper:
-    """Gathers what batches held and took; the first rank fits, and all follow its fit from the same round on.
+class SpeedLearner:
+    """Learns the ranks' speeds and delays.
 
     Attributes:
-        fit: That a learned cost follows in rounds that are submitted from now on; None: the prior.
+        learned: What is known of them.
     """
 
-    def __init__(self, name: str, groups: Groups, measured: Measured) -> None:
-        """Knows nothing yet: the cost is the prior.
+    def __init__(self, name: str, *, nodes: Sequence[str], speeds: Sequence[float] | None) -> None:
+        """Knows nothing yet.
 
         Args:
             name: Of the loader, for messages.
-            groups: The ranks.
-            measured: This rank's batches.
+            nodes: The host of each rank.
+            speeds: The user's; None: all equal.
         """
-        self._name, self._groups, self._measured = name, groups, measured
-        self.fit: Fit | None = None
-        self._timed, self._every = 0, _FIRST
-        self._differ = False  # the ranks' costs: nothing is learned
-        self._fitter = _Fitter() if groups.rank == 0 else None
+        self._name, self._nodes = name, nodes
+        self._speeds = None if speeds is None else np.array(speeds, np.float64)
+        self._estimators: tuple[SpeedEstimator, DelayEstimator] | None = None  # once anybody has measured
+        self.learned = ALL_EQUAL
+
+    def note(self, number: int, measured: NDArray[np.float64]) -> None:
+        """Takes into account what ranks say in a round.
+
+        Args:
+            number: Of the round.
+            measured: (ranks, 5) see `Measure`.
+        """
+        if self._estimators is None:
+            if not measured[:, 1].any():
+                return
+            self._estimators = SpeedEstimator(len(measured)), DelayEstimator(len(measured))
+        speeds, delays = self._estimators
+        loads, seconds, *waits = measured.T
+        if self._speeds is not None:  # what users say of speeds is known already
+            loads = loads / self._speeds
+        changed = speeds.note(loads, seconds, number)
+        if delays.note(number, seconds, *waits) or changed:
+            before, self.learned = self.learned, replace(speeds.learned, delays=delays.delays)
+            self._tell(number, before)
 
     @property
-    def has_fit(self) -> bool:
-        """Whether this rank has a fit for the others; only the first may."""
-        return self._fitter is not None and not self._differ and self._fitter.used is not self.fit
+    def step_seconds(self) -> float:
+        """Median seconds of a step's computation lately; 0 where nobody measures."""
+        return 0.0 if self._estimators is None else self._estimators[0].step_seconds
 
-    def note(self, number: int, votes: Sequence[Vote]) -> None:
-        """Takes a round into account. Now and then collective, by the votes alone."""
-        if self._differ or not any(vote.learns for vote in votes):
-            return
-        self._timed += any(vote.measured_seconds for vote in votes)
-        enough = self._timed >= self._every
-        if enough or votes[0].has_fit:
-            self._exchange(number, enough=enough)
-
-    def _exchange(self, number: int, *, enough: bool) -> None:
-        cost, rows = self._measured.learns, self._measured.take_terms()
-        own = None if self._fitter is None else self._fitter.used
-        width = 1 if cost is None else len(cost.terms.names) + 1
-        told: list[_Told] = self._groups.gather_objects(
-            _Told(
-                None if cost is None else tuple(cost.terms.names),
-                np.array(rows, np.float64).reshape(-1, width),
-                _FIRST if cost is None else cost.options.every,
-                own,
-            )
-        )
-        if enough:
-            self._timed, self._every = 0, told[0].every
-        others = [rank for rank, one in enumerate(told) if one.names != told[0].names]
-        if others:
-            self._differ, self.fit = True, None
-            self._tell_others(others[0], told)
-            return
-        # The first rank keeps what it has told itself, not its copy, which `has_fit` would take for another one.
-        before, self.fit = self.fit, told[0].fit if self._fitter is None else own
-        if self._fitter is not None and cost is not None:
-            if (before is None) != (self.fit is None):
-                _tell(self._name, number, cost, self.fit)
-            self._fitter.add([one.rows for one in told], cost.options)
-            if enough:
-                self._fitter.begin(cost)
-
-    def _tell_others(self, rank: int, told: list[_Told]) -> None:
-        if self._groups.rank == 0:
-            logger.warning(
-                "%s: the cost of rank %d has the terms %s, that of rank 0 %s: nothing is learned of it; give all ranks "
-                "the same LearnedCost",
-                self._name, rank, told[rank].names, told[0].names,
-            )  # fmt: skip
+    def _tell(self, number: int, before: LearnedSpeeds) -> None:
+        """Says who has become a straggler, and who is none any more."""
+        then = {slow.rank: slow for slow in before.stragglers}
+        now = {slow.rank: slow for slow in self.learned.stragglers}
+        for rank in sorted(then.keys() ^ now.keys()):
+            if rank in now:
+                logger.warning(
+                    "%s: rank %d on %s computes %.2f times as fast as the median rank for what its samples cost (round "
+                    "%d), and gets less work; the cost may also be wrong for this rank's data",
+                    self._name, rank, self._nodes[rank], now[rank].speed, number,
+                )  # fmt: skip
+            else:
+                logger.warning(
+                    "%s: rank %d on %s is as fast as the others again, after round %d (slow since round %d)",
+                    self._name, rank, self._nodes[rank], number, then[rank].since,
+                )  # fmt: skip
+        for one, is_late in _changes(before.delays, self.learned.delays):
+            if is_late:
+                logger.warning(
+                    "%s: rank %d on %s holds the others up: %s, and its steps begin later by %.0f %% of what the "
+                    "median rank computes (round %d)",
+                    self._name, one.rank, self._nodes[one.rank], _WHY[one.cause], 100 * one.share, number,
+                )  # fmt: skip
+            else:
+                logger.warning(
+                    "%s: rank %d on %s is as soon in %s as the others again, after round %d (late since %d)",
+                    self._name, one.rank, self._nodes[one.rank], _WHAT[one.cause], number, one.since,
+                )  # fmt: skip
 
 
-class _Fitter:
-    """The first rank's fits, made in a thread of their own: no round waits for one.
+_WHY = {
+    Cause.LOADING: "it loads data too slowly",
+    Cause.NETWORK: "its samples come late over the network",
+    Cause.LOOP: "its loop does something else before it asks for the next batch",
+}
+_WHAT = {Cause.LOADING: "loading data", Cause.NETWORK: "exchanging samples", Cause.LOOP: "asking for batches"}
+
+
+def _changes(before: Sequence[Delay], after: Sequence[Delay]) -> Iterator[tuple[Delay, bool]]:
+    """Delays that have begun, and those that are over."""
+    then, now = ({(one.rank, one.cause): one for one in delays} for delays in (before, after))
+    for key in sorted(then.keys() ^ now.keys()):
+        yield (now[key], True) if key in now else (then[key], False)
+
+
+class CostLearner:
+    """Fits a learned cost to what batches contained and took; in a thread of its own, so that no round waits for one.
 
     Attributes:
-        used: What the cost is to follow; None: the prior.
+        fit: That the cost is to follow; None: the prior.
     """
 
-    def __init__(self) -> None:
-        self.used: Fit | None = None
-        self._latest: list[deque[NDArray[np.float64]]] = []
-        self._skipped: list[int] = []
+    def __init__(self, name: str, num_ranks: int) -> None:
+        """Knows nothing yet.
+
+        Args:
+            name: Of the loader, for messages.
+            num_ranks: Number of ranks.
+        """
+        self._name = name
+        self._latest: list[deque[NDArray[np.float64]]] = [deque() for _ in range(num_ranks)]
+        self._skipped = [0] * num_ranks
+        self._differ = False  # the ranks' costs: nothing is learned
         self._thread: threading.Thread | None = None
+        self._fitted: Fit | None = None
+        self.fit: Fit | None = None
 
-    def add(self, rows: Sequence[NDArray[np.float64]], options: FitOptions) -> None:
-        """Keeps the latest batches of each rank, by rank, but for the first ones."""
-        if not self._latest:
-            self._latest = [deque(maxlen=options.window) for _ in rows]
-            self._skipped = [0] * len(rows)
-        for rank, table in enumerate(rows):
-            skipped = min(len(table), options.skip - self._skipped[rank])
+    def note(self, number: int, cost: LearnedCost | None, extras: Mapping[int, Extras]) -> bool:
+        """Takes into account what ranks say in a round; whether the fit has changed.
+
+        Args:
+            number: Of the round.
+            cost: The lead's own; None where it learns none.
+            extras: Of the ranks that have some.
+        """
+        told = {rank: one for rank, one in extras.items() if one.term_rows is not None}
+        if told and not self._differ:
+            names = () if cost is None else tuple(cost.terms.names)
+            other = next((rank for rank, one in told.items() if one.term_names != names), None)
+            if other is not None:
+                self._differ = True
+                logger.warning(
+                    "%s: the cost of rank %d has the terms %s, that of rank 0 %s: nothing is learned of it; give all "
+                    "ranks the same LearnedCost", self._name, other, told[other].term_names, names or None,
+                )  # fmt: skip
+            elif cost is not None:
+                self._add(told, cost.options)
+                if 0 in told:
+                    self._begin(cost)
+        wanted = None if self._differ else self._fitted
+        changed = wanted is not self.fit
+        if changed and cost is not None and (wanted is None) != (self.fit is None):
+            _tell(self._name, number, cost, wanted)
+        self.fit = wanted
+        return changed
+
+    def _add(self, told: Mapping[int, Extras], options: FitOptions) -> None:
+        """Keeps the latest batches of each rank but for the first ones."""
+        for rank, one in told.items():
+            rows = one.term_rows
+            assert rows is not None
+            skipped = min(len(rows), options.skip - self._skipped[rank])
             self._skipped[rank] += skipped
-            self._latest[rank].extend(table[skipped:])
+            self._latest[rank] = deque([*self._latest[rank], *rows[skipped:]], maxlen=options.window)
 
-    def begin(self, cost: LearnedCost) -> None:
+    def _begin(self, cost: LearnedCost) -> None:
         """Begins a fit of what is known, unless one is under way."""
         if self._thread is not None and self._thread.is_alive():
             return
@@ -162,7 +189,7 @@ class _Fitter:
             logger.warning("the cost could not be fitted", exc_info=True)
             return
         if fit is not None:
-            self.used = fit_in_force(fit, self.used, options)
+            self._fitted = fit_in_force(fit, self._fitted, options)
 
 
 def _tell(name: str, number: int, cost: LearnedCost, fit: Fit | None) -> None:

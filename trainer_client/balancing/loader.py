@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.agreement import ProgramOrderError, Reason, Verdict
+from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.balancer import Balancer, check_loader
-from trainer_client.balancing.batches import BatchSpec
+from trainer_client.balancing.batches import BatchSpec, FlatBatch
 from trainer_client.balancing.costs.learned import LearnedCost, SummedTerms
-from trainer_client.balancing.frameworks import WrappedLoader, check_saver, check_trainer
-from trainer_client.balancing.handed import Handed, OfLatest
+from trainer_client.balancing.directive import Directive
+from trainer_client.balancing.errors import NoDataError, ProgramOrderError
 from trainer_client.balancing.incoming import Incoming
-from trainer_client.balancing.opening import NoDataError
+from trainer_client.balancing.latest import Latest, OfLatest
 from trainer_client.balancing.passes import Pass
 from trainer_client.balancing.places import Place, Source, sampler_of, tell_epoch
-from trainer_client.balancing.positions import Moving, Plain, Position, Window
-from trainer_client.balancing.report import Counters
-from trainer_client.balancing.resume import (
-    LoaderState,
-    Resumed,
-    check_resumed,
-    state_for,
-    states_of,
-)
+from trainer_client.balancing.reading import Cost
+from trainer_client.balancing.redistribution import Pending
+from trainer_client.balancing.report import Counters, Reason, RoundReport
+from trainer_client.balancing.resume import LoaderState, Resumed, check_resumed, state_for, states_of
 from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.tickets import Cost, Outcome, Ticket
+from trainer_client.balancing.ticket import Ticket, batches_of, splits_in
 from trainer_client.checks import is_whole
 
 logger = logging.getLogger(__name__)
@@ -45,7 +39,44 @@ MAX_AHEAD = 64
 """Batches that a pipeline may hold, so far back that a state can be asked for."""
 
 
-class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
+@dataclass(slots=True)
+class Position:
+    """What has been yielded of a pass.
+
+    Attributes:
+        source: Where the wrapped loader was before the first window that was not wholly yielded.
+        batches: Of this pass.
+        window: What a state keeps of that window, if some of it was yielded; None between two windows.
+        fields: Of the window to come, or left, as `Schema.constant_lines`; empty: this rank has no sample of it.
+    """
+
+    source: Place | None = None
+    batches: int = 0
+    window: dict[str, Any] | None = None
+    fields: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Window:
+    """A window in flight, with those of its batches that have not been started yet, once that is known."""
+
+    ticket: Ticket
+    flats: tuple[FlatBatch, ...]
+    begin: Place | None
+    end: Place
+    batches: deque[int] = field(default_factory=deque)
+
+
+class _Moving(NamedTuple):
+    """A batch on its way to the loop."""
+
+    pending: Pending
+    report: RoundReport
+    splits: tuple[SplitSample, ...]
+    position: Position
+
+
+class BalancedLoader(OfLatest, Generic[B]):
     """Wraps a loader: the same batches, with the samples of all ranks spread evenly over the ranks.
 
     Costs are submitted `depth` batches ahead and samples move one batch ahead, so that with enough work in a training
@@ -103,16 +134,15 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
         self._device = device
         self._name = name
         self._drop_last = drop_last
-        self._latest = Handed(name)
+        self._latest = Latest(name)
         self._requested: Callable[[], None] = lambda: None
         self._used: BatchStream | None = None  # by the latest loop
         self._resume: LoaderState | None = None  # which the next loop goes on from
-        self._handed: deque[Position] = deque([Position()], maxlen=MAX_AHEAD + 1)  # after each batch, the latest last
+        self._positions: deque[Position] = deque([Position()], maxlen=MAX_AHEAD + 1)  # after each batch
         self._finished = False
         self._named_epoch: int | None = None
         self._epoch: int | None = None  # of the latest loop
-        self._asker: dict[str, Any] | None = None  # the module that asked for the latest state of this loop
-        self._constant: Plain = {}  # what all states of this loop have in common
+        self._constant: dict[str, Any] = {}  # what all states of this loop have in common
 
     def on_request(self, call: Callable[[], None]) -> None:
         """Calls this whenever the loop asks for a batch, in place of what was given before; a `StepTimer` does it."""
@@ -156,8 +186,8 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
 
     @property
     def breaker_open(self) -> bool:
-        """Whether rounds go on without asking the service, which has missed one."""
-        return not self._stream.breaker.closed
+        """Whether the lead has stopped asking the service for a while; known on rank 0 alone."""
+        return self._stream.breaker_open
 
     @property
     def _stream(self) -> BatchStream:
@@ -172,7 +202,7 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
             TypeError: If that is unknown, as that of other loaders without a length.
         """
         sampler = sampler_of(self.loader)
-        return len(self.loader) if sampler is None else sampler.count_steps()
+        return len(self.loader) if sampler is None else sampler.count_steps()  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Tells the wrapped loader which epoch begins, or its samplers and data set, as far as they want to know.
@@ -191,49 +221,42 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
             self._resume = self._resume.in_epoch(self._named_epoch)
 
     def state_dict(self, *, ahead: int = 0) -> dict[str, Any]:
-        """What has been handed over of this rank's data, as plain values: what is needed to go on from there.
+        """What has been yielded of this rank's data, as plain values: what is needed to go on from there.
 
-        At any time, from the loop's thread; what was read ahead, is in flight or under way counts as not handed over.
-        A batch counts as soon as the loop has it. Of a pass that is over, the state is the beginning of the next.
-        States share what they have in common, so change none of them, but a deep copy.
+        At any time, from the loop's thread; what was read ahead or is in flight counts as not yielded. A batch counts
+        as soon as the loop has it. Of a pass that is over, the state is the beginning of the next. States share what
+        they have in common, so change none of them, but a deep copy.
 
         Args:
-            ahead: How many of the batches handed over have not been trained: what a pipeline holds. Where fewer have
-                been handed over in the pass, it is the pass's beginning.
+            ahead: How many of the batches yielded have not been trained: what a pipeline holds. Where fewer have been
+                yielded in the pass, it is the pass's beginning.
 
         Raises:
             ValueError: If `ahead` is not 0 to 64.
-            FrameworkError: If it is asked for by a framework that would keep one rank's state for all.
         """
-        asker = sys._getframe(1).f_globals
-        if asker is not self._asker:
+        if self._resume is not None:
+            return self._resume.to_state()
+        if not self._constant:
             rank, world_size = self._balancer.place
-            check_saver(str(asker.get("__name__", "")), world_size)
             self._constant = LoaderState(
                 name=self._name, rank=rank, world_size=world_size, epoch=self._epoch
             ).to_state()
-            self._asker = asker
-        if self._resume is not None:
-            return self._resume.to_state()
         # A step's work has thrown all of this out of the caches, so each object that is not touched is time saved.
-        position, latest = self._handed[-1], True
+        position, latest = self._positions[-1], True
         if ahead:
             if not 0 <= ahead <= MAX_AHEAD:
                 raise ValueError(f"ahead is {ahead}; use 0 to {MAX_AHEAD} batches that a pipeline holds")
-            position, latest = self._handed[max(0, len(self._handed) - 1 - ahead)], len(self._handed) == 1
+            latest = len(self._positions) == 1
+            position = self._positions[max(0, len(self._positions) - 1 - ahead)]
         state = self._constant.copy()
-        state["batches"] = position.batches
-        state["fields"] = position.fields
+        state["batches"], state["fields"], state["window"] = position.batches, position.fields, position.window
         if (source := position.source) is not None:
             state["source"] = source.plain or source.to_state()
-        if position.window is not None:
-            state["window"] = window = position.window.copy()
-            window["left"] = position.left
         if self._finished and latest:
             state["finished"] = True
         return state
 
-    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, repeat_window: bool = False) -> None:
         """Lets the next loop go on from a state: the first batch is the one that would have come next.
 
         Call it on all ranks with states of one checkpoint; that they fit together is checked when the loop begins, on
@@ -242,37 +265,55 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
         `load_state_dicts(states of all ranks)`.
 
         Args:
-            state: This rank's, of `state_dict`; or those of all ranks by rank, which another number of ranks needs that
-                goes on within a window, or over data that are not of the whole job.
+            state: This rank's, of `state_dict`; or those of all ranks by rank, which another number of ranks needs
+                where the data are not of the whole job.
+            repeat_window: Train the window whole again in which the state was taken, if it was within one: other
+                numbers of ranks, options or data cannot divide what is left of it as before.
 
         Raises:
             ResumeError: If it is not the state of a loader of this name, or this rank cannot go on from it.
         """
         states = states_of(state, self._name)
+        if repeat_window:
+            states = [one.repeating() for one in states]
         rank, world_size = self._balancer.place
         self._resume = state_for(states, self.loader, rank=rank, world_size=world_size)
 
+    @property
+    def dataset(self) -> Any:
+        """The wrapped loader's, as the next two are: training frameworks look for them."""
+        return self.loader.dataset  # type: ignore[attr-defined]
+
+    @property
+    def sampler(self) -> Any:
+        """The wrapped loader's sampler."""
+        return self.loader.sampler  # type: ignore[attr-defined]
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The wrapped loader's batch sampler."""
+        return self.loader.batch_sampler  # type: ignore[attr-defined]
+
     def __iter__(self) -> Iterator[B]:
-        check_trainer()
         return self._loop()
 
     def _loop(self) -> Iterator[B]:
         self._requested()
         self._used = stream = self._balancer.stream(self._name)
         current, source = self._begin(stream)
-        submitted: deque[Window] = deque()
+        submitted: deque[_Window] = deque()
         collected: list[Any] = []  # for the next window
-        here = self._handed[-1].source  # where the next window begins
-        window: Window | None = None  # the one that is being trained
-        outcome: Outcome | None = None  # of its round
-        moving: Moving | None = None
-        batches = self._handed[-1].batches  # whose moves have begun
+        here = self._positions[-1].source  # where the next window begins
+        window: _Window | None = None  # the one that is being trained
+        directive: Directive | None = None  # of its round
+        moving: _Moving | None = None
+        batches = self._positions[-1].batches  # whose moves have begun
         has_data = True
-        end: Verdict | None = None
+        end: Directive | None = None
         try:
             while True:
                 stream.check(current)
-                left = 0 if window is None else window.left
+                left = 0 if window is None else len(window.batches)
                 while end is None:
                     held = left + len(collected) + len(submitted) * stream.options.window
                     if held >= stream.options.depth * stream.options.window:
@@ -286,34 +327,34 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
                     if len(collected) == stream.options.window:
                         begin, here = here, source.place
                         ticket = self._submit(stream, source, [one for one in collected if one is not _NO_MORE])
-                        submitted.append(Window(ticket, ticket.flats, begin, here))
+                        submitted.append(_Window(ticket, ticket.flats, begin, here))
                         collected = []
-                upcoming: Moving | None = None
+                upcoming: _Moving | None = None
                 while upcoming is None and (left or submitted):
                     if not left:
                         window = submitted.popleft()
-                        outcome = stream.outcome(window.ticket)
-                        if outcome.ended:  # on all ranks in this round, and so has what was submitted after it
-                            current.over, end = True, outcome.verdict
+                        directive = stream.directive(window.ticket)
+                        if directive.ended:  # on all ranks in this round, and so has what was submitted after it
+                            current.over, end = True, directive
                             has_data |= any(len(one.ticket.samples) for one in (window, *submitted))
                             submitted.clear()
                             continue
-                        window.batches.extend(outcome.batches)
-                        left = window.left
+                        window.batches.extend(batches_of(directive))
+                        left = len(window.batches)
                         continue
-                    assert window is not None and outcome is not None  # noqa: PT018
+                    assert window is not None and directive is not None  # noqa: PT018
                     batches += 1
-                    upcoming = self._start_next(stream, window, outcome, batches)
-                    left = window.left
+                    upcoming = self._start_next(stream, window, directive, batches)
+                    left = len(window.batches)
                 if moving is not None:
                     yield self._finish(stream, moving, None if upcoming is None else window)
                     self._requested()
                     self._latest.leave()
                 elif upcoming is None and end is not None:  # else all that was in flight has been dropped
-                    if end.reason is not Reason.LEFT:
+                    if end.decision.reason is not Reason.LEFT:
                         self._finish_pass(source.place)
                     if has_data:
-                        stream.tell_end(end, current.taken)
+                        stream.say_end(end, current.taken)
                     return
                 moving = upcoming
         except NoDataError:  # on all ranks
@@ -346,15 +387,13 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
         current = stream.begin()
         stream.measured.learns = self._cost if isinstance(self._cost, LearnedCost) else None
         self._epoch = self._named_epoch if state is None or self._named_epoch is not None else state.epoch
-        self._asker = None
+        self._constant = {}
         current.resumed = resumed
         first = Position(source=batches.place(0))
         if state is not None and resumed is not None and not state.finished:
-            first = replace(first, batches=state.batches, fields=list(state.fields))
-            if state.half is not None:
-                first.window, first.left = state.half.plain, list(state.half.left)
-        self._handed.clear()
-        self._handed.append(first)
+            first = replace(first, batches=state.batches, fields=list(state.fields), window=state.window)
+        self._positions.clear()
+        self._positions.append(first)
         self._finished = False
         return current, Incoming(batches, cost=self._cost, memory=self._memory, spec=self._spec)
 
@@ -366,19 +405,20 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
             drop_last=self._drop_last,
         )[1]  # fmt: skip
 
-    def _start_next(self, stream: BatchStream, window: Window, outcome: Outcome, batches: int) -> Moving:
+    def _start_next(self, stream: BatchStream, window: _Window, directive: Directive, batches: int) -> _Moving:
         batch = window.batches.popleft()
-        pending = stream.start(window.flats, window.ticket, outcome, self._device, batch=batch)
+        pending = stream.start(window.flats, window.ticket, directive, self._device, batch=batch)
         position = Position(source=window.end, batches=batches)
-        if window.left:
-            position = Position(window.begin, batches, window=outcome.window, left=list(window.batches))
-        return Moving(pending, outcome.reports[batch], outcome.splits_in(batch), position)
+        if window.batches:
+            left = {**(directive.notes.window or {}), "left": list(window.batches)}
+            position = Position(source=window.begin, batches=batches, window=left)
+        return _Moving(pending, directive.reports[batch], splits_in(directive, batch), position)
 
     def _finish_pass(self, place: Place) -> None:
-        self._handed[-1] = replace(self._handed[-1], source=place, window=None)
+        self._positions[-1] = replace(self._positions[-1], source=place, window=None)
         self._finished = True
 
-    def _finish(self, stream: BatchStream, moving: Moving, following: Window | None) -> B:
+    def _finish(self, stream: BatchStream, moving: _Moving, following: _Window | None) -> B:
         if following is not None and len(following.ticket.samples):
             moving.position.fields = list(following.ticket.schema.constant_lines)
         started = time.perf_counter()
@@ -388,5 +428,5 @@ class BalancedLoader(OfLatest, WrappedLoader, Generic[B]):
         if self.summed_terms is not None:
             self.summed_terms.add(batch)
         self._latest.give(moving.report, moving.splits)
-        self._handed.append(moving.position)
+        self._positions.append(moving.position)
         return batch

@@ -10,13 +10,11 @@ from typing import Literal, get_args
 
 from evenkeel.partitioning.ranges import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE
 from evenkeel.partitioning.rounds import RoundOptions
-from evenkeel.partitioning.split_options import SplitOptions
+from evenkeel.partitioning.splits import SplitOptions
 from trainer_client.checks import is_number, is_whole
 
 Counts = Literal["equal", "free"]
-Fallback = Literal["embedded", "identity"]
 MAX_WINDOW = 64  # batches; the balancer's own limit
-NodeLeader = Literal["auto"] | bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +33,8 @@ class BalanceOptions:
             the bytes of a rank's batch, over the rate at which ranks exchange (nodes, if there are several), over the
             seconds of a step. Samples move only where the load that they take off is worth more than their move.
             0: moves are free.
-        timeout: How long a round may wait for the service. The first miss opens the breaker, so a service that is gone
-            costs this once, hidden behind the batches in flight.
-        fallback: What a round does that the service did not decide: `embedded` gathers the costs over the job's own
-            process group and partitions on every rank alike; `identity` leaves every sample at home. It says nothing
-            of a balancer without a service, `Balancer.embedded`, which always does the former.
+        timeout: How long a call of the service may take. It only frees what a call holds: a plan that is not there when
+            the lead's loop comes for its batch is made by the lead, so that no step waits for a service.
         depth: Rounds in flight, from the submission of the costs to the training step: batches, or windows.
         window: Batches that are balanced together. With more than 1, samples may be trained in another batch of their
             window than the one they were loaded in, so that those too heavy for their batch meet (docs/windows.md).
@@ -52,14 +47,11 @@ class BalanceOptions:
             `speeds`. Without measured times nothing is learned.
         split: When a sample that outweighs a rank's share is split over several, or fits none: the model's attention
             must be able to work over pieces then (docs/pieces.md). `None`: samples stay whole.
-        node_leader: Whether the ranks of a node speak to the service through one of them, the node's leader, over one
-            stream, which saves the service half of its work, or more. `auto`: from 8 ranks on, on the nodes where the
-            ranks can reach their leader; `True`: on every node with several ranks, or it is an error.
-        require_service: Whether a job whose ranks do not all come to the service at the start ends there: at once when
-            the cause does not pass by itself (authentication, certificates, options, versions), else after 30 s. Later
-            outages are bridged as ever.
+        require_service: Whether a job that does not reach the service at the start ends there: at once when the cause
+            does not pass by itself (authentication, certificates, versions), else after 30 s. Later outages are bridged
+            as ever.
         group_timeout: How long a collective of Evenkeel's own process groups may take before the job fails; at least
-            twice `timeout`, which another rank may wait for the service first.
+            twice `timeout`.
         of_rounds: What a round's plan depends on; follows from the others.
     """
 
@@ -69,25 +61,19 @@ class BalanceOptions:
     tolerance: float = 1e-3
     move_price: float = 0.01
     timeout: timedelta = timedelta(seconds=2)
-    fallback: Fallback = "embedded"
     depth: int = 2
     window: int = 1
     speeds: Sequence[float] | None = None
     memory_caps: Sequence[float] | None = None
     learn_speeds: bool = True
     split: SplitOptions | None = None
-    node_leader: NodeLeader = "auto"
     require_service: bool = False
     group_timeout: timedelta = timedelta(minutes=10)
     of_rounds: RoundOptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, choices in (("counts", Counts), ("fallback", Fallback)):
-            value = getattr(self, name)
-            if value not in get_args(choices):
-                raise ValueError(f"{name} is {value!r}; use one of {', '.join(get_args(choices))}")
-        if self.node_leader not in ("auto", True, False):
-            raise ValueError(f"node_leader is {self.node_leader!r}; use 'auto', True or False")
+        if self.counts not in get_args(Counts):
+            raise ValueError(f"counts is {self.counts!r}; use one of {', '.join(get_args(Counts))}")
         for name in ("require_service", "learn_speeds"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; use True or False")
@@ -136,13 +122,8 @@ class BalanceOptions:
         return max(self.group_timeout, 2 * self.timeout)
 
     @property
-    def service_timeout_ms(self) -> int:
-        """How long the service may wait for a round: less than its ranks, so that its answer still arrives in time."""
-        return max(1, int(750 * self.timeout.total_seconds()))
-
-    @property
     def patience(self) -> float:
-        """Seconds that a round may take at most: its wait for the service and up to three collectives."""
+        """Seconds that a round may take at most: a call of the service, its two collectives, and a plan."""
         return (self.timeout + 3 * self.collective_timeout).total_seconds()
 
     def check_world(self, world_size: int) -> None:

@@ -1,8 +1,8 @@
 """One pass over the batches of a stream on one rank, and how a rank leaves it without holding the others up.
 
-Samples move by collectives, which meet in the order in which each rank starts them. So every round that all ranks have
-agreed to move must have its move started by every rank, once, in the order of the rounds. A loop does so while it goes
-on; for a rank that has left its loop, `Pass.leave` does it, and drops what arrives.
+Samples move by collectives, which meet in the order in which each rank starts them. So every round that moves must have
+its move started by every rank, once, in the order of the rounds. A loop does so while it goes on; for a rank that has
+left its loop, `Pass.leave` does it, and drops what arrives.
 """
 
 from __future__ import annotations
@@ -14,23 +14,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from evenkeel.partitioning.samples import RankSamples
-from trainer_client.balancing.agreement import ProgramOrderError
-from trainer_client.balancing.batches import FlatBatch, Schema
-from trainer_client.balancing.groups import Groups
+from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.directive import Directive
 from trainer_client.balancing.redistribution import Pending, start
 from trainer_client.balancing.redistribution.copying import pick
 from trainer_client.balancing.redistribution.cutting import cut
 from trainer_client.balancing.report import Counters
 from trainer_client.balancing.resume import Resumed
-from trainer_client.balancing.telling import warn_of_unasked_splits
-from trainer_client.balancing.tickets import Outcome, Ticket
-from trainer_client.balancing.tracing import RoundTrace
+from trainer_client.balancing.rounds import Item
+from trainer_client.balancing.ticket import Ticket, batches_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +46,13 @@ class Pass:
         mover: What starts its moves; None before the stream is open.
         by_hand: The loop is one of submissions by hand, not of an iterator.
         resumed: From where it goes on, until its first round; None: it begins at its beginning.
+        problem: What made this rank leave, for the others to hear; empty: nothing.
     """
 
     def __init__(
         self,
-        name: str,
-        tell: Callable[[Pass, bool], None],
+        tell: Callable[[Pass, bool], Item],
+        directive_of: Callable[[Ticket], Directive],
         patience: float,
         *,
         by_hand: bool = False,
@@ -62,8 +60,8 @@ class Pass:
         """Begins a pass.
 
         Args:
-            name: The stream's name.
-            tell: Tells the other ranks that this one has left, and whether it was out of turn.
+            tell: Tells the lead that this rank has left, and whether it was out of turn.
+            directive_of: Waits for what becomes of a ticket.
             patience: Seconds that a round may take at most.
             by_hand: See the attribute.
         """
@@ -72,17 +70,19 @@ class Pass:
         self.mover: Mover | None = None
         self.by_hand = by_hand
         self.resumed: Resumed | None = None
-        self._name = name
+        self.problem = ""
         # It refers to the stream, and that to this pass: let go of at the end, so that a dropped stream is collected
         # at once, and not when Python next looks for cycles.
-        self._tell: Callable[[Pass, bool], None] | None = tell
+        self._tell: Callable[[Pass, bool], Item] | None = tell
+        self._directive_of: Callable[[Ticket], Directive] | None = directive_of
         self._patience = patience
         self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
         self._moves: deque[Pending] = deque()  # started, and not waited for when it was last looked
         self._taken = 0
-        self._handed: Ticket | None = None  # the latest whose batch a loop by hand has asked for
+        self._latest: Ticket | None = None  # whose batch a loop by hand has asked for
         self._device: torch.device | str | None = None
         self._left = False
+        self._farewell: Item | None = None  # by which the lead hears that this rank has left
         self._drained = threading.Event()
         self._failure: BaseException | None = None
         self._owner, self._process = threading.get_ident(), os.getpid()
@@ -100,17 +100,18 @@ class Pass:
             self._taken += 1
         return self._taken
 
-    def go_on(self, samples: RankSamples, window: int, schema: Schema) -> tuple[Resumed, RankSamples]:
-        """From where a pass goes on whose first round is submitted, and the samples as `Resumed.meeting` says.
+    @property
+    def failed(self) -> bool:
+        """Whether its last moves have."""
+        return self._failure is not None
 
-        Args:
-            samples: The round's samples on this rank.
-            window: Batches of a window.
-            schema: Of the round's batches.
-        """
-        resumed, self.resumed = self.resumed, None
-        assert resumed is not None
-        return resumed.meeting(samples, window, schema)
+    def in_flight(self, depth: int) -> Ticket | None:
+        """The ticket that was submitted so many before the next one, if it has not been started."""
+        return self._tickets[-depth] if len(self._tickets) >= depth else None
+
+    def wait(self) -> None:
+        """Waits until nothing of a pass that was left is in flight on this rank, or it has failed."""
+        self._drained.wait()
 
     def submitted(self, ticket: Ticket, device: torch.device | str | None) -> None:
         """Notes a round whose moves are to come."""
@@ -118,28 +119,35 @@ class Pass:
         if device is not None:
             self._device = device
 
-    def in_turn(self, ticket: Ticket, outcome: Outcome, batch: int) -> bool:
+    def in_turn(self, ticket: Ticket, directive: Directive, batch: int) -> bool:
         """Whether a batch of a round is the next to move."""
         while self._tickets and self._tickets[0] is not ticket and _is_empty(self._tickets[0]):
             self._tickets.popleft()
-        return bool(self._tickets) and self._tickets[0] is ticket and outcome.batches[ticket.started] == batch
+        return bool(self._tickets) and self._tickets[0] is ticket and batches_of(directive)[ticket.started] == batch
 
     def start(
-        self, flats: Sequence[FlatBatch], ticket: Ticket, outcome: Outcome, device: torch.device | str | None
+        self,
+        flats: Sequence[FlatBatch],
+        ticket: Ticket,
+        directive: Directive,
+        device: torch.device | str | None,
+        template: FlatBatch,
     ) -> Pending:
-        """Starts the move that is next."""
+        """Starts the move that is next; `template` is an empty batch of the round's schema."""
         for flat in flats:
             flat.check_unchanged()
         assert self.mover is not None
         self._device = self.mover.goes_to(flats, device)
         _ = self.taken  # lets go of batches that the loop has got
-        if self.by_hand:
-            before, self._handed = self._handed, ticket
-            if before is not None and before.unasked and before.splits:
-                warn_of_unasked_splits(self._name)
-        pending = self._start(flats, ticket, outcome, device)
+        self._latest = ticket
+        pending = self._start(flats, ticket, directive, device, template)
         self._moves.append(pending)
         return pending
+
+    @property
+    def latest(self) -> Ticket | None:
+        """The ticket whose move was started last."""
+        return self._latest
 
     def leave(self, *, out_of_turn: bool = False) -> None:
         """Leaves the loop: the pass ends on all ranks, and what they agreed on before is done with.
@@ -152,11 +160,11 @@ class Pass:
         self._left = True
         if self.number is not None and not self.over:
             assert self._tell is not None
-            self._tell(self, out_of_turn)
+            self._farewell = self._tell(self, out_of_turn)
         _ = self.taken
         while self._tickets and _is_void(self._tickets[0]):
             self._tickets.popleft()
-        if not (self._tickets or self._moves):
+        if not (self._tickets or self._moves or self._farewell):
             self._end()
             return
         try:
@@ -164,9 +172,7 @@ class Pass:
                 assert self.mover is not None
                 self._device = self.mover.goes_to(self._tickets[0].flats if self._tickets else (), None)
             since = _queued_by_now(self._device)
-            threading.Thread(
-                target=self._drain, args=(since,), name=f"evenkeel-leave-{self._name}", daemon=True
-            ).start()
+            threading.Thread(target=self._drain, args=(since,), name="evenkeel-leave", daemon=True).start()
         except RuntimeError:  # the interpreter is ending, and with it the job
             self._end()
             return
@@ -179,7 +185,7 @@ class Pass:
         try:
             return self.settle(seconds)
         except Exception as error:  # the job has failed, and was told so where it waited
-            logger.debug("%s: the last loop: %s", self._name, error)
+            logger.debug("the last loop: %s", error)
             return False
 
     def settle(self, seconds: float) -> bool:
@@ -196,33 +202,44 @@ class Pass:
     # ------------------------------------------------------------------ what the loop has left
 
     def _start(
-        self, flats: Sequence[FlatBatch], ticket: Ticket, outcome: Outcome, device: torch.device | str | None
+        self,
+        flats: Sequence[FlatBatch],
+        ticket: Ticket,
+        directive: Directive,
+        device: torch.device | str | None,
+        template: FlatBatch,
     ) -> Pending:
-        batches = outcome.batches
+        batches = batches_of(directive)
         batch = batches[ticket.started]
         ticket.started += 1
         if ticket.started == len(batches):
             self._tickets.popleft()
             ticket.flats = ()
         assert self.mover is not None
-        return self.mover.move(flats, outcome, batch, device, ticket.trace)
+        return self.mover.move(flats, directive, batch, device, template)
 
     def _drain(self, since: tuple[torch.device, torch.cuda.Event] | None) -> None:
+        """Starts and waits for the moves that are left; drops what arrives."""
         try:
             with _beside(since):
                 for pending in list(self._moves):
                     pending.wait()
                 while self._tickets:
                     ticket = self._tickets[0]
-                    outcome = ticket.future.result(self._patience)
-                    if outcome.ended:
+                    assert self._directive_of is not None
+                    directive = self._directive_of(ticket)
+                    if directive.ended:
                         break
-                    if not outcome.verdict.moved:
+                    if not directive.moves:
                         self._tickets.popleft()
                         continue
-                    self._start(ticket.flats, ticket, outcome, self._device).wait()
+                    # with an empty batch that may be another round's, of which nothing is kept here
+                    template = ticket.flats[0].empty()
+                    self._start(ticket.flats, ticket, directive, self._device, template).wait()
+            if self._farewell is not None:
+                self._farewell.future.result(self._patience)
         except BaseException as error:
-            logger.debug("%s: the last moves of a loop that was left: %s", self._name, error)
+            logger.debug("the last moves of a loop that was left: %s", error)
             self._failure = error
         finally:
             self._tickets.clear()
@@ -230,62 +247,50 @@ class Pass:
             self._end()
 
     def _end(self) -> None:
-        self._tell = None
+        self._tell = self._directive_of = None
         self._drained.set()
 
 
 class Mover:
     """Starts the moves of a stream; collective wherever samples move."""
 
-    def __init__(self, groups: Groups, counters: Counters, *, to_gpu: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, counters: Counters, *, to_gpu: bool = False) -> None:
         """Has started none yet.
 
         Args:
-            groups: The ranks.
+            group: Of the ranks that balance together; None: there is one.
             counters: What is counted.
             to_gpu: Batches go to this rank's GPU where no device is named; the same on all ranks.
         """
-        self._groups = groups
-        self._to_gpu = to_gpu
-        self._counters = counters
-        self._started = 0
-        self._ended = 0
-
-    @property
-    def rest(self) -> int | None:
-        """How many collective moves there were; None while one is in flight."""
-        return self._ended if self._ended == self._started else None
+        self._group, self._counters, self._to_gpu = group, counters, to_gpu
 
     def move(
         self,
         flats: Sequence[FlatBatch],
-        outcome: Outcome,
+        directive: Directive,
         batch: int,
         device: torch.device | str | None,
-        trace: RoundTrace | None,
+        template: FlatBatch,
     ) -> Pending:
         """Starts to move the samples of a batch.
 
         Args:
             flats: All batches of the round on this rank.
-            outcome: What all ranks agreed on.
+            directive: What it does.
             batch: Which batch of the window.
             device: Where the result shall be; None: where the batch is, or this rank's GPU.
-            trace: The round's spans; None when it is not traced.
+            template: An empty batch of the round's schema.
         """
         if device is None and self._to_gpu:
             device = _gpu_of(flats)
-        moved = outcome.verdict.moved
-        if trace is not None:
-            trace.moving()
         began = time.perf_counter()
-        self._started += moved
-        samples, piece = samples_of(outcome, flats, batch), outcome.plan.slices[batch]
-        if (cuts := outcome.plan.cuts_in(batch)) is not None:
+        plan = directive.plan
+        samples = samples_of(directive, flats, batch, template)
+        if (cuts := plan.cuts_in(batch)) is not None:
             samples = cut(samples, cuts)
-        pending = start(samples, piece, group=self._groups.data if moved else None, device=device)
+        group = self._group if directive.moves else None
+        pending = start(samples, plan.slices[batch], group=group, device=device)
         self._counters.redistribution_seconds += time.perf_counter() - began
-        pending.then(partial(self._land, moved, trace))
         return pending
 
     def goes_to(self, flats: Sequence[FlatBatch], device: torch.device | str | None) -> torch.device | None:
@@ -299,40 +304,20 @@ class Mover:
             return torch.device("cuda", torch.cuda.current_device())
         return where
 
-    def _land(self, moved: bool, trace: RoundTrace | None) -> None:
-        self._ended += moved
-        if trace is not None:
-            trace.moved()
-
-
-def used_after(name: str) -> ProgramOrderError:
-    """The error of a loop that goes on although another one has begun on its stream."""
-    return ProgramOrderError(
-        f"a newer loop over {name!r} has begun, which ended this one; give loaders that are in use at the same time "
-        "different names (BalancedLoader(name=…)), and go on with one iterator of a loader at a time"
-    )
-
-
-def used_closed(name: str) -> ProgramOrderError:
-    """The error of a loop that goes on although its stream was closed."""
-    return ProgramOrderError(
-        f"the balancer was closed while a loop over {name!r} went on, which ended it on all ranks; close the balancer "
-        "behind the loop, and leave a loop by break"
-    )
-
 
 def _is_empty(ticket: Ticket) -> bool:
     """Whether all of a round was dropped."""
-    done = ticket.future.done() and ticket.future.exception() is None
-    return done and not ticket.future.result().ended and not ticket.future.result().batches
+    future = ticket.item.future
+    done = future.done() and future.exception() is None
+    return done and not future.result().ended and not batches_of(future.result())
 
 
 def _is_void(ticket: Ticket) -> bool:
     """Whether nothing of a round is left to do: it has ended, or every sample stays at home."""
-    if not ticket.future.done() or ticket.future.exception() is not None:
+    future = ticket.item.future
+    if not future.done() or future.exception() is not None:
         return False
-    outcome = ticket.future.result()
-    return outcome.ended or not outcome.verdict.moved
+    return future.result().ended or not future.result().moves
 
 
 def _queued_by_now(device: torch.device | str | None) -> tuple[torch.device, torch.cuda.Event] | None:
@@ -368,19 +353,15 @@ def _gpu_of(flats: Sequence[FlatBatch]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def samples_of(outcome: Outcome, flats: Sequence[FlatBatch], batch: int) -> FlatBatch:
+def samples_of(directive: Directive, flats: Sequence[FlatBatch], batch: int, template: FlatBatch) -> FlatBatch:
     """This rank's samples that are trained in a batch of the window, whichever rank trains them."""
-    columns = outcome.plan.slices[batch].source_totals.shape[1]
-    if batch < len(flats) and not outcome.reports[batch].samples and flats[batch].num_jagged == columns:
+    columns = directive.plan.slices[batch].source_totals.shape[1]
+    if batch < len(flats) and not directive.reports[batch].samples and flats[batch].num_jagged == columns:
         return flats[batch]  # as it was loaded: no rank knows better
-    if outcome.plan.steps is None:
-        return flats[batch] if batch < len(flats) and flats[batch].num_samples else _nothing(outcome)
+    steps = directive.plan.steps
+    if steps is None:
+        return flats[batch] if batch < len(flats) and flats[batch].num_samples else template
     begins = np.cumsum([0, *(flat.num_samples for flat in flats)])
-    chosen = [np.flatnonzero(outcome.plan.steps[begins[i] : begins[i + 1]] == batch) for i in range(len(flats))]
+    chosen = [np.flatnonzero(steps[begins[i] : begins[i + 1]] == batch) for i in range(len(flats))]
     some = [i for i, samples in enumerate(chosen) if samples.size]
-    return pick([flats[i] for i in some], [chosen[i] for i in some]) if some else _nothing(outcome)
-
-
-def _nothing(outcome: Outcome) -> FlatBatch:
-    assert outcome.template is not None
-    return outcome.template
+    return pick([flats[i] for i in some], [chosen[i] for i in some]) if some else template

@@ -17,7 +17,7 @@ from torch import nn
 from evenkeel.partitioning.splits import SplitSample
 from evenkeel.plugins import Plugins
 from trainer_client.balancing import BalancedLoader, RoundReport
-from trainer_client.balancing.telling import warn_of_unasked_splits
+from trainer_client.balancing.latest import warn_of_unasked_splits
 
 B = TypeVar("B")
 

@@ -12,13 +12,11 @@ import os
 import pickle
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.progress import Progress
 from torch.utils._pytree import tree_leaves
 
@@ -44,14 +42,6 @@ class GlobalSampler(Protocol):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of `epoch`, the `"epoch"` of states: what is left of it after `load_state_dict`."""
-
-    def rest_of(self, state: dict[str, Any], trained: Sequence[Sequence[NDArray[np.bool_]]]) -> dict[str, Any]:
-        """The place from which what is left of a half-trained window goes on, on any number of ranks.
-
-        Args:
-            state: Where the window begins.
-            trained: By rank of the old job and batch of the window, which of the rank's samples have been trained.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +93,7 @@ def sampler_of(loader: Any) -> GlobalSampler | None:
     """The project's own sampler in a loader, if it has one."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inside = (batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
-    return next((one for one in inside if hasattr(one, "state_after") and hasattr(one, "rest_of")), None)
+    return next((one for one in inside if hasattr(one, "state_after") and hasattr(one, "count_steps")), None)
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:

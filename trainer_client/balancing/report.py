@@ -1,45 +1,51 @@
-"""What a round did, for people, metrics and the weighting of losses: from its votes and its plan."""
+"""What a round did, for people, metrics and the weighting of losses."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from evenkeel.partitioning.api import evenness
 from evenkeel.partitioning.delays import Delay
-from evenkeel.partitioning.rounds import Figures, RankPlan
-from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, Straggler, planned_speeds
-from trainer_client.balancing.agreement import Mode, Reason, Verdict
-from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.votes import Vote
-
-if TYPE_CHECKING:  # which carries reports
-    from trainer_client.balancing.tickets import Ticket
+from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, Straggler
 
 logger = logging.getLogger(__name__)
 
 
-@cache
-def _warn_of_mean() -> None:
-    """Once a process: a loop asks at every step."""
-    logger.warning(
-        "this rank has no sample in a batch, and a mean over none is NaN whatever it is multiplied by: take a sum "
-        "times loss_scale, or keep ranks from empty batches by BalanceOptions(min_samples=1) and drop_last=True"
-    )
+class Mode(StrEnum):
+    """What all ranks do with a round."""
+
+    SERVICE = "service"  # move by the service's plan
+    EMBEDDED = "embedded"  # move by the lead's own plan
+    IDENTITY = "identity"  # every sample stays at home
+    SPREAD = "spread"  # every sample stays at home but those that ranks with too few need (min_samples)
+    DROP = "drop"  # nobody trains the samples (drop_last)
+    END = "end"  # the pass is over on all ranks
+
+
+class Reason(StrEnum):
+    """Why a round did what it did, where that was not the service's plan."""
+
+    NONE = "none"
+    LEFT = "left"  # some rank has left its loop
+    TOO_FEW_SAMPLES = "too_few_samples"  # for all ranks; the loader has drop_last
+    NO_SERVICE = "no_service"  # the balancer is embedded or off
+    NO_DECISION = "no_decision"  # the service had not answered when the lead's loop came for the batch, or it failed
+    NOT_ASKED = "not_asked"  # the service has missed rounds before, and is asked again after a while
+    REFUSED = "refused"  # the service refuses rounds like this one, as its limits say
+    INVALID_COSTS = "invalid_costs"  # a rank's costs are no finite numbers of at least 0
+    PARTITION_FAILED = "partition_failed"  # no plan within the memory caps was found
+    COMPILING = "compiling"  # the lead's kernels are being compiled: it plans by a plain heuristic meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
     """One round as seen by one rank. Loads are in units of the cost; what is unknown of them is NaN.
 
-    Where the costs of a rank cannot be used, its load is unknown, and with it how even the ranks are.
+    Where the costs of some rank cannot be used, loads are unknown.
 
     Attributes:
         round: Round number of the loader's stream.
@@ -47,11 +53,12 @@ class RoundReport:
         mode: What all ranks did.
         reason: Why, when it was not the service's plan.
         ranks: The ranks that the reason is about.
-        home_loads: (world size,) float64, load of each rank's own samples.
+        world_size: Number of ranks that balance together.
+        home_load: Load of this rank's samples as loaded.
         own_load: Load of the samples that this rank trains.
+        mean_load: Mean over the ranks.
         max_load_before: Largest load over speed as loaded.
-        max_load: Largest load over speed after the round, with what the exchange of split samples takes; NaN if only
-            single ranks know.
+        max_load: Largest load over speed after the round, with what the exchange of split samples takes.
         imbalance_before: Max/mean of load over speed as loaded.
         imbalance: The same as trained.
         lower_bound: No assignment of whole samples has a smaller maximum.
@@ -60,7 +67,7 @@ class RoundReport:
         moved_samples: Samples that changed rank, over all ranks.
         size: Bytes of all samples.
         moved_size: Bytes of the samples that changed rank.
-        wait_seconds: How long this rank's worker waited for the service (hidden behind training unless too long).
+        wait_seconds: How long the lead waited for the service (hidden behind training unless too long).
         partition_seconds: Time of the partition search.
         split_samples: Samples that are split over ranks, of all ranks.
         pieces: Pieces that they are split into.
@@ -74,9 +81,11 @@ class RoundReport:
     batch: int = 0
     mode: Mode
     reason: Reason
-    ranks: tuple[int, ...]
-    home_loads: NDArray[np.float64]
+    ranks: tuple[int, ...] = ()
+    world_size: int = 1
+    home_load: float
     own_load: float
+    mean_load: float
     max_load_before: float
     max_load: float
     imbalance_before: float
@@ -108,7 +117,7 @@ class RoundReport:
     @property
     def loss_scale(self) -> float:
         """World size over the samples of the global batch: the factor for a loss that is a sum over samples."""
-        return len(self.home_loads) / self.samples if self.samples else 0.0
+        return self.world_size / self.samples if self.samples else 0.0
 
     @property
     def mean_loss_scale(self) -> float:
@@ -131,16 +140,25 @@ class RoundReport:
         return self.moved_size / self.size if self.size else 0.0
 
 
+@cache
+def _warn_of_mean() -> None:
+    """Once a process: a loop asks at every step."""
+    logger.warning(
+        "this rank has no sample in a batch, and a mean over none is NaN whatever it is multiplied by: take a sum "
+        "times loss_scale, or keep ranks from empty batches by BalanceOptions(min_samples=1) and drop_last=True"
+    )
+
+
 @dataclass(slots=True)
 class Counters:
     """Running totals of a stream on this rank.
 
     Attributes:
         rounds: Number of rounds by (mode, reason).
-        breaker_changes: How often the breaker opened or closed.
-        wait_seconds: Sum of the waits of the worker for the service.
+        breaker_changes: How often the lead has stopped asking the service, or begun again; 0 on other ranks.
+        wait_seconds: Sum of the lead's waits for the service.
         dropped_samples: Samples that this rank loaded and nobody trained because of `drop_last`.
-        exposed_seconds: Sum of the time that the training thread waited for an agreement.
+        exposed_seconds: Sum of the time that the training thread waited for a round.
         redistribution_seconds: Sum of the time that the training thread spent in starting and finishing moves.
         loading_seconds: Sum of the time that the training thread waited for the wrapped loader.
         own_load: Sum of the loads of the batches that a loader has yielded, as far as they are known.
@@ -161,81 +179,3 @@ class Counters:
         """Adds a batch that was yielded."""
         self.own_load += 0.0 if math.isnan(report.own_load) else report.own_load
         self.split_samples += report.split_samples
-
-
-def report_round(
-    ticket: Ticket,
-    votes: list[Vote],
-    verdict: Verdict,
-    *,
-    plan: RankPlan,
-    rank: int,
-    options: BalanceOptions,
-    wait_seconds: float,
-    learned: LearnedSpeeds = ALL_EQUAL,
-) -> tuple[RoundReport, ...]:
-    """The report of each batch of a round."""
-    num_batches = max(1, *(vote.num_batches for vote in votes))
-    speeds = planned_speeds(options.of_rounds.speeds, learned, [vote.load for vote in votes], num_batches)
-    known = all(vote.costs_valid for vote in votes)
-    reports = []
-    for batch in range(num_batches):
-        of_batch = [vote.of_batch(batch) for vote in votes]
-        home_loads = np.array([vote.load if vote.costs_valid else math.nan for vote in of_batch], dtype=np.float64)
-        own_size = int(ticket.samples.moving_sizes[ticket.samples.in_batch(batch)].sum())
-        own_load = plan.loads[batch] if plan.loads else float(home_loads[rank])
-        figures = plan.figures[batch] if plan.figures else _as_loaded(of_batch, home_loads, speeds, own_size)
-        if not known:
-            figures = _without_loads(figures)
-            own_load = math.nan if plan.loads else own_load
-        reports.append(
-            RoundReport(
-                round=ticket.round,
-                batch=batch,
-                mode=verdict.mode,
-                reason=verdict.reason,
-                ranks=verdict.ranks,
-                home_loads=home_loads,
-                own_load=own_load,
-                max_load_before=figures.max_load_before,
-                max_load=figures.max_load_after,
-                imbalance_before=figures.imbalance_before,
-                imbalance=figures.imbalance_after,
-                lower_bound=figures.lower_bound,
-                samples=figures.samples,
-                own_samples=int(plan.slices[batch].source_counts.sum()),
-                moved_samples=figures.moved_samples,
-                size=figures.size,
-                moved_size=figures.moved_size,
-                wait_seconds=wait_seconds,
-                partition_seconds=plan.seconds,
-                split_samples=figures.split_samples,
-                pieces=figures.pieces,
-                exchanged=figures.exchanged,
-                max_load_whole=figures.max_load_whole,
-                learned=learned,
-            )
-        )
-    return tuple(reports)
-
-
-def _as_loaded(
-    votes: list[Vote], loads: NDArray[np.float64], speeds: NDArray[np.float64] | None, own_size: int
-) -> Figures:
-    """Those of a batch that nobody has planned, as far as the votes tell; its size is that on this rank."""
-    mean, (largest, even) = float(loads.mean()), evenness(loads, speeds)
-    # The bound is that of free counts and equal speeds, which holds for every way of balancing.
-    bound = max(mean, *(vote.heaviest for vote in votes)) if speeds is None else float("nan")
-    return Figures(
-        mean_load=mean, max_load_before=largest, max_load_after=largest, imbalance_before=even, imbalance_after=even,
-        lower_bound=bound, samples=sum(vote.samples for vote in votes), moved_samples=0, size=own_size, moved_size=0,
-        moved_size_between_nodes=0,
-    )  # fmt: skip
-
-
-def _without_loads(figures: Figures) -> Figures:
-    """The same but for what depends on the loads of all ranks, which are unknown."""
-    return replace(
-        figures, mean_load=math.nan, max_load_before=math.nan, max_load_after=math.nan, imbalance_before=math.nan,
-        imbalance_after=math.nan, lower_bound=math.nan,
-    )  # fmt: skip

@@ -1,48 +1,43 @@
 """What a rank has trained of its data, as plain values, and going on from there.
 
-A state tells where in its data a rank was before the first window that was not wholly handed over, and of a window that
-was handed over in part also the plan that all ranks had agreed on. What was read ahead, is in flight or under way is
-read, planned and moved again, and comes out the same.
+A state names where in its data a rank was before the first window that was not wholly yielded, and how much of that
+window was. What was read ahead or is in flight is read, planned and moved again, and comes out the same: the same ranks
+make the same plan of a window and skip what is done of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from evenkeel.partitioning.samples import RankSamples
-from trainer_client.balancing.places import GlobalSampler, Place, sampler_of
-from trainer_client.balancing.positions import HalfWindow
+from trainer_client.balancing.errors import ResumeError
+from trainer_client.balancing.places import Place
 
 if TYPE_CHECKING:
     from trainer_client.balancing.batches.structure import Schema
 
-VERSION = 1
+VERSION = 2
 _CANNOT = 1  # the token of a rank that cannot go on; others are larger
-
-
-class ResumeError(ValueError):
-    """A state does not fit the job that shall go on from it, or the states of its ranks do not fit each other."""
+_WINDOW = {"size": int, "last": bool, "digest": str, "speeds": list, "plain": bool, "left": list}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What a rank goes on from, as its votes tell the others.
+    """What a rank goes on from, as it says in the first round.
 
     Attributes:
         lines: What must be the same on all ranks, one readable line each.
         problem: Why this rank cannot go on; empty if it can.
-        half: The window to go on in; None at its beginning.
+        window: What is known of the window to go on in; None at its beginning.
         fields: Of the batches to come, as `Schema.constant_lines`; empty where they are unknown.
     """
 
     lines: tuple[str, ...] = ()
     problem: str = ""
-    half: HalfWindow | None = None
+    window: dict[str, Any] | None = None
     fields: tuple[str, ...] = ()
 
     @property
@@ -53,28 +48,22 @@ class Resumed:
         digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).digest()
         return max(_CANNOT + 1, int.from_bytes(digest, "little"))
 
-    def meeting(self, samples: RankSamples, window: int, schema: Schema) -> tuple[Resumed, RankSamples]:
-        """With the samples that were read again: a problem if they are not those of before, else their old plan.
+    def checked(self, num_samples: int, window: int, schema: Schema) -> Resumed:
+        """With a problem, if the job's windows or batches are not those of before.
 
         Args:
-            samples: Of the first round.
+            num_samples: Of the first round.
             window: Batches of a window in this job.
             schema: Of the batches; where there are no samples it says nothing.
         """
-        if self.problem:
-            return self, samples
-        if problem := self._other_fields(schema) if len(samples) else "":
-            return replace(self, problem=problem), samples
-        if self.half is None:
-            return self, samples
-        if self.half.size != window:
+        problem = self.problem or (self._other_fields(schema) if num_samples else "")
+        if not problem and self.window is not None and self.window["size"] != window:
             problem = (
-                f"the state was taken within a window of {self.half.size} batches, and this job has window={window}; "
-                f"go on with BalanceOptions(window={self.half.size}), or from a state between windows"
+                f"the state was taken within a window of {self.window['size']} batches, and this job has "
+                f"window={window}; go on with BalanceOptions(window={self.window['size']}), from a state between "
+                "windows, or with load_state_dict(…, repeat_window=True), which trains the whole window again"
             )
-        elif differs := self.half.differs(samples):
-            problem = f"{differs}; go on with the data that the state was taken from"
-        return (replace(self, problem=problem), samples) if problem else (self, replace(samples, given=self.half.given))
+        return replace(self, problem=problem) if problem else self
 
     def _other_fields(self, schema: Schema) -> str:
         found = schema.constant_lines
@@ -118,10 +107,10 @@ def raise_differing(name: str, ranks: Sequence[Resumed | None]) -> NoReturn:
     for rank, one in enumerate(ranks):
         if one is not None and one.problem:
             raise ResumeError(f"rank {rank} cannot go on with the loader {name!r}: {one.problem}")
-    told = [one.lines if one is not None else ("no state was loaded",) for one in ranks]
-    other = next((rank for rank, lines in enumerate(told) if lines != told[0]), 0)
-    here = "; ".join(line for line in told[0] if line not in told[other])
-    there = "; ".join(line for line in told[other] if line not in told[0])
+    lines = [one.lines if one is not None else ("no state was loaded",) for one in ranks]
+    other = next((rank for rank, of_rank in enumerate(lines) if of_rank != lines[0]), 0)
+    here = "; ".join(line for line in lines[0] if line not in lines[other])
+    there = "; ".join(line for line in lines[other] if line not in lines[0])
     raise ResumeError(
         f"ranks do not go on with the loader {name!r} from the same point: rank 0: {here}; rank {other}: {there}; load "
         "the states of one checkpoint, on all ranks"
@@ -137,11 +126,11 @@ class LoaderState:
         rank: This rank of those that balance together.
         world_size: Number of ranks.
         epoch: Of this pass, as `set_epoch` named it; None if it did not.
-        batches: That were handed over in this pass.
+        batches: That were yielded in this pass.
         finished: The pass is over; the next begins at the loader's own beginning.
-        source: Where the wrapped loader was before the first window that was not wholly handed over; None: at its
+        source: Where the wrapped loader was before the first window that was not wholly yielded; None: at its
             beginning.
-        half: What is known of that window if it was handed over in part.
+        window: What is known of that window if it was yielded in part.
         fields: Of that window's batches, as `Schema.constant_lines`; empty where this rank had no sample of it.
     """
 
@@ -152,7 +141,7 @@ class LoaderState:
     batches: int = 0
     finished: bool = False
     source: Place | None = None
-    half: HalfWindow | None = None
+    window: dict[str, Any] | None = None
     fields: tuple[str, ...] = ()
 
     def to_state(self) -> dict[str, Any]:
@@ -161,7 +150,7 @@ class LoaderState:
             "version": VERSION, "name": self.name, "rank": self.rank, "world_size": self.world_size,
             "epoch": self.epoch, "batches": self.batches, "finished": self.finished,
             "source": None if self.source is None else self.source.to_state(),
-            "window": None if self.half is None else {**self.half.plain, "left": list(self.half.left)},
+            "window": None if self.window is None else dict(self.window),
             "fields": list(self.fields),
         }  # fmt: skip
 
@@ -185,19 +174,19 @@ class LoaderState:
                 "this name, or name this one so (BalancedLoader(name=…))"
             )
         try:
-            rank, world_size, window = int(state["rank"]), int(state["world_size"]), state["window"]
+            window = state["window"]
             return cls(
                 name=name,
-                rank=rank,
-                world_size=world_size,
+                rank=int(state["rank"]),
+                world_size=int(state["world_size"]),
                 epoch=None if state["epoch"] is None else int(state["epoch"]),
                 batches=int(state["batches"]),
                 finished=bool(state["finished"]),
                 source=None if state["source"] is None else Place.from_state(state["source"]),
-                half=None if window is None else HalfWindow.from_state(window, world_size),
+                window=None if window is None else {name: kind(window[name]) for name, kind in _WINDOW.items()},
                 fields=tuple(map(str, state["fields"])),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ResumeError(f"state is damaged ({error}); load what BalancedLoader.state_dict gave") from error
 
     def in_epoch(self, epoch: int) -> LoaderState | None:
@@ -214,6 +203,13 @@ class LoaderState:
         if self.finished:
             return replace(self, finished=False, source=replace(source, ended=True))
         return self if own == epoch else None
+
+    def repeating(self) -> LoaderState:
+        """The state of the beginning of its window, which is trained again."""
+        if self.window is None:
+            return self
+        done = int(self.window["size"]) - len(self.window["left"])
+        return replace(self, window=None, batches=max(0, self.batches - done))
 
     @property
     def start(self) -> Place | None:
@@ -236,16 +232,18 @@ class LoaderState:
             lines.append(f"epoch {self.epoch}")
         if self.finished:
             lines.append("the epoch was over")
-        if self.half is not None:
-            lines.append(f"within a window of {self.half.size}, of which the batches {list(self.half.left)} are left")
+        if self.window is not None:
+            lines.append(
+                f"within a window of {self.window['size']}, of which the batches {self.window['left']} are left"
+            )
         if self.source is not None:
             lines.append(f"the loader's place is found by {self.source.way}")
             if self.source.way == "sampler":
-                lines.append(f"the sampler at {_told(self.source.at)}")
-        return Resumed(lines=tuple(lines), half=self.half, fields=self.fields)
+                lines.append(f"the sampler at {_short(self.source.at)}")
+        return Resumed(lines=tuple(lines), window=self.window, fields=self.fields)
 
 
-def _told(state: Any) -> str:
+def _short(state: Any) -> str:
     """A sampler's state in one line, the same for the same state."""
     if not isinstance(state, dict):
         return repr(state)
@@ -283,38 +281,36 @@ def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_si
     first = states[0]
     if len(states) > 1:
         _check_all(states)
-    sampler = sampler_of(loader)
     by_sampler = first.source is None or first.source.way == "sampler"
     if first.world_size == world_size:
         if len(states) > 1:
             return states[rank]
-        if first.rank != rank and not (first.half is None and by_sampler):
+        if first.rank != rank and not by_sampler:
             raise ResumeError(
                 f"state['rank'] is {first.rank}, and this is rank {rank}; load the state that this rank saved, or "
                 "those of all ranks as a list; where one value is saved for all ranks, save JobState(loader)"
             )
         return replace(first, rank=rank)
     first = replace(first, fields=next((one.fields for one in states if one.fields), ()))
-    if first.finished or (by_sampler and first.half is None):
+    if first.window is not None and not first.finished:
+        raise ResumeError(
+            f"state['world_size'] is {first.world_size}, this job has {world_size}, and the state was taken within a "
+            "window, which only as many ranks can divide as before; go on from a state between windows, or with "
+            "load_state_dict(…, repeat_window=True), which trains the whole window again"
+        )
+    if first.finished or by_sampler:
         return replace(first, rank=rank, world_size=world_size)
     if len(states) < first.world_size:
         raise ResumeError(
             f"state['world_size'] is {first.world_size}, and this job has {world_size}; load the states of all "
             f"{first.world_size} ranks as a list"
         )
-    if by_sampler and sampler is not None:
-        return replace(first, rank=rank, world_size=world_size, source=_rest(states, sampler), half=None)
-    deal = getattr(loader, "load_state_dicts", None)
-    if deal is not None and first.half is None:
+    if hasattr(loader, "load_state_dicts"):
         return replace(first, rank=rank, world_size=world_size, source=_all(states))
     raise ResumeError(
-        f"state['world_size'] is {first.world_size}, and this job has {world_size}, for which "
-        + (
-            "a state between two windows is needed; take it after a number of batches that the window divides"
-            if deal is not None
-            else "the loader's data must be of the whole job: use trainer_client.balancing.sampling."
-            "GlobalBatchSampler, or give the loader load_state_dicts(states of all ranks)"
-        )
+        f"state['world_size'] is {first.world_size}, and this job has {world_size}, for which the loader's data must "
+        "be of the whole job: use trainer_client.balancing.sampling.GlobalBatchSampler, or give the loader "
+        "load_state_dicts(states of all ranks)"
     )
 
 
@@ -326,14 +322,6 @@ def _check_all(states: Sequence[LoaderState]) -> None:
                 f"{states[0].world_size} ranks of one checkpoint, in the order of the ranks"
             )
     check_resumed(states[0].name, [one.resumed for one in states])
-
-
-def _rest(states: Sequence[LoaderState], sampler: GlobalSampler) -> Place:
-    source = states[0].source
-    assert source is not None
-    halves = [one.half for one in states]
-    trained = [half.trained for half in halves if half is not None]
-    return replace(source, at=sampler.rest_of(source.at, trained))
 
 
 def _all(states: Sequence[LoaderState]) -> Place:

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import _thread
+import hashlib
 import logging
 import os
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from evenkeel.partitioning.samples import RankSamples
-from trainer_client.balancing.agreement import Reason, Verdict, out_of_turn
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.balancing.breaker import Breaker
-from trainer_client.balancing.dropped import Key, await_predecessors, drop, note_closed, note_open
-from trainer_client.balancing.embedded import decide_alone
-from trainer_client.balancing.groups import Groups
-from trainer_client.balancing.learning import follow
-from trainer_client.balancing.opening import NoDataError, StreamConfig, meet
+from trainer_client.balancing.batches.shared import digest as shared_digest
+from trainer_client.balancing.contribution import NO_SAMPLES, Contribution, Extras, State, schema_number
+from trainer_client.balancing.costs.fits import Fit
+from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.directive import Directive
+from trainer_client.balancing.errors import NoDataError, out_of_turn, used_after, used_closed
+from trainer_client.balancing.latest import warn_of_unasked_splits
+from trainer_client.balancing.measured import Measured
+from trainer_client.balancing.opening import Opened, StreamConfig, begin_opening
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.passes import Mover, Pass, used_after, used_closed
-from trainer_client.balancing.peers import Twin
-from trainer_client.balancing.redistribution import Pending
-from trainer_client.balancing.report import Counters
-from trainer_client.balancing.speeds import Measured, SpeedKeeper
-from trainer_client.balancing.telling import tell_end, tell_unreadable
-from trainer_client.balancing.tickets import Cost, Leaving, Outcome, Ticket, read_nothing, read_round
-from trainer_client.balancing.tracing import RoundTrace, StreamTracer
-from trainer_client.balancing.worker import RoundWorker
-
-if TYPE_CHECKING:
-    from trainer_client.balancing.service import Connection
+from trainer_client.balancing.passes import Mover, Pass
+from trainer_client.balancing.reading import Cost, read_round
+from trainer_client.balancing.redistribution import Pending, load_on_device
+from trainer_client.balancing.report import Counters, Reason
+from trainer_client.balancing.rounds import Item, SharedRounds
+from trainer_client.balancing.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -47,42 +51,40 @@ class BatchStream:
     """
 
     def __init__(self, config: StreamConfig) -> None:
+        """Opens nothing yet.
+
+        Args:
+            config: What it is made from.
+        """
         self._config = config
-        self._options = config.options
-        self._next_round = 0
-        self._last_pass = -1  # in which this rank took part
-        self._unopened = 0  # passes that this rank has left before the stream was open
         self._pass: Pass | None = None
-        self._met: Pass | None = None  # in which this rank has tried to open the stream
-        self._template: FlatBatch | None = None
-        self._worker: RoundWorker | None = None
-        self._connection: Connection | None = None
-        self._groups: Groups | None = None
-        self._cost_dtype: np.dtype[Any] = np.dtype(np.int64)
-        self._tracer: StreamTracer | None = None
+        self._opened: Opened | None = None
+        self._opening: Future[Opened] | None = None
+        self._attempted: Pass | None = None  # in which this rank has tried to open the stream
+        self._template: FlatBatch | None = None  # of the latest round whose directive the loop has seen
+        self._fits: deque[tuple[int, Fit | None]] = deque()  # from which round on, learned costs follow which fit
+        self._fit: Fit | None = None
+        self._submitted = 0  # rounds of this pass
         self._mover: Mover | None = None
-        self._told_end = False
+        self._said_end = False
         self.counters, self.measured = Counters(), Measured()
 
     def __del__(self) -> None:
-        groups: Groups | None = getattr(self, "_groups", None)
-        if groups is not None and groups.world_size > 1:  # one rank alone has nothing to leave
-            drop(self, self._opened_by)
-
-    @property
-    def key(self) -> Key:
-        """Job, group and loader."""
-        return self._config.job, self._config.group, self._config.loader
+        opened: Opened | None = getattr(self, "_opened", None)
+        # In the background, as closing waits for other ranks; from wherever it is collected, so without locks.
+        if opened is not None and opened.world_size > 1 and os.getpid() == self._process and not sys.is_finalizing():
+            with suppress(RuntimeError):  # no thread to be had
+                _thread.start_new_thread(self.close, ())
 
     @property
     def options(self) -> BalanceOptions:
         """Rank 0's options once the stream is open, before that this rank's."""
-        return self._options
+        return self._config.options if self._opened is None else self._opened.options
 
     @property
-    def breaker(self) -> Breaker:
-        """The state after the latest agreement."""
-        return Breaker() if self._worker is None else self._worker.turns.breaker
+    def breaker_open(self) -> bool:
+        """Whether the lead has stopped asking the service for a while; False on other ranks."""
+        return self._opened is not None and self._opened.lead is not None and not self._opened.lead.breaker_closed
 
     def begin(self, *, by_hand: bool = False) -> Pass:
         """Begins a pass, after leaving the one before if that has not ended; a submission does so where there is none.
@@ -92,11 +94,13 @@ class BatchStream:
         before = self._pass
         if before is not None:
             before.leave()
-            if not before.settle(self._options.patience):
+            if not before.settle(self.options.patience):
                 raise TimeoutError(f"{self._config.loader}: the loop before has not ended on all ranks")
-            self._unopened += before.number is None and not before.over
-        self._pass = Pass(self._config.loader, self._tell_left, self._options.patience, by_hand=by_hand)
-        if self._worker is not None:
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self._opened is not None and self._opened.world is not world:
+            self.close()  # of a process group that is no more, or of the time before there was one
+        self._pass = Pass(self._tell_left, self.directive, self.options.patience, by_hand=by_hand)
+        if self._opened is not None:
             self._enter(self._pass)
         return self._pass
 
@@ -122,11 +126,17 @@ class BatchStream:
             self._pass.leave()
 
     def attend(self, error: Exception, device: torch.device | str | None = None) -> None:
-        """Opens the stream where this rank's first batch cannot be read, as the others wait for that; else nothing."""
+        """Tells the other ranks what has ended this rank's loop; opens the stream for that, as they wait for it."""
         current = self._pass
-        if self._worker is not None or (current is not None and (current.left or self._met is current)):
+        if current is None or current.left:
             return
-        tell_unreadable(self._config.loader, error)
+        current.problem = f"{type(error).__name__}: {error}"
+        if self._opened is not None or self._attempted is current:
+            return
+        logger.error(
+            "%s: this rank's first batch cannot be read (%s); the loops of all ranks end", self._config.loader,
+            current.problem,
+        )  # fmt: skip
         try:
             self._open(None, device)
         except Exception as other:
@@ -140,7 +150,7 @@ class BatchStream:
             spec: How to read its fields; as in `submit_window`.
             device: Where the batches will be trained; as in `submit_window`.
         """
-        if self._worker is None:
+        if self._opened is None:
             self._open(None if first is None else flatten(first, spec), device)
 
     def submit_window(
@@ -153,17 +163,16 @@ class BatchStream:
         device: torch.device | str | None = None,
         drop_last: bool = False,
     ) -> tuple[tuple[FlatBatch, ...], Ticket]:
-        """Announces batches that are balanced together: costs and lengths go to the service, nothing moves yet.
+        """Announces batches that are balanced together: costs and lengths go to the lead, nothing moves yet.
 
-        The first submission opens the stream, which is collective. Later ones return at once, unless `depth` windows
-        are already in flight.
+        The first submission opens the stream, which is collective. Later ones return at once.
 
         Args:
             batches: One to `BalanceOptions.window` batches of the host, in the order in which they are to be trained.
             cost: From a batch to the predicted work of each sample.
             memory: From a batch to what each sample adds to the memory caps; default: its bytes.
             spec: How to read the batches' fields.
-            device: Where the batches will be trained; its kernels are compiled when the stream opens.
+            device: Where the batches will be trained.
             drop_last: Drop a global batch with too few samples for all ranks; see `BalancedLoader`.
 
         Raises:
@@ -177,22 +186,20 @@ class BatchStream:
             raise
         for flat in flats:
             flat.watch()
-        self._open(next((flat for flat in flats if flat.num_samples), flats[0]) if flats else None, device)
-        trace = None if self._tracer is None else self._tracer.begin(self._next_round)
-        if not 1 <= len(flats) <= (window := self._options.window):
+        opened = self._open(next((flat for flat in flats if flat.num_samples), flats[0]) if flats else None, device)
+        if not 1 <= len(flats) <= (window := opened.options.window):
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
-        groups, worker, current = self._groups, self._worker, self._pass
-        assert groups and worker and current and self._template  # noqa: PT018
-        follow(cost, worker.turns if groups.world_size > 1 else None, self._next_round, current.number)
+        assert self._template is not None
+        self._follow_fit(cost)
         samples, problem = read_round(
-            self._config.loader, batches, flats, began=None if self._connection is None else self._template,
-            cost=cost, memory=memory, caps=self._options.memory_caps, split=self._options.split,
-            shares=groups.world_size * window,  # sums over all ranks and batches stay exact
+            batches, flats, template=self._template, cost=cost, memory=memory, caps=opened.options.memory_caps,
+            split=opened.options.split,
+            shares=opened.world_size * window,  # sums over all ranks and batches stay exact
         )  # fmt: skip
-        self._cost_dtype = samples.costs.dtype
-        return flats, self._enqueue(
-            flats, samples, problem, exhausted=False, drop_last=drop_last, trace=trace, device=device
+        contribution = Contribution(
+            samples=samples, drop_last=drop_last, invalid=bool(problem), extras=Extras(problem=problem)
         )
+        return flats, self._put(contribution, flats, device)
 
     def submit_exhausted(
         self, device: torch.device | str | None = None, *, drop_last: bool = False
@@ -203,198 +210,237 @@ class BatchStream:
             NoDataError: If none of them has ever had a batch; on all ranks.
         """
         self._open(None, device)
-        trace = None if self._tracer is None else self._tracer.begin(self._next_round)
         flat = self._template
         assert flat is not None
-        options = self._options
-        samples = read_nothing(
-            flat, self._cost_dtype, capped=options.memory_caps is not None, splits=options.split is not None
-        )
-        ticket = self._enqueue((flat,), samples, "", exhausted=True, drop_last=drop_last, trace=trace, device=device)
-        return flat, ticket
+        contribution = Contribution(state=State.EXHAUSTED, samples=NO_SAMPLES, drop_last=drop_last)
+        return flat, self._put(contribution, (flat,), device)
 
     def start(
         self,
         flat: FlatBatch | Sequence[FlatBatch],
         ticket: Ticket,
-        outcome: Outcome,
+        directive: Directive,
         device: torch.device | str | None = None,
         *,
         batch: int = 0,
     ) -> Pending:
-        """Starts to move the samples of a round as all ranks have agreed.
+        """Starts to move the samples of a round as the lead has directed.
 
         Args:
             flat: The flattened batch, or all flattened batches of the window.
             ticket: What `submit_window` returned for it.
-            outcome: What `outcome` gave for it.
+            directive: What `directive` gave for it.
             device: Where the result shall be; default: where the batch is.
-            batch: Which batch of the window, 0 to `len(outcome.reports)` - 1; each once, in order, on all ranks.
+            batch: Which batch of the window, 0 to `len(directive.reports)` - 1; each once, in order, on all ranks.
 
         Returns:
             The move in flight; its `wait()` gives the batch that this rank trains, sorted by (home, index at home).
         """
-        if outcome.ended:
+        if directive.ended:
             raise RuntimeError(f"the loop over {self._config.loader!r} has ended on all ranks; nothing moves any more")
         current = self._pass
         if current is None:
             raise used_closed(self._config.loader)
-        if current.left or ticket.pass_number != current.number:
+        if current.left or ticket.item.pass_number != current.number:
             raise used_after(self._config.loader)
-        if not current.in_turn(ticket, outcome, batch):
+        if not current.in_turn(ticket, directive, batch):
             current.leave(out_of_turn=True)
-            assert self._groups is not None
-            raise out_of_turn(self._groups.rank)
-        return current.start([flat] if isinstance(flat, FlatBatch) else flat, ticket, outcome, device)
+            assert self._opened is not None
+            raise out_of_turn(self._opened.rank)
+        latest = current.latest if current.by_hand else None
+        if latest is not None and latest.unasked and latest.item.future.result().plan.splits:
+            warn_of_unasked_splits(self._config.loader)
+        assert self._template is not None
+        flats = [flat] if isinstance(flat, FlatBatch) else flat
+        # a batch without samples may have other fields than those before it
+        nothing = flats[0].empty() if not directive.reports[batch].samples and flats else self._template
+        return current.start(flats, ticket, directive, device, nothing)
 
-    def outcome(self, ticket: Ticket) -> Outcome:
-        """What all ranks agreed on; waits for it.
+    def directive(self, ticket: Ticket) -> Directive:
+        """What this rank is to do with a round; waits for it.
 
         Raises:
-            RuntimeError: If the process group failed, or what else ended the agreement.
-            TimeoutError: If it did not come within the timeouts of its waits and collectives.
+            RuntimeError: If the process group failed, or what else ended the rounds.
+            TimeoutError: If it did not come within the timeouts of its collectives.
         """
+        item, opened = ticket.item, self._opened
+        if not item.future.done() and opened is not None:
+            opened.rounds.want(item)
         started = time.perf_counter()
         try:
-            return ticket.outcome(self._config.loader, self._options.patience)
+            directive = item.future.result(self.options.patience)
+        except TimeoutError:
+            if item.future.done():
+                raise
+            raise TimeoutError(
+                f"{self._config.loader}: the ranks did not come to round {max(item.number, 0)} in time; a rank whose "
+                "data has ended goes on with submit(None), and one that leaves its loop calls leave()"
+            ) from None
         finally:
             self.counters.exposed_seconds += time.perf_counter() - started
+        if not ticket.seen:
+            ticket.seen = True
+            if directive.notes.template is not None:
+                self._template = directive.notes.template
+            if directive.notes.fit is not None:
+                self._fits.append((item.number + self.options.depth, directive.notes.fit[0]))
+        return directive
 
-    def end(self, verdict: Verdict, ticket: Ticket) -> None:
+    def end(self, directive: Directive, ticket: Ticket) -> None:
         """Notes that a loop of the user's own has seen its end, with the round of a ticket."""
         current = self._pass
-        if current is not None and current.number == ticket.pass_number and not current.over:
+        if current is not None and current.number == ticket.item.pass_number and not current.over:
             current.over = True
             if not ticket.exhausted:
-                self.tell_end(verdict, current.taken)
+                self.say_end(directive, current.taken)
 
-    def tell_end(self, verdict: Verdict, taken: int) -> None:
-        """Says that this rank's loop, which got so many batches, has ended because another rank has left its own."""
-        if verdict.reason is Reason.LEFT and self._groups is not None:
-            tell_end(self._config.loader, verdict, taken, rank=self._groups.rank, again=self._told_end)
-            self._told_end = True
+    def say_end(self, directive: Directive, taken: int) -> None:
+        """Says that this rank's loop, which got so many batches, has ended because another rank has left its own.
+
+        Time limits end evaluations so every time: a warning on one rank, once, is enough for those who wonder.
+        """
+        decision = directive.decision
+        if decision.reason is not Reason.LEFT or self._opened is None:
+            return
+        rank = self._opened.rank
+        first = next((other for other in range(rank) if other not in decision.ranks), rank)
+        quiet = (self._said_end or rank != first) and not decision.problem
+        logger.log(
+            logging.INFO if quiet else logging.WARNING,
+            "%s: rank %d has left its loop after %d batches%s, which ends the loops of all ranks, this one after %d; "
+            "batches loaded ahead are dropped", self._config.loader, decision.ranks[0], decision.taken,
+            f" ({decision.problem})" if decision.problem else "", taken,
+        )  # fmt: skip
+        self._said_end = True
 
     def close(self) -> None:
-        """Leaves the session and ends the threads; the process groups are kept for the next stream of these ranks."""
+        """Leaves the loop and ends the threads; the process groups are kept for the next stream of this loader."""
         until = time.monotonic() + CLOSE_SECONDS
         current, self._pass = self._pass, None
+        opened, self._opened, self._opening = self._opened, None, None
         settled = current is None or current.settled_within(CLOSE_SECONDS)
-        rounds = None if self._worker is None else self._worker.close(max(0.1, until - time.monotonic()))
-        if self._connection is not None:
-            self._connection.close()
-        moves = None if self._mover is None else self._mover.rest
-        if self._groups is not None and rounds is not None and settled and moves is not None:
-            self._groups.leave(rounds, moves)
-        self._groups, self._worker, self._connection, self._mover = None, None, None, None
-        note_closed(self)
-        self._next_round, self._last_pass, self._unopened = 0, -1, 0
+        self._mover, self._template = None, None
+        self._fits.clear()
+        if opened is None:
+            return
+        ended = opened.rounds.close(max(0.1, until - time.monotonic()))
+        communicators = opened.communicators
+        if communicators is None:
+            return
+        communicators.failed |= current is not None and current.failed
+        if settled and ended:
+            communicators.free.set()
+            return
+
+        def rest() -> None:
+            if current is not None:
+                current.wait()
+            if isinstance(opened.rounds, SharedRounds):
+                opened.rounds.join()
+            communicators.failed |= current is not None and current.failed
+            communicators.free.set()
+
+        threading.Thread(target=rest, name=f"evenkeel-{self._config.loader}-close", daemon=True).start()
+
+    # ------------------------------------------------------------------ inside
 
     def _enter(self, one: Pass) -> None:
         """Numbers a pass, on all ranks alike."""
-        assert self._groups is not None
-        if self._groups.world_size == 1:
-            one.number = self._last_pass + 1
-        else:
-            assert self._worker is not None
-            for number in range(self._unopened):
-                self._worker.put(Leaving(pass_number=number, taken=0, out_of_turn=False))
-            self._last_pass, self._unopened = max(self._last_pass, self._unopened - 1), 0
-            one.number, self._next_round = self._worker.turns.enter(self._last_pass)
-        self._last_pass, one.mover = one.number, self._mover
+        assert self._opened is not None
+        one.number, one.mover = self._opened.rounds.clock.pass_number, self._mover
+        self._submitted = 0
 
-    def _tell_left(self, one: Pass, out_of_turn: bool) -> None:
-        if self._worker is not None and self._groups is not None and self._groups.world_size > 1:
-            assert one.number is not None
-            self._worker.put(Leaving(pass_number=one.number, taken=one.taken, out_of_turn=out_of_turn))
+    def _tell_left(self, one: Pass, out_of_turn: bool) -> Item:
+        assert self._opened is not None
+        assert one.number is not None
+        contribution = Contribution(
+            state=State.LEFT, taken=one.taken, out_of_turn=out_of_turn, extras=Extras(problem=one.problem)
+        )
+        item = Item(one.number, contribution)
+        self._opened.rounds.put(item)
+        return item
 
-    # ------------------------------------------------------------------ opening
-
-    def _open(self, flat: FlatBatch | None, device: torch.device | str | None) -> None:
-        """Meets all ranks once: options, session, schema; a rank without any batch gets an empty one. Collective."""
+    def _open(self, flat: FlatBatch | None, device: torch.device | str | None) -> Opened:
+        """Meets all ranks once: options, schema; a rank without any batch gets an empty one. Collective."""
         current = self._pass
         if current is None or current.over or current.left:
             current = self.begin()
-        if self._worker is not None:
-            return
-        self._met = current
-        if self._groups is None:
-            await_predecessors(self, CLOSE_SECONDS)
-            self._opened_by = os.getpid()
-            self._groups = Groups.create(
-                self._config.process_group, self._config.options.collective_timeout, self._config.peers
+        if self._opened is not None:
+            return self._opened
+        self._attempted = current
+        if self._opening is None:
+            self._process = os.getpid()
+            self._opening = begin_opening(
+                self._config, flat, counters=self.counters, measured=self.measured, resumes=current.resumed is not None
             )
-            note_open(self)
         try:
-            opened = meet(self._config, self._groups, flat, device, resumes=current.resumed is not None)
+            opened = self._opening.result()
         except NoDataError:
-            current.over = True  # on all ranks
+            self._opening, current.over = None, True  # on all ranks
             raise
-        self._template, self._options, self._connection = opened.template, opened.options, opened.connection
-        self._tracer = opened.tracer
-        speeds = None
-        if opened.options.learn_speeds and opened.balance and self._groups.leaders.world_size > 1:
-            speeds = SpeedKeeper(
-                self._config.loader, rank=self._groups.leaders.rank, nodes=opened.node_names,
-                given=opened.options.speeds,
-            )  # fmt: skip
-        self._worker = RoundWorker(
-            name=self._config.loader,
-            groups=self._groups,
-            options=opened.options,
-            connection=opened.connection,
-            balance=opened.balance,
-            nodes=opened.nodes,
-            template=opened.template,
-            counters=self.counters,
-            kernels=opened.kernels,
-            measured=self.measured,
-            speeds=speeds,
-        )
-        self._mover = Mover(self._groups, self.counters, to_gpu=opened.to_gpu)
+        except Exception:
+            self._opening = None
+            raise
+        self._opened, self._template, self._opening = opened, opened.template, None
+        data = None if opened.communicators is None else opened.communicators.data
+        self._mover = Mover(data, self.counters, to_gpu=opened.to_gpu)
+        load_on_device("cuda" if device is None and opened.to_gpu else device)
         self._enter(current)
+        return opened
 
-    def _enqueue(
-        self,
-        flats: tuple[FlatBatch, ...],
-        samples: RankSamples,
-        problem: str,
-        *,
-        exhausted: bool,
-        drop_last: bool,
-        trace: RoundTrace | None,
-        device: torch.device | str | None,
+    def _put(
+        self, contribution: Contribution, flats: tuple[FlatBatch, ...], device: torch.device | str | None
     ) -> Ticket:
-        current = self._pass
-        assert current is not None and current.number is not None  # noqa: PT018
-        assert self._groups is not None and self._worker is not None  # noqa: PT018
-        number, self._next_round = self._next_round, self._next_round + 1
-        schema = next((flat for flat in flats if flat.num_samples), flats[0]).schema
-        resumed = None
+        """Completes a contribution by what the stream knows, and queues it."""
+        current, opened = self._pass, self._opened
+        assert current is not None and current.number is not None and opened is not None  # noqa: PT018
+        first = next((flat for flat in flats if flat.num_samples), flats[0])
+        assert self._template is not None
+        extras, samples = contribution.extras, contribution.samples
+        if len(samples):
+            shared = first.structure.shared
+            extras = replace(extras, shared=shared)
+            if first.schema is not self._template.schema and first.schema.hash != self._template.schema.hash:
+                extras = replace(extras, template=first.empty())
+            contribution = replace(contribution, schema=schema_number(first.schema), shared=shared_digest(shared))
         if current.resumed is not None:  # the first round after a state was loaded
-            resumed, samples = current.go_on(samples, self._options.window, schema)
-        asked = samples.given is None and self._worker.turns.asks(number, current.number)
-        twin = None
-        if self._groups.peers is not None:
-            twin = Twin.of(number, flats, samples.lengths, exhausted=exhausted, values=number == 0)
+            resumed, current.resumed = current.resumed, None
+            extras = replace(extras, resumed=resumed.checked(len(samples), opened.options.window, first.schema))
+        if (rows := self.measured.take_rows()) is not None and self.measured.learns is not None:
+            extras = replace(extras, term_names=tuple(self.measured.learns.terms.names), term_rows=rows)
+        if opened.communicators is not None and opened.communicators.peers.shape[1] > 1:
+            values = opened.rounds.clock.first_round + self._submitted == 0
+            contribution = replace(contribution, copy=_digest(flats, contribution, values=values))
+        contribution = replace(contribution, extras=extras, measured=self.measured.take())
         ticket = Ticket(
-            round=number, pass_number=current.number, samples=samples, flats=flats, schema=schema, exhausted=exhausted,
-            drop_last=drop_last, problem=problem, asked=asked, twin=twin, resumed=resumed, trace=trace,
-            shared=flats[0].structure.shared if flats[0].num_samples else (),
-            deadline=time.monotonic() + self._options.timeout.total_seconds(), measured=self.measured,
-        )  # fmt: skip
-        if asked:
-            assert self._connection is not None
-            self._connection.submit(
-                number, samples, exhausted=exhausted, timeout_ms=self._options.service_timeout_ms,
-                traceparent="" if trace is None else trace.traceparent,
-                learned=self._worker.turns.learned_for(number),
-            )  # fmt: skip
-        if trace is not None:
-            trace.submitted()
-        if self._groups.world_size == 1:
-            assert self._template is not None
-            ticket.future.set_result(decide_alone(self._config.loader, ticket, self._options, self._template))
-        else:
-            self._worker.put(ticket)
+            item=Item(current.number, contribution), flats=flats, schema=first.schema, measured=self.measured
+        )
+        self._submitted += 1
         current.submitted(ticket, device)
+        opened.rounds.put(ticket.item)
         return ticket
+
+    def _follow_fit(self, cost: object) -> None:
+        """Lets a learned cost follow what all ranks' do in the round that is to be submitted."""
+        cost = getattr(cost, "function", cost)
+        if not isinstance(cost, LearnedCost):
+            return
+        assert self._opened is not None
+        assert self._pass is not None
+        if (ticket := self._pass.in_flight(self._opened.options.depth)) is not None:
+            self.directive(ticket)  # which may bring the fit of the round to come
+        number = self._opened.rounds.clock.first_round + self._submitted
+        while self._fits and self._fits[0][0] <= number:
+            self._fit = self._fits.popleft()[1]
+        cost.fit = self._fit
+
+
+def _digest(flats: Sequence[FlatBatch], contribution: Contribution, *, values: bool) -> int:
+    """64 bits of what ranks that train the same batches must have alike: lengths, and values where asked for."""
+    digest = hashlib.blake2b(np.ascontiguousarray(contribution.samples.lengths).tobytes(), digest_size=8)
+    for flat in flats if values else ():
+        for tensor in flat.tensors:
+            if tensor.device.type == "cpu":
+                plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+                digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest(), "little") or 1

@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+from trainer_client.balancing.errors import ResumeError
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.pipelines import BalancedBatch, balanced_batches
-from trainer_client.balancing.resume import ResumeError
 from trainer_client.process_groups import make_group
 
 B = TypeVar("B")

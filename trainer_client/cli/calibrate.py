@@ -11,9 +11,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 if TYPE_CHECKING:  # what solves and measures is imported when the command runs
-    from evenkeel.placement import Runtime
-    from evenkeel.placement.calibration import FitError
-    from evenkeel.placement.step_samples import StepSample
+    from collections.abc import Iterable
 
 
 def calibrate_command(
@@ -37,8 +35,8 @@ def calibrate_command(
 ) -> None:
     """Measure this machine and write its hardware profile.
 
-    Measures random gathers from HBM and host memory by row width, the link, launches, and FBGEMM's kernels where they
-    are installed, whole steps of TorchRec too, and fits the constants of the cost model to them.
+    Measures random gathers from HBM and host memory by row width, the link, TorchRec's kernels by themselves and whole
+    steps with the host's part where it is installed, and fits the constants of the cost model to them.
     """
     from evenkeel.placement import InvalidInputError, Runtime, builtin_profile
     from evenkeel.placement.calibration import (
@@ -52,13 +50,13 @@ def calibrate_command(
 
     console = Console(stderr=True)
     try:
-        values = _measure(console, device, table_gib, ranks) if raw is None else _object(raw)
+        values = _measure(console, device, table_gib, ranks) if raw is None else _read("--raw", raw, dict)
         records = {runtime: values.get("kernels", {}).get(runtime.value, []) for runtime in Runtime}
         if dynamicemb_steps is not None:
-            records[Runtime.DYNAMICEMB] = _steps(dynamicemb_steps)
-        steps = {runtime: measured_steps(own) for runtime, own in records.items()}
+            records[Runtime.DYNAMICEMB] = _read("--dynamicemb-steps", dynamicemb_steps, list)
+        steps = {runtime: measured_steps(each) for runtime, each in records.items()}
         profile, errors = calibrated_profile(builtin_profile(base), values, name, dict(steps))
-        whole: tuple[tuple[StepSample, float], ...] = ()
+        whole: Any = ()
         if samples := measured_samples(values.get("whole_steps") or ()):
             profile, whole = with_whole_steps(profile, samples)
     except (InvalidInputError, OSError, RuntimeError, ValueError, AssertionError) as error:
@@ -75,89 +73,68 @@ def calibrate_command(
         raise typer.Exit(2)
     if as_json:
         return
-    _show(Console(), values, errors, whole)
+    gathers = zip(values["hbm_gather"], values["host_gather"], strict=True)
+    rates = ((f"{width:.0f}", f"{hbm / 1e9:.0f}", f"{host / 1e9:.1f}") for (width, hbm), (_, host) in gathers)
+    _show(f"{values.get('device', 'measured')}: random gathers, GB/s", ("row bytes", "HBM", "host memory"), rates)
+    for runtime, rows in errors.items():
+        fits = ((f"{r.mode.value} {r.ratio:g}", *_beside(r.measured_s, r.predicted_s)) for r in rows)
+        _show(f"kernels of {runtime.value}, ms", ("mode and ratio", "measured", "predicted", "error"), fits)
+    if whole:
+        fits = ((sample.name, *_beside(sample.seconds, predicted)) for sample, predicted in whole)
+        title = f"whole steps of torchrec, GPUs: {whole[0][0].ranks}, ms"
+        _show(title, ("tables", "measured", "predicted", "error"), fits)
     typer.echo(f"profile {name!r} written to {output}; use it with: evenkeel plan tables.yaml --profile {output} ...")
 
 
-def _steps(path: Path) -> list[Any]:
+def _read(flag: str, path: Path, kind: type) -> Any:
     from trainer_client.cli.files import read
 
-    found = read(path, "a list of measured steps")
-    if not isinstance(found, list):
-        raise ValueError(f"--dynamicemb-steps {path}: this is no list; give one of measured steps of DynamicEmb")
+    found = read(path, "measurements of a machine")
+    if not isinstance(found, kind):
+        what, remedy = "these are no measurements", "give what --keep-raw wrote, or a list of measured steps"
+        raise ValueError(f"{flag} {path}: {what} of a machine; {remedy}")
     return found
-
-
-def _object(raw: Path) -> dict[str, Any]:
-    from trainer_client.cli.files import read
-
-    values = read(raw, "measurements of a machine")
-    if not isinstance(values, dict):
-        remedy = "give what `python trainer_client/planning/measuring.py --json FILE` wrote"
-        raise ValueError(f"--raw {raw}: these are no measurements of a machine; {remedy}")
-    return values
 
 
 def _measure(console: Console, device: str, table_gib: float, ranks: int | None) -> dict[str, Any]:
     try:
-        from trainer_client.planning import measuring, whole_steps
+        from trainer_client.planning import measuring
     except ModuleNotFoundError as error:
         raise RuntimeError(f"measuring needs torch: {error}; install it, or give --raw") from None
     import torch
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    cuda = device.startswith("cuda")
+    if cuda and not torch.cuda.is_available():
         remedy = "run this where the job will run, or give --device cpu to try it, or --raw"
         raise RuntimeError(f"--device {device}: PyTorch finds no GPU here; {remedy}")
-    cuda = device.startswith("cuda")
     if ranks is None:
-        ranks = torch.cuda.device_count() if cuda and whole_steps.can_measure() else 0
+        ranks = torch.cuda.device_count() if cuda and measuring.can_measure_steps() else 0
     elif cuda and ranks > torch.cuda.device_count():
         raise RuntimeError(f"--ranks {ranks}: PyTorch finds {torch.cuda.device_count()} GPUs here; give fewer")
     with console.status("measuring", spinner="line") as status:
-        found = measuring.measure(
-            device,
-            table_bytes=int(table_gib * 2**30),
-            gathered_rows=min(1 << 20, max(256, int(table_gib * 2**30) >> 13)),
-            progress=status.update,
-        )
+        size = int(table_gib * 2**30)
+        rows = min(1 << 20, max(256, size >> 13))
+        found = measuring.measure(device, table_bytes=size, gathered_rows=rows, progress=status.update)
         if ranks > 0:
             status.update(f"whole steps, GPUs: {ranks}")
             if cuda:
                 torch.cuda.empty_cache()
-            scale = min(1.0, table_gib / 4)
             try:
-                found["whole_steps"] = whole_steps.measure_on_ranks(ranks, device.partition(":")[0], scale=scale)
+                kind, scale = device.partition(":")[0], min(1.0, table_gib / 4)
+                found["whole_steps"] = measuring.measure_on_ranks(ranks, kind, scale=scale)
             except RuntimeError as error:  # the rest is worth having
                 console.print(f"warning: {error}; the profile has no whole steps", markup=False)
     return found
 
 
-def _show(
-    console: Console,
-    values: dict[str, Any],
-    errors: dict[Runtime, tuple[FitError, ...]],
-    whole: tuple[tuple[StepSample, float], ...],
-) -> None:
-    out = RichTable(title=f"{values.get('device', 'measured')}: random gathers, GB/s")
-    for heading in ("row bytes", "HBM", "host memory"):
-        out.add_column(heading, justify="right")
-    for (width, hbm), (_, host) in zip(values["hbm_gather"], values["host_gather"], strict=True):
-        out.add_row(f"{width:.0f}", f"{hbm / 1e9:.0f}", f"{host / 1e9:.1f}")
-    console.print(out)
-    for runtime, rows in errors.items():
-        fit = RichTable(title=f"{runtime.value}: ms a step")
-        for heading in ("mode", "ratio", "measured", "predicted", "error"):
-            fit.add_column(heading, justify="right")
-        for row in rows:
-            off = row.predicted_s / row.measured_s - 1
-            cells = (f"{row.measured_s * 1e3:.3f}", f"{row.predicted_s * 1e3:.3f}", f"{off:+.0%}")
-            fit.add_row(row.mode.value, f"{row.ratio:g}", *cells)
-        console.print(fit)
-    if whole:
-        steps = RichTable(title=f"whole steps of torchrec, GPUs: {whole[0][0].ranks}, ms")
-        for heading in ("tables", "measured", "predicted", "error"):
-            steps.add_column(heading, justify="left" if heading == "tables" else "right")
-        for sample, predicted in whole:
-            off = predicted / sample.seconds - 1
-            steps.add_row(sample.name, f"{sample.seconds * 1e3:.3f}", f"{predicted * 1e3:.3f}", f"{off:+.0%}")
-        console.print(steps)
+def _beside(measured: float, predicted: float) -> tuple[str, str, str]:
+    return f"{measured * 1e3:.3f}", f"{predicted * 1e3:.3f}", f"{predicted / measured - 1:+.0%}"
+
+
+def _show(title: str, headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    table = RichTable(title=title)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from trainer_client.embedding.checkpoint.convert import Checkpoint
 
 app = typer.Typer(help="Inspect and convert checkpoints of routed embedding tables.", no_args_is_help=True)
+
+_SHOWN = (
+    "name", "routing", "world_size", "num_embeddings", "rows", "arrays", "scalars", "format_version", "hash_identity",
+)  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 FromRouting = Annotated[
@@ -64,18 +69,9 @@ def _open(path: Path, from_routing: str | None, sizes: list[str] | None) -> Chec
 
 
 def _plain(record: TableRecord) -> dict[str, Any]:
-    return {
-        "name": record.name,
-        "dist_type": record.routing.dist_type,
-        "seed": record.routing.seed,
-        "world_size": record.world_size,
-        "num_embeddings": record.num_embeddings,
-        "rows": list(record.rows),
-        "arrays": {name: {"dtype": spec.dtype, "shape": list(spec.shape)} for name, spec in record.arrays.items()},
-        "scalars": record.scalars,
-        "format_version": record.format_version,
-        "hash_identity": record.hash_identity,
-    }
+    plain = {name: value for name, value in asdict(record).items() if name in _SHOWN}
+    plain.update(plain.pop("routing"))
+    return plain
 
 
 def _print(records: list[TableRecord], title: str) -> None:
@@ -134,7 +130,7 @@ def convert(
 ) -> None:
     """Write a checkpoint whose rows lie where another routing or number of ranks wants them.
 
-    Interrupted, the same command goes on where it stopped. The target appears when it is complete.
+    The target appears when it is complete; what was interrupted is begun again.
     """
     checkpoint = _open(source, from_routing, num_embeddings)
     if to not in (None, "dcp", "dynamicemb"):
@@ -142,18 +138,19 @@ def convert(
     from trainer_client.embedding.checkpoint import convert as run
     from trainer_client.embedding.routing import Routing
 
-    def routing_named(name: str) -> Routing:
-        return Routing(dist_type=cast(Any, name), seed=seed if name == "hash_roundrobin" else 0)
+    def named(mode: str) -> Routing:
+        return Routing(dist_type=cast(Any, mode), seed=seed if mode == "hash_roundrobin" else 0)
 
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
         console=Console(stderr=True),
     )  # fmt: skip
     try:
-        named = routing or []
-        chosen: Any = routing_named(named[0]) if len(named) == 1 and "=" not in named[0] else None
-        if named and chosen is None:
-            chosen = {table: routing_named(name) for table, name in _pairs(named, "--routing").items()}
+        chosen: Any = None
+        if routing and len(routing) == 1 and "=" not in routing[0]:
+            chosen = named(routing[0])
+        elif routing:
+            chosen = {table: named(mode) for table, mode in _pairs(routing, "--routing").items()}
             unknown = next((table for table in chosen if table not in checkpoint.records), None)
             if unknown is not None:
                 raise _fail(f"{source}: no table {unknown}; it holds {', '.join(checkpoint.records)}")
@@ -172,9 +169,7 @@ def convert(
         raise _fail(str(error)) from error
     if as_json:
         tables = [_plain(record) for record in result.tables]
-        counts = {"rows": result.rows, "moved": result.moved, "resumed": result.resumed}
+        counts = {"rows": result.rows, "moved": result.moved}
         typer.echo(json.dumps({"path": str(target)} | counts | {"tables": tables}))
     else:
-        taken = f", {result.resumed:,} taken over from an interrupted attempt" if result.resumed else ""
-        title = f"{target}: {result.rows:,} rows, {result.moved:,} on another rank than before{taken}"
-        _print(list(result.tables), title)
+        _print(list(result.tables), f"{target}: {result.rows:,} rows, {result.moved:,} on another rank than before")

@@ -1,4 +1,4 @@
-"""Options of the commands that talk to a balancer."""
+"""Options of the commands that speak to a balancer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import typer
 BalancerOption = Annotated[
     str | None,
     typer.Option(
-        "--balancer", envvar="EVENKEEL_BALANCER", help="host:port of a balancer, or spread://name:port of several."
+        "--balancer",
+        envvar="EVENKEEL_BALANCER",
+        help="host:port of a balancer or of several behind one name, or IP:port,IP:port.",
     ),
 ]
 CaOption = Annotated[Path | None, typer.Option("--tls-ca", help="Authorities of the balancer; EVENKEEL_TLS_CA.")]

@@ -1,40 +1,23 @@
-"""Files that `evenkeel plan` reads and writes, and the numbers in them."""
+"""Files that `evenkeel plan` reads and writes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
-from decimal import Decimal
 from pathlib import Path
 
 from evenkeel.placement import InvalidInputError
+from evenkeel.plan_requests import QUANTITY, parse_json, quantity
 
 _MOST = 256 << 20
 """Bytes of a file that is read: more than any request that a service takes."""
-_UNITS = {"": 1, **dict(zip("KMBGT", (10**3, 10**6, 10**9, 10**9, 10**12), strict=True))}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_QUANTITY = re.compile(r"([-+]?[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)(K|M|B|G|T|KiB|MiB|GiB|TiB)?$")
-
-
-def quantity(text: str) -> int | float | None:
-    """The number that a text such as `400M`, `4e8`, `1.5B` or `139GiB` says, whole where it is; `None` for others."""
-    found = _QUANTITY.match(text)
-    if found is None:
-        return None
-    number = Decimal(found[1].replace("_", "")) * _UNITS[found[2] or ""]
-    return int(number) if number == number.to_integral_value() else float(number)
 
 
 def read(path: Path, holds: str = "a list of tables, a request or a plan") -> object:
-    """The content of a YAML or JSON file, which should hold `holds`.
-
-    Raises:
-        InvalidInputError: If it cannot be read, or is neither YAML nor JSON.
-    """
+    """The content of a YAML or JSON file, which should hold `holds`."""
     text = _text(path, holds)
     try:
-        return _json(path, text) if path.suffix == ".json" else _yaml(path, text)
+        return parse_json(text, str(path)) if path.suffix == ".json" else _yaml(path, text)
     except RecursionError:
         raise InvalidInputError(str(path), text[:40], "holds itself, or too much in itself", "write it flat") from None
     except ValueError as error:
@@ -62,23 +45,10 @@ def _text(path: Path, holds: str) -> str:
         raise InvalidInputError(str(path), shown, "is no UTF-8 text", "save the file as UTF-8") from None
 
 
-def _json(path: Path, text: str) -> object:
-    def construct(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        made: dict[str, object] = {}
-        for name, value in pairs:
-            if name in made:
-                raise InvalidInputError(f"{path}: {name}", name, "is there twice in one object", "keep one of them")
-            made[name] = value
-        return made
-
-    found: object = json.loads(text, object_pairs_hook=construct)
-    return found
-
-
 def _yaml(path: Path, text: str) -> object:
     if text.lstrip().startswith(("{", "[")):  # JSON of another name: YAML knows not all of its escapes
         with contextlib.suppress(json.JSONDecodeError):
-            return _json(path, text)
+            return parse_json(text, str(path))
     try:
         import yaml
     except ModuleNotFoundError:
@@ -104,7 +74,7 @@ def _yaml(path: Path, text: str) -> object:
         assert number is not None, "the resolver matches what can be read"
         return number
 
-    Loader.add_implicit_resolver("!quantity", _QUANTITY, list("-+0123456789"))
+    Loader.add_implicit_resolver("!quantity", QUANTITY, list("-+0123456789"))
     Loader.add_constructor("!quantity", construct)
     try:
         return yaml.load(text, Loader)

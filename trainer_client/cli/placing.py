@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from evenkeel.credentials import Credentials
-from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Runtime, parse_topology
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Runtime
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.hardware import HardwareProfile, parse_profile
 from evenkeel.placement.model import MAX_BYTES
-from evenkeel.placement.plan_file import FORMAT
+from evenkeel.placement.plan_file import PlanFile, dumps, loads
+from evenkeel.plan_requests import DEFAULT_RESERVE, as_object, quantity, unpacked, with_measured
 from evenkeel.planner_client import PlannerClient
-from trainer_client.cli.files import quantity, read
+from trainer_client.cli.files import read
 
 if TYPE_CHECKING:
     from evenkeel.key_statistics import MeasuredCurve
 
+_LONGEST_CLOCK = 3600.0
 _LEAST_SIZE = 1 << 20
 """Bytes below which a reservation lacks its unit."""
-DEFAULT_RESERVE = 0.15
-"""Part of the HBM of a topology given by name that is left for the model, as TorchRec's planner leaves it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class Flags:
         runtime: Name of the runtime.
         samples: Samples of a batch on one rank.
         profile: File of a hardware profile.
+        dense_ms: Time of a step's dense part.
     """
 
     topology: str | None = None
@@ -49,26 +51,14 @@ class Flags:
     runtime: str | None = None
     samples: int | None = None
     profile: Path | None = None
+    dense_ms: float | None = None
 
 
 def build_request(content: object, flags: Flags, note: Callable[[str], None] = lambda _: None) -> PlanRequest:
-    """The request of a file's content and of flags, which go before it; `note` is told what may not be expected.
-
-    Raises:
-        InvalidInputError: If a field is missing, unknown or impossible.
-    """
-    value: dict[str, Any] = {"tables": content} if isinstance(content, list) else dict(_object("tables", content))
-    if value.get("format") == FORMAT:  # a plan file: its request is planned again
-        value = dict(_object("request", value.get("request")))
+    """The request of a file's content and of flags, which go before it; `note` is told what may not be expected."""
+    is_whole = flags.hbm_gib is None and flags.reserve is None
+    value, measured = unpacked(content, topology=flags.topology, reserve=DEFAULT_RESERVE if is_whole else 0.0)
     profile = None if flags.profile is None else _profile(flags.profile)
-    named = flags.topology or value.get("topology")
-    if isinstance(named, str):
-        name, machines = parse_topology(named)
-        if flags.hbm_gib is None and flags.reserve is None:
-            machines = replace(machines, hbm_reserved_fraction=DEFAULT_RESERVE)
-        value["topology"] = encode(machines)
-        if profile is None and "hardware" not in value:
-            value["hardware"] = name
     if "topology" not in value:
         remedy = "give --topology, such as h200x8, or a topology in the file"
         raise InvalidInputError("topology", None, "is missing", remedy)
@@ -76,9 +66,12 @@ def build_request(content: object, flags: Flags, note: Callable[[str], None] = l
         value["hardware"] = encode(profile)
     if flags.runtime is not None:
         value["runtime"] = flags.runtime
-    if flags.samples is not None:
-        value["step"] = {**_object("step", value.get("step", {})), "samples_per_rank": flags.samples}
-    return _with_memory(decode(PlanRequest, value), flags, note)
+    step = {"samples_per_rank": flags.samples, "dense_ms": flags.dense_ms}
+    step = {name: given for name, given in step.items() if given is not None}
+    if step:
+        value["step"] = {**as_object("step", value.get("step", {})), **step}
+    request = decode(PlanRequest, value)
+    return _with_memory(request if profile is not None else with_measured(request, measured), flags, note)
 
 
 def _with_memory(request: PlanRequest, flags: Flags, note: Callable[[str], None]) -> PlanRequest:
@@ -126,11 +119,7 @@ def _gib(flag: str, gib: float) -> int:
 def measured(
     request: PlanRequest, files: Sequence[Path], note: Callable[[str], None]
 ) -> tuple[PlanRequest, dict[str, MeasuredCurve]]:
-    """The request with the key statistics of files, and their curves; `note` is told of names that do not meet.
-
-    Raises:
-        InvalidInputError: If a file is there twice, is none of statistics, or none is of a table of the request.
-    """
+    """The request with the key statistics of files, and their curves; `note` is told of names that do not meet."""
     from evenkeel.key_statistics import loads, merge, with_statistics
 
     contents: dict[bytes, Path] = {}
@@ -163,11 +152,7 @@ def measured(
 
 
 def check_sharding_plan(path: Path | None, request: PlanRequest) -> None:
-    """Refuses a sharding plan that could not be written, before anything is planned.
-
-    Raises:
-        InvalidInputError: If the runtime has none, or a table does not name its module.
-    """
+    """Refuses a sharding plan that could not be written, before anything is planned."""
     if path is None:
         return
     flag = "--sharding-plan"
@@ -186,25 +171,44 @@ def check_sharding_plan(path: Path | None, request: PlanRequest) -> None:
 def solve(
     request: PlanRequest, planner: str | None, credentials: Credentials, cache: Path | None, *, quiet: bool
 ) -> Plan:
-    """The plan of a request, made here where no planner is named.
-
-    Raises:
-        PlannerError: If the service refused or could not be reached.
-        ValueError: If the request, the address or a file of the credentials cannot be used.
-    """
+    """The plan of a request, made here where no planner is named."""
     console = Console(stderr=True)
     with console.status("planning", spinner="line") if not quiet else Console(quiet=True).status(""):
         return PlannerClient.of(planner, credentials=credentials, cache=cache).plan(request)
 
 
+def race(
+    request: PlanRequest,
+    found: Plan,
+    seconds: float,
+    *,
+    statistics: Sequence[Path],
+    device: str,
+    quiet: bool,
+) -> PlanFile:
+    """The quickest of a plan and its contenders, trained on as many ranks of this machine as the plan is for."""
+    try:
+        import torch
+
+        from trainer_client.planning.clock import check_request
+        from trainer_client.planning.collective import run_on_ranks
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f"--clock needs torch and TorchRec: {error}; install them, or leave it out") from None
+    if not 0 < seconds <= _LONGEST_CLOCK:
+        remedy = f"give the seconds that each plan is trained, up to {_LONGEST_CLOCK:g}"
+        raise InvalidInputError("--clock", seconds, "is no time", remedy)
+    ranks = request.topology.ranks if device == "cpu" else torch.cuda.device_count()
+    check_request(request, ranks)
+    console = Console(stderr=True)
+    waiting = console.status("running plans", spinner="line") if not quiet else Console(quiet=True).status("")
+    with tempfile.TemporaryDirectory() as folder, waiting:
+        path = Path(folder) / "plan.json"
+        path.write_text(dumps(PlanFile(request=request, plan=found)), "utf-8")
+        flags: list[object] = ["--plan", path, "--seconds", seconds, "--device", device]
+        flags += [part for file in statistics for part in ("--statistics", file)]
+        run_on_ranks("trainer_client.planning.clock", ranks, *flags)
+        return loads(path.read_text("utf-8"))
+
+
 def _profile(path: Path) -> HardwareProfile:
     return parse_profile(read(path, "a hardware profile, as `evenkeel calibrate` writes it,"))
-
-
-def _object(field: str, content: object) -> dict[str, Any]:
-    if not isinstance(content, dict):
-        whole = field == "tables"
-        what = "is neither a list nor an object" if whole else "is no object"
-        remedy = "give a list of tables" if whole else "give its fields by name"
-        raise InvalidInputError(field, content, what, remedy)
-    return content

@@ -11,9 +11,10 @@ from trainer_client.cli.connection_options import TokenOption
 
 if TYPE_CHECKING:
     from evenkeel.key_statistics import MeasuredCurve
-    from evenkeel.placement import Plan, PlanRequest
+    from evenkeel.placement.plan_file import PlanFile
 
 INFEASIBLE_EXIT = 3
+_DRIFT = 0.1
 
 
 def plan_command(
@@ -45,6 +46,18 @@ def plan_command(
         list[Path] | None,
         typer.Option(help="Key statistics that KeyStatistics.save wrote; once for the file of each rank."),
     ] = None,
+    clock: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for which the plan and its contenders are each trained on this machine's GPUs, as many as "
+            "the topology has ranks; the quickest is taken."
+        ),
+    ] = None,
+    dense_ms: Annotated[
+        float | None,
+        typer.Option(min=0, help="Milliseconds that a step's dense part takes on the GPU."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try --clock without GPUs.")] = "cuda",
     planner: Annotated[
         str | None,
         typer.Option(
@@ -83,11 +96,13 @@ def plan_command(
 
     from evenkeel.credentials import read_credentials
     from evenkeel.placement import InvalidInputError, Runtime, Status, whole_step_seconds
+    from evenkeel.placement.measured_plans import measured_line
     from evenkeel.placement.pasted_lines import lines_to_paste
+    from evenkeel.placement.plan_file import PlanFile
     from evenkeel.placement.plan_text import PlanText
     from evenkeel.placement.report import make_report
     from trainer_client.cli.files import read, write
-    from trainer_client.cli.placing import Flags, build_request, check_sharding_plan, measured, solve
+    from trainer_client.cli.placing import Flags, build_request, check_sharding_plan, measured, race, solve
 
     flags = Flags(
         topology=topology,
@@ -97,6 +112,7 @@ def plan_command(
         runtime=runtime,
         samples=samples,
         profile=profile,
+        dense_ms=dense_ms,
     )
     wanted = {"--output": output, "--report": report, "--sharding-plan": sharding_plan}
     try:
@@ -111,11 +127,16 @@ def plan_command(
         if statistics:
             request, curves = measured(request, statistics, _note)
         check_sharding_plan(sharding_plan, request)
-        found = solve(request, planner, read_credentials(tls_ca, token_file), cache, quiet=as_json or code)
+        quiet = as_json or code
+        found = solve(request, planner, read_credentials(tls_ca, token_file), cache, quiet=quiet)
+        content = PlanFile(request=request, plan=found)
+        if clock is not None and found.placements:
+            content = race(request, found, clock, statistics=statistics or (), device=device, quiet=quiet)
+            found = content.plan
     except (InvalidInputError, OSError, RuntimeError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    texts = _texts(request, found, sharding_plan)
+    texts = _texts(content, sharding_plan)
     troubles = {
         flag: why
         for flag, path in wanted.items()
@@ -134,7 +155,10 @@ def plan_command(
         if whole is not None and request.runtime is Runtime.TORCHREC:
             typer.echo(f"a whole step of these tables, with what the host launches: about {whole * 1e3:.3g} ms")
         for name, curve in curves.items():
-            typer.echo(f"misses of {name} within {curve.error:.3f}, from {curve.sampled_keys} sampled keys")
+            moved = f"; {curve.drift:.0%} of its lookups went over to other keys" if curve.drift > _DRIFT else ""
+            typer.echo(f"misses of {name} within {curve.error:.3f}, from {curve.sampled_keys} sampled keys{moved}")
+        for line in map(measured_line, content.measured):
+            typer.echo(line)
         for flag, path in wanted.items():
             if path is not None and flag in texts and flag not in troubles:
                 typer.echo(f"{flag[2:].replace('output', 'plan').replace('-', ' ')} written to {path}")
@@ -150,17 +174,17 @@ def _note(text: str) -> None:
     typer.echo(f"note: {text}", err=True)
 
 
-def _texts(request: PlanRequest, found: Plan, sharding_plan: Path | None) -> dict[str, str]:
+def _texts(content: PlanFile, sharding_plan: Path | None) -> dict[str, str]:
     """What goes into the files, by flag."""
     import json
 
     from evenkeel.placement.codec import encode
     from evenkeel.placement.pasted_lines import sharding_plan_module
-    from evenkeel.placement.plan_file import PlanFile, dumps
+    from evenkeel.placement.plan_file import dumps
     from evenkeel.placement.report import make_report
 
-    texts = {"--output": dumps(PlanFile(request=request, plan=found))}
-    texts["--report"] = json.dumps(encode(make_report(request, found)), indent=1) + "\n"
+    request, found = content.request, content.plan
+    texts = {"--output": dumps(content), "--report": json.dumps(encode(make_report(request, found)), indent=1) + "\n"}
     if sharding_plan is not None and found.placements:
         texts["--sharding-plan"] = sharding_plan_module(request, found, sharding_plan.stem)
     return texts

@@ -19,10 +19,10 @@ def warm_up() -> None:
     console = Console(stderr=True)
     started = time.perf_counter()
     with console.status("compiling the kernels, or loading them"):
-        from evenkeel import key_statistics, partitioning
+        from evenkeel import partitioning
         from evenkeel.partitioning.preparing import ready
 
-        sets = [partitioning.KERNELS, key_statistics.KERNELS]
+        sets = [partitioning.KERNELS]
         if importlib.util.find_spec("torch") is not None:
             from trainer_client.balancing import redistribution, sampling
             from trainer_client.embedding.routing import cpu

@@ -131,10 +131,9 @@ class RankMeasures:
     def batch(self, loader: str, report: RoundReport) -> None:
         """A balanced batch has come out of a loader."""
         loader = self._loaders.label(loader)
-        ranks = len(report.home_loads)
-        mean = float(report.home_loads.mean())
+        ranks, mean = report.world_size, report.mean_load
         self._rounds.labels(self._job, self._rank, loader, report.mode.value, report.reason.value).inc()
-        self._load.labels(self._job, self._rank, loader, "before").set(self._home_load(report))
+        self._load.labels(self._job, self._rank, loader, "before").set(report.home_load)
         self._load.labels(self._job, self._rank, loader, "after").set(report.own_load)
         self._mean_load.labels(self._job, self._rank, loader).set(mean)
         own = int(self._rank)
@@ -184,9 +183,6 @@ class RankMeasures:
     def key_skew(self, table: str, ratio: float) -> None:
         """Keys per rank of a table's lookup, largest over mean; as `trainer_client.embedding.routing` reports it."""
         self._skew.labels(self._job, self._rank, self._tables.label(table)).set(ratio)
-
-    def _home_load(self, report: RoundReport) -> float:
-        return float(report.home_loads[int(self._rank)]) if int(self._rank) < len(report.home_loads) else math.nan
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"evenkeel_trainer_{name}", text, ("job", "rank", *labels), registry=self.registry)

@@ -13,13 +13,11 @@ from trainer_client.planning.applying import (
     parameter_constraints,
     sharding_plan,
 )
-from trainer_client.planning.describe import KeyHistogram, describe_configs, describe_model
+from trainer_client.planning.describe import describe_configs, describe_model
 from trainer_client.planning.model import PlannedModel, plan_model
-from trainer_client.planning.proposer import ExactProposer
-from trainer_client.planning.statistics import KeyStatistics
+from trainer_client.planning.statistics import KeyHistogram, KeyStatistics
 
 __all__ = [
-    "ExactProposer",
     "KeyHistogram",
     "KeyStatistics",
     "PlannedModel",

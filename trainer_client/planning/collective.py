@@ -1,10 +1,14 @@
-"""What the ranks of a group do together: all of them, or none."""
+"""What the ranks of a group do together, all of them or none; and ranks that are started for it."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from evenkeel.placement import InvalidInputError
@@ -77,3 +81,28 @@ def _told(error: Exception) -> InvalidInputError | str:
 
 def _raised(told: InvalidInputError | str, rank: int) -> Exception:
     return told if isinstance(told, InvalidInputError) else RuntimeError(f"planning failed on rank {rank}: {told}")
+
+
+def run_on_ranks(module: str, ranks: int, *arguments: object, limit_s: float | None = None) -> None:
+    """Runs a module on ranks of this host, by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", module, *map(str, arguments)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{module} did not end on {ranks} ranks within {limit_s:g} s") from None
+    if ended.returncode:
+        lines = (ended.stdout + ended.stderr).strip().splitlines() or ["it said nothing"]
+        shown = next((line for line in lines if line.startswith("[rank") and "Error: " in line), lines[-1])
+        raise RuntimeError(f"{module} failed on {ranks} ranks (exit {ended.returncode}): {shown[:300]}")
+
+
+def join_group(device: str) -> torch.device:
+    """Begins the process group of torchrun's ranks; returns this rank's device, of kind `cuda` or `cpu`."""
+    if device != "cuda":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(place)
+    dist.init_process_group("nccl", device_id=place)
+    return place

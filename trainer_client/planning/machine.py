@@ -41,19 +41,7 @@ def find_machines(
     reserved_bytes: int,
     reserved_fraction: float,
 ) -> Machines:
-    """Ranks of the process group, HBM of this rank's device and memory of this host.
-
-    Args:
-        topology: The machines, where they are known: a whole topology is taken as it is.
-        hardware: Their profile, where it is known.
-        device: The device of this rank.
-        group: The ranks; all by default.
-        reserved_bytes: HBM of a rank that tables may not use.
-        reserved_fraction: Part of the HBM that tables may not use, on top.
-
-    Raises:
-        InvalidInputError: If a name is unknown, or ranks do not divide evenly among hosts.
-    """
+    """Ranks of the process group, HBM of this rank's device and memory of this host."""
     notes: list[str] = []
     if isinstance(topology, str):
         name, machines = parse_topology(topology)

@@ -1,34 +1,90 @@
-"""What a machine takes for the work of embedding tables: random gathers, the link, launches, and FBGEMM's kernels.
+"""What a machine takes for embedding tables: random gathers, the link, kernels by themselves, and the host's part.
 
-Needs nothing but torch (and FBGEMM for its kernels), so that it also runs by itself where Evenkeel is not installed:
-
-    python trainer_client/planning/measuring.py --json raw.json
+torchrun --nproc-per-node 2 -m trainer_client.planning.measuring --json steps.json
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from evenkeel.placement import Mode, Sharding, plan
+from evenkeel.placement.codec import encode
+from evenkeel.placement.step_samples import StepSample, TablePart, request_of
+from trainer_client.planning.clock import process_group
+from trainer_client.planning.collective import join_group, run_on_ranks
+from trainer_client.planning.trials import DenseWork, Trial, drawn_batches, wait
 
 ROW_BYTES = (128, 512, 2048)
-EXPONENT = 1.05
+_K, _M = 1 << 10, 1 << 20
+_BATCHES, _BLOCKS = 64, 5
+_TWO = TablePart(count=2, rows=4 * _M, dim=128, ids=32, pooled=False)
+_BAGS = TablePart(count=4, rows=256 * _K, dim=64)
+_ROWS = TablePart(count=2, rows=256 * _K, dim=64, ids=10, pooled=False)
+
+
+def _cached(part: TablePart) -> TablePart:
+    return replace(part, rows=_M, mode=Mode.CACHING, ratio=0.3)
+
+
+def _sample(name: str, samples: int, *parts: TablePart) -> StepSample:
+    return StepSample(name=name, samples=samples, parts=parts)
+
+
+KERNELS = tuple(
+    _sample(f"{mode.value} {ratio:g}", 8192, replace(_TWO, mode=mode, ratio=ratio))
+    for mode, ratio in (
+        (Mode.HBM_ONLY, 1.0),
+        (Mode.HOST_ONLY, 0.0),
+        *((Mode.CACHING, ratio) for ratio in (0.5, 0.25, 0.1, 0.05, 0.02)),
+    )
+)
+"""Two tables each way on one GPU: their kernels tell rows, misses and rows of host memory apart."""
+STEPS = (
+    _sample("small", 1024, _BAGS),
+    _sample("many tables", 1024, replace(_BAGS, count=120, rows=16 * _K)),
+    _sample("cached", 4096, replace(_cached(_BAGS), ids=2)),
+    _sample("in host memory", 2048, replace(_BAGS, rows=_M, mode=Mode.HOST_ONLY)),
+    _sample("two exchanges", 1024, _BAGS, _ROWS),
+    _sample("three exchanges", 1024, _BAGS, replace(_BAGS, count=6, sharding=Sharding.TABLE_WISE), _ROWS),
+    _sample("two cached exchanges", 2048, _cached(_BAGS), _cached(_ROWS)),
+    _sample("many samples", 65_536, replace(_BAGS, count=20)),
+    _sample("long sequences", 4096, replace(_ROWS, dim=128, ids=100)),
+    _sample("many lookups", 16_384, replace(_BAGS, rows=2 * _M, dim=128, ids=40)),
+)
+"""Whole steps, whose launches and exchanges differ: they tell the host's part and that of exchanges."""
+
+
+class _HostRows:
+    """Pinned host memory seen as memory of the device, for a kernel to gather from."""
+
+    def __init__(self, pinned: torch.Tensor) -> None:
+        self._pinned = pinned
+        data = (pinned.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": tuple(pinned.shape), "typestr": "<f4", "data": data, "version": 3}
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int, warmup: int = 3) -> float:
     """Median time of `work`, in seconds, by events on CUDA and by the clock on the CPU."""
     times = []
-    for turn in range(warmup + repeats):
+    for number in range(warmup + repeats):
         if device.type == "cuda":
-            make: Any = torch.cuda.Event
-            begin, end = make(enable_timing=True), make(enable_timing=True)
+            event: Any = torch.cuda.Event
+            begin, end = event(enable_timing=True), event(enable_timing=True)
             begin.record()
             work()
             end.record()
@@ -38,134 +94,27 @@ def median_seconds(work: Callable[[], object], device: torch.device, repeats: in
             start = time.perf_counter()
             work()
             elapsed = time.perf_counter() - start
-        if turn >= warmup:
+        if number >= warmup:
             times.append(elapsed)
     return statistics.median(times)
 
 
-class _HostRows:
-    """Pinned host memory seen as memory of the device, for a kernel to gather from."""
-
-    def __init__(self, pinned: torch.Tensor) -> None:
-        self._pinned = pinned
-        shape = tuple(pinned.shape)
-        self.__cuda_array_interface__ = {
-            "shape": shape,
-            "typestr": "<f4",
-            "data": (pinned.data_ptr(), False),
-            "version": 3,
-        }
-
-
 def gather_rates(
     device: torch.device, *, from_host: bool, table_bytes: int, gathered_rows: int, repeats: int
-) -> Iterator[tuple[int, float]]:
+) -> Iterator[list[float]]:
     """Row bytes and bytes per second of random-row gathers, for each row width."""
     for row_bytes in ROW_BYTES:
-        width = row_bytes // 4
-        rows = table_bytes // row_bytes
-        if from_host and device.type == "cuda":
-            pinned = torch.zeros((rows, width), dtype=torch.float32, device="cpu", pin_memory=True)
-            source = torch.as_tensor(_HostRows(pinned), device=device)
-        else:
-            source = torch.zeros((rows, width), dtype=torch.float32, device=device)
-        chosen = [torch.randint(0, rows, (gathered_rows,), device=device) for _ in range(4)]
-        out = torch.empty((gathered_rows, width), dtype=torch.float32, device=device)
-        turn = iter(range(10**9))
+        rows, width = table_bytes // row_bytes, row_bytes // 4
+        pinned = from_host and device.type == "cuda"
+        source = torch.zeros(rows, width, device="cpu" if pinned else device, pin_memory=pinned)
+        source = torch.as_tensor(_HostRows(source), device=device) if pinned else source
+        chosen = cycle([torch.randint(0, rows, (gathered_rows,), device=device) for _ in range(4)])
+        out = torch.empty(gathered_rows, width, device=device)
 
-        def work(
-            source: torch.Tensor = source,
-            chosen: list[torch.Tensor] = chosen,
-            out: torch.Tensor = out,
-            turn: Iterator[int] = turn,
-        ) -> None:
-            torch.index_select(source, 0, chosen[next(turn) % 4], out=out)
+        def gather(source: torch.Tensor = source, chosen: Any = chosen, out: torch.Tensor = out) -> None:
+            torch.index_select(source, 0, next(chosen), out=out)
 
-        yield row_bytes, gathered_rows * row_bytes / median_seconds(work, device, repeats)
-        del source, out, chosen
-
-
-def copy_rate(device: torch.device, size: int, repeats: int) -> float:
-    """Bytes per second of a copy from host memory."""
-    host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / median_seconds(lambda: there.copy_(host, non_blocking=True), device, repeats)
-
-
-def launch_seconds(device: torch.device) -> float:
-    """Time of one small kernel among many."""
-    cell = torch.zeros(1, device=device)
-
-    def many() -> None:
-        for _ in range(200):
-            cell.add_(1)
-
-    return median_seconds(many, device, 5) / 200
-
-
-def power_law_keys(rows: int, count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Keys from the integer parts of a power law on [1, rows], permuted over the rows."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    uniform = torch.rand(count, generator=generator, dtype=torch.float64, device=generator.device)
-    last = float(rows + 1) ** (1 - EXPONENT)
-    keys = ((last - 1) * uniform + 1) ** (1 / (1 - EXPONENT))
-    ranks = keys.to(torch.int64).clamp_(1, rows) - 1
-    permuted: torch.Tensor = ranks * 2_654_435_761 % rows
-    return permuted.to(device)
-
-
-def fbgemm_steps(device: torch.device, *, rows: int, dim: int, ids: int, warmup: int) -> list[dict[str, Any]]:
-    """Time and memory of steps of FBGEMM's training kernels: FUSED, FUSED_UVM_CACHING, FUSED_UVM."""
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm, EmbeddingLocation, PoolingMode
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-        ComputeDevice,
-        SplitTableBatchedEmbeddingBagsCodegen,
-    )
-
-    tables, records, repeats = 2, [], 24
-    # Fresh keys in every step: a few batches in turn would soon all be in the cache.
-    batches = [
-        torch.cat([power_law_keys(rows, ids, 2 * seed + table, device) for table in range(tables)])
-        for seed in range(warmup + repeats)
-    ]
-    offsets = torch.arange(tables * ids + 1, device=device)
-    gradient = torch.ones(tables * ids, dim, device=device)
-    cases = [("HBM_ONLY", 1.0), ("HOST_ONLY", 0.0), *(("CACHING", r) for r in (0.5, 0.25, 0.1, 0.05, 0.02))]
-    places = {
-        "HBM_ONLY": EmbeddingLocation.DEVICE,
-        "CACHING": EmbeddingLocation.MANAGED_CACHING,
-        "HOST_ONLY": EmbeddingLocation.MANAGED,
-    }
-    for mode, ratio in cases:
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        kernel = SplitTableBatchedEmbeddingBagsCodegen(
-            [(rows, dim, places[mode], ComputeDevice.CUDA)] * tables,
-            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-            pooling_mode=PoolingMode.NONE,
-            cache_algorithm=CacheAlgorithm.LRU,
-            cache_load_factor=ratio or 0.1,
-            learning_rate=0.01,
-            device=device,
-        )
-        held = torch.cuda.memory_allocated() - before
-        turn = iter(range(10**9))
-
-        def step(kernel: Any = kernel, turn: Iterator[int] = turn) -> None:
-            keys = batches[next(turn) % len(batches)]
-            kernel(keys, offsets).backward(gradient)
-
-        torch.cuda.reset_peak_memory_stats()
-        seconds = median_seconds(step, device, repeats, warmup if mode == "CACHING" else 10)
-        records.append(
-            {"mode": mode, "ratio": ratio, "seconds": seconds, "tables": tables, "rows": rows, "dim": dim, "ids": ids,
-             "optimizer": "rowwise_adagrad", "table_bytes": held,
-             "peak_bytes": torch.cuda.max_memory_allocated() - before}
-        )  # fmt: skip
-        print(f"{mode} {ratio:g}: {seconds * 1e3:.3f} ms, {held / 2**20:,.0f} MiB", flush=True)
-        del kernel, step
-    return records
+        yield [row_bytes, gathered_rows * row_bytes / median_seconds(gather, device, repeats)]
 
 
 def measure(
@@ -174,19 +123,9 @@ def measure(
     table_bytes: int = 4 << 30,
     gathered_rows: int = 1 << 20,
     repeats: int = 15,
-    kernels: bool = True,
     progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """All measurements, as plain values.
-
-    Args:
-        device_name: `cuda`, or `cpu` to try the way without a GPU.
-        table_bytes: Size of the table that gathers are from; well above the caches.
-        gathered_rows: Rows of a gather.
-        repeats: Timed repetitions, of which the median counts.
-        kernels: Whether to measure FBGEMM's kernels where they are installed.
-        progress: Told what is being measured.
-    """
+    """Gathers, the link and, on a GPU with TorchRec, kernels by themselves, as plain values."""
     device = torch.device(device_name)
     cuda = device.type == "cuda"
     result: dict[str, Any] = {
@@ -196,35 +135,93 @@ def measure(
         "cuda": torch.version.cuda,
         "hbm_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else 0,
     }
+    sizes = {"table_bytes": table_bytes, "gathered_rows": gathered_rows, "repeats": repeats}
     for name, from_host in (("hbm_gather", False), ("host_gather", True)):
         progress(f"random gathers, {name}")
-        rates = gather_rates(
-            device, from_host=from_host, table_bytes=table_bytes, gathered_rows=gathered_rows, repeats=repeats
-        )
-        result[name] = [list(pair) for pair in rates]
-    progress("copies and launches")
-    result["link_bytes_per_s"] = copy_rate(device, table_bytes // 4, repeats)
-    result["launch_s"] = launch_seconds(device)
+        result[name] = list(gather_rates(device, from_host=from_host, **sizes))
+    progress("the link")
+    host = torch.zeros(table_bytes // 4, dtype=torch.uint8, device="cpu", pin_memory=cuda)
+    there = torch.empty_like(host, device=device)
+    seconds = median_seconds(lambda: there.copy_(host, non_blocking=True), device, repeats)
+    result["link_bytes_per_s"] = len(host) / seconds
     result["kernels"] = {}
-    if cuda and kernels:
-        try:
-            import fbgemm_gpu  # noqa: F401
-        except (ImportError, OSError) as error:
-            progress(f"FBGEMM's kernels are left out: {error}")
-        else:
-            progress("FBGEMM's kernels")
-            result["kernels"]["torchrec"] = fbgemm_steps(device, rows=4_000_000, dim=128, ids=262_144, warmup=120)
+    if cuda and can_measure_steps():
+        progress("kernels")
+        with process_group(device):
+            records = measure_steps(KERNELS, torch.device("cuda", torch.cuda.current_device()))
+        result["kernels"]["torchrec"] = [record | record.pop("part") for record in map(_of_one, records)]
     return result
 
 
+def _of_one(record: dict[str, Any]) -> dict[str, Any]:
+    """A step of equal tables on one GPU, with the time of its kernels alone."""
+    (part,) = record["parts"]
+    seconds, ids = record["kernels_s"], part["ids"] * record["samples"]
+    return {"part": part, "seconds": seconds, "optimizer": record["optimizer"], "tables": part["count"], "ids": ids}
+
+
+def measure_steps(samples: Sequence[StepSample], device: torch.device, *, seconds: float = 6.0) -> list[dict[str, Any]]:
+    """Trains and times each sample on the ranks of the process group: each rank gets the same records."""
+    records = []
+    for sample in (replace(each, ranks=dist.get_world_size()) for each in samples):
+        request = request_of(sample)
+        batches = drawn_batches(request, _BATCHES, seed=dist.get_rank())
+        trial = Trial.of(request, plan(request), batches, device, dense=DenseWork(0.0, device))
+        cached = any(part.mode is Mode.CACHING for part in sample.parts)
+        trial.run(seconds if cached else seconds / 10)
+        for _ in range(_BLOCKS):
+            trial.block()
+        timing = trial.timing()
+        record: dict[str, Any] = encode(replace(sample, seconds=timing.step_s))
+        records.append(record | {"host_s": timing.host_s, "kernels_s": timing.kernels_s})
+        del trial
+        gc.collect()
+        wait(device)
+    return records
+
+
+def scaled(samples: Sequence[StepSample], scale: float) -> list[StepSample]:
+    """The same with fewer rows and samples, to try the way."""
+
+    def smaller(part: TablePart) -> TablePart:
+        return replace(part, rows=max(512, int(part.rows * scale)))
+
+    return [
+        replace(s, samples=max(8, int(s.samples * scale)), parts=tuple(map(smaller, s.parts))) if scale < 1 else s
+        for s in samples
+    ]
+
+
+def measure_on_ranks(ranks: int, device: str, *, scale: float = 1.0, limit_s: float = 600.0) -> list[dict[str, Any]]:
+    """Starts ranks on this host, one a GPU, has them measure `STEPS`, and returns the records."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "steps.json"
+        run_on_ranks(__spec__.name, ranks, "--json", out, "--device", device, "--scale", scale, limit_s=limit_s)
+        records: list[dict[str, Any]] = json.loads(out.read_text("utf-8"))
+        return records
+
+
+def can_measure_steps() -> bool:
+    """Whether TorchRec is installed here."""
+    try:
+        import torchrec  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
 def main() -> None:
-    """Measure and write the raw figures."""
-    parser = argparse.ArgumentParser(description="Measure what embedding tables cost on this machine.")
-    parser.add_argument("--json", required=True, help="file to write")
-    parser.add_argument("--device", default="cuda")
-    chosen = parser.parse_args()
-    with open(chosen.json, "w") as file:
-        json.dump(measure(chosen.device), file, indent=1)
+    """Measure whole steps on the ranks of torchrun and write the records."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--json", required=True, type=Path, help="file for the records")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--scale", type=float, default=1.0)
+    options = parser.parse_args()
+    device = join_group(options.device)
+    records = measure_steps(scaled(STEPS, options.scale), device, seconds=6.0 if options.scale >= 1 else 0.2)
+    if dist.get_rank() == 0:
+        options.json.write_text(json.dumps(records, indent=1) + "\n", "utf-8")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

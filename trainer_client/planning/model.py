@@ -28,17 +28,25 @@ from evenkeel.placement import (
 )
 from evenkeel.placement.access import Access
 from evenkeel.placement.invalid_input import require
+from evenkeel.placement.measured_plans import MeasuredPlan, measured_line
 from evenkeel.placement.plan_file import PlanFile, dumps
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import Report, make_report
 from evenkeel.planner_client import PlannerClient
 from trainer_client.checks import is_whole
 from trainer_client.planning.applying import dynamicemb_constraints, parameter_constraints, sharding_plan
-from trainer_client.planning.batches import Observed, observe
+from trainer_client.planning.clock import process_group, race_of
 from trainer_client.planning.collective import all_or_none, from_first, group_size, in_group, on_all
-from trainer_client.planning.describe import describe_model, embedding_modules, module_configs, naming
+from trainer_client.planning.describe import (
+    describe_model,
+    embedding_modules,
+    features_of,
+    module_configs,
+    naming,
+)
 from trainer_client.planning.machine import find_machines
-from trainer_client.planning.statistics import KeyStatistics, features_of
+from trainer_client.planning.statistics import KeyStatistics, Observed, observe
+from trainer_client.planning.trials import Batch, drawn_batches
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
@@ -52,6 +60,10 @@ _OPTIMIZERS = {
     "Adagrad": Optimizer.ADAGRAD,
     "RowWiseAdagrad": Optimizer.ROWWISE_ADAGRAD,
 }
+DRIFT = 0.1
+"""Share of lookups that went over to other keys while they were observed, from which on that is said."""
+_DRAWN = 32
+"""Batches for the clock where none are given."""
 _DENSE_COPIES = 4
 """Of the dense parameters: themselves, their gradients and two moments of Adam."""
 _DENSE_PARAMETERS = "an optimizer of in_backward_optimizer_filter(parallel.named_parameters())"
@@ -70,6 +82,7 @@ class PlannedModel:
         constraints: Constraints by table name, for the planner of TorchRec or of DynamicEmb; `None` where DynamicEmb is
             not installed.
         notes: What was assumed where nothing said it.
+        measured: Plans that the clock has run; the plan is the quickest of them.
     """
 
     request: PlanRequest
@@ -78,6 +91,7 @@ class PlannedModel:
     sharding_plan: ShardingPlan | None
     constraints: dict[str, Any] | None
     notes: tuple[str, ...]
+    measured: tuple[MeasuredPlan, ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Write the plan file, for `evenkeel plan` and `load_sharding_plan`.
@@ -85,11 +99,12 @@ class PlannedModel:
         Raises:
             OSError: If it cannot be written.
         """
-        Path(path).write_text(dumps(PlanFile(request=self.request, plan=self.plan)), "utf-8")
+        Path(path).write_text(dumps(PlanFile(request=self.request, plan=self.plan, measured=self.measured)), "utf-8")
 
     def __str__(self) -> str:
-        """Plan, report and notes."""
-        return str(PlanText(self.plan, self.report)) + "".join(f"note: {note}\n" for note in self.notes)
+        """Plan, report, what was measured, and notes."""
+        lines = [*map(measured_line, self.measured), *(f"note: {note}" for note in self.notes)]
+        return str(PlanText(self.plan, self.report)) + "".join(f"{line}\n" for line in lines)
 
 
 def plan_model(
@@ -107,6 +122,8 @@ def plan_model(
     reserve: float = RESERVE,
     prefetch_depth: int = 1,
     max_batches: int | None = None,
+    clock: float | None = None,
+    dense_ms: float | None = None,
     planner: PlannerClient | None = None,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -137,6 +154,10 @@ def plan_model(
         prefetch_depth: Batches whose rows a cache holds at once.
         max_batches: Most batches to read on a rank; by default 200, or those of 16 steps where the job will have more
             ranks than plan for it.
+        clock: Seconds for which each of the best few plans and of the trivial ones trains on all ranks, with the keys
+            of `batches`; the quickest is taken. Making their tables takes its time on top. None asks the model alone.
+        dense_ms: Milliseconds of a step that the GPU works beside the tables. Where they are not known, the time of the
+            tables' kernels decides.
         planner: Whom to ask; the planner that `EVENKEEL_PLANNER` names, or none, by default.
         device: Device of this rank; the current GPU by default, or the CPU where there is none.
         group: The ranks; all by default.
@@ -154,7 +175,7 @@ def plan_model(
     place, ranks, samples, most = all_or_none(
         lambda: (_device(device), _ranks(topology, group), _whole(samples_per_rank), _most(max_batches)), group
     )
-    observed = observe(model, batches, ranks=ranks, most=most, group=group)
+    observed = observe(model, batches, ranks=ranks, most=most, keep=clock is not None, group=group)
     uneven: tuple[str, ...] = ()
     if samples is None:
         samples = observed.samples or None
@@ -183,10 +204,14 @@ def plan_model(
                 step=Step(
                     samples_per_rank=Step().samples_per_rank if samples is None else samples,
                     prefetch_depth=prefetch_depth,
+                    dense_ms=dense_ms,
                 ),
             )
             if observed.traces:
-                request, _ = with_statistics(request, observed.traces)
+                request, curves = with_statistics(request, observed.traces)
+                moving = [name for name, curve in curves.items() if curve.drift > DRIFT]
+                if moving:
+                    notes += (f"popular keys of {_shown(moving)} changed while they were observed: the plan may age",)
             notes += uneven + machines.notes
             if samples is None:
                 notes += (f"samples of a batch on one rank are assumed to be {request.step.samples_per_rank}",)
@@ -199,6 +224,12 @@ def plan_model(
     content, notes = from_first(make, group)
     request, plan = content.request, content.plan
     _check_ranks(request, group)
+    measured: tuple[MeasuredPlan, ...] = ()
+    if clock is not None:
+        with process_group(place):
+            own = all_or_none(lambda: _batches(model, request, observed, group), group)
+            race = race_of(request, plan, own, place, seconds=clock, group=group)
+            plan, measured = race.plan, race.measured
     whole, constraints = None, None
     if runtime is Runtime.TORCHREC:
         ahead = device is None and not in_group() and request.topology.hbm_bytes > 0
@@ -212,8 +243,38 @@ def plan_model(
     report = make_report(request, plan)
     assert report is not None, "a plan without placements was refused"
     return PlannedModel(
-        request=request, plan=plan, report=report, sharding_plan=whole, constraints=constraints, notes=notes
+        request=request,
+        plan=plan,
+        report=report,
+        sharding_plan=whole,
+        constraints=constraints,
+        notes=notes,
+        measured=measured,
     )
+
+
+def _batches(
+    model: nn.Module, request: PlanRequest, observed: Observed, group: dist.ProcessGroup | None
+) -> Sequence[Batch]:
+    """Keys for the clock: those of this rank's batches; drawn ones where it has none, or they lack a feature."""
+    names = features_of(model)
+    made: list[Batch] = []
+    for batch in observed.batches:
+        features = {name: keys for each in batch for name, keys in each.to_dict().items()}
+        if not all(feature in features for each in names.values() for feature in each):
+            made = []
+            break
+        made.append(
+            {
+                table: (
+                    torch.cat([features[feature].values().to(torch.int64) for feature in each]),
+                    torch.cat([features[feature].lengths().to(torch.int64) for feature in each]),
+                )
+                for table, each in names.items()
+            }
+        )
+    rank = dist.get_rank(group)
+    return made or drawn_batches(request, _DRAWN, traces=observed.traces, seed=rank)
 
 
 def _check_models(model: nn.Module, group: dist.ProcessGroup | None) -> None:

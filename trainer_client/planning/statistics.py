@@ -1,11 +1,12 @@
-"""Key statistics from live batches: one call in the loop, the work in a thread beside it."""
+"""Key statistics from live batches: one call in the loop, the work in a thread beside it; and batches of all ranks."""
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge
+from evenkeel.key_statistics import KeyCounts, KeySampler, KeyTrace, dumps, loads, merge
 from evenkeel.placement import InvalidInputError
-from trainer_client.planning.describe import embedding_modules, module_configs
+from evenkeel.placement.plan_text import spans
+from trainer_client.planning.collective import group_size, in_group, on_all
+from trainer_client.planning.describe import features_of
 
 _AHEAD = 8
 _PATIENCE = 120.0
 _KINDS = (torch.int64, torch.int32)
+_DEPTH = 6
+_BATCHES, _STEPS = 200, 16
+"""To observe: batches of each rank that has some, and steps of all ranks of the job, at least."""
+_REFERENCES = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,7 @@ class _Features:
 
 
 class KeyStatistics:
-    """Follows the keys of live batches, to predict what caches of every size will miss.
+    """Follows the keys of live batches: what caches of every size would have missed.
 
         statistics = KeyStatistics(model)  # before it is sharded
         for batch in loader:
@@ -42,12 +49,12 @@ class KeyStatistics:
             …
         request, curves = with_statistics(request, statistics.gather())
 
-    Give each batch once, in the order of training: the statistics tell after how many other keys a key comes back. Some
+    Give each batch once, in the order of training: the statistics say after how many other keys a key comes back. Some
     hundred steps of the size that the job trains are enough. Keys are followed by a hash, so that memory and time stay
     small whatever the size of the tables; a batch on a GPU is copied without waiting for it.
     """
 
-    def __init__(self, tables: nn.Module | Mapping[str, Sequence[str]], *, max_references: int = 2_000_000) -> None:
+    def __init__(self, tables: nn.Module | Mapping[str, Sequence[str]], *, max_references: int = _REFERENCES) -> None:
         """Start empty.
 
         Args:
@@ -59,9 +66,8 @@ class KeyStatistics:
             InvalidInputError: If there is no table, or no room for a few thousand references a table and rank.
         """
         features = features_of(tables) if isinstance(tables, nn.Module) else tables
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         least = len(features) << 12
-        self._sampler = KeySampler(list(features), max_references=max(max_references // ranks, least))
+        self._sampler = KeySampler(list(features), max_references=max(max_references // group_size(None), least))
         self._features = {name: tuple(names) for name, names in features.items()}
         self._seen: set[str] = set()
         self._tables: dict[str, list[int]] = {}
@@ -102,8 +108,8 @@ class KeyStatistics:
         Raises:
             RuntimeError: If a batch could not be read.
         """
-        told = self._told()
-        return {name: trace for name, trace in self._sampler.traces().items() if name in told}
+        seen = self._seen_tables()
+        return {name: trace for name, trace in self._sampler.traces().items() if name in seen}
 
     def samples_per_step(self) -> int:
         """Mean samples of a step on this rank; waits as `traces` does.
@@ -132,20 +138,15 @@ class KeyStatistics:
         Raises:
             RuntimeError: If a batch could not be read on this rank. The other ranks raise as well.
         """
-        if not (dist.is_available() and dist.is_initialized()):
+        if not in_group():
             return merge([self.traces()])
-        own: tuple[bytes, set[str]] | str
-        try:
-            told = self._told()  # on one rank suffices: where another has no such feature, nothing is looked up
-            own = (dumps(self._sampler.traces() if self._sampler.steps else {}), told)
-        except RuntimeError as error:
-            own = str(error)
-        every: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(every, own, group=group)
-        failed = [(rank, one) for rank, one in enumerate(every) if isinstance(one, str)]
-        if failed:
-            raise RuntimeError(f"key statistics of rank {failed[0][0]} of the group: {failed[0][1]}")
-        known = set().union(*(told for _, told in every))
+
+        def local() -> tuple[bytes, set[str]]:
+            seen = self._seen_tables()  # on one rank suffices: where another has no such feature, nothing is looked up
+            return dumps(self._sampler.traces() if self._sampler.steps else {}), seen
+
+        every = on_all(local, group)
+        known = set().union(*(seen for _, seen in every))
         return {name: trace for name, trace in merge([loads(one) for one, _ in every]).items() if name in known}
 
     def save(self, path: str | Path) -> None:
@@ -157,7 +158,7 @@ class KeyStatistics:
         """
         Path(path).write_bytes(dumps(self.traces()))
 
-    def _told(self) -> set[str]:
+    def _seen_tables(self) -> set[str]:
         """Tables of which a batch had a feature."""
         self._wait()
         return {name for name, features in self._features.items() if not self._seen.isdisjoint(features)}
@@ -201,21 +202,6 @@ class KeyStatistics:
         self._sampler.observe(batches, samples)
 
 
-def features_of(model: nn.Module) -> dict[str, Sequence[str]]:
-    """The features of each table of the model, by its name.
-
-    Raises:
-        InvalidInputError: If it has no table.
-    """
-    found: dict[str, Sequence[str]] = {}
-    for _, module in embedding_modules(model):
-        found |= {config.name: config.feature_names for config in module_configs(module)}
-    if not found:
-        remedy = "give the model before it is sharded, or the features of each table by its name"
-        raise InvalidInputError("tables", type(model).__name__, "has no embedding collection of TorchRec", remedy)
-    return found
-
-
 def _on_the_way(batch: Any) -> _Features:
     """The batch's keys as they are on the host, or a copy that is under way there."""
     values = batch.values().detach()
@@ -239,3 +225,124 @@ def _on_the_way(batch: Any) -> _Features:
 def _fetched(values: torch.Tensor) -> torch.Tensor:
     there = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     return there.copy_(values, non_blocking=True)
+
+
+class KeyHistogram(KeyCounts):
+    """How often the keys of one table are looked up, counted from tensors.
+
+    A histogram knows how often keys are looked up, not when. Where the popular keys change, or a key comes back soon or
+    never, `KeyStatistics` says more.
+    """
+
+    def observe(self, keys: Any) -> None:
+        """Count the lookups of one batch: keys of one table, repeated ones included, on any device."""
+        super().observe(keys.detach().cpu().numpy() if isinstance(keys, torch.Tensor) else keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What batches of all ranks showed: the same on all, but for `batches`.
+
+    Attributes:
+        traces: Key statistics by table; none of tables whose features no batch has.
+        batches: `KeyedJaggedTensor`s of this rank's batches, where they are kept.
+        samples: Samples of a batch on the rank with the largest ones; 0 where nothing showed.
+        fewest: Those of the largest batch on the rank where it is smallest.
+        missing: Features of tables that no batch has.
+        passed_over: Features of batches that belong to no table.
+        notes: What was assumed, in sentences.
+    """
+
+    traces: Mapping[str, KeyTrace]
+    batches: Sequence[Sequence[Any]] = ()
+    samples: int = 0
+    fewest: int = 0
+    missing: frozenset[str] = frozenset()
+    passed_over: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def observe(
+    model: nn.Module,
+    batches: Iterable[Any] | KeyStatistics | None,
+    *,
+    ranks: int,
+    most: int | None,
+    keep: bool,
+    group: dist.ProcessGroup | None,
+) -> Observed:
+    """Read the batches of all ranks that have some. Collective where there is a group."""
+    brings = on_all(lambda: batches is not None, group)
+    bringing = tuple(rank for rank, brought in enumerate(brings) if brought)
+    if not bringing:
+        return Observed(traces={})
+    count = max(_BATCHES, -(-_STEPS * ranks // len(bringing))) if most is None else most
+    # A `KeyStatistics` leaves room for one of every rank, and those that bring nothing need none.
+    room = _REFERENCES * group_size(None) // len(bringing)
+    made: list[KeyStatistics] = []
+    kept: list[list[Any]] = []
+
+    def local() -> tuple[int, frozenset[str], frozenset[str]]:
+        if isinstance(batches, KeyStatistics):
+            made.append(batches)
+            return batches.samples_per_step(), *batches.unmatched_features()
+        made.append(KeyStatistics(model, max_references=room))
+        samples = 0
+        for found in () if batches is None else _read(batches, count):
+            made[0].observe(*found)
+            samples = max(samples, *(int(keys.stride()) for keys in found))
+            if keep:
+                kept.append([keys.to(torch.device("cpu")) for keys in found])
+        return samples, *made[0].unmatched_features()
+
+    seen = [one for one, brought in zip(on_all(local, group), brings, strict=True) if brought]
+    samples, missing, passed_over = zip(*seen, strict=True)
+    notes: tuple[str, ...] = ()
+    if len(bringing) < len(brings):
+        named = f"rank{'s' * (len(bringing) > 1)} {spans(bringing)}"
+        notes += (f"batches are those of {named} of {len(brings)}: the others gave none",)
+    return Observed(
+        traces=made[0].gather(group),
+        batches=kept,
+        samples=max(samples),
+        fewest=min(samples),
+        missing=frozenset.intersection(*missing),
+        passed_over=tuple(sorted(frozenset.union(*passed_over))),
+        notes=notes,
+    )
+
+
+def _read(batches: Iterable[Any], most: int) -> Iterator[list[Any]]:
+    """The `KeyedJaggedTensor`s of each batch."""
+    read = 0
+    for batch in itertools.islice(batches, most):
+        found = list(_keyed_jagged(batch, _DEPTH))
+        if not found:
+            remedy = "give batches that hold one, or statistics: KeyStatistics, ids_per_sample and access"
+            raise InvalidInputError("batches", type(batch).__name__, "holds no KeyedJaggedTensor", remedy)
+        read = max(read, *(int(keys.stride()) for keys in found))
+        yield found
+    if not read:
+        raise InvalidInputError("batches", 0, "has no batch", "give some hundred, or none at all")
+
+
+def _keyed_jagged(value: Any, depth: int) -> Iterator[Any]:
+    """Every `KeyedJaggedTensor` in a batch, through containers, dataclasses and plain objects."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    if isinstance(value, KeyedJaggedTensor):
+        yield value
+        return
+    if depth == 0 or isinstance(value, torch.Tensor | str | bytes):
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    for part in parts:
+        yield from _keyed_jagged(part, depth - 1)

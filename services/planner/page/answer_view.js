@@ -63,10 +63,10 @@ export class AnswerView {
   }
 
   #drawPlan({ plan, report }) {
-    const splits = plan.split?.saves_seconds > 1e-3 * plan.seconds
-      ? ` Tables apart in ${plan.split.modules.length} modules would save ${seconds(plan.split.saves_seconds)}: give them groups of their own.` : "";
+    const others = (plan.trivial ?? []).map((other) => `${other.name} ${other.seconds === null ? "does not fit" : seconds(other.seconds)}`);
+    const beside = others.length ? ` Without a search: ${others.join(", ")}.` : "";
     $("verdict").textContent = `${seconds(plan.seconds)} a step on ${plan.hardware} with ${plan.runtime}, ${proof(plan)}: ${plan.placements.length} tables in `
-      + `${plan.modules.length} fused ${plan.modules.length === 1 ? "module" : "modules"}.${splits}`;
+      + `${plan.modules.length} fused ${plan.modules.length === 1 ? "module" : "modules"}.${beside}`;
     const modes = new Set(plan.placements.map((placement) => placement.mode));
     legend($("legend"), [...["HBM_ONLY", "CACHING", "HYBRID", "HOST_ONLY"].filter((mode) => modes.has(mode)), "workspace", "free"]);
     legend($("time-legend"), ["forward", "backward", "communication", "prefetch", "fixed"]);

@@ -16,7 +16,7 @@ from evenkeel.partitioning import (
 )
 from tests.evenkeel.partitioning.reference import allowed_counts, assignments
 
-STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move")
+STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move", "plain")
 
 
 @st.composite
@@ -160,7 +160,7 @@ def test_integers_stay_exact_beyond_doubles() -> None:
         ({"memory_caps": [1, 2]}, ["memory", "memory_caps", "both"]),
         ({"memory": [1, 2, np.nan], "memory_caps": [9, 9]}, ["memory[2]"]),
         ({"nodes": [0, -1]}, ["nodes[1]"]),
-        ({"strategy": "best"}, ["strategy", "'best'", "karmarkar_karp, lpt, minimal_move"]),
+        ({"strategy": "best"}, ["strategy", "'best'", "karmarkar_karp, lpt, minimal_move, plain"]),
     ],
 )
 def test_wrong_arguments_are_named_with_their_remedy(change: dict[str, Any], words: list[str]) -> None:

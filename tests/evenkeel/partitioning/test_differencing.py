@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.partitioning.differencing import difference_equal_counts, difference_free_counts
+from evenkeel.partitioning.karmarkar_karp import difference
 from evenkeel.partitioning.sorting import ascending_order
 from tests.evenkeel.partitioning.reference import karmarkar_karp_sets
 
@@ -12,8 +12,8 @@ INTEGERS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 2**40)), max_siz
 
 def _check(costs: np.ndarray, num_sets: int) -> None:
     order = ascending_order(costs)
-    assert difference_equal_counts(costs, order, num_sets).tolist() == karmarkar_karp_sets(costs, num_sets, equal=True)
-    assert difference_free_counts(costs, order, num_sets).tolist() == karmarkar_karp_sets(costs, num_sets, equal=False)
+    assert difference(costs, order, num_sets, True).tolist() == karmarkar_karp_sets(costs, num_sets, equal=True)
+    assert difference(costs, order, num_sets, False).tolist() == karmarkar_karp_sets(costs, num_sets, equal=False)
 
 
 @settings(max_examples=150, deadline=None)

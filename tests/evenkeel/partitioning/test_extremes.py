@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from evenkeel.partitioning import PartitionNotFoundError, partition, slice_plan
-from evenkeel.partitioning.nodes import _between_nodes
+from evenkeel.partitioning.minimal_move import between_nodes, kept_at_home
 from evenkeel.partitioning.problem import Problem, make_problem, with_crowding
 from evenkeel.partitioning.ranges import MAX_RANKS, MAX_SUM
-from evenkeel.partitioning.starts import kept_at_home
 from tests.evenkeel.partitioning.reference import allowed_counts
 
 STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move")
@@ -52,10 +51,10 @@ def test_limits_are_loads_that_a_rank_can_have(
     whole = problem(costs, homes, num_ranks, counts=counts, **options)
     made = [whole, with_crowding(whole)]
     if whole.num_nodes > 1:
-        made.append(_between_nodes(whole, kept_at_home(whole)[0]))
+        made.append(between_nodes(whole, kept_at_home(whole)[0]))
     for each in made:
-        assert (each.terms.limits >= 0).all()
-        assert (each.terms.limits <= each.terms.costs.sum()).all()
+        assert (each.arrays.limits >= 0).all()
+        assert (each.arrays.limits <= each.arrays.costs.sum()).all()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import ImpossiblePartitionError, PartitionNotFoundError, partition
-from evenkeel.partitioning.exhaustive import least_overflow
+from evenkeel.partitioning.memory import least_overflow
 from tests.evenkeel.partitioning.reference import assignments
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from evenkeel.partitioning import partition
-from evenkeel.partitioning.differencing import difference_equal_counts
+from evenkeel.partitioning.karmarkar_karp import difference
 from evenkeel.partitioning.matching import EXACT, heaviest_assignment
 from evenkeel.partitioning.sorting import ascending_order
 
@@ -26,7 +26,7 @@ def test_as_much_as_possible_stays_home(num_ranks: int) -> None:
     costs, homes = rng.integers(1, 4000, num_ranks * 16), np.repeat(np.arange(num_ranks), 16)
     sizes = rng.integers(1, 100, costs.size)
     result = partition(costs, homes, num_ranks, strategy="karmarkar_karp", sizes=sizes)
-    sets = difference_equal_counts(costs, ascending_order(costs), num_ranks)
+    sets = difference(costs, ascending_order(costs), num_ranks, True)
     shared = np.zeros((num_ranks, num_ranks))
     np.add.at(shared, (sets, homes), sizes)
     assert sizes.sum() - result.moved_size == shared[linear_sum_assignment(shared, maximize=True)].sum()

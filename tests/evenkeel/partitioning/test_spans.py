@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.partitioning.spans import SpanCosts
+from evenkeel.partitioning.splits import SpanCosts
 
 
 @st.composite
@@ -53,21 +51,12 @@ def test_spans_cost_what_their_positions_cost(sample: SpanCosts, data: st.DataOb
     assert sample.whole[0] == sum(costs) + sample.fixed[0]
 
 
-@given(sample=one_sample(), data=st.data())
-def test_cuts_are_as_near_as_may_be(sample: SpanCosts, data: st.DataObject) -> None:
+@given(sample=one_sample())
+def test_cuts_are_items_apart_and_keep_the_tail(sample: SpanCosts) -> None:
     first, step, count = int(sample.first_cut[0]), int(sample.granule[0]), int(sample.num_cuts[0])
-    places = [first + step * number for number in range(count)]
-    tail = max(sample.candidates[0], sample.targets[0], 1)
-    assert all(place <= sample.positions[0] - tail for place in places)
-    assert first + step * count > sample.positions[0] - tail
-    wanted = sorted(data.draw(st.lists(st.floats(0, float(sample.whole[0])), max_size=min(count, 4))))
-    cuts = sample.cut_at(0, wanted).tolist()
-    assert len(cuts) == len(wanted)
-    assert set(cuts) <= set(places)
-    assert cuts == sorted(set(cuts))
-    if len(wanted) == 1:
-        nearest = min(abs(sample.before(place)[0] - wanted[0]) for place in places)
-        assert abs(sample.before(cuts[0])[0] - wanted[0]) == pytest.approx(nearest)
+    last = sample.positions[0] - max(sample.candidates[0], sample.targets[0], 1)
+    assert count == 0 or first + step * (count - 1) <= last
+    assert first + step * count > last
 
 
 def test_many_samples_at_once() -> None:
@@ -77,4 +66,3 @@ def test_many_samples_at_once() -> None:
     assert samples.take([1, 0]).whole.tolist() == [80, 9]
     assert samples.num_cuts.tolist() == [2, 9, 0]
     assert len(samples) == 3
-    assert np.array_equal(samples.cut_at(1, [20.0, 20.0]), [4, 5])

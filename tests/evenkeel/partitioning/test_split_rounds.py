@@ -13,12 +13,19 @@ from hypothesis import strategies as st
 
 from benchmarks.harness.plans import said
 from evenkeel.partitioning import PartitionError
-from evenkeel.partitioning.divisible import Divisible, check_table
 from evenkeel.partitioning.rounds import RankPlan, RoundOptions, RoundPlan, digest_of, plan_round
 from evenkeel.partitioning.samples import RankSamples, RoundSamples
-from evenkeel.partitioning.spans import SpanCosts
-from evenkeel.partitioning.split_options import SplitOptions
-from evenkeel.partitioning.splits import ALL, FIRST, LAST, Cuts, part_ranges
+from evenkeel.partitioning.splits import (
+    ALL,
+    FIRST,
+    LAST,
+    Cuts,
+    Divisible,
+    SpanCosts,
+    SplitOptions,
+    check_table,
+    part_ranges,
+)
 
 ROLES = np.array([1, 2, LAST, FIRST, ALL])
 HEAD, GRANULE = 3, 2  # of a sequence whose items are two positions, behind three contextual ones

@@ -13,11 +13,8 @@ from numpy.typing import NDArray
 
 from benchmarks.references.least_splits import least_time
 from evenkeel.partitioning import Partition, PartitionError, partition
-from evenkeel.partitioning.divisible import Divisible
-from evenkeel.partitioning.spans import SpanCosts
-from evenkeel.partitioning.split_options import SplitOptions
-from evenkeel.partitioning.split_partition import SplitPartition
-from evenkeel.partitioning.splitting import split_partition
+from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
+from evenkeel.partitioning.splits.search import SplitPartition, split_partition
 
 
 def divisible_of(spans: SpanCosts, which: list[int] | None = None) -> Divisible:

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import partition
-from evenkeel.partitioning.units import BITS, exponent_for, whole_units
+from evenkeel.partitioning.problem import BITS, exponent_for, whole_units
 
 FLOATS = st.lists(st.one_of(st.sampled_from([0.0, -0.0, 5e-324, 1e308]), st.floats(0, 1e308)), min_size=1, max_size=60)
 

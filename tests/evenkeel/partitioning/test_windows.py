@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError, partition
-from evenkeel.partitioning.regrouping import regroup, step_bounds
 from evenkeel.partitioning.slices import plan_digest, slice_plan
-from evenkeel.partitioning.windows import WindowPartition, partition_window
+from evenkeel.partitioning.windows import WindowPartition, partition_window, regroup, step_bounds
 
 
 @st.composite

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import scipy.sparse as sp
 
-from evenkeel.placement import PlanRequest, Runtime, Step, Table, Topology, Zipf
+from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, Step, Table, Topology, Zipf
 from evenkeel.placement.knapsack import Knapsack
-from evenkeel.placement.layers import SLACK
+from evenkeel.placement.layouts import ROW_WISE, Scope
 from evenkeel.placement.milp import MilpResult, solve_milp
-from evenkeel.placement.placement_problem import PlacementProblem
+from evenkeel.placement.options import TableOptions, ratio_grid, table_layouts, table_options
+from evenkeel.placement.problem import SLACK, UNIT, budgets, whole_shards
 
 
 def random_tables(count: int, seed: int, **same: object) -> tuple[Table, ...]:
@@ -64,7 +67,7 @@ def brute_force_knapsack(problem: Knapsack) -> float:
     return best
 
 
-def solve_by_highs(problem: Knapsack, gap: float = 0.0, enough: float | None = None) -> MilpResult:
+def solve_by_highs(problem: Knapsack, gap: float = 0.0) -> MilpResult:
     """The program as it is, without any of the planner's own search."""
     items, options = problem.cost.shape
     rows = [sp.kron(sp.eye(items), np.ones((1, options)))]
@@ -78,31 +81,118 @@ def solve_by_highs(problem: Knapsack, gap: float = 0.0, enough: float | None = N
         np.ones(items * options, dtype=bool),
         np.ones(items * options),
         gap=gap,
-        enough=enough,
     )
 
 
-def brute_force_groups(problem: PlacementProblem) -> float:
-    """Every assignment of modules, with at most one open module a side of each bound group."""
-    per_group = []
-    for group in problem.groups:
-        outcomes = []
-        for choice in itertools.product(range(len(group.modules)), repeat=len(group.tables)):
-            opened = sorted(set(choice))
-            sides = [group.modules[m].side for m in opened if group.modules[m].side >= 0]
-            if group.bound and len(sides) != len(set(sides)):
-                continue
-            rows = np.arange(len(choice))
-            picked = np.array(choice)
-            charged = opened if group.bound else choice
-            fixed = sum(group.modules[m].fixed for m in charged)
-            cost = float(group.time[rows, picked].sum()) + fixed
-            if np.isfinite(cost):
-                outcomes.append((cost, float(group.hbm[rows, picked].sum()), float(group.host[rows, picked].sum())))
-        per_group.append(outcomes)
-    best = np.inf
-    for joint in itertools.product(*per_group):
-        cost, hbm, host = (sum(part[axis] for part in joint) for axis in range(3))
-        if hbm <= problem.budget[0] + SLACK and host <= problem.budget[1] + SLACK:
-            best = min(best, cost)
+def mixed_request(seed: int) -> PlanRequest:
+    """Two to four tables of mixed widths, some of them fused, in either runtime, with room for some of them."""
+    draw = np.random.default_rng(seed)
+    runtime = Runtime(draw.choice([runtime.value for runtime in Runtime]))
+    count = int(draw.integers(2, 5))
+    fused = draw.integers(0, 2, count)
+    tables = tuple(
+        Table(
+            name=f"t{index}",
+            rows=int(draw.lognormal(13, 2)) + 200,
+            dim=int(draw.choice([8, 16, 64, 256, 1024])),
+            ids_per_sample=float(draw.choice([0.1, 1, 5, 20])),
+            access=Zipf(exponent=float(draw.uniform(0, 1.2))),
+            pooled=True,
+            group=f"g{fused[index]}",
+        )
+        for index in range(count)
+    )
+    size = sum(table.rows * table.dim * 12 for table in tables) / 4
+    step, costs = (
+        Step(samples_per_rank=256),
+        PlanRequest(topology=Topology(ranks=1, hbm_bytes=1)).profile.costs(runtime),
+    )
+    topology = Topology(
+        ranks=4,
+        hbm_bytes=costs.workspace_bytes + int(size * draw.uniform(0.02, 1.0)) + (20 << 20),
+        host_bytes=None if draw.random() < 0.5 else int(4 * size * draw.uniform(0.2, 1.2)),
+    )
+    return PlanRequest(tables=tables, topology=topology, runtime=runtime, step=step)
+
+
+def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = None) -> float:
+    """Kernel time of the best of all choices of options and of places for every piece, cached widths as they come."""
+    grid = ratio_grid(len(request.tables), request.solver.ratio_steps) if grid is None else grid
+    every = [
+        [
+            (option, number)
+            for layout in table_layouts(request, table)
+            for option in [table_options(request, table, grid, layout)]
+            for number in range(len(option.modes))
+        ]
+        for table in request.tables
+    ]
+    budget, best = budgets(request), np.inf
+    for choice in itertools.product(*every):
+        if not _is_agreed(request, choice):
+            continue
+        widths: dict[object, int] = {}
+        for table, (option, number) in zip(request.tables, choice, strict=True):
+            if option.modes[number] is Mode.CACHING:
+                cache = (table.fuse_key, option.layouts[number].sharding)
+                widths[cache] = max(widths.get(cache, 0), int(option.dims[number]))
+        loads = [np.zeros((1, 3, request.topology.ranks))]
+        for table, (option, number) in zip(request.tables, choice, strict=True):
+            layout = option.layouts[number]
+            wider = 0.0
+            if option.modes[number] is Mode.CACHING and request.runtime is Runtime.TORCHREC:
+                wider = widths[table.fuse_key, layout.sharding] - float(option.dims[number])
+            hbm = (option.hbm[number] + wider * option.slot_bytes[number]) / UNIT
+            shard = np.array([option.seconds[number], hbm, option.host[number] / UNIT]) * whole_shards(request, layout)
+            loads.append(_ways(request, layout.scope, layout.pieces, shard))
+        total = loads[0]
+        for load in loads[1:]:
+            total = (total[:, None] + load[None]).reshape(-1, 3, request.topology.ranks)
+        hosts = total[:, 2].reshape(len(total), -1, request.topology.local_ranks).sum(axis=2)
+        fits = (total[:, 1].max(axis=1) <= budget[0] + SLACK) & (hosts.max(axis=1) <= budget[1] + SLACK)
+        best = min(best, float(np.where(fits, total[:, 0].max(axis=1), np.inf).min()))
     return best
+
+
+def _is_agreed(request: PlanRequest, choice: tuple[tuple[TableOptions, int], ...]) -> bool:
+    ratios: dict[object, set[object]] = {}
+    widths: dict[object, set[object]] = {}
+    for table, (option, number) in zip(request.tables, choice, strict=True):
+        mode, ratio, layout = option.modes[number], float(option.ratios[number]), option.layouts[number]
+        if request.runtime is Runtime.DYNAMICEMB:
+            ratios.setdefault((table.fuse_key, mode is Mode.CACHING), set()).add((mode, ratio))
+        elif mode is Mode.CACHING and layout == ROW_WISE:
+            ratios.setdefault(table.fuse_key, set()).add(ratio)
+        if layout.sharding is Sharding.COLUMN_WISE and not table.pooled:
+            widths.setdefault(table.group, set()).add(table.dim // layout.pieces)
+    return all(len(own) == 1 for own in (*ratios.values(), *widths.values()))
+
+
+def _ways(request: PlanRequest, scope: Scope, pieces: int, shard: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """(ways, 3, ranks) what ranks hold; host memory counts on the first rank of a host."""
+    ranks, local = request.topology.ranks, request.topology.local_ranks
+    firsts = np.arange(ranks) % local == 0
+    if scope is Scope.EVERYWHERE:
+        return np.stack([np.full(ranks, shard[0]), np.full(ranks, shard[1]), np.where(firsts, shard[2], 0.0)])[None]
+    places = ranks if scope is Scope.RANK else ranks // local
+    found = []
+    for chosen in itertools.combinations_with_replacement(range(places), pieces):
+        if max(map(chosen.count, chosen)) > -(-pieces // places):
+            continue
+        load = np.zeros((3, ranks))
+        for place in chosen:
+            on = slice(place, place + 1) if scope is Scope.RANK else slice(place * local, (place + 1) * local)
+            load[:2, on] += shard[:2, None]
+            load[2, on.start // local * local] += shard[2]
+        found.append(load)
+    return np.array(found)
+
+
+def fewer_choices(asked: PlanRequest, seed: int) -> PlanRequest:
+    """The request with a table less free: pinned to one of its modes."""
+    draw = np.random.default_rng(seed)
+    index = int(draw.integers(len(asked.tables)))
+    modes = [Mode.HBM_ONLY, Mode.CACHING, Mode.HOST_ONLY]
+    tables = list(asked.tables)
+    tables[index] = replace(tables[index], modes=(modes[int(draw.integers(3))],))
+    return replace(asked, tables=tuple(tables))

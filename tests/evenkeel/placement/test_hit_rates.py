@@ -7,7 +7,7 @@ import pytest
 
 from evenkeel.placement import Eviction, Histogram, InvalidInputError, MissCurve, Zipf
 from evenkeel.placement.access import popularity
-from evenkeel.placement.hit_rates import different_share, step_keys, unique_keys
+from evenkeel.placement.hit_rates import different_share, fullest_rank, step_keys, unique_keys
 
 ROWS, LOOKUPS = 20_000, 1_024
 
@@ -109,3 +109,18 @@ def test_of_no_more_than_one_lookup_all_differ() -> None:
     assert different_share(Zipf(exponent=1.0), ROWS, float(LOOKUPS), 0.0) == 1.0
     assert different_share(Zipf(exponent=1.0), ROWS, 0.5, 100.0) == 1.0
     assert different_share(Zipf(exponent=10.0), 2, float(LOOKUPS), 1e9) == pytest.approx(2 / LOOKUPS, rel=0.6)
+
+
+@pytest.mark.parametrize(("ranks", "over_mean"), [(1, 1.0), (8, 1.5), (64, 6.3), (128, 11.7)])
+def test_the_fullest_rank_is_that_of_the_most_popular_keys(ranks: int, over_mean: float) -> None:
+    """Figures counted with a random hash over ten million keys."""
+    assert fullest_rank(Zipf(exponent=1.05), 10_000_000, 1e6, ranks) == pytest.approx(over_mean, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    "access", [Zipf(exponent=0.0), Zipf(exponent=1.2), Histogram(keys=(3.0, 500.0), lookups=(9.0, 9.0))]
+)
+def test_the_fullest_of_more_ranks_is_fuller_and_never_below_the_mean(access: Zipf | Histogram) -> None:
+    over_mean = [fullest_rank(access, 1000, 1e4, ranks) for ranks in (1, 2, 8, 64, 65_536)]
+    assert over_mean[0] == 1.0
+    assert over_mean == sorted(over_mean)

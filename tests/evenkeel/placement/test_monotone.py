@@ -33,7 +33,6 @@ def test_row_wise_plans_never_get_slower(
     small, large = (
         plan(
             request(tables, hbm_gib=1.2 + part * size / 8, host_gib=rest * size, runtime=runtime, solver=SOLVER),
-            split=False,
             clock=time.process_time,
         )
         for part, rest in zip(sorted(hbm), sorted(host), strict=True)
@@ -56,7 +55,7 @@ def test_plans_of_whole_shards_get_no_slower_than_their_gap(sharding: Sharding |
     best = float("inf")
     for hbm_gib in (3.5, 5, 6.5) if sharding == _CHOSEN else (4.5, 5, 5.5, 6, 6.5, 7):
         asked = request(tables, hbm_gib=hbm_gib, runtime="torchrec", ranks=4, solver=SolverOptions(time_limit_s=3))
-        found = plan(asked, split=False, clock=time.process_time)
+        found = plan(asked, clock=time.process_time)
         assert found.seconds is not None
         assert found.bound_seconds is not None
         assert found.bound_seconds <= best * (1 + 1e-9)

@@ -123,8 +123,9 @@ def test_the_text_tells_the_ranks_of_tables_that_are_not_on_all() -> None:
     )
     found = plan(request(tables, hbm_gib=40, ranks=2, runtime="torchrec"))
     lines = str(PlanText(found, None)).splitlines()
+    assert max(map(len, lines)) <= 80
     rows = [next(line for line in lines if table.name in line) for table in tables]
-    assert f"CACHING 0.500 │ TW {found.placements[0].ranks[0]}  " in rows[0]
-    assert "HBM_ONLY      │ CW 0-1" in rows[1]
-    assert "HBM_ONLY      │ DP" in rows[2]
+    assert f"CACHING 0.500   TW {found.placements[0].ranks[0]}  " in rows[0]
+    assert "HBM_ONLY        CW 0-1" in rows[1]
+    assert "HBM_ONLY        DP" in rows[2]
     assert "mode, ratio" not in str(PlanText(plan(request((replace(first, name="plain"),), hbm_gib=40)), None))

@@ -69,8 +69,7 @@ def test_smallest_budgets_are_proved_or_given_as_an_interval() -> None:
     assert shortage is not None
     assert shortage.least_host_bytes is not None
     assert shortage.smallest_host_bytes is not None
-    # 21,398.25 MiB is the least by a program that HiGHS proves in some seconds, of tables that 8 ranks of a host share.
-    assert shortage.least_host_bytes <= 21_398.25 * 2**20 <= shortage.smallest_host_bytes <= 23_000 * 2**20
+    assert shortage.least_host_bytes <= shortage.smallest_host_bytes <= 1.07 * shortage.least_host_bytes
     enough = replace(asked, topology=replace(asked.topology, host_bytes=shortage.smallest_host_bytes))
     assert plan(enough, clock=time.process_time).status is not Status.INFEASIBLE
 

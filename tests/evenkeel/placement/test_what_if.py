@@ -60,7 +60,7 @@ def test_a_curve_of_tables_on_single_ranks_is_one_of_plans() -> None:
     asked = request(tables, hbm_gib=6, runtime="torchrec", ranks=4, solver=SolverOptions(ratio_steps=5))
     answer = what_if(asked, hbm_bytes=(asked.topology.hbm_bytes, asked.topology.hbm_bytes + (4 << 30)))
     for point in answer.curve:
-        own = plan(replace(asked, topology=replace(asked.topology, hbm_bytes=point.hbm_bytes)), split=False)
+        own = plan(replace(asked, topology=replace(asked.topology, hbm_bytes=point.hbm_bytes)))
         assert own.bound_seconds is not None
         assert point.seconds is not None
         assert point.seconds >= own.bound_seconds * (1 - 1e-9)
@@ -86,7 +86,7 @@ def test_the_next_gib_saves_what_planning_again_with_it_saves(sharding: Sharding
     topology = Topology(ranks=2, hbm_bytes=least)
     asked = PlanRequest(tables=(table,), topology=topology, runtime=Runtime.TORCHREC, step=Step(samples_per_rank=64))
     more = replace(asked, topology=replace(topology, hbm_bytes=least + 2**30))
-    now, then = plan(asked, split=False).seconds, plan(more, split=False).seconds
+    now, then = plan(asked).seconds, plan(more).seconds
     assert now is not None
     assert then is not None
     assert then < 0.6 * now

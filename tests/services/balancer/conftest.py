@@ -1,46 +1,48 @@
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from evenkeel.partitioning import registry, warm_up
-from services.balancer.server import BalancerServer
-from services.balancer.settings import Settings
-from tests.services.balancer.strategies import FOLDER, INSTALLED, start_zygote
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 
-StartServer = Callable[..., Awaitable[BalancerServer]]
+STRATEGIES = """
+import ctypes, time
+from evenkeel.partitioning.lpt import lpt
 
+def crash(problem):
+    ctypes.string_at(0)
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compiles before any test's time counts: on a machine without numba's cache that takes minutes."""
-    if not session.config.option.collectonly and any(
-        Path(__file__).parent in item.path.parents for item in session.items
-    ):
-        warm_up()
+def spin(problem):
+    while True:
+        pass
 
+def slow(problem):
+    time.sleep(0.5)
+    return lpt(problem)
 
-@pytest_asyncio.fixture
-async def start_server() -> AsyncIterator[StartServer]:
-    """Starts real servers on free ports; stops them after the test."""
-    started: list[BalancerServer] = []
+def slower(problem):
+    time.sleep(1.5)
+    return lpt(problem)
 
-    async def start(**settings: Any) -> BalancerServer:
-        defaults: dict[str, Any] = {"port": 0, "drain_seconds": 0.2, "grace_seconds": 1.0, "workers": 1}
-        server = BalancerServer(Settings(**{**defaults, **settings}), zygote=start_zygote())
-        await server.start()
-        started.append(server)
-        return server
-
-    yield start
-    await asyncio.gather(*(server.stop() for server in started if not server.stopped))
+def fail(problem):
+    raise RuntimeError("injected")
+"""
 
 
-@pytest.fixture
-def hostile_strategies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Has the servers of the test know `INSTALLED`; returns the folder of `hold`."""
-    monkeypatch.setattr(registry.STRATEGIES, "installed", INSTALLED)
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    return tmp_path
+@pytest.fixture(scope="package")
+def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """A balancer with limits that tests can meet, and an installed package of strategies that misbehave."""
+    folder = tmp_path_factory.mktemp("strategies")
+    (folder / "hostile.py").write_text(STRATEGIES)
+    (folder / "hostile-1.dist-info").mkdir()
+    (folder / "hostile-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile\nVersion: 1\n")
+    names = "".join(f"{name} = hostile:{name}\n" for name in ("crash", "spin", "slow", "slower", "fail"))
+    (folder / "hostile-1.dist-info" / "entry_points.txt").write_text(f"[evenkeel.strategies]\n{names}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder}:{Path.cwd()}")
+        with running_balancer(
+            "--workers", "2", "--partition-timeout-seconds", "3", "--max-ranks", "1024", "--max-samples", "131072",
+            "--max-batches", "4", "--max-message-bytes", "2000000", "--max-calls", "8", "--reflection", "true",
+            interpreter=True,
+        ) as process:  # fmt: skip
+            yield process

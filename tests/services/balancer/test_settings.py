@@ -16,16 +16,16 @@ def test_flags_go_before_environment_before_file_before_defaults(
     assert (settings.port, settings.workers, settings.max_ranks) == (1003, 2, 77)
     assert settings.host == "0.0.0.0"
     assert settings.reflection
-    assert settings.max_sessions == Settings.model_fields["max_sessions"].default
+    assert settings.max_samples == Settings.model_fields["max_samples"].default
     assert settings.limits().max_ranks == 77
 
 
 def test_the_file_may_be_toml_and_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "balancer.toml"
-    path.write_text('session_expiry_seconds = 7.5\nlog_level = "debug"\n')
+    path.write_text('grace_seconds = 7.5\nlog_level = "debug"\n')
     monkeypatch.setenv(f"{PREFIX}CONFIG", str(path))
     settings = load_settings([])
-    assert settings.limits().session_expiry == 7.5
+    assert settings.grace_seconds == 7.5
     assert settings.log_level == "debug"
 
 

@@ -1,87 +1,73 @@
-"""A job to look at: ranks in threads that speak the wire, one of them known to load late, with a gap in its rounds."""
+"""A job to look at: a lead that asks for plans of random rounds, one of whose ranks is known to load late."""
 
 from __future__ import annotations
 
 import threading
 import time
-from queue import SimpleQueue
 
-import grpc
 import numpy as np
 
-from evenkeel.protocol import balancer_pb2 as pb
-from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
+from benchmarks.harness.authorities import channel
+from evenkeel.partitioning.delays import Cause, Delay
+from evenkeel.partitioning.rounds import RoundOptions
+from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.speeds import Straggler
+from evenkeel.protocol.plan_round import RoundNames, RunFacts, write_request
 
 SAMPLES = 64
-GAP = (10, 15)
-"""Rounds that do not come to the balancer, as when the ranks' breaker is open: the first, and the next that comes."""
+STEP_SECONDS = 0.1
+TROUBLE = "no answer when the batch was wanted"
 
 
 class WatchedJob:
-    """Ranks that go through rounds until the block ends.
+    """Goes through rounds until the block ends, every fifth of which the lead says it has planned by itself.
 
     Attributes:
-        decided: Rounds that rank 0 got an answer for.
+        planned: Rounds that were planned.
     """
 
     def __init__(
-        self, address: str, job: str, *, ranks: int = 4, late: int = 2, token: str | None = None, pause: float = 0.02
-    ) -> None:
+        self, address: str, job: str, *, ranks: int = 4, late: int = 2, slow: int | None = None,
+        token: str | None = None, pause: float = 0.02,
+    ) -> None:  # fmt: skip
         assert late < ranks
-        self.decided = 0
-        self._address, self._job, self._size, self._late, self._pause = address, job, ranks, late, pause
-        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        self._stop, self._ends_at = threading.Event(), 1 << 60
-        self._threads = [threading.Thread(target=self._rank, args=(rank,), daemon=True) for rank in range(ranks)]
+        self.planned = 0
+        self._address, self._job, self._ranks, self._pause = address, job, ranks, pause
+        self._delays = (Delay(rank=late, cause=Cause.LOADING, share=0.5, since=3),)
+        self._stragglers = () if slow is None else (Straggler(rank=slow, speed=0.8, since=5),)
+        self._metadata = [("evenkeel-job", job), *([("authorization", f"Bearer {token}")] if token else [])]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> WatchedJob:
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join(30)
-            assert not thread.is_alive()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
 
-    def _rank(self, rank: int) -> None:
-        draw = np.random.default_rng([rank, self._size])
-        delay = pb.Delay(rank=self._late, cause=pb.Delay.CAUSE_LOADING, share=0.5, since=3)
-        learned = None if rank else pb.LearnedSpeeds(delays=[delay])
-        outbox: SimpleQueue[pb.BalanceRequest | None] = SimpleQueue()
-        schema = pb.Schema(hash=b"12345678", fields=[pb.Field(path="x", dtype="int64", kind=pb.Field.KIND_JAGGED)])
-        outbox.put(
-            pb.BalanceRequest(
-                join=pb.Join(
-                    protocol_versions=[1], job=self._job, group="default", loader="train", run_id="run-7",
-                    world_size=self._size, rank=rank, node=f"gpu{rank * 2 // self._size:02}", schema=schema,
-                )
-            )
-        )  # fmt: skip
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        with grpc.insecure_channel(self._address, options=options) as channel:
-            call = pb_grpc.BalancerServiceStub(channel).Balance(iter(outbox.get, None), metadata=self._metadata)
-            answers = iter(call)
-            assert next(answers).WhichOneof("response") == "joined"
+    def _run(self) -> None:
+        draw = np.random.default_rng(self._ranks)
+        with channel(self._address, None) as opened:
+            call = opened.unary_unary("/evenkeel.balancer.v2.BalancerService/PlanRound")
             number = 0
-            while number < self._ends_at:
-                if rank == 0 and self._stop.is_set():
-                    self._ends_at = number + 1  # the others are at this round, or before it
-                time.sleep(self._pause + (2 * self._pause if rank == self._late else 0.0))
-                costs = np.exp(draw.normal(4.0, 1.1, SAMPLES)).astype("<i8")
-                outbox.put(
-                    pb.BalanceRequest(
-                        submit=pb.Submit(
-                            round=number, num_samples=SAMPLES, costs_i64=costs.tobytes(),
-                            lengths=costs.astype("<u4").tobytes(), timeout_ms=10_000, learned=learned,
-                        )
-                    )
+            while not self._stop.is_set():
+                costs = np.exp(draw.normal(4.0, 1.1, self._ranks * SAMPLES)).astype(np.int64)
+                samples = RoundSamples(
+                    batch_sizes=np.full((self._ranks, 1), SAMPLES, np.int64), costs=costs,
+                    lengths=costs[:, None].astype(np.uint32),
                 )  # fmt: skip
-                next(answers)
-                if rank == 0:
-                    self.decided += 1
-                number = GAP[1] if number + 1 == GAP[0] else number + 1
-            outbox.put(None)
-            for _ in answers:
-                pass
+                facts = RunFacts(
+                    rounds_by_lead=number // 5, last_trouble=TROUBLE, stragglers=self._stragglers, delays=self._delays,
+                    step_seconds=STEP_SECONDS,
+                )  # fmt: skip
+                names = RoundNames(
+                    job=self._job, group="default", loader="train", run_id="run-7", round=number, client_version="2.0"
+                )
+                if number % 5 != 4:
+                    call(write_request(samples, RoundOptions(), names, facts), timeout=60, metadata=self._metadata)
+                    self.planned += 1
+                number += 1
+                time.sleep(self._pause)

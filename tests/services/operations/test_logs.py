@@ -22,9 +22,8 @@ import yaml
 
 from benchmarks.harness.authorities import channel, write_certificate
 from benchmarks.harness.balancer_process import running_balancer
-from evenkeel.protocol import balancer_pb2 as pb
-from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.security.tokens import hash_token
+from tests.services.balancer.calls import Lead
 from tests.services.security.jobs import RunningJob
 
 TOKEN, WRONG = "s" * 43, "w" * 43
@@ -80,9 +79,9 @@ def test_a_balancer_s_log(tmp_path: Path) -> None:
     )  # fmt: skip
     with running_balancer(*flags) as balancer:
         with RunningJob(lambda: channel(balancer.address, files.ca, token=TOKEN), job="logged") as job:
-            job.check(3)
+            job.wait(3)
         with channel(balancer.address, files.ca, token=WRONG) as opened, pytest.raises(grpc.RpcError):
-            pb_grpc.BalancerServiceStub(opened).GetServerInfo(pb.GetServerInfoRequest(), timeout=SECONDS)
+            Lead(opened).info()
         with socket.create_connection(("127.0.0.1", balancer.port), SECONDS) as stranger:  # no TLS: the core complains
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             stranger.settimeout(SECONDS)
@@ -95,17 +94,11 @@ def test_a_balancer_s_log(tmp_path: Path) -> None:
     assert [event for event in events if event in ("serving", "draining", "stopped")] == [
         "serving", "draining", "stopped",
     ]  # fmt: skip
-    opened_line = next(line for line in lines if line["event"] == "session opened")
-    assert {name: opened_line[name] for name in ("job", "session", "run", "world_size")} == {
-        "job": "logged", "session": "logged/default/train", "run": "run", "world_size": 2,
-    }  # fmt: skip
-    assert opened_line["rank"] in (0, 1)
-    decided = [line for line in lines if line["event"] == "round decided"]
-    assert [line["step"] for line in decided[:3]] == [0, 1, 2]
-    assert {(line["job"], line["session"], line["outcome"]) for line in decided} == {
-        ("logged", "logged/default/train", "BALANCED")
-    }
-    assert any(line["event"] == "call refused" for line in lines)
+    planned = [line for line in lines if line["event"] == "round planned"]
+    assert [line["round"] for line in planned[:3]] == [0, 1, 2]
+    assert {line["job"] for line in planned} == {"logged"}
+    failed = next(line for line in lines if line["event"] == "call failed")
+    assert (failed["status"], failed["reason"]) == ("UNAUTHENTICATED", "token")
     for secret in (TOKEN, WRONG, hash_token(TOKEN), "PRIVATE KEY"):
         assert secret not in text
 

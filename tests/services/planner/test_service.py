@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -7,18 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from benchmarks.planner_attack import children
-from evenkeel.placement import Plan, PlanRequest, plan
-from evenkeel.placement.codec import decode
+from evenkeel.placement import Plan, PlanRequest, parse_topology, plan
+from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.measured_plans import MeasuredPlan, seconds_by_mode
 from evenkeel.placement.plan_file import PlanFile, dumps
 from evenkeel.placement.report import Report, make_report
 from evenkeel.plan_cache import sealed
@@ -99,12 +102,9 @@ def test_what_does_not_fit_is_an_answer_not_an_error(client: httpx.Client) -> No
     assert answer.json()["report"] is None
 
 
-def test_what_if_compare_hit_rates_and_profiles_answer(client: httpx.Client) -> None:
+def test_what_if_hit_rates_and_profiles_answer(client: httpx.Client) -> None:
     curve = client.post("/v1/whatif", json={**JOB, "points": 6}).json()["curve"]
     assert len(curve) == 6
-    own = [{"table": t["name"], "mode": "HYBRID", "ratio": 0.1} for t in JOB["tables"]]
-    comparison = client.post("/v1/plans:compare", json={**JOB, "own": own}).json()
-    assert comparison["own"]["seconds"] > comparison["best"]["seconds"]
     rates = client.post("/v1/hit-rates", json={"rows": 1000, "lookups_per_step": 500, "cache_rows": [0, 1000]}).json()
     assert rates["miss_rates"][0] == 1
     names = [profile["name"] for profile in client.get("/v1/hardware-profiles").json()]
@@ -204,8 +204,8 @@ def test_a_time_limit_that_is_over_while_the_request_is_read_is_named(client: ht
     assert answer.json()["errors"][0]["field"] == "solver.time_limit_s"
 
 
-def _workers(service: Served) -> list[int]:
-    return [worker for zygote in children(service.process.pid) for worker in children(zygote)]
+def _busy(service: Served) -> float:
+    return _metric(service, "evenkeel_planner_running_requests")
 
 
 def test_work_for_a_client_that_went_away_ends_long_before_its_time_limit(service: Served) -> None:
@@ -213,12 +213,12 @@ def test_work_for_a_client_that_went_away_ends_long_before_its_time_limit(servic
     connection = http.client.HTTPConnection(host, int(port))
     connection.request("POST", "/v1/plans", json.dumps(_slow_job()))
     deadline = time.monotonic() + 60
-    while not _workers(service):
+    while not _busy(service):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     connection.close()
     deadline = time.monotonic() + 10
-    while _workers(service):
+    while _busy(service):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -234,18 +234,91 @@ def test_a_hundred_clients_get_answers_or_a_time_to_come_back(service: Served) -
     assert (200, False) in answers
 
 
-def test_a_request_that_needs_more_memory_says_so_and_a_lost_zygote_is_replaced(tmp_path: Path) -> None:
-    with served(tmp_path, "--worker-memory-bytes", "8000000") as running:
+def _processes(parent: int) -> list[int]:
+    """Processes that descend from one."""
+    found: list[int] = []
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *_processes(child)]
+    return found
+
+
+def test_a_request_that_needs_more_memory_says_so_and_lost_processes_are_replaced(tmp_path: Path) -> None:
+    with served(tmp_path, "--worker-memory-bytes", "30000000") as running:
         tables = [{"name": str(number), "rows": 10**9, "dim": 8} for number in range(3000)]
         answer = httpx.post(f"{running.url}/v1/plans", json={**JOB, "tables": tables}, timeout=60, trust_env=False)
         assert (answer.status_code, answer.json()["type"]) == (422, "urn:evenkeel:problem:too-costly")
-        (zygote,) = children(running.process.pid)
-        os.kill(zygote, signal.SIGKILL)
+        for process in _processes(running.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         small = {**JOB, "tables": JOB["tables"][2:]}
         deadline = time.monotonic() + 60
         while httpx.post(f"{running.url}/v1/plans", json=small, timeout=60, trust_env=False).status_code != 200:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+@pytest.mark.parametrize("limit", [2.0, 1.2, 0.8])
+def test_a_plan_that_was_there_is_answered_when_its_process_ends(service: Served, limit: float) -> None:
+    """What the search had by a quarter of its time is not lost with its process."""
+    asked = _slow_job() | {"solver": {"ratio_steps": 60, "time_limit_s": limit, "gap": 0}}
+    asked["topology"] = {"ranks": 8, "hbm_bytes": 6_000_000_000, "host_bytes": 400 << 30}
+    kept = f"evenkeel-planner-{service.process.pid}-*/*[0-9]"
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{service.url}/v1/plans", json=asked, timeout=60, trust_env=False)
+        while not list(Path(tempfile.gettempdir()).glob(kept)) and not answer.done():
+            time.sleep(0.01)
+        has_plan = not answer.done()
+        for process in _processes(service.process.pid) if has_plan else ():
+            with contextlib.suppress(OSError):
+                if b"forkserver" in Path(f"/proc/{process}/cmdline").read_bytes() and not _processes(process):
+                    os.kill(process, signal.SIGKILL)
+        found = answer.result(60)
+    assert found.status_code == 200 or (found.status_code == 422 and not has_plan), found.text
+    if has_plan:
+        assert found.json()["plan"]["placements"]
+
+
+def test_a_field_that_is_there_twice_is_refused(client: httpx.Client) -> None:
+    text = json.dumps(JOB).replace('"rows": 20000', '"rows": 20000, "rows": 30000')
+    answer = client.post("/v1/plans", content=text)
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["field"] == "rows"
+    assert "twice" in answer.json()["errors"][0]["problem"]
+
+
+def test_topologies_and_quantities_are_taken_as_the_command_line_does(client: httpx.Client) -> None:
+    short = {"tables": [{**JOB["tables"][0], "rows": "40M"}], "topology": "h200x8"}
+    name, machines = parse_topology("h200x8")
+    whole = {
+        "tables": JOB["tables"][:1],
+        "topology": encode(replace(machines, hbm_reserved_fraction=0.15)),
+        "hardware": name,
+    }
+    assert client.post("/v1/plans", json=short).json() == client.post("/v1/plans", json=whole).json()
+    listed = [{**JOB["tables"][0], "rows": "40 M"}]
+    assert client.post("/v1/plans", json={**short, "tables": listed}).status_code == 422
+
+
+def test_numbers_that_no_machine_has_are_refused(client: httpx.Client) -> None:
+    tables = [{"name": "a", "rows": 10**15, "dim": 65_536, "ids_per_sample": 1e12, "features": 1_000}]
+    asked = {"tables": tables, "topology": {"ranks": 65_536, "hbm_bytes": 1 << 50, "host_bytes": 1 << 60}}
+    assert client.post("/v1/plans", json={**asked, "step": {"samples_per_rank": 10**9}}).status_code in (200, 422)
+
+
+def test_what_plans_took_corrects_the_profile(client: httpx.Client) -> None:
+    request = decode(PlanRequest, JOB)
+    found = plan(request)
+    slow = MeasuredPlan(
+        name="plan",
+        step_s=1.0,
+        kernels_s=3 * sum(seconds_by_mode(found).values()),
+        predicted=seconds_by_mode(found),
+    )
+    text = dumps(PlanFile(request=request, plan=found, measured=(slow,)))
+    again = client.post("/v1/plans", content=text)
+    assert again.status_code == 200
+    assert again.json()["plan"]["seconds"] > 1.15 * (found.seconds or 0)
 
 
 def test_a_hundred_megabytes_are_refused(client: httpx.Client) -> None:
@@ -263,8 +336,9 @@ def test_a_hundred_megabytes_are_refused(client: httpx.Client) -> None:
     assert client.get("/healthz").status_code == 200
 
 
-def _metric(service: Served, name: str) -> float:
-    text = httpx.get(f"{service.metrics_url}/metrics", trust_env=False).text
+def _metric(service: Served, name: str, text: str | None = None) -> float:
+    """The sum of a metric's series; of a text that was scraped already, since ten scrapes a second are rendered."""
+    text = text or httpx.get(f"{service.metrics_url}/metrics", trust_env=False).text
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
 
 
@@ -314,29 +388,32 @@ def test_plans_are_counted_by_outcome_gap_and_binding_budget(service: Served, cl
     names = ("evenkeel_planner_plan_gap_ratio_count", "evenkeel_planner_solve_duration_seconds_count")
     short = 'evenkeel_planner_infeasible_plans_total{binding="hbm"}'
     both = 'evenkeel_planner_infeasible_plans_total{binding="both"}'
-    before = [_metric(service, name) for name in (*names, short, both)]
+    time.sleep(1.1)  # what earlier tests scraped is rendered no more
+
+    def scraped() -> str:
+        return httpx.get(f"{service.metrics_url}/metrics", trust_env=False).text
+
+    def counts(text: str) -> list[float]:
+        return [_metric(service, name, text) for name in (*names, short, both)]
+
+    before = counts(scraped())
     assert client.post("/v1/plans", json=JOB).json()["plan"]["status"] == "OPTIMAL"
     tight = {**JOB, "topology": {**JOB["topology"], "hbm_bytes": 1 << 20}}
     assert client.post("/v1/plans", json=tight).json()["plan"]["shortage"]["binding"] == "hbm"
-    after = [_metric(service, name) for name in (*names, short, both)]
-    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 2, 1, 0]
+    text = scraped()
+    assert [new - old for new, old in zip(counts(text), before, strict=True)] == [1, 2, 1, 0]
     # Every series is there from the start, and no other outcome makes a new one.
-    text = httpx.get(f"{service.metrics_url}/metrics", trust_env=False).text
     assert text.count("\nevenkeel_planner_infeasible_plans_total{") == 3
-    solved = _metric(service, "evenkeel_planner_solve_duration_seconds_count")
-    short = {
-        name: _metric(service, f'evenkeel_planner_infeasible_plans_total{{binding="{name}"}}') for name in BINDINGS
-    }
+    infeasible = 'evenkeel_planner_infeasible_plans_total{{binding="{}"}}'.format
+    binding = {name: _metric(service, infeasible(name), text) for name in BINDINGS}
     tight = {**JOB, "topology": {**JOB["topology"], "hbm_bytes": 1 << 30, "host_bytes": 1 << 30}}
-    answer = httpx.post(f"{service.url}/v1/plans", json=tight, timeout=60, trust_env=False).json()["plan"]
+    answer = client.post("/v1/plans", json=tight).json()["plan"]
     assert answer["status"] == "INFEASIBLE"
-    short[answer["shortage"]["binding"]] += 1
-    assert httpx.post(f"{service.url}/v1/plans", json=JOB, timeout=60, trust_env=False).status_code == 200
-    assert _metric(service, "evenkeel_planner_solve_duration_seconds_count") == solved + 2
-    for name, count in short.items():
-        assert _metric(service, f'evenkeel_planner_infeasible_plans_total{{binding="{name}"}}') == count
-    assert _metric(service, "evenkeel_planner_plan_gap_ratio_count") >= 1
-    assert _metric(service, "evenkeel_planner_event_loop_lag_seconds_count") >= 0
+    binding[answer["shortage"]["binding"]] += 1
+    text = scraped()
+    assert binding == {name: _metric(service, infeasible(name), text) for name in BINDINGS}
+    assert _metric(service, "evenkeel_planner_plan_gap_ratio_count", text) >= 1
+    assert _metric(service, "evenkeel_planner_event_loop_lag_seconds_count", text) >= 0
 
 
 def test_flags_go_before_environment_before_file(tmp_path: Path) -> None:
@@ -372,7 +449,7 @@ def test_it_stops_when_asked(tmp_path: Path) -> None:
 
 
 def test_the_committed_openapi_document_is_that_of_the_service() -> None:
-    from services.planner.openapi import main
+    from services.planner.app import write_document as main
 
     path = Path(__file__).parents[3] / "services" / "planner" / "openapi.json"
     assert main([str(path), "--check"]) == 0

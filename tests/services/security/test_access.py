@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ssl
-import threading
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,35 +13,24 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.harness.authorities import channel, write_certificate
-from evenkeel.protocol import balancer_pb2 as pb
-from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
+from benchmarks.harness.balancer_process import running_balancer, until_logged
+from evenkeel.protocol.plan_round import RoundNames
+from tests.evenkeel.protocol.rounds import make_round
+from tests.services.balancer.calls import SECONDS, Lead, refused, request_of
 from tests.services.security.conftest import Secured, write_tokens
-from tests.services.security.jobs import RunningJob, eventually, join, submit
+from tests.services.security.jobs import RunningJob, eventually
 
 pytestmark = pytest.mark.timeout(400)
 
 
-def stream(opened: grpc.Channel, *requests: pb.BalanceRequest, timeout: float = 30) -> list[pb.BalanceResponse]:
+def assert_refused(opened: grpc.Channel, code: str, *texts: str) -> None:
+    """Every kind of call of a stranger ends with this status."""
     with opened:
-        return list(pb_grpc.BalancerServiceStub(opened).Balance(iter(requests), timeout=timeout))
-
-
-def refusal(opened: grpc.Channel, job: str) -> grpc.RpcError:
-    """The status of every kind of call, which must all be the same."""
-    stub = pb_grpc.BalancerServiceStub(opened)
-    errors = []
-    for call in (
-        lambda: list(stub.Balance(iter([pb.BalanceRequest(join=join(job))]), timeout=30)),
-        lambda: stub.BalanceRound(pb.BalanceRoundRequest(join=join(job), submit=submit(0)), timeout=30),
-        lambda: stub.GetSessionStats(pb.GetSessionStatsRequest(), timeout=30),
-        lambda: stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=30),
-    ):
-        with pytest.raises(grpc.RpcError) as caught:
-            call()
-        errors.append(caught.value)
-    opened.close()
-    assert len({error.code() for error in errors}) == 1, errors
-    return errors[0]
+        lead = Lead(opened)
+        with refused(code, *texts):
+            lead.send(b"no request", "victim")
+        with refused(code, *texts):
+            lead.info()
 
 
 @pytest.mark.parametrize(
@@ -57,47 +44,33 @@ def refusal(opened: grpc.Channel, job: str) -> grpc.RpcError:
     ],
 )
 def test_tokens_that_do_not_hold(secured: Secured, victim: RunningJob, token: str | None, message: str) -> None:
-    error = refusal(secured.connect(secured.tokens.get(str(token), token)), "victim")
-    assert error.code() == grpc.StatusCode.UNAUTHENTICATED
-    assert message in error.details()
-    assert str(secured.tokens.get(str(token), token)) not in error.details()
+    text = secured.tokens.get(str(token), token)
+    assert_refused(secured.connect(text), "UNAUTHENTICATED", message)
+    assert text is None or text not in secured.balancer.log
 
 
-def test_token_of_another_job_cannot_join_read_or_disturb(secured: Secured, victim: RunningJob) -> None:
-    for run_id in ("run", "usurper"):
-        answers = stream(secured.connect(secured.tokens["other"]), pb.BalanceRequest(join=join("victim", 0, 2, run_id)))
-        assert [answer.error.code for answer in answers] == [pb.ERROR_CODE_UNAUTHENTICATED]
-        assert answers[0].error.fatal
-        assert "token 'other' is for other-*, not for job 'victim'" in answers[0].error.message
+def test_a_token_of_another_job(secured: Secured, victim: RunningJob) -> None:
+    """It plans for its own jobs only, whatever the metadata say."""
+    ours = make_round(names=RoundNames(job="other-1"))
+    theirs = make_round(names=RoundNames(job="victim"))
     with secured.connect(secured.tokens["other"]) as opened:
-        stub = pb_grpc.BalancerServiceStub(opened)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.BalanceRound(pb.BalanceRoundRequest(join=join("victim", 0, 2), submit=submit(7)), timeout=30)
-        assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
-        stream(secured.connect(secured.tokens["other"]), pb.BalanceRequest(join=join("other-1")))
-        for job in ("", "victim"):
-            seen = stub.GetSessionStats(pb.GetSessionStatsRequest(job=job), timeout=30).sessions
-            assert "victim" not in {session.job for session in seen}
-    with secured.connect(secured.tokens["victim"]) as opened:
-        stub = pb_grpc.BalancerServiceStub(opened)
-        seen = stub.GetSessionStats(pb.GetSessionStatsRequest(), timeout=30).sessions
-        assert {session.job for session in seen} == {"victim"}
+        lead = Lead(opened)
+        lead.plan(ours)
+        with refused("PERMISSION_DENIED", "token 'other' is for other-*, not for job 'victim'"):
+            lead.plan(theirs)
+        with refused("PERMISSION_DENIED", "name the same job in both"):
+            lead.send(request_of(theirs), "other-1")
 
 
-def test_certificate_of_another_authority(secured: Secured, victim: RunningJob, tmp_path: Path) -> None:
+def test_certificates_of_others(secured: Secured, victim: RunningJob, tmp_path: Path) -> None:
     stranger = write_certificate(trustme.CA(), tmp_path, "stranger")
-    with channel(secured.balancer.address, stranger.ca, token=secured.tokens["victim"]) as opened:
-        error = refusal(opened, "victim")
-    assert error.code() == grpc.StatusCode.UNAVAILABLE
-    assert "CERTIFICATE_VERIFY_FAILED" in error.details()
-
-
-def test_plaintext_gets_nothing(secured: Secured, victim: RunningJob) -> None:
-    assert refusal(channel(secured.balancer.address, None), "victim").code() == grpc.StatusCode.UNAVAILABLE
+    token = secured.tokens["victim"]
+    assert_refused(channel(secured.balancer.address, stranger.ca, token=token), "UNAVAILABLE", "CERTIFICATE")
+    assert_refused(channel(secured.balancer.address, None), "UNAVAILABLE")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_old_tls_is_refused(secured: Secured, victim: RunningJob) -> None:
+def test_old_tls_is_refused(secured: Secured) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
@@ -106,87 +79,69 @@ def test_old_tls_is_refused(secured: Secured, victim: RunningJob) -> None:
         context.wrap_socket(raw)
 
 
-def test_health_needs_no_token(secured: Secured, victim: RunningJob) -> None:
+def test_health_needs_no_token(secured: Secured) -> None:
     with secured.connect(None) as opened:
-        answer = health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=30)
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        health = health_pb2_grpc.HealthStub(opened)  # type: ignore[no-untyped-call]
+        status = health.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS).status
+    assert status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_rotation_without_restart(secured: Secured, victim: RunningJob) -> None:
     fresh = "a-fresh-token-0123456789abcdef0123456789"
-    info = pb.GetServerInfoRequest()
     with secured.connect(fresh) as opened:
-        stub = pb_grpc.BalancerServiceStub(opened)
-        with pytest.raises(grpc.RpcError, match="unknown token"):
-            stub.GetServerInfo(info, timeout=30)
+        lead = Lead(opened)
+        with refused("UNAUTHENTICATED", "unknown token"):
+            lead.info()
         write_tokens(secured.token_file, fresh=fresh)
-        eventually(lambda: stub.GetServerInfo(info, timeout=30))
+        eventually(lead.info)
         secured.token_file.write_text("tokens: [")  # damaged: what was read before stays in force
-        reported = time.monotonic() + 30
+        reported = time.monotonic() + SECONDS
         while "token file cannot be used" not in secured.balancer.log:
-            stub.GetServerInfo(info, timeout=30)
+            lead.info()
             assert time.monotonic() < reported
             time.sleep(0.1)
-        stub.GetServerInfo(info, timeout=30)
-        # A stream that is open when its token is withdrawn ends, even though it goes on sending.
-        ended = threading.Event()
-
-        def requests() -> Iterator[pb.BalanceRequest]:
-            yield pb.BalanceRequest(join=join("other-rotating"))
-            for number in range(1000):
-                if ended.wait(0.05):
-                    return
-                yield pb.BalanceRequest(submit=submit(number))
-
-        answers = stub.Balance(requests(), timeout=30)
-        assert next(answers).WhichOneof("response") == "joined"
         write_tokens(secured.token_file)
-        last = list(answers)[-1]
-        ended.set()
-        assert last.error.code == pb.ERROR_CODE_UNAUTHENTICATED
-        with pytest.raises(grpc.RpcError, match="unknown token"):
-            stub.GetServerInfo(info, timeout=30)
+        withdrawn = time.monotonic() + SECONDS
+        with refused("UNAUTHENTICATED", "unknown token"):
+            while time.monotonic() < withdrawn:
+                lead.info()
+                time.sleep(0.1)
 
 
-def test_idle_streams_and_calls_of_a_withdrawn_token_end(secured: Secured, victim: RunningJob) -> None:
-    fleeting = "a-fleeting-token-0123456789abcdef0123456789"
-    write_tokens(secured.token_file, fleeting=fleeting)
-    with secured.connect(fleeting) as opened:
-        stub, hold = pb_grpc.BalancerServiceStub(opened), threading.Event()
-        eventually(lambda: stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=30))
-
-        def requests() -> Iterator[pb.BalanceRequest]:
-            yield pb.BalanceRequest(join=join("other-idle", 0, 2))
-            hold.wait(60)  # nothing more is said
-
-        answers = stub.Balance(requests(), timeout=60)
-        assert next(answers).WhichOneof("response") == "joined"
-        waiting = stub.BalanceRound.future(
-            pb.BalanceRoundRequest(join=join("other-idle-call", 0, 2), submit=submit(0)), timeout=60
-        )
-        write_tokens(secured.token_file)
-        (last,) = list(answers)
-        hold.set()
-        assert last.error.code == pb.ERROR_CODE_UNAUTHENTICATED
-        assert waiting.result(30).answer.error.code == pb.ERROR_CODE_UNAUTHENTICATED
-
-
-def test_client_certificates(tmp_path: Path, secured: Secured) -> None:
-    """With a client authority, a certificate of it is needed beside the token."""
-    from benchmarks.harness.balancer_process import running_balancer
-
-    authority, server = secured.authority, secured.server
-    client = write_certificate(authority, tmp_path, "client")
+def test_client_certificates(tmp_path: Path) -> None:
+    """With a client authority, a certificate of it is needed."""
+    authority = trustme.CA()
+    server, client = (write_certificate(authority, tmp_path, name) for name in ("server", "client"))
     stranger = write_certificate(trustme.CA(), tmp_path, "stranger")
-    expired = write_certificate(
-        authority, tmp_path, "expired", expires=datetime.now(UTC).replace(tzinfo=None) - timedelta(days=1)
-    )
-    flags = ("--tls-certificate", str(server.certificate), "--tls-key", str(server.key), "--tls-client-ca",
-             str(server.ca))  # fmt: skip
-    info = pb.GetServerInfoRequest()
-    with running_balancer(*flags) as balancer:
+    past = datetime.now(UTC).replace(tzinfo=None) - timedelta(days=1)
+    expired = write_certificate(authority, tmp_path, "expired", expires=past)
+    flags = ("--tls-certificate", str(server.certificate), "--tls-key", str(server.key))
+    with running_balancer(*flags, "--tls-client-ca", str(server.ca)) as balancer:
         with channel(balancer.address, server.ca, client) as opened:
-            assert pb_grpc.BalancerServiceStub(opened).GetServerInfo(info, timeout=30).instance
+            Lead(opened).plan(make_round())
         for other in (None, stranger, expired):
-            with channel(balancer.address, server.ca, other) as opened:
-                assert refusal(opened, "job").code() == grpc.StatusCode.UNAVAILABLE
+            assert_refused(channel(balancer.address, server.ca, other), "UNAVAILABLE")
+
+
+def test_renewed_certificates(tmp_path: Path) -> None:
+    """New connections see the renewed certificate; a damaged file changes nothing."""
+    files = write_certificate(trustme.CA(), tmp_path, "server")
+    old_ca = tmp_path / "old-ca.pem"
+    old_ca.write_bytes(files.ca.read_bytes())
+
+    def ask(ca: Path) -> int:
+        with channel(balancer.address, ca) as opened:
+            return int(Lead(opened).info().instance)
+
+    with running_balancer("--tls-certificate", str(files.certificate), "--tls-key", str(files.key)) as balancer:
+        instance = ask(old_ca)
+        files.certificate.write_text("damaged")
+        deadline = time.monotonic() + SECONDS
+        while "TLS files cannot be used" not in balancer.log:  # which it looks at when somebody connects
+            assert ask(old_ca) == instance
+            assert time.monotonic() < deadline
+        renewed = write_certificate(trustme.CA(), tmp_path, "server")
+        assert eventually(lambda: ask(renewed.ca)) == instance
+        until_logged(balancer, "TLS files read again")
+        with refused("UNAVAILABLE"):
+            ask(old_ca)

@@ -21,7 +21,9 @@ import trustme
 import uvicorn
 
 from benchmarks.harness.authorities import write_certificate
-from services.planner.access import Access
+from services.planner.edge import Edge
+from services.planner.metrics import Metrics
+from services.planner.settings import Settings
 from services.security.http_server import impatient_protocol
 from services.security.tokens import TokenStore
 from services.security.transport import Transport
@@ -74,9 +76,8 @@ def serving(
     """A server in a thread; `patience` are the seconds that it waits for headers and bodies."""
     files = write_certificate(trustme.CA(), folder, "server")
     write_tokens(folder / "tokens.yml")
-    app = Access(
-        application, tokens=TokenStore(folder / "tokens.yml"), requests_per_second=requests_per_second, burst=burst
-    )
+    settings, tokens = Settings(requests_per_second=requests_per_second), TokenStore(folder / "tokens.yml")
+    app = Edge(application, settings=settings, metrics=Metrics(), tokens=tokens, burst=burst)
     config = uvicorn.Config(
         app, port=0, log_config=None, lifespan="off",
         http=impatient_protocol(header_seconds=patience, body_seconds=patience, max_connections=MAX_CONNECTIONS),

@@ -198,13 +198,6 @@ def test_no_more_than_rate_and_burst(rate: float, burst: float, steps: list[floa
         assert granted <= burst + rate * now + 1e-6
 
 
-@given(rate=st.floats(1, 100), count=st.integers(1, 200))
-def test_who_waits_is_served_at_the_rate(rate: float, count: int) -> None:
-    bucket = Bucket.full(rate=rate, burst=1, now=0.0)
-    waits = [bucket.take(0.0) for _ in range(count)]
-    assert waits == pytest.approx([number / rate for number in range(count)])
-
-
 def test_callers_are_bounded() -> None:
     buckets = Buckets(rate=1, burst=2, most=10)
     assert [buckets.try_take("a", 0.0) for _ in range(3)] == [True, True, False]

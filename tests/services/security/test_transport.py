@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import ssl
-import time
 from pathlib import Path
 
-import grpc
 import pytest
 import trustme
 
 from benchmarks.harness import zygote
-from benchmarks.harness.authorities import channel, write_certificate
-from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.authorities import write_certificate
 from evenkeel.credentials import is_loopback
-from evenkeel.protocol import balancer_pb2 as pb
-from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from services.security.transport import Transport
 
 pytestmark = pytest.mark.timeout(400)
@@ -59,36 +54,3 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             wrong.check("0.0.0.0", prefix="X_")
-
-
-def test_renewed_certificates_are_taken_up(tmp_path: Path) -> None:
-    """New connections see the renewed certificate; a damaged file changes nothing."""
-    first, second = trustme.CA(), trustme.CA()
-    files = write_certificate(first, tmp_path, "server")
-    old_ca = tmp_path / "old-ca.pem"
-    old_ca.write_bytes(files.ca.read_bytes())
-
-    def ask(ca: Path) -> int:
-        with channel(balancer.address, ca) as opened:
-            stub = pb_grpc.BalancerServiceStub(opened)
-            return int(stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=30).instance)
-
-    with running_balancer("--tls-certificate", str(files.certificate), "--tls-key", str(files.key)) as balancer:
-        instance = ask(old_ca)
-        files.certificate.write_text("damaged")
-        deadline = time.monotonic() + 60
-        while "TLS files cannot be used" not in balancer.log:  # which it looks at when somebody connects
-            assert ask(old_ca) == instance
-            assert time.monotonic() < deadline
-        assert ask(old_ca) == instance
-        renewed = write_certificate(second, tmp_path, "server")
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                assert ask(renewed.ca) == instance
-                break
-            except grpc.RpcError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        with pytest.raises(grpc.RpcError):
-            ask(old_ca)

@@ -4,7 +4,6 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from trainer_client.balancing.agreement import Mode, ProgramOrderError, Reason, check_order, decide, schemas_differ
 from trainer_client.balancing.votes import Held, Vote
 

@@ -75,13 +75,13 @@ def square(*, field):
     return lambda batch: np.asarray(batch[field]) ** 2
 
 def by_index(problem):
-    return np.arange(problem.terms.costs.size, dtype=np.int32) % problem.num_ranks
+    return np.arange(problem.arrays.costs.size, dtype=np.int32) % problem.num_ranks
 
 def broken(problem):
-    return np.zeros(problem.terms.costs.size, dtype=np.int32)
+    return np.zeros(problem.arrays.costs.size, dtype=np.int32)
 
 def wrong(problem):
-    return np.full(problem.terms.costs.size, problem.num_ranks)
+    return np.full(problem.arrays.costs.size, problem.num_ranks)
 
 class Pipeline:
     def __init__(self, model, optimizer, device, **options):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.partitioning.divisible import Divisible
+from evenkeel.partitioning.splits import Divisible
 from trainer_client import BatchSpec, HSTUCost
 from trainer_client.balancing.batches.flatten import flatten
 from trainer_client.balancing.dividing import divisible_samples

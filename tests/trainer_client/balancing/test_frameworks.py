@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader
+from trainer_client.balancing.frameworks import FrameworkError
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer
-from trainer_client.balancing.frameworks import FrameworkError
 from trainer_client.balancing.sampling import GlobalBatchSampler, TokenBudgetSampler
 from trainer_client.balancing.trainers import JobState
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_client.cli.calls import connected
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
@@ -19,7 +20,6 @@ from evenkeel.restarts import restart_text
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.launchers import Launch, local_rank, read_launch
-from trainer_client.cli.calls import connected
 
 # What `srun` gives a task of a job of two nodes, as `env | grep SLURM` tells.
 SLURM = {

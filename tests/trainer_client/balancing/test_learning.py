@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from trainer_client.balancing.speeds import Measured
+from trainer_client.balancing.votes import Vote
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.costs import FitOptions, LearnedCost, SequenceTerms
 from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.learning import CostKeeper
-from trainer_client.balancing.speeds import Measured
-from trainer_client.balancing.votes import Vote
 
 TERMS = SequenceTerms(history="length")
 CLOCK = np.array([0.0, 1e-3, 3e-6])  # milliseconds a sample, token and pair

@@ -10,6 +10,7 @@ import grpc
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
+from trainer_client.balancing.service import frames
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
@@ -19,7 +20,6 @@ from tests.trainer_client.balancing.test_forked_workers import SAMPLES, Samples
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import membership
 from trainer_client.balancing.groups import Groups
-from trainer_client.balancing.service import frames
 
 OPTIONS = BalanceOptions(timeout=timedelta(seconds=10), node_leader=True)
 

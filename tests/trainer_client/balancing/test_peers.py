@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from trainer_client.balancing.peers import PeersDifferError
+from trainer_client.balancing.service import uplink
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.proxy import TcpProxy
@@ -19,8 +21,6 @@ from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import SchemaMismatchError
 from trainer_client.balancing.membership import read_membership
-from trainer_client.balancing.peers import PeersDifferError
-from trainer_client.balancing.service import uplink
 
 PATIENT = timedelta(seconds=20)
 STEPS = 24

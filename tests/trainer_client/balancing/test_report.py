@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from trainer_client.balancing.agreement import Mode, Reason, Verdict
+from trainer_client.balancing.tickets import nothing_to_do
+from trainer_client.balancing.votes import Vote
 
 from evenkeel.partitioning.rounds import Figures, RankPlan
 from evenkeel.partitioning.samples import RankSamples
-from trainer_client.balancing.agreement import Mode, Reason, Verdict
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import Counters, RoundReport, report_round
-from trainer_client.balancing.tickets import nothing_to_do
-from trainer_client.balancing.votes import Vote
 from trainer_client.observing.measures import RankMeasures
 
 SAMPLES = RankSamples(costs=np.array([4, 6]), lengths=np.array([[1], [2]]), sizes=np.array([8, 16]), batch_sizes=(2,))

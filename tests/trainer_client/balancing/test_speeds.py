@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from trainer_client.balancing.speeds import Measure, Measured
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.speeds import ALL_EQUAL
 from tests.evenkeel.protocol.relay import old_server
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.balancing.speeds import Measure, Measured
 from trainer_client.observing.measurement import StepTimer
 
 SIZE = 24

@@ -1,6 +1,5 @@
 from hypothesis import given
 from hypothesis import strategies as st
-
 from trainer_client.balancing.breaker import MAX_HOLD_ROUNDS, Breaker
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from trainer_client.balancing.agreement import Mode, Reason
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.relay import Relay
 from evenkeel.protocol import balancer_pb2 as pb
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.balancing.agreement import Mode, Reason
 
 RANKS, BAD, STEPS, SECONDS = 3, 1, 24, 60.0
 MISSED = ("no_decision", "undecided", "decisions_differ", "transfers_differ")

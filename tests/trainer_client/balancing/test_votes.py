@@ -2,9 +2,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from trainer_client.balancing.votes import VOTE_BYTES, Held, Vote, checksums_cancel, transfer_checksum
 
 from evenkeel.partitioning.slices import Slice, slice_plan
-from trainer_client.balancing.votes import VOTE_BYTES, Held, Vote, checksums_cancel, transfer_checksum
 
 U64 = st.integers(0, 2**64 - 1)
 

@@ -311,3 +311,25 @@ def test_the_same_request_gets_its_kept_plan(command: typer.Typer, tables: Path,
     path.write_bytes(sealed(kept.replace(b'"status": "OPTIMAL"', b'"status": "FEASIBLE"')))
     assert json.loads(CliRunner().invoke(command, flags).stdout)["plan"]["status"] == "FEASIBLE"
     assert json.loads(CliRunner().invoke(command, [*flags, "--samples", "77"]).stdout)["plan"]["status"] == "OPTIMAL"
+
+
+def test_the_clock_runs_the_plan_and_its_contenders(command: typer.Typer, tmp_path: Path) -> None:
+    tables, output = tmp_path / "tables.yaml", tmp_path / "plan.json"
+    tables.write_text("- {name: a, rows: 40K, dim: 16, ids_per_sample: 4}\n- {name: b, rows: 4000, dim: 16}\n")
+    flags = ["--runtime", "torchrec", "--topology", "h200x1", "--hbm-gib", "2.01", "--samples", "32"]
+    clock = ["--clock", "0.2", "--dense-ms", "0.5", "--device", "cpu"]
+    shown = CliRunner().invoke(command, [str(tables), *flags, *clock, "--output", str(output)])
+    assert shown.exit_code == 0, shown.output
+    assert "all cached alike" in shown.stdout
+    content = json.loads(output.read_text())
+    assert sum(one["chosen"] for one in content["measured"]) == 1
+    assert content["request"]["step"]["dense_ms"] == 0.5
+    again = CliRunner().invoke(command, [str(output), "--json"])
+    assert again.exit_code == 0, again.output
+    for wrong, said in (
+        (["--clock", "0"], "--clock: is no time"),
+        (["--clock", "1", "--runtime", "dynamicemb"], "runtime"),
+    ):
+        refused = CliRunner().invoke(command, [str(tables), *flags, "--device", "cpu", *wrong])
+        assert refused.exit_code == 2
+        assert said in refused.stderr

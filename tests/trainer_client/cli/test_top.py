@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 import trustme
 from rich.console import Console
+from trainer_client.cli.calls import connected
+from trainer_client.cli.sessions import Rates, Row, lines, look, printable, read_row, render
+from trainer_client.cli.watching import Seen, render_job, slow_ranks
 from typer.testing import CliRunner
 
 from benchmarks.harness.authorities import channel, write_certificate
@@ -29,9 +32,6 @@ from evenkeel.protocol import balancer_pb2 as pb
 from tests.services.balancer.watched import GAP, WatchedJob
 from tests.services.security.jobs import RunningJob
 from trainer_client.cli import app
-from trainer_client.cli.calls import connected
-from trainer_client.cli.sessions import Rates, Row, lines, look, printable, read_row, render
-from trainer_client.cli.watching import Seen, render_job, slow_ranks
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from evenkeel.placement import InvalidInputError, Mode, Plan, PlanRequest, Runti
 from evenkeel.placement import Topology as Machines
 from evenkeel.placement.plan_file import PlanFile, dumps
 from evenkeel.placement.planner import plan as make_plan
-from trainer_client.planning.torcheasyrec import apply_plan, plan_training
+from examples.plan_torcheasyrec import apply_plan, plan_training
 
 ROOT = Path(__file__).parents[3]
 RANKS, SIZES = 4, {"user": 40_000_000, "item": 4_000_000, "category": 1_000}
@@ -183,7 +183,7 @@ def test_the_page_says_what_works(tzrec: Any) -> None:
     page = (ROOT / "docs/torcheasyrec.md").read_text("utf-8")
     start, cost = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(re.sub("^    ", "", start, flags=re.MULTILINE), {})
-    wrapped = ["trainer_client.planning.torcheasyrec", "trainer_client.balancing.torcheasyrec"]
+    wrapped = ["examples.plan_torcheasyrec", "trainer_client.balancing.torcheasyrec"]
     assert [sys.modules[one].__name__ for one in wrapped] == wrapped
     assert hasattr(tzrec.create_planner, "__wrapped__")
     assert hasattr(tzrec.create_dataloader, "__wrapped__")

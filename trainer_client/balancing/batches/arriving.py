@@ -15,19 +15,19 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.flat import FlatBatch
-from trainer_client.balancing.batches.flatten import PLAIN, Match, assemble, match, take_apart
+from trainer_client.balancing.batches.flatten import PLAIN, Parts, assemble, table_of, take_apart
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
 
 
 def is_on_device(batch: Any, spec: BatchSpec | None) -> bool:
     """Whether a batch is on a device other than the host."""
     try:
-        found = take_apart(batch, spec or PLAIN)
+        parts = take_apart(batch, spec or PLAIN)
     except BatchError:
         return False  # whoever flattens it says what is wrong
-    leaves = zip(found.structure.leaves, found.tensors, strict=True)
-    tensors = [tensor for leaf, tensor in leaves if not leaf.on_host] + [tensor for tensor, _ in found.lengths]
-    return any(tensor.device.type != "cpu" for tensor in tensors)
+    leaves = zip(parts.structure.leaves, parts.tensors, strict=True)
+    tensors = [tensor for leaf, tensor in leaves if not leaf.on_host] + [tensor for tensor, _ in parts.lengths]
+    return not all(tensor.is_cpu for tensor in tensors)
 
 
 class Arriving:
@@ -44,23 +44,19 @@ class Arriving:
         Raises:
             BatchError: If a value is not understood, or batch sizes disagree.
         """
-        self._spec = spec if spec is not None else PLAIN
-        self._found: Match = match(batch, self._spec) or take_apart(batch, self._spec)
-        self._tensors = list(self._found.tensors)
-        if self._spec.copy:  # the loader may write to it before the numbers have come
-            self._tensors = [tensor.clone() for tensor in self._tensors]
-        leaves = zip(self._found.structure.leaves, self._tensors, strict=True)
+        spec = spec if spec is not None else PLAIN
+        self._parts: Parts = take_apart(batch, spec)
+        if spec.copy:  # the loader may write to it before the numbers have come
+            self._parts.tensors[:] = [tensor.clone() for tensor in self._parts.tensors]
+        leaves = zip(self._parts.structure.leaves, self._parts.tensors, strict=True)
         counts = {
             leaf.path: tensor
             for leaf, tensor in leaves
             if leaf.rows == 1 and not leaf.shape and tensor.dtype in (torch.int32, torch.int64)
         }
         self._paths = tuple(counts)
-        self._coming = [
-            _Coming([tensor for tensor, _ in self._found.lengths], torch.int64),
-            _Coming(list(counts.values()), torch.int64),
-            *(_Coming([value], torch.float64 if value.is_floating_point() else torch.int64) for value in values),
-        ]
+        lengths = [tensor for tensor, _ in self._parts.lengths]
+        self._coming = Coming([*lengths, *counts.values(), *values])
 
     def get(self) -> tuple[FlatBatch, list[NDArray[Any]]]:
         """The flattened batch with its lengths on the host, and the values; waits until they have come.
@@ -68,52 +64,50 @@ class Arriving:
         Raises:
             BatchError: If the lengths cannot be right.
         """
-        lengths, counts, *values = [each.get() for each in self._coming]
-        num_samples, structure = self._found.num_samples, self._found.structure
-        table = np.empty((num_samples, len(structure.columns)), dtype=np.int64)
-        for (_, columns), part in zip(self._found.lengths, lengths, strict=True):
-            table[:, columns] = part.reshape(len(columns), num_samples).T
-        flat = assemble(structure, self._tensors, table, copy=False)
-        flat.know(dict(zip(self._paths, counts, strict=True)))
-        return flat, [value[0] for value in values]
+        numbers = self._coming.get()
+        num_lengths, num_counts = len(self._parts.lengths), len(self._paths)
+        flat = assemble(self._parts, table_of(self._parts, numbers[:num_lengths]), copy=False)
+        flat.set_counts(dict(zip(self._paths, numbers[num_lengths:], strict=False)))
+        return flat, numbers[num_lengths + num_counts :]
 
 
-class _Coming:
-    """Tensors on their way to the host, in one piece; beside those on a GPU, lengths of objects are there already."""
+class Coming:
+    """Tensors on their way to the host as int64 or float64, those of a device in one copy of each kind."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        places = {here: [i for i, one in enumerate(tensors) if one.is_cpu is here] for here in (True, False)}
-        self._there: _Coming | None = None
-        self._order = places[True] + places[False]
-        if all(places.values()):
-            self._there = _Coming([tensors[place] for place in places[True]], dtype)
-            tensors = [tensors[place] for place in places[False]]
-        self._sizes = [tensor.numel() for tensor in tensors]
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begins to copy; waits for nothing."""
+        self._tensors = [
+            tensor.detach().reshape(-1).to(torch.float64 if tensor.is_floating_point() else torch.int64)
+            for tensor in tensors
+        ]
         self._event: torch.cuda.Event | None = None
-        self._host: torch.Tensor | None = None
-        if not tensors:
-            return
-        packed = torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors])
+        self._packed: list[tuple[list[int], torch.Tensor]] = []
+        for dtype in (torch.int64, torch.float64):
+            chosen = [i for i, one in enumerate(self._tensors) if one.dtype is dtype and not one.is_cpu]
+            if chosen:
+                self._packed.append((chosen, self._copied(torch.cat([self._tensors[index] for index in chosen]))))
+
+    def _copied(self, packed: torch.Tensor) -> torch.Tensor:
         if packed.device.type != "cuda":
-            self._host = packed.cpu()
-            return
+            return packed.cpu()
         side = _stream(packed.device)
         side.wait_stream(torch.cuda.current_stream(packed.device))
         with torch.cuda.stream(side):
-            self._host = torch.empty(packed.shape, dtype=dtype, device="cpu", pin_memory=True)
-            self._host.copy_(packed, non_blocking=True)
+            on_host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
+            on_host.copy_(packed, non_blocking=True)
             self._event = side.record_event()
         packed.record_stream(side)
+        return on_host
 
     def get(self) -> list[NDArray[Any]]:
-        if self._host is None:
-            return []
+        """The numbers, one flat array for each tensor; waits until they have come."""
         if self._event is not None:
             self._event.synchronize()
-        found = [part.copy() for part in np.split(self._host.numpy(), np.cumsum(self._sizes)[:-1])]
-        if self._there is not None:
-            found = [*self._there.get(), *found]
-        return [found[place] for place in np.argsort(self._order)]
+        arrays = {index: tensor.numpy() for index, tensor in enumerate(self._tensors) if tensor.is_cpu}
+        for chosen, packed in self._packed:
+            ends = np.cumsum([self._tensors[index].numel() for index in chosen])
+            arrays |= zip(chosen, (part.copy() for part in np.split(packed.numpy(), ends[:-1])), strict=True)
+        return [arrays[index] for index in range(len(arrays))]
 
 
 @lru_cache

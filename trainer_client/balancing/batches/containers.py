@@ -1,261 +1,263 @@
-"""The containers of a batch: how to build the same nesting around other values."""
+"""The containers of a batch, taken apart and made again as pytrees are.
+
+What is registered with torch's pytrees is taken from there: dicts, lists, tuples, named tuples, and what libraries and
+users register. Registered here are objects (dataclasses, attrs and pydantic classes, subclasses of dicts, own classes
+that hold tensors), which are made again without `__init__`, and `TensorDict`, whose batch size is another one then.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import UserDict, defaultdict
+from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
-from trainer_client.balancing.batches.nodes import Node, Parts, SharedNode, Taken, set_members
-from trainer_client.balancing.batches.tensordicts import TensorDictNode, is_tensordict
-
-Items = tuple[tuple[Any, Node], ...]
-Walk = Callable[[Any, object], Node]
-"""From a value and its name in its container to its node."""
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
-class Container(Node, Protocol):
-    """A value of the batch that holds others."""
+class Container(NamedTuple):
+    """How one kind of containers is taken apart.
 
-    @property
-    def items(self) -> Items:
-        """What it holds, with the key of each."""
+    Attributes:
+        flatten: From a container to its values and a context, which is equal for equal nesting.
+        unflatten: From type, context, values, number of samples and device to the container.
+        names: From a container to the names of its values in paths.
+    """
 
-    def read(self, value: Any, key: Any) -> Any:
-        """What another value of this kind holds under a key."""
-
-    def replace(self, value: Any, changes: dict[Any, Any]) -> Any:
-        """The container with other contents under some keys, in place where it can be changed."""
+    flatten: Callable[[Any], tuple[Sequence[Any], Any]]
+    unflatten: Callable[[type, Any, Sequence[Any], int, torch.device | None], Any]
+    names: Callable[[Any], Sequence[object]]
 
 
 @dataclass(frozen=True, slots=True)
-class DictNode:
-    """A dict or a subclass of it, in insertion order; with its attributes, if it has any.
+class Tree:
+    """Nested containers of a batch; None among the children is a leaf."""
+
+    kind: Any
+    context: Any
+    children: tuple[Tree | None, ...]
+
+    def leaves_of(self, batch: Any, leaves: list[Any]) -> bool:
+        """Appends the leaves of another batch; whether that is nested alike."""
+        kind: Any = type(batch)
+        if kind is not self.kind:
+            return False
+        values, context = (_container_of_kind(kind) or _RECORD).flatten(batch)
+        if context != self.context or len(values) != len(self.children):
+            return False
+        for child, value in zip(self.children, values, strict=True):
+            if child is None:
+                leaves.append(value)
+            elif not child.leaves_of(value, leaves):
+                return False
+        return True
+
+    def unflatten(self, leaves: Iterator[Any], num_samples: int, device: torch.device | None) -> Any:
+        """The containers around the leaves."""
+        children = (next(leaves) if c is None else c.unflatten(leaves, num_samples, device) for c in self.children)
+        container = _container_of_kind(self.kind) or _RECORD
+        return container.unflatten(self.kind, self.context, list(children), num_samples, device)
+
+
+def container_of(value: Any) -> Container | None:
+    """How a value is taken apart; None if it is no container."""
+    kind: Any = type(value)
+    container = _container_of_kind(kind)
+    if container is None and _is_own_with_tensors(value) and _can_be_made(kind):
+        return _RECORD
+    return container
+
+
+@lru_cache(maxsize=1024)
+def _container_of_kind(kind: Any) -> Container | None:
+    """How all values of a type are taken apart; None if they are no containers, or it depends on what they hold."""
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is not None and (issubclass(kind, tensordict.TensorDictBase) or tensordict.is_tensorclass(kind)):
+        return _TENSORDICT
+    if _is_record(kind):
+        has_items = issubclass(kind, dict) or _mappings(kind)
+        return (_OBJECT if has_items else _RECORD) if _can_be_made(kind) else None
+    nodes: dict[Any, pytree.NodeDef] = pytree.SUPPORTED_NODES
+    node = nodes.get(namedtuple if pytree.is_namedtuple_class(kind) else kind)
+    if kind in _torchrec_kinds("JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"):
+        return None
+    if node is not None:
+        return _registered(node)
+    return _SEQUENCE if issubclass(kind, list | tuple) else None
+
+
+# ------------------------------------------------------------------------------- registered with torch
+
+
+def _registered(node: pytree.NodeDef) -> Container:
+    def names(value: Any) -> Sequence[object]:
+        if node.flatten_with_keys_fn is None:
+            return range(len(node.flatten_fn(value)[0]))
+        keys, _ = node.flatten_with_keys_fn(value)
+        kinds = ("key", "idx", "name")  # of mappings, sequences and attributes
+        return [next(getattr(key, kind) for kind in kinds if hasattr(key, kind)) for key, _ in keys]
+
+    return Container(node.flatten_fn, lambda _kind, context, values, *_: node.unflatten_fn(values, context), names)
+
+
+_SEQUENCE = Container(
+    lambda value: (list(value), None),
+    lambda kind, _context, values, *_: getattr(kind, "_make", kind)(values),
+    lambda value: getattr(value, "_fields", range(len(value))),
+)
+
+
+# ------------------------------------------------------------------------------------------- objects
+
+
+class _State(NamedTuple):
+    """The context of an object that has items, too.
 
     Attributes:
-        kind: Its type.
-        items: Its contents.
-        default_factory: That of a defaultdict.
-        members: Attributes of the instance.
+        names: Of its values: where they are ("" in the object as a dict, the attribute that is a dict, None for an
+            attribute), and their name there.
+        mappings: Attributes that are dicts whose items are values.
+        constants: Attributes that stay as they are.
         aliases: Attributes that are items as well.
-        own_dict: The items are the attributes (`self.__dict__ = self`).
+        is_own_dict: The items are the attributes (`self.__dict__ = self`).
+        factory: That of a defaultdict.
     """
 
-    kind: type[dict[Any, Any]]
-    items: Items
-    default_factory: Any = None
-    members: ObjectNode | None = None
-    aliases: tuple[str, ...] = ()
-    own_dict: bool = False
+    names: tuple[tuple[str | None, Any], ...]
+    mappings: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    aliases: tuple[str, ...]
+    is_own_dict: bool
+    factory: Any
 
-    def build(self, parts: Parts) -> dict[Any, Any]:
-        """Makes it again, around the tensors of `parts`."""
-        if issubclass(self.kind, defaultdict):
-            result: dict[Any, Any] = self.kind(self.default_factory)
+
+def _flatten_record(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    kind: Any = type(value)
+    attributes = getattr(value, "__dict__", _NO_ATTRIBUTES)
+    if attributes.keys() != _declared_names(kind).keys():
+        attributes = dict(attributes_of(value))
+    return list(attributes.values()), tuple(attributes)
+
+
+def _unflatten_record(kind: type, names: tuple[str, ...], values: Sequence[Any], *_: Any) -> Any:
+    result = _blank(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(result, name, value)
+    return result
+
+
+_NO_ATTRIBUTES: dict[str, Any] = {}
+_RECORD = Container(_flatten_record, _unflatten_record, lambda value: _flatten_record(value)[1])
+
+
+def _flatten_object(value: Any) -> tuple[list[Any], _State]:
+    kind: Any = type(value)
+    names: list[tuple[str | None, Any]] = []
+    values: list[Any] = []
+    constants: list[tuple[str, Any]] = []
+    aliases: list[str] = []
+    mappings = _mappings(kind)
+    is_dict, is_encoding = isinstance(value, dict), kind.__name__ == "BatchEncoding"
+    for where in ("", *mappings) if is_dict else mappings:
+        entries = getattr(value, where, None) if where else value
+        if entries is None:
+            constants.append((where, None))
+            continue
+        names += [(where, name) for name in entries]
+        values += entries.values()
+    if mappings is _PYDANTIC:
+        constants.append(("__pydantic_fields_set__", value.model_fields_set))
+    is_own_dict = is_dict and getattr(value, "__dict__", None) is value
+    for name, item in () if is_own_dict else attributes_of(value):
+        if is_dict and value.get(name, _NOTHING) is item:
+            aliases.append(name)
+        elif is_encoding and name in ("_encodings", "_n_sequences"):
+            # what the tokenizer knew about the texts of this batch does not fit another one's
+            constants.append((name, None if name == "_encodings" else item))
+        elif name not in mappings:
+            names.append((None, name))
+            values.append(item)
+    factory = getattr(value, "default_factory", None)
+    return values, _State(tuple(names), mappings, tuple(constants), tuple(aliases), is_own_dict, factory)
+
+
+_PYDANTIC = ("__pydantic_extra__", "__pydantic_private__")
+
+
+@lru_cache(maxsize=1024)
+def _mappings(kind: Any) -> tuple[str, ...]:
+    if issubclass(kind, UserDict):
+        return ("data",)
+    return _PYDANTIC if _is_pydantic(kind) else ()
+
+
+def _unflatten_object(kind: type, state: _State, values: Sequence[Any], *_: Any) -> Any:
+    result = _blank(kind)
+    if state.factory is not None:
+        result.default_factory = state.factory
+    if state.is_own_dict:
+        result.__dict__ = result
+    mappings: dict[str | None, Any] = {"": result, **{name: {} for name in state.mappings}}
+    for name in state.mappings:
+        object.__setattr__(result, name, mappings[name])
+    for (where, name), item in zip(state.names, values, strict=True):
+        if where is None:
+            object.__setattr__(result, name, item)
         else:
-            result = self.kind.__new__(self.kind)
-        if self.own_dict:
-            result.__dict__ = result
-        for key, node in self.items:
-            result[key] = node.build(parts)
-        if self.members is not None:
-            self.members.fill(result, parts)
-            set_members(result, [(name, result[name]) for name in self.aliases])
-        return result
-
-    def take(self, value: Any, taken: Taken) -> bool:
-        """Takes another of its kind apart."""
-        if type(value) is not self.kind or len(value) != len(self.items):
-            return False
-        if getattr(value, "default_factory", None) is not self.default_factory:
-            return False
-        found = zip(self.items, value.items(), strict=True)
-        if not all(key == own and node.take(item, taken) for (key, node), (own, item) in found):
-            return False
-        if self.members is None:
-            return self.own_dict or not getattr(value, "__dict__", None)
-        aliased = all(getattr(value, name, None) is value.get(name) for name in self.aliases)
-        return aliased and self.members.take(value, taken)
-
-    def read(self, value: Any, key: Any) -> Any:
-        """The value at a key."""
-        return value[key]
-
-    def replace(self, value: Any, changes: dict[Any, Any]) -> Any:
-        """The same with other values at some keys."""
-        for key, item in changes.items():
-            value[key] = item
-        return value
+            mappings[where][name] = item
+    for name, item in (*state.constants, *((name, result[name]) for name in state.aliases)):
+        object.__setattr__(result, name, item)
+    return result
 
 
-@dataclass(frozen=True, slots=True)
-class UserDictNode:
-    """A `UserDict`, such as the BatchEncoding of transformers."""
-
-    kind: type[UserDict[Any, Any]]
-    items: Items
-    members: ObjectNode
-
-    def build(self, parts: Parts) -> UserDict[Any, Any]:
-        """Makes it again, around the tensors of `parts`."""
-        result = self.kind.__new__(self.kind)
-        object.__setattr__(result, "data", {key: node.build(parts) for key, node in self.items})
-        self.members.fill(result, parts)
-        return result
-
-    def take(self, value: Any, taken: Taken) -> bool:
-        """Takes another of its kind apart."""
-        if type(value) is not self.kind or len(value.data) != len(self.items):
-            return False
-        found = zip(self.items, value.data.items(), strict=True)
-        same = all(key == own and node.take(item, taken) for (key, node), (own, item) in found)
-        return same and self.members.take(value, taken)
-
-    def read(self, value: Any, key: Any) -> Any:
-        """The value at a key."""
-        return value.data[key]
-
-    def replace(self, value: Any, changes: dict[Any, Any]) -> Any:
-        """The same with other values at some keys."""
-        value.data.update(changes)
-        return value
+_OBJECT = Container(
+    _flatten_object, _unflatten_object, lambda value: [name for _, name in _flatten_object(value)[1].names]
+)
+_NOTHING = object()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceNode:
-    """A list, tuple, or named tuple."""
-
-    kind: type[Any]
-    items: Items
-
-    def build(self, parts: Parts) -> Any:
-        """Makes it again, around the tensors of `parts`."""
-        return self._made([node.build(parts) for _, node in self.items])
-
-    def take(self, value: Any, taken: Taken) -> bool:
-        """Takes another of its kind apart."""
-        if type(value) is not self.kind or len(value) != len(self.items):
-            return False
-        taken.has_empty_lists |= not self.items
-        return all(node.take(item, taken) for (_, node), item in zip(self.items, value, strict=True))
-
-    def read(self, value: Any, key: Any) -> Any:
-        """The value at a key."""
-        return value[key]
-
-    def replace(self, value: Any, changes: dict[Any, Any]) -> Any:
-        """The same with other values at some keys."""
-        values = [changes.get(index, item) for index, item in enumerate(value)]
-        if isinstance(value, list):
-            value[:] = values
-            return value
-        return self._made(values)
-
-    def _made(self, values: Sequence[Any]) -> Any:
-        return self.kind._make(values) if hasattr(self.kind, "_fields") else self.kind(values)
+def _is_own_with_tensors(value: Any) -> bool:
+    """Whether it is of one's own class, with tensors in it: what else has attributes is no part of the batch."""
+    kind: Any = type(value)
+    if callable(value) or kind.__module__ == "builtins" or issubclass(kind, torch.Tensor | np.ndarray | list | tuple):
+        return False
+    if is_torchrec(value, "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"):
+        return False
+    return any(isinstance(one, torch.Tensor) or is_torchrec(one, *_JAGGED) for _, one in attributes_of(value))
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectNode:
-    """The attributes of an object: a dataclass, an attrs or pydantic class, or a class of the user's.
-
-    Objects are built without `__init__` and `__post_init__`, which may expect other arguments.
-
-    Attributes:
-        kind: Its type.
-        items: Its attributes.
-        stored: Names of all that is in its `__dict__`, also of what is left out.
-    """
-
-    kind: type[Any]
-    items: Items
-    stored: frozenset[str]
-
-    def build(self, parts: Parts) -> Any:
-        """Makes it again, around the tensors of `parts`."""
-        result = _blank(self.kind)
-        self.fill(result, parts)
-        return result
-
-    def fill(self, result: Any, parts: Parts) -> None:
-        """Sets the attributes of an object."""
-        for name, node in self.items:
-            object.__setattr__(result, name, node.build(parts))
-
-    def take(self, value: Any, taken: Taken) -> bool:
-        """Takes another of its kind apart."""
-        if type(value) is not self.kind or getattr(value, "__dict__", _NOTHING).keys() != self.stored:
-            return False
-        try:
-            return all(node.take(getattr(value, name), taken) for name, node in self.items)
-        except AttributeError:  # a field that was never set
-            return False
-
-    def read(self, value: Any, key: Any) -> Any:
-        """The value at a key."""
-        return getattr(value, key)
-
-    def replace(self, value: Any, changes: dict[Any, Any]) -> Any:
-        """The same with other values at some keys."""
-        set_members(value, changes)
-        return value
+@lru_cache(maxsize=1024)
+def _is_record(kind: Any) -> bool:
+    return (
+        (issubclass(kind, dict) and kind not in pytree.SUPPORTED_NODES)
+        or issubclass(kind, UserDict | SimpleNamespace)
+        or dataclasses.is_dataclass(kind)
+        or hasattr(kind, "__attrs_attrs__")
+        or _is_pydantic(kind)
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class ConstantNode:
-    """What belongs to a container whatever it holds, and is equal in batches of one kind."""
-
-    value: Any
-
-    def build(self, _parts: Parts) -> Any:
-        """Makes it again, around the tensors of `parts`."""
-        return self.value
-
-    def take(self, value: Any, _taken: Taken) -> bool:
-        """Takes another of its kind apart."""
-        return bool(value == self.value)
+def _is_pydantic(kind: type) -> bool:
+    model = getattr(sys.modules.get("pydantic"), "BaseModel", None)
+    return model is not None and issubclass(kind, model)
 
 
-_NOTHING: dict[str, Any] = {}
-
-
-def container(value: Any, walk: Walk) -> Node | None:
-    """The node of a container; None if the value is none that is known."""
-    if isinstance(value, dict):
-        items = tuple((key, walk(item, key)) for key, item in value.items())
-        factory = value.default_factory if isinstance(value, defaultdict) else None
-        attributes = getattr(value, "__dict__", None)
-        if not attributes or attributes is value:
-            return DictNode(type(value), items, factory, own_dict=attributes is value and attributes is not None)
-        aliases = tuple(name for name, item in attributes.items() if name in value and value[name] is item)
-        members = _object(value, walk, leave=aliases)
-        return DictNode(type(value), items, factory, members, aliases)
-    if is_tensordict(value):
-        return TensorDictNode.of(value, walk)
-    if isinstance(value, UserDict):
-        items = tuple((key, walk(item, key)) for key, item in value.data.items())
-        return UserDictNode(type(value), items, _object(value, walk, leave=("data",)))
-    if isinstance(value, list | tuple):
-        names = getattr(value, "_fields", range(len(value)))
-        nodes = [walk(item, name) for name, item in zip(names, value, strict=True)]
-        return SequenceNode(type(value), tuple(enumerate(nodes)))
-    return _object(value, walk) if is_record(value) and _can_be_made(type(value)) else None
-
-
-def _blank(kind: type[Any]) -> Any:
+def _blank(kind: type) -> Any:
     """An object without its attributes: `object.__new__` refuses types that are written in C, and their subclasses."""
-    own: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
-    return own.__new__(kind)
+    base: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return base.__new__(kind)
 
 
-def _can_be_made(kind: type[Any]) -> bool:
+@lru_cache(maxsize=1024)
+def _can_be_made(kind: Any) -> bool:
     try:
         _blank(kind)
     except TypeError:
@@ -263,68 +265,137 @@ def _can_be_made(kind: type[Any]) -> bool:
     return True
 
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
-
-
-def is_record(value: Any) -> bool:
-    """Whether it is an object whose attributes make up a part of the batch."""
-    kind = type(value)
-    if isinstance(value, type) or callable(value):
-        return False
-    if dataclasses.is_dataclass(value) or hasattr(kind, "__attrs_attrs__") or _is_pydantic(value):
-        return True
-    if isinstance(value, SimpleNamespace):
-        return True
-    # one's own class, if there are tensors in it: what else has attributes is not a part of the batch
-    return not isinstance(value, torch.Tensor) and any(
-        isinstance(item, torch.Tensor) or type(item).__name__ in ("JaggedTensor", "KeyedJaggedTensor")
-        for _, item in attributes_of(value)
-    )
-
-
-def _is_pydantic(value: Any) -> bool:
-    model = getattr(sys.modules.get("pydantic"), "BaseModel", None)
-    return model is not None and isinstance(value, model)
-
-
-def _object(value: Any, walk: Walk, leave: Sequence[str] = ()) -> ObjectNode:
-    items: list[tuple[str, Node]] = []
-    for name, item in attributes_of(value):
-        if name not in leave:
-            items.append((name, _TOKENIZER[name](item) if _is_encoding(value, name) else walk(item, name)))
-    if _is_pydantic(value):
-        items.append(("__pydantic_fields_set__", ConstantNode(value.model_fields_set)))
-        for name in ("__pydantic_extra__", "__pydantic_private__"):
-            more = getattr(value, name, None)
-            inner = None if more is None else tuple((key, walk(item, key)) for key, item in more.items())
-            items.append((name, SharedNode(None) if inner is None else DictNode(dict, inner)))
-    return ObjectNode(type(value), tuple(items), frozenset(getattr(value, "__dict__", ())))
-
-
-# transformers.BatchEncoding: what the tokenizer knew about the texts of the batch does not fit another one's
-_TOKENIZER: dict[str, Callable[[Any], Node]] = {
-    "_encodings": lambda _: ConstantNode(None),
-    "_n_sequences": ConstantNode,
-}
-
-
-def _is_encoding(value: Any, name: str) -> bool:
-    return name in _TOKENIZER and type(value).__name__ == "BatchEncoding"
-
-
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Fields, slots and everything in `__dict__`, but for what Python and cached properties keep there."""
-    kind = type(value)
-    names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    kind: Any = type(value)
+    declared = _declared_names(kind)
+    more = [name for name in getattr(value, "__dict__", ()) if name not in declared]
+    for name in (*declared, *(name for name in more if not _is_computed(kind, name))):
+        if (item := getattr(value, name, _NOTHING)) is not _NOTHING:
+            yield name, item
+
+
+@lru_cache(maxsize=1024)
+def _declared_names(kind: Any) -> dict[str, None]:
+    names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     names += [attribute.name for attribute in getattr(kind, "__attrs_attrs__", ())]
     for base in reversed(kind.__mro__):
         slots = base.__dict__.get("__slots__", ())
-        own = f"_{base.__name__.lstrip('_')}"  # what Python puts before private names
-        slots = [slots] if isinstance(slots, str) else slots
-        names += [own + slot if slot.startswith("__") and not slot.endswith("__") else slot for slot in slots]
-    names += getattr(value, "__dict__", ())
-    for name in dict.fromkeys(names):
-        described = getattr(kind, name, None)
-        computed = isinstance(described, property | cached_property)
-        if not computed and not (name.startswith("__") and name.endswith("__")) and hasattr(value, name):
-            yield name, getattr(value, name)
+        private = f"_{base.__name__.lstrip('_')}"  # what Python puts before private names
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            names.append(private + slot if slot.startswith("__") and not slot.endswith("__") else slot)
+    return dict.fromkeys(name for name in names if not _is_computed(kind, name))
+
+
+@lru_cache(maxsize=8192)
+def _is_computed(kind: Any, name: str) -> bool:
+    described = getattr(kind, name, None)
+    return isinstance(described, property | cached_property) or (name.startswith("__") and name.endswith("__"))
+
+
+# ------------------------------------------------------------------------- torchrec and tensordict
+
+
+def is_torchrec(value: object, *names: str) -> bool:
+    """Whether it is of one of TorchRec's classes, which can be only if something has imported TorchRec."""
+    return isinstance(value, _torchrec_kinds(*names))
+
+
+def _torchrec_kinds(*names: str) -> tuple[type, ...]:
+    module = sys.modules.get("torchrec.sparse.jagged_tensor")
+    return tuple(getattr(module, name) for name in names) if module is not None else ()
+
+
+def is_tensordict(value: object) -> bool:
+    """Whether it is a `TensorDict`, or an instance of a tensorclass."""
+    module = sys.modules.get("tensordict")
+    return module is not None and bool(module.is_tensor_collection(value))
+
+
+def _flatten_tensordict(value: Any) -> tuple[list[Any], Any]:
+    from tensordict import NonTensorData, NonTensorStack
+
+    keys, values = tuple(value.keys()), []
+    for key in keys:
+        item = value.get(key)
+        if isinstance(item, NonTensorStack):  # strings and other objects, one for each sample
+            item = item.tolist()
+        elif isinstance(item, NonTensorData):
+            item = item.data
+        values.append(item)
+    batch_size = tuple(value.batch_size)
+    # the first batch dimension is the sample; there may be none
+    dims = batch_size[1:] if batch_size else None
+    return values, (keys, dims, tuple(value.names), value.device is not None)
+
+
+def _unflatten_tensordict(
+    kind: Any, context: Any, values: Sequence[Any], num_samples: int, device: torch.device | None
+) -> Any:
+    from tensordict import NonTensorStack, TensorDict, is_tensorclass
+
+    keys, dims, names, has_device = context
+    batch_size = () if dims is None else (num_samples, *dims)
+    result = TensorDict({}, batch_size=batch_size, device=device if has_device else None)
+    for key, value in zip(keys, values, strict=True):
+        if isinstance(value, list):
+            result[key] = NonTensorStack.from_list(value) if value else NonTensorStack(stack_dim=0)
+        elif value is not None:
+            result[key] = value
+    if any(names):
+        result.names = list(names)
+    return kind.from_tensordict(result) if is_tensorclass(kind) else result
+
+
+_TENSORDICT = Container(_flatten_tensordict, _unflatten_tensordict, lambda value: list(value.keys()))
+
+
+# ------------------------------------------------------------------------------------------- lists
+
+
+def is_list_of_objects(values: Sequence[Any]) -> bool | None:
+    """Whether a list that nothing is declared about holds one object for each sample; None if that is not clear.
+
+    By what it holds, never by how long it is or which values: so the ranks of a job read it alike in every step.
+    A list that holds tensors, however deep, is a container; one that holds lists may be either.
+    """
+    kinds = set(map(type, values))
+    if all(map(_is_plain, kinds)):
+        return True
+    if hasattr(values, "_fields") or any(map(_holds_tensors, values)):
+        return False
+    return None if any(map(_is_lists, values)) else True
+
+
+@lru_cache(maxsize=1024)
+def _is_plain(kind: Any) -> bool:
+    """Whether values of a type hold nothing, such as strings, numbers, None and dates."""
+    if issubclass(kind, torch.Tensor | np.ndarray) or _container_of_kind(kind) is not None:
+        return False
+    slots = any(base.__dict__.get("__slots__") for base in kind.__mro__)
+    return kind.__dictoffset__ == 0 and not slots
+
+
+def _values_in(value: Any) -> Sequence[Any]:
+    container = container_of(value)
+    return () if container is None else container.flatten(value)[0]
+
+
+def _holds_tensors(value: Any) -> bool:
+    kind: Any = type(value)
+    if _is_plain(kind):
+        return False
+    if isinstance(value, torch.Tensor | np.ndarray) or is_tensordict(value) or is_torchrec(value, *_JAGGED):
+        return True
+    return any(map(_holds_tensors, _values_in(value)))
+
+
+_JAGGED = ("JaggedTensor", "KeyedJaggedTensor")
+
+
+def _is_lists(value: Any) -> bool:
+    """Whether all that it holds, without tensors, is in lists, each of which could have one entry for each sample."""
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return True
+    values = [item for item in _values_in(value) if item is not None]
+    return bool(values) and all(map(_is_lists, values))

@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from ctypes import string_at
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.nodes import settle
-from trainer_client.balancing.batches.overwritten import Watch
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
 from trainer_client.balancing.batches.structure import LENGTHS_DTYPE, Schema, Structure
+
+_WATCHED_BYTES = 64
+_WATCHED_TENSORS = 4
 
 
 class FlatBatch:
     """A batch as tensors (leaves) and the lengths of its jagged columns; made by `flatten`, never changed.
 
     Attributes:
-        structure: Containers, leaves and schema.
+        structure: Containers, fields, leaves and schema.
         tensors: One per leaf; the first dimension counts rows.
         num_samples: Number of samples n.
         totals: (num_jagged,) int64, values of each jagged column over all samples, on the host.
     """
 
     __slots__ = (
-        "_counts",
-        "_lengths",
-        "_lengths_coming",
-        "_lengths_tensor",
-        "_watch",
-        "num_samples",
-        "structure",
-        "tensors",
-        "totals",
-    )
+        "_counts", "_lengths", "_lengths_coming", "_lengths_tensor", "_offsets", "_watched", "num_samples", "structure",
+        "tensors", "totals",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -56,16 +51,16 @@ class FlatBatch:
         self._lengths = lengths
         self._lengths_tensor = lengths_tensor
         self._lengths_coming: torch.Tensor | None = None  # see `read_back`
-        self._watch: Watch | None = None
-        self._counts: Mapping[str, NDArray[np.int64]] = {}  # see `know`
+        self._watched: tuple[list[int], dict[int, bytes]] | None = None
+        self._counts: Mapping[str, NDArray[np.int64]] = {}  # see `set_counts`
+        self._offsets: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
-        fields = "; ".join(self.schema.lines)
-        return f"FlatBatch({self.num_samples} samples on {self.device}: {fields})"
+        return f"FlatBatch({self.num_samples} samples on {self.device}: {'; '.join(self.schema.lines)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles host copies of the tensors as plain bytes: torch's own way fails for some dtypes."""
-        contents = [(tensor.shape, tensor.dtype, _to_bytes(tensor)) for tensor in self.tensors]
+        contents = [(tensor.shape, tensor.dtype, _bytes_of(tensor)) for tensor in self.tensors]
         lengths = self._lengths
         if lengths is None:
             lengths = self.lengths_tensor.t().to("cpu", torch.int64).contiguous().numpy()
@@ -96,12 +91,11 @@ class FlatBatch:
         """
         devices = {tensor.device for tensor in self.tensors}
         if len(devices) > 1:
-            leaves = self.structure.leaves
-            pairs = [(leaf, tensor) for leaf, tensor in zip(leaves, self.tensors, strict=True) if not leaf.on_host]
-            found = {tensor.device: leaf.path for leaf, tensor in pairs}
-            if len(found) == 1:
-                return next(iter(found))
-            where = ", ".join(f"{path!r} on {device}" for device, path in found.items())
+            pairs = zip(self.structure.leaves, self.tensors, strict=True)
+            paths = {tensor.device: leaf.path for leaf, tensor in pairs if not leaf.on_host}
+            if len(paths) == 1:
+                return next(iter(paths))
+            where = ", ".join(f"{path!r} on {device}" for device, path in paths.items())
             raise BatchError(f"the batch is on several devices: {where}; move it to one, for example with .to(device)")
         return next(iter(devices), None)
 
@@ -154,7 +148,7 @@ class FlatBatch:
         if path in self.structure.columns:
             if path in self.structure.pickles:
                 raise BatchError(f"{path!r} is a list of Python objects; make it an int32 or int64 tensor (n,)")
-            return self.lengths[:, self.structure.columns.index(path)]
+            return self.lengths[:, self.structure.order[path]]
         if path in self._counts:
             return self._counts[path]
         for leaf, tensor in zip(self.structure.leaves, self.tensors, strict=True):
@@ -162,12 +156,62 @@ class FlatBatch:
                 if tensor.device.type != "cpu":
                     raise BatchError(f"{path!r} is on {tensor.device}; costs are read from the host's batch")
                 return tensor.numpy().astype(np.int64)
-        known = ", ".join(self.structure.columns) or "none"
-        raise BatchError(f"{path!r} is no jagged field nor an integer per sample; jagged fields: {known}")
+        jagged = ", ".join(self.structure.columns) or "none"
+        raise BatchError(f"{path!r} is no jagged field nor an integer per sample; jagged fields: {jagged}")
 
-    def know(self, counts: Mapping[str, NDArray[np.int64]]) -> None:
+    def set_counts(self, counts: Mapping[str, NDArray[np.int64]]) -> None:
         """Takes the host's copies of integer tensors (n,) that are on a device, by path, for `lengths_of`."""
         self._counts = counts
+
+    # ------------------------------------------------------------------------- what fields are built from
+
+    def lengths_at(self, paths: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
+        """(columns × n,) lengths of some jagged columns on the batch's device, one column after the other."""
+        table = self.lengths_tensor
+        if not paths:
+            return table.new_empty(0, dtype=dtype)
+        indices = [self.structure.order[path] for path in paths]
+        if indices == list(range(indices[0], indices[0] + len(indices))):
+            return table[indices[0] : indices[0] + len(indices)].reshape(-1).to(dtype)
+        # an index list would travel to the device and make the host wait for it
+        return torch.cat([table[index] for index in indices]).to(dtype)
+
+    def host_lengths_at(self, path: str) -> list[int]:
+        """(n,) lengths of one column."""
+        lengths: list[int] = self.lengths[:, self.structure.order[path]].tolist()
+        return lengths
+
+    def offsets_at(self, path: str, alike: str | None) -> torch.Tensor:
+        """(n + 1,) where samples begin in a column; the tensor of column `alike`, if that has the same lengths."""
+        if alike is not None and self.host_lengths_at(alike) == self.host_lengths_at(path):
+            path = alike
+        if path not in self._offsets:
+            self._offsets[path] = torch.nn.functional.pad(
+                torch.cumsum(self.lengths_at((path,), torch.int64), 0), (1, 0)
+            )
+        return self._offsets[path]
+
+    def unflatten(self, spec: BatchSpec | None = None) -> Any:
+        """The batch again: the same containers and types around these tensors.
+
+        Args:
+            spec: The declarations that the batch was flattened with, on a rank that has got its structure from another
+                one: functions in it need no pickling then.
+        """
+        self._offsets = {}
+        values = [field.build(self) for field in self.structure.fields]
+        batch = self._unflattened(values)
+        if not self.structure.derived:
+            return batch
+        for index, field in self.structure.derived.items():
+            values[index] = field.compute(batch, spec)
+        return self._unflattened(values)
+
+    def _unflattened(self, values: list[Any]) -> Any:
+        tree = self.structure.tree
+        return values[0] if tree is None else tree.unflatten(iter(values), self.num_samples, self.device)
+
+    # --------------------------------------------------------------------------------------- other memory
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> FlatBatch:
         """The batch on `device`; the host's lengths stay at hand."""
@@ -175,6 +219,24 @@ class FlatBatch:
         if all(tensor.device == target for tensor in self.tensors):
             return self
         return self._replaced([tensor.to(target, non_blocking=non_blocking) for tensor in self.tensors])
+
+    def pin_memory(self) -> FlatBatch:
+        """The batch in page-locked host memory, from which copies to a device overlap with its work."""
+        return self._replaced([tensor.pin_memory() for tensor in self.tensors])
+
+    def plain(self) -> FlatBatch:
+        """The batch with tensors that can be copied as bytes: contiguous, no lazy conjugates or negatives."""
+        if all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in self.tensors):
+            return self
+        return self._replaced([tensor.resolve_conj().resolve_neg().contiguous() for tensor in self.tensors])
+
+    def _replaced(self, tensors: Sequence[torch.Tensor]) -> FlatBatch:
+        on_device = None if self._lengths is not None else self._lengths_tensor
+        if on_device is not None and tensors:
+            on_device = on_device.to(tensors[0].device, non_blocking=True)
+        return self.rebuild(
+            tensors, num_samples=self.num_samples, totals=self.totals, lengths=self._lengths, lengths_tensor=on_device
+        )
 
     @property
     def needs_host(self) -> bool:
@@ -188,7 +250,7 @@ class FlatBatch:
 
         The caller keeps this batch alive and does not build the other one until the stream has come so far.
         """
-        on_host = set(self.structure.on_host)
+        on_host = self.structure.on_host
         result = self.rebuild(
             [_coming(tensor) if index in on_host else tensor for index, tensor in enumerate(self.tensors)],
             num_samples=self.num_samples,
@@ -200,52 +262,11 @@ class FlatBatch:
             result._lengths_coming = _coming(self.lengths_tensor)
         return result
 
-    def pin_memory(self) -> FlatBatch:
-        """The batch in page-locked host memory, from which copies to a device overlap with its work."""
-        return self._replaced([tensor.pin_memory() for tensor in self.tensors])
-
-    def plain(self) -> FlatBatch:
-        """The batch with tensors that can be copied as bytes: contiguous, no lazy conjugates or negatives."""
-        if all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in self.tensors):
-            return self
-        return self._replaced([tensor.resolve_conj().resolve_neg().contiguous() for tensor in self.tensors])
-
     def empty(self) -> FlatBatch:
         """The same structure with no samples, on the host; it can be pickled and sent to a rank without a batch."""
-        return FlatBatch(
-            structure=self.structure,
-            tensors=[torch.empty((0, *leaf.shape), dtype=leaf.dtype, device="cpu") for leaf in self.structure.leaves],
-            num_samples=0,
-            totals=np.zeros(self.num_jagged, dtype=np.int64),
-            lengths=np.zeros((0, self.num_jagged), dtype=np.int64),
-        )
-
-    def watch(self) -> None:
-        """Takes note of what the tensors are like, for `check_unchanged`."""
-        self._watch = Watch(self.tensors)
-
-    def check_unchanged(self, function: str = "") -> None:
-        """Refuses a batch that was written to since `watch`, as far as a look at each tensor can tell.
-
-        Args:
-            function: The user's function that alone has had the batch since, such as "cost"; "": nobody knows.
-
-        Raises:
-            BatchError: If a tensor is another one than it was.
-        """
-        if self._watch is not None:
-            self._watch.check(self.tensors, [leaf.path for leaf in self.structure.leaves], function)
-
-    def unflatten(self, spec: BatchSpec | None = None) -> Any:
-        """The batch again: the same containers and types around these tensors.
-
-        Args:
-            spec: The declarations that the batch was flattened with, on a rank that has got its structure from another
-                one: functions in it need no pickling then.
-        """
-        parts = _Parts(self)
-        batch = self.structure.root.build(parts)
-        return settle(self.structure.root, batch, parts, spec) if self.structure.is_derived else batch
+        totals = np.zeros(self.num_jagged, dtype=np.int64)
+        tensors = self.make_room(0, totals, torch.device("cpu"))
+        return self.rebuild(tensors, num_samples=0, totals=totals, lengths=np.zeros((0, self.num_jagged), np.int64))
 
     def make_room(self, num_samples: int, totals: NDArray[np.int64], device: torch.device) -> list[torch.Tensor]:
         """Uninitialised tensors for a batch of this structure with so many samples and values per jagged column."""
@@ -275,68 +296,60 @@ class FlatBatch:
             lengths_tensor: (num_jagged, m) int32 on the device of the tensors; may be left out if `lengths` is given.
         """
         return FlatBatch(
-            structure=self.structure,
-            tensors=tensors,
-            num_samples=num_samples,
-            totals=totals,
-            lengths=lengths,
+            structure=self.structure, tensors=tensors, num_samples=num_samples, totals=totals, lengths=lengths,
             lengths_tensor=lengths_tensor,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------- memory that a loader uses again
+
+    def watch(self) -> None:
+        """Takes note of what the tensors are like, for `check_unchanged`.
+
+        Of the largest on the host some bytes, of others only how often torch wrote to them: this is done for every
+        batch, on the thread that launches the step.
+        """
+        on_host = [index for index, tensor in enumerate(self.tensors) if tensor.is_cpu]
+        largest = sorted(on_host, key=lambda index: self.tensors[index].numel())[-_WATCHED_TENSORS:]
+        self._watched = [_version(one) for one in self.tensors], {i: _some_bytes(self.tensors[i]) for i in largest}
+
+    def check_unchanged(self, function: str = "") -> None:
+        """Refuses a batch that was written to since `watch`, as far as a look at each tensor can tell.
+
+        Args:
+            function: The user's function that alone has had the batch since, such as "cost"; "": nobody knows.
+
+        Raises:
+            BatchError: If a tensor is another one than it was.
+        """
+        versions, seen = self._watched or ([], {})
+        written = [index for index, version in enumerate(versions) if _version(self.tensors[index]) != version]
+        written += [index for index, content in seen.items() if _some_bytes(self.tensors[index]) != content]
+        if not written:
+            return
+        path = self.structure.leaves[written[0]].path
+        if function:
+            raise BatchError(
+                f"the {function} function writes to {path!r} of the batch, whose samples would be trained changed; let "
+                "it compute on a copy, for example without operations in place"
+            )
+        raise BatchError(
+            f"{path!r} of a batch was written to before its samples moved: the loader uses the memory of a batch again "
+            "for a later one; set BatchSpec(copy=True), or let the loader give clones"
         )
 
-    def _replaced(self, tensors: Sequence[torch.Tensor]) -> FlatBatch:
-        device_lengths = None if self._lengths is not None else self._lengths_tensor
-        if device_lengths is not None and tensors:
-            device_lengths = device_lengths.to(tensors[0].device, non_blocking=True)
-        return self.rebuild(
-            tensors,
-            num_samples=self.num_samples,
-            totals=self.totals,
-            lengths=self._lengths,
-            lengths_tensor=device_lengths,
-        )
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
-class _Parts:
-    """What the nodes of a structure take from a batch."""
-
-    def __init__(self, flat: FlatBatch) -> None:
-        self._flat = flat
-        self._column = {path: column for column, path in enumerate(flat.structure.columns)}
-        self._offsets: dict[str, torch.Tensor] = {}
-        self.device = flat.device
-
-    @property
-    def num_samples(self) -> int:
-        return self._flat.num_samples
-
-    def tensor(self, leaf: int) -> torch.Tensor:
-        return self._flat.tensors[leaf]
-
-    def lengths(self, columns: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
-        indices = [self._column[path] for path in columns]
-        table = self._flat.lengths_tensor
-        if not indices:
-            return table.new_empty(0, dtype=dtype)
-        begin, end = indices[0], indices[0] + len(indices)
-        if indices == list(range(begin, end)):
-            return table[begin:end].reshape(-1).to(dtype)
-        # an index list would travel to the device and make the host wait for it
-        return torch.cat([table[index] for index in indices]).to(dtype)
-
-    def offsets(self, column: str, alike: str | None) -> torch.Tensor:
-        if alike is not None and self.lengths_on_host(alike) == self.lengths_on_host(column):
-            column = alike
-        if column not in self._offsets:
-            lengths = self.lengths((column,), torch.int64)
-            self._offsets[column] = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
-        return self._offsets[column]
-
-    def lengths_on_host(self, column: str) -> list[int]:
-        lengths: list[int] = self._flat.lengths[:, self._column[column]].tolist()
-        return lengths
-
-    def totals(self, columns: Sequence[str]) -> list[int]:
-        return [int(self._flat.totals[self._column[path]]) for path in columns]
+def _some_bytes(tensor: torch.Tensor) -> bytes:
+    """From the middle: what is at the ends of a batch may well be padding, or the same in all."""
+    if not tensor.numel():
+        return b""
+    if not tensor.is_contiguous():
+        return string_at(tensor.data_ptr(), tensor.dtype.itemsize)
+    length = min(_WATCHED_BYTES, tensor.nbytes)
+    return string_at(tensor.data_ptr() + (tensor.nbytes - length) // 2, length)
 
 
 def _coming(tensor: torch.Tensor) -> torch.Tensor:
@@ -345,24 +358,17 @@ def _coming(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _to_bytes(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # one row of a larger tensor counts as contiguous whatever its stride, but only stride 1 can be viewed as bytes
-    line = plain.as_strided((plain.numel(),), (1,))
-    return line.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8).numpy()
 
 
 def _unpickled(
     structure: Structure,
-    contents: list[tuple[torch.Size, torch.dtype, bytes]],
+    contents: list[tuple[torch.Size, torch.dtype, NDArray[np.uint8]]],
     num_samples: int,
     totals: NDArray[np.int64],
     lengths: NDArray[np.int64],
 ) -> FlatBatch:
-    tensors = [
-        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
-        if data
-        else torch.empty(shape, dtype=dtype, device="cpu")
-        for shape, dtype, data in contents
-    ]
+    tensors = [torch.from_numpy(data).view(dtype).view(shape) for shape, dtype, data in contents]
     return FlatBatch(structure=structure, tensors=tensors, num_samples=num_samples, totals=totals, lengths=lengths)

@@ -9,54 +9,51 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import ALL, FIRST, LAST
 from trainer_client.balancing.batches.spec import BatchError, Declarations
-from trainer_client.balancing.batches.structure import PICKLES, Structure
-from trainer_client.balancing.batches.walk import Draft
+from trainer_client.balancing.batches.structure import PICKLES, Leaf, Structure
 
 _PARTS = {"last": LAST, "first": FIRST, "all": ALL}
 
 
-def roles_of(drafts: Sequence[Draft], columns: Sequence[str], declared: Declarations) -> tuple[int, ...]:
+def roles_of(leaves: Sequence[Leaf], columns: Sequence[str], declared: Declarations) -> tuple[int, ...]:
     """(jagged columns,) as `Structure.roles`.
 
     Raises:
         BatchError: If a declared field cannot be cut, or fields of one column are declared differently.
     """
-    if not declared.has_sequence:
+    if not declared.spec.sequence:
         return ()
-    _check_dense(drafts, columns, declared)
-    fields: dict[str, list[str]] = {column: [column] for column in columns}
-    objects, counted = set(), set(columns)
-    for draft in drafts:
-        for column, path in zip(draft.columns, draft.field_paths, strict=False):  # dense fields have no columns
-            fields[column] += [path] if path not in fields[column] else []
-            counted.discard(column)
-            if draft.label == PICKLES or (draft.padding is not None and draft.padding.lengths is None):
-                objects.add(column)
-    roles = {}
-    for column, paths in fields.items():
-        items = {path: found for path in paths if (found := declared.items(path)) is not None}
-        parts = {path: part for path in paths if (part := declared.part(path)) is not None}
-        _check_declared(column, items, "sequence")
-        _check_declared(column, parts, "parts")
-        if items and column in objects:
-            raise BatchError(
-                f"sequence names {next(iter(items))!r}, whose samples have no positions: it is a list of objects, or "
-                "padded without lengths; make it a jagged tensor, or name its lengths in padded"
-            )
-        if items and parts:
-            raise BatchError(
-                f"{next(iter(items))!r} is in sequence and {next(iter(parts))!r}, which has the same lengths, in "
-                "parts; declare one of them"
-            )
-        whole = column in objects or column in counted  # one for each sample, or a number of it
-        default = ALL if whole else LAST
-        if items:
-            roles[column] = next(iter(items.values()))
-        else:
-            roles[column] = _PARTS[next(iter(parts.values()))] if parts else default
-            if whole and roles[column] != ALL:
-                raise BatchError(f"parts names {column!r}, which has one entry for each sample; it goes with all parts")
-    return tuple(roles[column] for column in columns)
+    _check_dense(leaves, columns, declared)
+    return tuple(_role(index, path, leaves, declared) for index, path in enumerate(columns))
+
+
+def _role(column: int, path: str, leaves: Sequence[Leaf], declared: Declarations) -> int:
+    fields = [
+        (leaf, one) for leaf in leaves for one, of in zip(leaf.field_paths, leaf.columns, strict=False) if of == column
+    ]
+    paths = dict.fromkeys((path, *(one for _, one in fields)))
+    items = {one: int(value) for one in paths if (value := declared.find("sequence", one)) is not None}
+    parts = {one: _PARTS[value] for one in paths if (value := declared.find("parts", one)) is not None}
+    _check_alike_declared(path, items, "sequence")
+    _check_alike_declared(path, {one: declared.spec.parts.get(one, part) for one, part in parts.items()}, "parts")
+    # one for each sample, so that it has no positions; or a number, which belongs to no field of its own
+    is_object = any(leaf.label == PICKLES or (leaf.padding and leaf.padding.lengths is None) for leaf, _ in fields)
+    is_whole = is_object or not fields
+    if items and is_object:
+        raise BatchError(
+            f"sequence names {next(iter(items))!r}, whose samples have no positions: it is a list of objects, or "
+            "padded without lengths; make it a jagged tensor, or name its lengths in padded"
+        )
+    if items and parts:
+        raise BatchError(
+            f"{next(iter(items))!r} is in sequence and {next(iter(parts))!r}, which has the same lengths, in "
+            "parts; declare one of them"
+        )
+    if items:
+        return next(iter(items.values()))
+    role = next(iter(parts.values()), ALL if is_whole else LAST)
+    if is_whole and role != ALL:
+        raise BatchError(f"parts names {path!r}, which has one entry for each sample; it goes with all parts")
+    return role
 
 
 def check_items(lengths: NDArray[np.int64], columns: Sequence[str], roles: Sequence[int]) -> None:
@@ -106,23 +103,23 @@ def check_alike(structure: Structure, lengths: NDArray[np.int64]) -> None:
 def _field_of(structure: Structure, column: int) -> str:
     """A field with the lengths of a column, as users call it."""
     fields = (pair for leaf in structure.leaves for pair in zip(leaf.field_paths, leaf.columns, strict=False))
-    return next((path for path, found in fields if found == column), structure.columns[column])
+    return next((path for path, value in fields if value == column), structure.columns[column])
 
 
-def _check_dense(drafts: Sequence[Draft], columns: Sequence[str], declared: Declarations) -> None:
-    for draft in drafts:
-        if not draft.rows or draft.path in columns:
+def _check_dense(leaves: Sequence[Leaf], columns: Sequence[str], declared: Declarations) -> None:
+    for leaf in leaves:
+        if not leaf.rows or leaf.path in columns:
             continue
         for name in ("sequence", "parts"):
-            if declared.names(name, draft.path):
+            if leaf.path in getattr(declared.spec, name):
                 remedy = "leave it out" if name == "parts" else "a field that is cut needs lengths"
                 raise BatchError(
-                    f"{name} names {draft.path!r}, which has {draft.rows} row{'s' * (draft.rows > 1)} for each sample: "
+                    f"{name} names {leaf.path!r}, which has {leaf.rows} row{'s' * (leaf.rows > 1)} for each sample: "
                     f"all parts get it; {remedy}, or say its lengths in rows_per_sample or padded"
                 )
 
 
-def _check_declared(column: str, found: Mapping[str, object], name: str) -> None:
-    if len(set(found.values())) > 1:
-        said = ", ".join(f"{path!r}: {value!r}" for path, value in found.items())
-        raise BatchError(f"fields with the lengths of {column!r} are declared differently in {name}: {said}")
+def _check_alike_declared(column: str, declared: Mapping[str, object], name: str) -> None:
+    if len(set(declared.values())) > 1:
+        differing = ", ".join(f"{path!r}: {value!r}" for path, value in declared.items())
+        raise BatchError(f"fields with the lengths of {column!r} are declared differently in {name}: {differing}")

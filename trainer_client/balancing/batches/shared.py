@@ -21,9 +21,9 @@ def describe(values: Iterable[tuple[str, Any]]) -> Said:
     return tuple((path, _short(_canonical(value))) for path, value in values)
 
 
-def digest(said: Said) -> int:
+def digest(shared: Said) -> int:
     """64 bits of it; 0: there are none."""
-    return int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=8).digest(), "little") if said else 0
+    return int.from_bytes(hashlib.blake2b(repr(shared).encode(), digest_size=8).digest(), "little") if shared else 0
 
 
 def _short(text: str) -> str:

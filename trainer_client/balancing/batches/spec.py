@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from trainer_client.checks import is_whole
 
 _WILDCARDS = frozenset("*?[")
 _COLLECTIONS = ("shared", "batch_size", "objects", "sequence")
 _MAPPINGS = ("rows_per_sample", "padded", "derived", "parts")
-T = TypeVar("T")
 
 
 class BatchError(ValueError):
@@ -69,6 +68,9 @@ class BatchSpec:
     `features.clicks`, `targets.0`. The weights of a jagged field are at `features.clicks.weights`. A declaration is a
     path or a pattern of `fnmatch` over whole paths (`features.*`; `*` matches dots too).
 
+    Five kinds of fields follow from it: rows (as many for each sample), jagged (their number differs: jagged tensors,
+    flattened and padded ones), objects, shared values, and values that are derived from the batch that is trained.
+
     Attributes:
         rows_per_sample: Flattened tensors. A number k: k rows for each sample. A path: as many rows for each sample as
             the jagged field at that path has values, or as the integer tensor (samples,) at that path says.
@@ -101,148 +103,94 @@ class BatchSpec:
         for name in _COLLECTIONS:
             if isinstance(getattr(self, name), str):
                 raise BatchError(f"{name} is the string {getattr(self, name)!r}; give a collection of paths")
-        for path, rows in self.rows_per_sample.items():
-            if not isinstance(rows, str) and (isinstance(rows, bool) or rows < 1):
-                raise BatchError(f"rows_per_sample[{path!r}] is {rows!r}; give a whole number >= 1, or a path")
-        if not isinstance(self.padded, Mapping):
-            raise BatchError(f"padded is {self.padded!r}; give a mapping from paths to what says the lengths")
-        for path, padding in self.padded.items():
-            if not isinstance(padding, str | Padded):
-                raise BatchError(f"padded[{path!r}] is {padding!r}; give the path of the lengths, or a Padded")
-        if not isinstance(self.derived, Mapping):
-            raise BatchError(f"derived is {self.derived!r}; give a mapping from paths to functions of the batch")
-        for path, function in self.derived.items():
-            if not (isinstance(function, MaxLength) or callable(function)):
-                raise BatchError(f"derived[{path!r}] is {function!r}; give a function of the batch, or a MaxLength")
-        for path, values in self.sequence.items() if isinstance(self.sequence, Mapping) else ():
-            if not is_whole(values) or values < 1:
-                raise BatchError(f"sequence[{path!r}] is {values!r}; give the values of an item, a whole number >= 1")
-        if not isinstance(self.parts, Mapping):
-            raise BatchError(f"parts is {self.parts!r}; give a mapping from paths to 'last', 'first' or 'all'")
-        for path, part in self.parts.items():
-            if part not in get_args(Part):
-                raise BatchError(f"parts[{path!r}] is {part!r}; give 'last', 'first' or 'all'")
+        for name, wanted, fits in _MAPPED:
+            declared = getattr(self, name)
+            if name != "sequence" and not isinstance(declared, Mapping):
+                raise BatchError(f"{name} is {declared!r}; give a mapping from paths to {wanted}")
+            for path, value in declared.items() if isinstance(declared, Mapping) else ():
+                if not fits(value):
+                    raise BatchError(f"{name}[{path!r}] is {value!r}; give {wanted}")
+
+
+def _is_count(value: object) -> bool:
+    return is_whole(value) and value >= 1  # type: ignore[operator]
+
+
+_MAPPED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("rows_per_sample", "a whole number >= 1, or a path", lambda rows: isinstance(rows, str) or _is_count(rows)),
+    ("padded", "the path of the lengths, or a Padded", lambda padding: isinstance(padding, str | Padded)),
+    (
+        "derived",
+        "a function of the batch, or a MaxLength",
+        lambda value: isinstance(value, MaxLength) or callable(value),
+    ),
+    ("sequence", "the values of an item, a whole number >= 1", _is_count),
+    ("parts", "'last', 'first' or 'all'", lambda part: part in get_args(Part)),
+)
 
 
 class Declarations:
-    """The declarations of a spec, looked up by path; remembers which ones found something."""
+    """The declarations of a spec, looked up by path; remembers which ones were used."""
 
     def __init__(self, spec: BatchSpec) -> None:
-        self._spec = spec
+        self.spec = spec
+        self._declared = [(name, pattern) for name in (*_MAPPINGS, *_COLLECTIONS) for pattern in getattr(spec, name)]
         self._used: set[tuple[str, str]] = set()
         self._paths: list[str] = []
 
-    def is_shared(self, path: str) -> bool:
-        """Whether the value at `path` is declared to be shared."""
+    def visit(self, path: str, *, is_none: bool = False) -> None:
+        """Takes note of a path; where its value is None, what is declared there or below may be missing."""
         self._paths.append(path)
-        return self._match("shared", path) is not None
+        if is_none:
+            self._used.update(
+                (name, pattern) for name, pattern in self._declared if pattern == path or pattern.startswith(f"{path}.")
+            )
 
-    def is_batch_size(self, path: str) -> bool:
-        """Whether the value at `path` is declared to be the number of samples."""
-        return self._match("batch_size", path) is not None
+    def find(self, name: str, path: str) -> Any:
+        """What one parameter of the spec declares about a path: its value, True in a collection; None for nothing."""
+        declared = getattr(self.spec, name)
+        for pattern in declared:
+            if _matches(path, pattern):
+                self._used.add((name, pattern))
+                return declared[pattern] if isinstance(declared, Mapping) else True
+        return None
 
-    def holds_objects(self, path: str) -> bool:
-        """Whether the value at `path` is declared to hold one Python object for each sample."""
-        return self._match("objects", path) is not None
-
-    def rows(self, path: str) -> int | str | None:
-        """The declared rows per sample of the tensor at `path`."""
-        return self._found(self._spec.rows_per_sample, "rows_per_sample", path)
-
-    def padding(self, path: str) -> Padded | None:
-        """How the tensor at `path` is declared to be padded."""
-        found = self._found(self._spec.padded, "padded", path)
-        return Padded(lengths=found) if isinstance(found, str) else found
-
-    def derive(self, path: str) -> Derive | None:
-        """What the value at `path` is declared to follow from."""
-        return self._found(self._spec.derived, "derived", path)
-
-    def items(self, path: str) -> int | None:
-        """Values of an item of the sequence that the jagged field at `path` is declared to be of; None: of none."""
-        pattern = self._match("sequence", path)
-        if pattern is None:
-            return None
-        declared = self._spec.sequence
-        return int(declared[pattern]) if isinstance(declared, Mapping) else 1
-
-    def part(self, path: str) -> Part | None:
-        """Which parts of a split sample the jagged field at `path` is declared to go with."""
-        return self._found(self._spec.parts, "parts", path)
-
-    def names(self, name: str, path: str) -> bool:
-        """Whether a declaration names just this path, without a pattern."""
-        return path in getattr(self._spec, name)
-
-    @property
-    def has_sequence(self) -> bool:
-        """Whether a sequence is declared."""
-        return bool(self._spec.sequence)
-
-    def declares_parts(self, path: str, count: int) -> bool:
-        """Whether something is declared about parts of the list at `path`, or below them."""
-        parts = [f"{path}.{index}" if path else str(index) for index in range(count)]
-        for name in (*_MAPPINGS, *_COLLECTIONS):
-            for pattern in getattr(self._spec, name):
-                if path and pattern.startswith(f"{path}."):
-                    return True
-                if any(pattern.startswith(f"{part}.") or _matches(part, pattern) for part in parts):
-                    return True
-        return False
-
-    def none_at(self, path: str) -> None:
-        """Takes note of a value that is None: what is declared there or below may be missing in this batch."""
-        for name in (*_MAPPINGS, *_COLLECTIONS):
-            for pattern in getattr(self._spec, name):
-                if pattern == path or pattern.startswith(f"{path}."):
-                    self._used.add((name, pattern))
+    def declares_below(self, path: str, count: int) -> bool:
+        """Whether something is declared about the values in the list at a path."""
+        values = [f"{path}.{index}" if path else str(index) for index in range(count)]
+        return any(
+            (path and pattern.startswith(f"{path}."))
+            or any(pattern.startswith(f"{value}.") or _matches(value, pattern) for value in values)
+            for _, pattern in self._declared
+        )
 
     def check_used(self) -> None:
-        """Refuses declarations of single paths that the batch does not have.
+        """Refuses declarations of single paths that were not used; patterns may match nothing.
 
         Raises:
-            BatchError: If there is one; patterns may match nothing.
+            BatchError: If there is one.
         """
-        for name in (*_MAPPINGS, *_COLLECTIONS):
-            for pattern in getattr(self._spec, name):
-                if (name, pattern) not in self._used and not _WILDCARDS.intersection(pattern):
-                    self._refuse_twice(name, pattern)
-                    if pattern in self._paths:
-                        raise BatchError(f"{name} names {pattern!r}, {_WANTED[name]}")
-                    known = ", ".join(path for path in self._paths if path)
-                    raise BatchError(
-                        f"{name} names {pattern!r}, which the batch does not have; its paths are: {known} (a pattern "
-                        f"such as '{pattern}*' may match nothing)"
-                    )
-
-    def _refuse_twice(self, name: str, path: str) -> None:
-        """Refuses a path that is declared otherwise too, or lies in what is declared as a whole.
-
-        Raises:
-            BatchError: If it is one.
-        """
-        for other in (*_MAPPINGS, *_COLLECTIONS):
-            for pattern in getattr(self._spec, other):
+        for name, path in self._declared:
+            if (name, path) in self._used or _WILDCARDS.intersection(path):
+                continue
+            for other, pattern in self._declared:
                 if other != name and _matches(path, pattern):
                     raise BatchError(f"{path!r} is declared in {name} and in {other}; declare it once")
-                if other in _WHOLE and any(
-                    path.startswith(f"{one}.") and _matches(one, pattern) for one in self._paths
-                ):
+                around = [one for one in self._paths if path.startswith(f"{one}.") and _matches(one, pattern)]
+                if other in _WHOLE and around:
                     raise BatchError(
                         f"{name} names {path!r}, which is a part of what {other} declares ({pattern!r}); declare one "
                         "of them"
                     )
-
-    def _found(self, declared: Mapping[str, T], name: str, path: str) -> T | None:
-        pattern = self._match(name, path) if declared else None
-        return None if pattern is None else declared[pattern]
-
-    def _match(self, name: str, path: str) -> str | None:
-        for pattern in getattr(self._spec, name):
-            if _matches(path, pattern):
-                self._used.add((name, pattern))
-                return str(pattern)
-        return None
+            if path in self._paths:
+                raise BatchError(
+                    f"{name} names {path!r}, {_WANTED.get(name, 'which is declared otherwise; declare it once')}"
+                )
+            paths = ", ".join(one for one in self._paths if one)
+            raise BatchError(
+                f"{name} names {path!r}, which the batch does not have; its paths are: {paths} (a pattern such as "
+                f"'{path}*' may match nothing)"
+            )
 
 
 def _matches(path: str, pattern: str) -> bool:
@@ -251,11 +199,8 @@ def _matches(path: str, pattern: str) -> bool:
 
 _WHOLE = ("shared", "objects", "derived")  # what is declared so is not looked into
 _WANTED = {
-    "rows_per_sample": "which is no tensor; declare flattened tensors only",
+    "rows_per_sample": "which is no tensor, or knows its lengths; declare flattened tensors only",
     "padded": "which is no dense tensor (samples, width, …); declare padded tensors only",
-    "shared": "which is declared otherwise; declare it once",
-    "batch_size": "which is declared otherwise; declare it once",
-    "derived": "which is declared otherwise; declare it once",
     "objects": "which is no list, tuple or array; tensors travel as they are",
     "sequence": "which is no jagged field; say what its lengths are in rows_per_sample or padded",
     "parts": "which is no jagged field; all parts of a sample get its other fields",

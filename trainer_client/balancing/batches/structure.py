@@ -6,15 +6,16 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from evenkeel.partitioning.splits import ALL, FIRST, LAST
-from trainer_client.balancing.batches.nodes import Node, derived_nodes
-from trainer_client.balancing.batches.shared import Said
+from trainer_client.balancing.batches.containers import Tree
+from trainer_client.balancing.batches.fields import Derived, Field, Shared
+from trainer_client.balancing.batches.shared import Said, describe
 from trainer_client.balancing.batches.spec import Padded
 
 Kind = Literal["dense", "jagged", "shared"]
@@ -48,11 +49,11 @@ class FieldSchema:
     def __str__(self) -> str:
         if self.kind == "shared":
             return f"{self.path}: shared"
-        rows = f"{self.rows} rows per sample" if self.kind == "dense" else f"jagged by {self.lengths}{self._said}"
+        rows = f"{self.rows} rows per sample" if self.kind == "dense" else f"jagged by {self.lengths}{self._role_text}"
         return f"{self.path}: {self.dtype}{list(self.shape)}, {rows}"
 
     @property
-    def _said(self) -> str:
+    def _role_text(self) -> str:
         """What is declared about samples in parts."""
         if self.role is None:
             return ""
@@ -63,12 +64,12 @@ class FieldSchema:
         """What stays the same from batch to batch, also where rows are padded to the longest of each batch."""
         if self.kind == "shared":
             return str(self)
-        said = f"{self.path}: {self.dtype}"
+        text = f"{self.path}: {self.dtype}"
         if self.shape:
-            said += f", rows of {len(self.shape)} dimension{'s' * (len(self.shape) > 1)}"
+            text += f", rows of {len(self.shape)} dimension{'s' * (len(self.shape) > 1)}"
         if self.kind == "jagged":
-            return f"{said}, jagged by {self.lengths}{self._said}"
-        return said if self.rows == 1 else f"{said}, {self.rows} rows per sample"
+            return f"{text}, jagged by {self.lengths}{self._role_text}"
+        return text if self.rows == 1 else f"{text}, {self.rows} rows per sample"
 
 
 _DENSE = re.compile(r"(?P<path>.*): (?P<dtype>\S+)\[(?P<shape>[\d, ]*)\], \d+ rows per sample")
@@ -76,9 +77,9 @@ _DENSE = re.compile(r"(?P<path>.*): (?P<dtype>\S+)\[(?P<shape>[\d, ]*)\], \d+ ro
 
 def remedy(lines: Sequence[str], others: Sequence[str]) -> str:
     """What to do about two ranks' fields that differ, given as lines of their schemas."""
-    found = {match["path"]: match for match in map(_DENSE.fullmatch, lines) if match}
+    dense = {match["path"]: match for match in map(_DENSE.fullmatch, lines) if match}
     for match in filter(None, map(_DENSE.fullmatch, others)):
-        one = found.get(match["path"])
+        one = dense.get(match["path"])
         if one is None or one["dtype"] != match["dtype"] or one["shape"] == match["shape"]:
             continue
         shapes = [[int(size) for size in each["shape"].split(",") if size] for each in (one, match)]
@@ -126,12 +127,12 @@ class Schema:
             own: What to call the batch of this schema, for example "rank 0".
             others: What to call the other batch.
         """
-        mine, theirs = ({field.path: str(field) for field in schema.fields} for schema in (self, other))
+        lines_here, lines_there = ({field.path: str(field) for field in schema.fields} for schema in (self, other))
         lines = []
-        for path in sorted(mine.keys() | theirs.keys()):
-            if mine.get(path) != theirs.get(path):
-                found = (mine.get(path, f"no {path}"), theirs.get(path, f"no {path}"))
-                lines.append(f"{own} has {found[0]}; {others} has {found[1]}")
+        for path in sorted(lines_here.keys() | lines_there.keys()):
+            if lines_here.get(path) != lines_there.get(path):
+                pair = (lines_here.get(path, f"no {path}"), lines_there.get(path, f"no {path}"))
+                lines.append(f"{own} has {pair[0]}; {others} has {pair[1]}")
         return "\n".join(lines)
 
 
@@ -176,41 +177,63 @@ class Structure:
     """What batches of one kind have in common.
 
     Attributes:
-        root: The containers.
+        tree: The containers; None if the batch is a single field.
+        fields: The leaves of the tree.
         leaves: The tensors.
         columns: Path of each jagged column, ascending.
         schema: What other ranks' batches must agree with.
-        reads_lengths: Building a batch reads its lengths on the host.
         shared: What its shared values are.
         roles: What each jagged column is to a sample in parts, as in `evenkeel.partitioning.splits`; empty where no
             sequence is declared: then no sample is split.
+        reads_lengths: Building a batch reads its lengths on the host.
+        sources: Where the lengths of a batch are, and of which columns: those of a leaf's values, or of the i-th of
+            `Taken.lengths` as -1 - i, one column after the other.
+        has_empty_lists: Lists that hold nothing are containers, which is so only where there are samples.
         counts: Leaf and column of each tensor that holds the lengths of a jagged column.
         on_host: The leaves that are in the host's memory wherever the batch is.
         padded: The leaves that are padded outside of a `FlatBatch`.
         pickles: Paths of the jagged columns that are lists of Python objects.
-        is_derived: Whether values follow from the samples.
+        derived: The fields that are computed from the others, by their number.
+        order: Number of each column.
     """
 
-    root: Node
+    tree: Tree | None
+    fields: tuple[Field, ...]
     leaves: tuple[Leaf, ...]
     columns: tuple[str, ...]
     schema: Schema
-    reads_lengths: bool = False
     shared: Said = ()
     roles: tuple[int, ...] = ()
+    reads_lengths: bool = False
+    sources: tuple[tuple[int, list[int]], ...] = ()
+    has_empty_lists: bool = False
     counts: tuple[tuple[int, int], ...] = field(init=False)
     on_host: tuple[int, ...] = field(init=False)
     padded: tuple[int, ...] = field(init=False)
     pickles: frozenset[str] = field(init=False)
-    is_derived: bool = field(init=False)
+    derived: dict[int, Derived] = field(init=False)
+    order: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        of_leaves = list(enumerate(self.leaves))
+        leaves = list(enumerate(self.leaves))
         order = {path: column for column, path in enumerate(self.columns)}
-        counts = tuple((index, order[leaf.path]) for index, leaf in of_leaves if leaf.rows and leaf.path in order)
-        object.__setattr__(self, "counts", counts)
-        object.__setattr__(self, "on_host", tuple(index for index, leaf in of_leaves if leaf.on_host))
-        object.__setattr__(self, "padded", tuple(index for index, leaf in of_leaves if leaf.padding is not None))
-        pickles = frozenset(leaf.path for leaf in self.leaves if leaf.label == PICKLES)
-        object.__setattr__(self, "pickles", pickles)
-        object.__setattr__(self, "is_derived", any(True for _ in derived_nodes(self.root)))
+        computed = {
+            "order": order,
+            "derived": {i: one for i, one in enumerate(self.fields) if isinstance(one, Derived) and one.needs_batch},
+            "counts": tuple((i, order[leaf.path]) for i, leaf in leaves if leaf.rows and leaf.path in order),
+            "on_host": tuple(i for i, leaf in leaves if leaf.on_host),
+            "padded": tuple(i for i, leaf in leaves if leaf.padding is not None),
+            "pickles": frozenset(leaf.path for leaf in self.leaves if leaf.label == PICKLES),
+        }
+        for name, value in computed.items():
+            object.__setattr__(self, name, value)
+
+    def with_shared(self, values: Sequence[tuple[str, Any]]) -> Structure:
+        """The same with other shared values, given by path in the order of the fields."""
+        if not values:
+            return self
+        rest = iter(values)
+        fields = (
+            Shared(*next(rest)) if isinstance(one, Shared) and one.path is not None else one for one in self.fields
+        )
+        return replace(self, fields=tuple(fields), shared=describe(values))

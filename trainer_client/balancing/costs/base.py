@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.spans import SpanCosts
+from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.batches import BatchError, read_lengths
 from trainer_client.checks import is_whole
 

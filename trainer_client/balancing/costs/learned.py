@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.spans import SpanCosts
+from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.costs.base import SampleCost
 from trainer_client.balancing.costs.fits import Fit, FitOptions
 from trainer_client.balancing.costs.terms import SequenceTerms, Terms

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.spans import SpanCosts
+from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.batches import BatchError, FlatBatch, lookup
 
 __all__ = ["SequenceTerms", "Terms"]

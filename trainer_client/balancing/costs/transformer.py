@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.spans import SpanCosts
+from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.costs.base import (
     ATTENTION_WITH_BACKWARD,
     MATMUL_WITH_BACKWARD,

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec
-from trainer_client.balancing.batches.jagged import is_keyed_jagged_tensor
+from trainer_client.balancing.batches.fields import is_keyed_jagged_tensor
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import RoundReport
-from trainer_client.balancing.tickets import Ticket
+from trainer_client.balancing.ticket import Ticket
 
 PREFIX = "evenkeel_"
 _UNBALANCED = "identity"
@@ -142,7 +142,7 @@ class EvenkeelShuffling:
         moved = handle.balancer.redistribute(None, handle.ticket, spec=handle.spec, loader=handle.stream)
         if moved is None:
             raise RuntimeError(f"the loops of all ranks over {handle.stream!r} have ended, as a rank has left its own")
-        self.report = handle.ticket.future.result().report  # which redistributing has waited for
+        self.report = handle.ticket.report  # which redistributing has waited for
         indices = moved.pop(INDICES, None)
         jagged = next(value for value in moved.values() if is_keyed_jagged_tensor(value))
         real = jagged.lengths().numel() // len(jagged.keys())

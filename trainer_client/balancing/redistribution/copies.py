@@ -1,14 +1,9 @@
-"""Which bytes to copy where: the fields of a batch, and the one form of work that the copy kernels understand.
-
-A buffer holds one block per peer, in rank order; a block holds one segment per field, in field order. Segments begin
-at multiples of 16 bytes, so that a segment can be read in words of any dtype. Sender and receiver compute the same
-layout, the one from its lengths, the other from the totals of its slice: no sizes are exchanged.
+"""Which bytes to copy where: the fields of a batch, and pieces of their columns.
 
 Fields of one jagged column are cut at the same samples, so what to copy is written once for all of them, in units: rows
 of a jagged field, samples of a dense one. The last column, after the jagged ones, has one unit a sample.
 
-A description is an array of 64-bit words; a `Job` says where in it the parts are. The host copies here, a device in
-`copying`.
+The host copies here, a device in `copying`; both read the same arrays.
 """
 
 from __future__ import annotations
@@ -20,14 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import ZERO, kernel
 from trainer_client.balancing.batches.structure import Leaf
+
+Ints = NDArray[np.int64]
+WHOLE = 1 << 62  # bytes: no piece is cut
+MAX_UNITS = 1 << 31  # of a column: pieces count in 32 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +31,16 @@ class FieldTable:
     """F fields sorted by path, so that all ranks of one schema agree on the order.
 
     Attributes:
-        leaf_index: (F,) int64, the tensor in which a field lies.
-        before_begin: (F + 1,) int64, where each field's columns begin in `before_columns`.
-        before_columns: Int64, field after field, the columns whose values precede it in its tensor.
-        column: (F,) int64, its jagged column, -1 if rows are fixed.
+        column: (F,) int64, its jagged column; -1, the last one, if rows are fixed.
         unit_bytes: (F,) int64, bytes of one row if jagged, of one sample if rows are fixed.
+        leaf: (F,) int64, the tensor in which a field lies.
+        position: (F,) int64, its position among the fields in the order in which they lie in memory.
     """
 
-    column: NDArray[np.int64]
-    unit_bytes: NDArray[np.int64]
-    leaf_index: NDArray[np.int64]
-    before_begin: NDArray[np.int64]
-    before_columns: NDArray[np.int64]
+    column: Ints
+    unit_bytes: Ints
+    leaf: Ints
+    position: Ints
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -58,85 +52,123 @@ class FieldTable:
             table_bytes: Bytes of each sample's row in a table that travels as the last field and lies in a tensor after
                 the leaves; 0: there is none.
         """
-        found: list[tuple[str, int, tuple[int, ...], int, int]] = []
+        entries: list[tuple[str, int, int, int]] = []
         for index, leaf in enumerate(leaves):
             if leaf.rows:
-                found.append((leaf.path, index, (), -1, leaf.rows * leaf.row_bytes))
-            else:
-                found.extend(
-                    (path, index, leaf.columns[:position], leaf.columns[position], leaf.row_bytes)
-                    for position, path in enumerate(leaf.field_paths)
-                )
-        found.sort(key=lambda item: item[0])
+                entries.append((leaf.path, -1, leaf.rows * leaf.row_bytes, index))
+            for path, column in zip(leaf.field_paths, leaf.columns, strict=False):  # fixed rows have no columns
+                entries.append((path, column, leaf.row_bytes, index))
+        order = sorted(range(len(entries)), key=lambda position: entries[position][0])
         if table_bytes:
-            found.append(("", len(leaves), (), -1, table_bytes))
-        before = [item[2] for item in found]
-        return FieldTable(
-            leaf_index=np.array([item[1] for item in found], dtype=np.int64),
-            before_begin=np.cumsum([0, *map(len, before)], dtype=np.int64),
-            before_columns=np.array([column for columns in before for column in columns], dtype=np.int64),
-            column=np.array([item[3] for item in found], dtype=np.int64),
-            unit_bytes=np.array([item[4] for item in found], dtype=np.int64),
-        )
+            order.append(len(entries))
+            entries.append(("", -1, table_bytes, len(leaves)))
+        table = np.array([(*entries[position][1:], position) for position in order], dtype=np.int64).reshape(-1, 4)
+        columns: list[Ints] = [np.ascontiguousarray(one) for one in table.T]
+        return FieldTable(column=columns[0], unit_bytes=columns[1], leaf=columns[2], position=columns[3])
 
-    def addresses(self, tensors: Sequence[torch.Tensor], totals: NDArray[np.int64]) -> NDArray[np.int64]:
+    def addresses(self, tensors: Sequence[torch.Tensor], totals: Ints) -> Ints:
         """(F,) address of each field's first row in contiguous tensors that hold `totals` values per column."""
         return self.first_rows(np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64), totals)
 
-    def first_rows(self, begins: NDArray[np.int64], totals: NDArray[np.int64]) -> NDArray[np.int64]:
+    def first_rows(self, begins: Ints, totals: Ints) -> Ints:
         """The same for tensors that begin at these addresses."""
-        return _first_rows(begins, totals, self.leaf_index, self.before_begin, self.before_columns, self.unit_bytes)
+        return _first_rows(begins, totals, self.column, self.unit_bytes, self.leaf, self.position)
 
 
 @kernel
-def _first_rows(
-    begins: NDArray[np.int64],
-    totals: NDArray[np.int64],
-    leaf: NDArray[np.int64],
-    before_begin: NDArray[np.int64],
-    before_columns: NDArray[np.int64],
-    unit_bytes: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    addresses = np.empty(leaf.size, np.int64)
-    for field in range(leaf.size):
-        rows = np.int64(0)
-        for k in range(before_begin[field], before_begin[field + 1]):
-            rows += totals[before_columns[k]]
-        addresses[field] = begins[leaf[field]] + rows * unit_bytes[field]
+def _first_rows(begins: Ints, totals: Ints, column: Ints, unit_bytes: Ints, leaf: Ints, position: Ints) -> Ints:
+    field_at = np.empty(position.size, np.int64)
+    for field in range(position.size):
+        field_at[position[field]] = field
+    addresses = np.empty(position.size, np.int64)
+    ends = begins.copy()
+    for i in range(position.size):
+        field = field_at[i]
+        addresses[field] = ends[leaf[field]]
+        if column[field] >= 0:
+            ends[leaf[field]] += totals[column[field]] * unit_bytes[field]
     return addresses
 
 
-Ints = NDArray[np.int64]
-WHOLE = 1 << 62  # bytes: no piece is cut
-MAX_UNITS = 1 << 31  # of a column: pieces count in 32 bits
-
-
 class Job(NamedTuple):
-    """Copies: of each field, all pieces of its column. Where is counted in words.
+    """Copies of `Copies`: of each field, all pieces of its column.
 
     Attributes:
+        number: Its row in `Copies.item_begin` and `Copies.first_piece`.
         items: Pieces, counted once for each field.
-        fields: Fields F.
-        item_begin: Where (F + 1,) first items of the fields are.
-        piece_begin: Where (F,) first pieces of the fields are, counted from `pieces`.
-        unit_bytes: Where (F,) bytes of a unit are.
-        source: Where (groups, F) addresses to copy from are, of the unit that counts as the first.
-        source_stride: F, or 0 if all groups have the same.
-        target: Where (groups, F) addresses to copy to are.
-        target_stride: F, or 0 if all groups have the same.
-        pieces: Where the pieces are: (k, 4) int32, unit to copy from, unit to copy to, units, group.
+        source: The row of `Copies.addresses` where the first group's fields are copied from.
+        source_step: 1 if each group has a row of its own, 0 if all have the same.
+        target: The row where the first group's fields are copied to.
+        target_step: As `source_step`.
     """
 
+    number: int
     items: int
-    fields: int
-    item_begin: int
-    piece_begin: int
-    unit_bytes: int
     source: int
-    source_stride: int
+    source_step: int
     target: int
-    target_stride: int
-    pieces: int
+    target_step: int
+
+
+class Copies:
+    """What some jobs copy, in arrays that lie in one piece of memory, so that one copy brings them to a device.
+
+    Attributes:
+        words: The memory, a multiple of 16 bytes.
+        unit_bytes: (F,) int64, bytes of a unit of each field.
+        addresses: (rows, F) int64, of the unit that counts as the first.
+        item_begin: (jobs, F + 1) int64, where each field's items begin.
+        first_piece: (jobs, F) int64, the first piece of each field's column.
+        pieces: (k, 4) int32, unit to copy from, unit to copy to, units, group.
+        begins: Where these arrays begin in `words`, in words of 8 bytes.
+    """
+
+    __slots__ = ("addresses", "begins", "first_piece", "item_begin", "pieces", "unit_bytes", "words")
+
+    def __init__(self, words: Ints, fields: int, rows: int, jobs: int) -> None:
+        rows_end = fields * (1 + rows)
+        items_end = rows_end + jobs * (fields + 1)
+        self.words = words
+        self.begins = (0, fields, rows_end, items_end, (items_end + jobs * fields + 1) & -2)
+        self.unit_bytes = words[:fields]
+        self.addresses = words[fields:rows_end].reshape(rows, fields)
+        self.item_begin = words[rows_end:items_end].reshape(jobs, fields + 1)
+        self.first_piece = words[items_end : items_end + jobs * fields].reshape(jobs, fields)
+        self.pieces = words[self.begins[-1] :].view(np.int32).reshape(-1, 4)
+
+    @staticmethod
+    def num_words(fields: int, rows: int, jobs: int, pieces: int) -> int:
+        """Words that so many pieces take at most."""
+        return fields * (1 + rows + 2 * jobs) + jobs + 1 + 2 * pieces & -2
+
+    def shorten(self, pieces: int) -> None:
+        """Says that there are only so many pieces, where there was room for more."""
+        self.words = self.words[: self.begins[-1] + 2 * pieces]
+
+    def copy_on_host(self, job: Job) -> None:
+        """Copies; the GIL is released meanwhile. The caller keeps the memory of all addresses alive."""
+        _copy(
+            self.unit_bytes, self.addresses, self.item_begin[job.number], self.first_piece[job.number], self.pieces,
+            job.source, job.source_step, job.target, job.target_step,
+        )  # fmt: skip
+
+
+# C's memcpy on plain addresses: index operations of torch cost an order of magnitude more for short rows
+_memcpy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
+
+
+@kernel
+def _copy(
+    unit_bytes: Ints, addresses: Ints, item_begin: Ints, first_piece: Ints, pieces: NDArray[np.int32],
+    source: int, source_step: int, target: int, target_step: int,
+) -> None:  # fmt: skip
+    for field in range(unit_bytes.size):
+        unit = unit_bytes[field]
+        for i in range(item_begin[field + 1] - item_begin[field]):
+            piece = pieces[first_piece[field] + i]
+            since = addresses[source + piece[3] * source_step, field] + piece[0] * unit
+            to = addresses[target + piece[3] * target_step, field] + piece[1] * unit
+            _memcpy(to, since, piece[2] * unit)
 
 
 def describe_samples(
@@ -147,9 +179,10 @@ def describe_samples(
     fields: FieldTable,
     source: Ints,
     target: Ints,
+    totals: Ints,
     *,
     most: int,
-) -> tuple[Ints, Job]:
+) -> tuple[Copies, Job]:
     """Gathers samples of several batches, one after the other.
 
     Args:
@@ -160,39 +193,42 @@ def describe_samples(
         fields: The fields.
         source: (batches, F) address of each field's first row in each batch.
         target: (F,) address where each field goes.
+        totals: (num_jagged,) values of each column in the chosen samples.
         most: Bytes above which a piece is cut.
 
     Returns:
-        The description, and the job in it.
+        What to copy, and the job that does.
 
     Raises:
         ValueError: If there are more values than pieces can count.
     """
-    largest = int(lengths.sum(axis=0).max(initial=0))
-    if largest >= MAX_UNITS:
+    chosen = samples + np.repeat(first[:-1], np.diff(begin))
+    units = np.append(totals, chosen.size)
+    if (largest := max(int(units.max()), int(lengths.sum(axis=0).max(initial=0)))) >= MAX_UNITS:
         raise ValueError(f"a jagged field has {largest} values in these batches; there may be {MAX_UNITS - 1} at most")
-    words, job = _describe_samples(
-        samples, begin, lengths, first, fields.column, fields.unit_bytes, source, target, most
+    num_fields, num_groups = fields.column.size, begin.size - 1
+    cuts = units_of_pieces(fields.column, fields.unit_bytes, units.size, most)
+    copied = np.flatnonzero(cuts)
+    num_pieces = (chosen.size + num_groups) * copied.size + int((units[copied] // cuts[copied]).sum())
+    words = np.empty(Copies.num_words(num_fields, num_groups + 1, 1, num_pieces), np.int64)
+    copies = Copies(words, num_fields, num_groups + 1, 1)
+    copies.unit_bytes[:] = fields.unit_bytes
+    copies.addresses[:-1], copies.addresses[-1] = source, target
+    piece_begin = np.zeros(units.size + 1, np.int64)
+    count = add_samples(
+        copies.pieces, ZERO, chosen, begin, np.arange(num_groups), lengths, first[:-1], cuts, piece_begin, False
     )
-    return words, Job(*job.tolist())
+    copies.shorten(count)
+    items = write_items(fields.column, fields.unit_bytes, piece_begin, copies.item_begin[0], copies.first_piece[0])
+    return copies, Job(0, items, 0, 1, num_groups, 0)
 
 
 @kernel
-def columns_of(column: Ints, num_jagged: int) -> Ints:
-    """(F,) the column in which each field's units are counted: fields whose rows are fixed have the last one."""
-    columns = column.copy()
-    for field in range(columns.size):
-        if columns[field] < 0:
-            columns[field] = num_jagged
-    return columns
-
-
-@kernel
-def units_of_pieces(columns: Ints, unit_bytes: Ints, num_columns: int, most: int) -> Ints:
+def units_of_pieces(column: Ints, unit_bytes: Ints, num_columns: int, most: int) -> Ints:
     """(num_columns,) units above which a piece of each column is cut; 0 for columns without bytes."""
     units = np.zeros(num_columns, np.int64)
-    for field in range(columns.size):
-        units[columns[field]] = max(units[columns[field]], unit_bytes[field])
+    for field in range(column.size):  # -1 is the last column
+        units[column[field]] = max(units[column[field]], unit_bytes[field])
     for index in range(num_columns):
         if units[index]:
             units[index] = max(most // units[index], 1)
@@ -204,10 +240,10 @@ def add_piece(pieces: NDArray[np.int32], count: int, source: int, target: int, u
     """Appends a range of units, in pieces of at most `cut`; returns the new number of pieces."""
     done = 0
     while done < units:
-        pieces[4 * count] = source + done
-        pieces[4 * count + 1] = target + done
-        pieces[4 * count + 2] = min(cut, units - done)
-        pieces[4 * count + 3] = group
+        pieces[count, 0] = source + done
+        pieces[count, 1] = target + done
+        pieces[count, 2] = min(cut, units - done)
+        pieces[count, 3] = group
         done += cut
         count += 1
     return count
@@ -215,117 +251,68 @@ def add_piece(pieces: NDArray[np.int32], count: int, source: int, target: int, u
 
 @kernel
 def add_samples(
-    pieces: NDArray[np.int32], count: int, samples: Ints, starts: Ints, target: int, group: int, cut: int
-) -> tuple[int, int]:
-    """Appends samples of one column, neighbours here and there as one range; returns pieces, and the unit after."""
-    since, until = ZERO, ZERO
-    for sample in samples:
-        if starts[sample] != until:
-            count = add_piece(pieces, count, since, target, until - since, group, cut)
-            target += until - since
-            since = starts[sample]
-        until = starts[sample + 1]
-    count = add_piece(pieces, count, since, target, until - since, group, cut)
-    return count, target + until - since
+    pieces: NDArray[np.int32],
+    count: int,
+    samples: Ints,
+    begin: Ints,
+    parts: Ints,
+    lengths: Ints,
+    first: Ints,
+    cuts: Ints,
+    piece_begin: Ints,
+    restart: bool,
+) -> int:
+    """Appends samples, of each column neighbours here and there as one range; returns the new number of pieces.
 
-
-@kernel
-def write_starts(lengths: Ints, index: int, starts: Ints) -> None:
-    """Writes the (n + 1,) units of a column before each sample."""
+    Args:
+        pieces: Where to write.
+        count: Pieces so far.
+        samples: Rows of `lengths`.
+        begin: Part k of them is from begin[k] to begin[k + 1].
+        parts: The parts that are copied, each the group of its number here; -1: none.
+        lengths: (n, num_jagged).
+        first: Row of `lengths` whose units come first in the memory of each part.
+        cuts: Units above which a piece of each column is cut; 0: there is nothing to copy.
+        piece_begin: (columns + 1,) where the first piece of each column is written.
+        restart: Each group has a target of its own; else one follows the other.
+    """
     num_samples, num_jagged = lengths.shape
-    starts[0] = 0
-    for i in range(num_samples):
-        starts[i + 1] = starts[i] + (lengths[i, index] if index < num_jagged else 1)
+    starts = np.zeros(num_samples + 1, np.int64)
+    for index in range(cuts.size):
+        piece_begin[index] = count
+        if not cuts[index]:
+            continue
+        for i in range(num_samples):
+            starts[i + 1] = starts[i] + (lengths[i, index] if index < num_jagged else 1)
+        target = ZERO
+        for group in range(parts.size):
+            part = parts[group]
+            if part < 0:
+                continue
+            base = starts[first[part]]
+            since = until = base
+            target = ZERO if restart else target
+            for sample in samples[begin[part] : begin[part + 1]]:
+                if starts[sample] != until:
+                    count = add_piece(pieces, count, since - base, target, until - since, group, cuts[index])
+                    target += until - since
+                    since = starts[sample]
+                until = starts[sample + 1]
+            count = add_piece(pieces, count, since - base, target, until - since, group, cuts[index])
+            target += until - since
+    piece_begin[cuts.size] = count
+    return count
 
 
 @kernel
-def write_items(words: Ints, at: int, columns: Ints, unit_bytes: Ints, piece_begin: Ints) -> int:
-    """Writes the first items (F + 1,) and first pieces (F,) of the fields at `at`; returns the number of items."""
+def write_items(column: Ints, unit_bytes: Ints, piece_begin: Ints, item_begin: Ints, first_piece: Ints) -> int:
+    """Writes the first items (F + 1,) and first pieces (F,) of the fields; returns the number of items."""
     items = 0
-    for field in range(columns.size):
-        index = columns[field]
-        words[at + field] = items
-        words[at + columns.size + 1 + field] = piece_begin[index]
+    for field in range(column.size):
+        index = column[field] % (piece_begin.size - 1)
+        item_begin[field] = items
+        first_piece[field] = piece_begin[index]
         if unit_bytes[field]:
             items += piece_begin[index + 1] - piece_begin[index]
-    words[at + columns.size] = items
+    item_begin[column.size] = items
     return items
-
-
-@kernel
-def _describe_samples(
-    samples: Ints, begin: Ints, lengths: Ints, first: Ints, column: Ints, unit_bytes: Ints, source: Ints, target: Ints,
-    most: int,
-) -> tuple[Ints, Ints]:  # fmt: skip
-    num_fields, num_groups, num_columns = column.size, begin.size - 1, lengths.shape[1] + 1
-    columns = columns_of(column, lengths.shape[1])
-    cuts = units_of_pieces(columns, unit_bytes, num_columns, most)
-    room = 0
-    for index in range(num_columns):
-        if cuts[index]:
-            units = lengths.shape[0]
-            if index < num_columns - 1:
-                units = 0
-                for i in range(lengths.shape[0]):
-                    units += lengths[i, index]
-            room += samples.size + num_groups + units // cuts[index]
-    at_items, at_unit = ZERO, 2 * num_fields + 1
-    at_source, at_target = at_unit + num_fields, at_unit + num_fields * (num_groups + 1)
-    at_pieces = (at_target + num_fields + 1) & -2
-    words = np.empty(at_pieces + 2 * room, np.int64)
-    pieces = words[at_pieces:].view(np.int32)
-    for field in range(num_fields):
-        words[at_unit + field] = unit_bytes[field]
-        words[at_target + field] = target[field]
-        for group in range(num_groups):
-            words[at_source + group * num_fields + field] = source[group, field]
-
-    count = ZERO
-    piece_begin = np.zeros(num_columns + 1, np.int64)
-    for index in range(num_columns):
-        if cuts[index]:
-            landing = ZERO
-            for group in range(num_groups):
-                starts = np.empty(first[group + 1] - first[group] + 1, np.int64)
-                write_starts(lengths[first[group] : first[group + 1]], index, starts)
-                own = samples[begin[group] : begin[group + 1]]
-                count, landing = add_samples(pieces, count, own, starts, landing, group, cuts[index])
-        piece_begin[index + 1] = count
-    items = write_items(words, at_items, columns, unit_bytes, piece_begin)
-    job = np.array([items, num_fields, at_items, at_items + num_fields + 1, at_unit, at_source, num_fields, at_target,
-                    0, at_pieces])  # fmt: skip
-    return words[: at_pieces + 2 * count], job
-
-
-@intrinsic
-def _copy_bytes(_context: Any, target: Any, source: Any, size: Any) -> Any:  # noqa: ARG001 - read by the signature
-    """`memcpy` on plain addresses: index operations of torch cost an order of magnitude more for short rows."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        byte_pointer = ir.IntType(8).as_pointer()
-        to, since = (builder.inttoptr(address, byte_pointer) for address in args[:2])
-        cgutils.raw_memcpy(builder, to, since, args[2], 1)  # type: ignore[no-untyped-call]
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-@kernel
-def _copy(words: NDArray[np.int64], halves: NDArray[np.int32], job: NDArray[np.int64]) -> None:
-    _, num_fields, item_begin, piece_begin, unit_bytes, source, source_stride, target, target_stride, pieces = job
-    for field in range(num_fields):
-        unit = words[unit_bytes + field]
-        place = 2 * pieces + 4 * words[piece_begin + field]
-        for _ in range(words[item_begin + field + 1] - words[item_begin + field]):
-            since, to, units, group = halves[place], halves[place + 1], halves[place + 2], halves[place + 3]
-            place += 4
-            _copy_bytes(  # type: ignore[call-arg]
-                words[target + group * target_stride + field] + to * unit,
-                words[source + group * source_stride + field] + since * unit,
-                units * unit,
-            )
-
-
-def copy_on_host(words: NDArray[np.int64], job: Job) -> None:
-    """Copies; the GIL is released meanwhile. The caller keeps the memory of all addresses alive."""
-    _copy(words, words.view(np.int32), np.array(job, dtype=np.int64))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,8 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.preparing import KernelSet, ready
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, Job, copy_on_host, describe_samples
+from trainer_client.balancing.redistribution.copies import WHOLE, Copies, FieldTable, Job, describe_samples
+from trainer_client.balancing.redistribution.moves import describe, measure, num_words
 from trainer_client.nvrtc import Module
 
 PIECE_BYTES = 4096  # one warp each: enough of them to fill a device from a few MiB on
@@ -23,12 +23,12 @@ _KERNEL = "copy_pieces"
 _THREADS = 256
 # Collectives need whole multiprocessors: a kernel beside them fills half of the device, which keeps its memory busy.
 _THREADS_BESIDE = 1024
-_Parameters = ctypes.c_int64 * (1 + len(Job._fields))
+_Parameters = ctypes.c_int64 * 10
 
 
 def source() -> str:
     """The CUDA source."""
-    return files("trainer_client.balancing.redistribution").joinpath("kernels", "copy_pieces.cu").read_text()
+    return (Path(__file__).parent / "kernels" / "copy_pieces.cu").read_text()
 
 
 @cache
@@ -36,33 +36,32 @@ def _module(device: int) -> tuple[Module, int]:
     return Module(source(), [_KERNEL], {}, device), torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def load(device: torch.device) -> None:
-    """Compiles the kernel, or reads it from the disk cache, and loads it on a device."""
-    with torch.cuda.device(device):
-        _module(torch.cuda.current_device())
-
-
-def copy_on_device(words: torch.Tensor, job: Job, stream: int, *, beside: bool = False) -> None:
-    """Copies on a stream of the current device.
-
-    Args:
-        words: The description, on the device; aligned to 16 bytes.
-        job: The job in it.
-        stream: The stream's handle.
-        beside: Leave half of the device to kernels that are launched later, as those of a collective.
-    """
+def _copy_on_device(copies: Copies, job: Job, begin: int, stream: int, beside: bool) -> None:
     if not job.items:
         return
-    module, multiprocessors = _module(words.device.index)
+    module, multiprocessors = _module(torch.cuda.current_device())
     threads = _THREADS_BESIDE if beside else _THREADS
     blocks = -(-32 * job.items // threads)
+    fields = copies.unit_bytes.size
+    unit_bytes, addresses, item_begin, first_piece, pieces = (begin + 8 * words for words in copies.begins)
     module.launch(
         _KERNEL,
         blocks=min(blocks, multiprocessors // 2) if beside else blocks,
         threads=threads,
         shared=0,
         stream=stream,
-        parameters=_Parameters(words.data_ptr(), *job),
+        parameters=_Parameters(
+            unit_bytes,
+            item_begin + 8 * job.number * (fields + 1),
+            first_piece + 8 * job.number * fields,
+            addresses + 8 * job.source * fields,
+            addresses + 8 * job.target * fields,
+            pieces,
+            job.items,
+            fields,
+            job.source_step * fields,
+            job.target_step * fields,
+        ),
     )
 
 
@@ -71,53 +70,47 @@ def piece_bytes(device: torch.device) -> int:
     return PIECE_BYTES if device.type == "cuda" else WHOLE
 
 
-def copy(words: torch.Tensor, job: Job, stream: int = 0, *, beside: bool = False) -> None:
-    """Copies on a stream of the current device, if the description is there, or on the host.
+def copy(copies: Copies, job: Job, on_device: torch.Tensor | None, stream: int = 0, *, beside: bool = False) -> None:
+    """Copies on a stream of the current device, or on the host.
 
     Args:
-        words: The description.
-        job: The job in it.
+        copies: What to copy.
+        job: The job.
+        on_device: `copies.words` on the device, aligned to 16 bytes; None: on the host.
         stream: The stream's handle.
-        beside: Whether kernels that are launched later shall find room.
+        beside: Leave half of the device to kernels that are launched later, as those of a collective.
     """
-    if words.is_cuda:
-        copy_on_device(words, job, stream, beside=beside)
+    if on_device is None:
+        copies.copy_on_host(job)
     else:
-        copy_on_host(words.numpy(), job)
+        _copy_on_device(copies, job, on_device.data_ptr(), stream, beside)
 
 
-def copy_described(words: NDArray[np.int64], job: Job, device: torch.device) -> None:
-    """The same for a description on the host, on the current stream; the host does not wait for its copy."""
-    described = torch.from_numpy(words)
+def copy_described(copies: Copies, job: Job, device: torch.device) -> None:
+    """The same on the current stream of a device; the host does not wait for it."""
     if device.type != "cuda":
-        copy(described, job)
+        copy(copies, job, None)
         return
     with torch.cuda.device(device):
-        stream = torch.cuda.current_stream(device).cuda_stream
-        copy(described.pin_memory().to(device, non_blocking=True), job, stream)
+        on_device = torch.from_numpy(copies.words).pin_memory().to(device, non_blocking=True)
+        copy(copies, job, on_device, torch.cuda.current_stream(device).cuda_stream)
 
 
 def warm_up(device: torch.device | str | None = None) -> None:
-    """Compiles the kernels of the host and of a CUDA device, or loads them from caches, so that no training step does.
-
-    Args:
-        device: Where batches will be; None for the host only.
-    """
+    """Compiles the kernels of the host and of a CUDA device, if that is given, or loads them, so that no step does."""
     ready([KERNELS])
     load_on_device(device)
 
 
 def load_on_device(device: torch.device | str | None) -> None:
-    """The part of a CUDA device alone; nothing for others."""
+    """Compiles the kernel of a CUDA device, or reads it from the disk cache; nothing for others."""
     if device is not None and torch.device(device).type == "cuda":
-        load(torch.device(device))
+        with torch.cuda.device(device):
+            _module(torch.cuda.current_device())
 
 
 def load_on_host() -> None:
     """Calls every kernel of the host once."""
-    from trainer_client.balancing.redistribution.copies import FieldTable
-    from trainer_client.balancing.redistribution.moves import describe, measure
-
     nothing = np.zeros(0, dtype=np.int64)
     table = np.zeros((0, 0), dtype=np.int64)
     begin = np.zeros(2, dtype=np.int64)
@@ -130,10 +123,12 @@ def load_on_host() -> None:
     )
     fields = FieldTable.of(())
     amounts = measure(nowhere, table, fields, 1, WHOLE)
-    words = np.zeros(amounts.num_words, dtype=np.int64)
+    words = np.zeros(num_words(amounts, fields), dtype=np.int64)
     places = fields.first_rows(nothing, nothing)
-    describe(words, amounts, nowhere, table, fields, places, places, 0, 0, most=WHOLE, join=True)
-    described = describe_samples(nothing, begin, table, begin, fields, np.zeros((1, 0), np.int64), nothing, most=WHOLE)
+    describe(words, amounts, nowhere, table, fields, (places, places, 0, 0), most=WHOLE, join=True)
+    described = describe_samples(
+        nothing, begin, table, begin, fields, np.zeros((1, 0), np.int64), nothing, nothing, most=WHOLE
+    )
     copy_described(*described, torch.device("cpu"))
 
 
@@ -163,7 +158,7 @@ def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> F
     tensors = template.make_room(len(lengths), totals, device)
     # alive until the copies are queued: kernels read them by address
     sources = [batch.plain() for batch in batches]
-    words, job = describe_samples(
+    copies, job = describe_samples(
         np.concatenate(chosen).astype(np.int64),
         np.cumsum([0, *(samples.size for samples in chosen)]),
         np.concatenate([batch.lengths for batch in batches]),
@@ -171,7 +166,8 @@ def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> F
         fields,
         np.stack([fields.addresses(own.tensors, batch.totals) for own, batch in zip(sources, batches, strict=True)]),
         fields.addresses(tensors, totals),
+        totals,
         most=piece_bytes(device),
     )
-    copy_described(words, job, device)
+    copy_described(copies, job, device)
     return template.rebuild(tensors, num_samples=len(lengths), totals=totals, lengths=lengths)

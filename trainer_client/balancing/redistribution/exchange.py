@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +20,7 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.batches.structure import LENGTHS_DTYPE
 from trainer_client.balancing.redistribution.copies import FieldTable
 from trainer_client.balancing.redistribution.copying import copy, piece_bytes
-from trainer_client.balancing.redistribution.moves import Amounts, describe, measure
+from trainer_client.balancing.redistribution.moves import Amounts, describe, measure, num_words
 
 
 class Pending:
@@ -36,7 +35,7 @@ class Pending:
         event: torch.cuda.Event | None = None,
         *,
         home: torch.cuda.Stream | None = None,
-        held: FlatBatch | None = None,
+        source: FlatBatch | None = None,
         read: FlatBatch | None = None,
     ) -> None:
         """A redistribution in flight.
@@ -45,14 +44,13 @@ class Pending:
             finish: Gives the batch.
             event: When the device has it; None on the host.
             home: The stream that was current at the start, if the result's tensors are of its memory.
-            held: The batch as it was, if it is of the device's memory: it is read until the event.
-            read: The result as it is on the device, if parts of it are read back to the host, which then waits for the
-                event.
+            source: The batch as it was, if it is of the device's memory: it is read until the event.
+            read: The result on the device, if parts of it are read back to the host, which then waits for the event.
         """
         self._finish: Callable[[], FlatBatch] | None = finish
         self._event = event
         self._home = home
-        self._held = held
+        self._source = source
         self._read = read
         self._result: FlatBatch | None = None
         self._done: Callable[[], None] | None = None
@@ -88,7 +86,7 @@ class Pending:
                 self._order(self._event, result)
                 if self._read is not None:
                     self._event.synchronize()
-            self._held = self._read = None
+            self._source = self._read = None
             self._result = result
             done, self._done = self._done, None
             if done is not None:
@@ -118,93 +116,80 @@ class Pending:
 OVERLAP_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
-    """Where a rank's samples will be.
+def prepare(
+    flat: FlatBatch, piece: Slice, world_size: int, device: torch.device
+) -> tuple[FieldTable, Amounts, list[torch.Tensor]]:
+    """The fields with the lengths as the last one, the sizes of all buffers, and memory for the result.
 
-    Attributes:
-        fields: The fields, the lengths as the last one.
-        amounts: The sizes of all buffers.
-        tensors: Those of the batch to come, empty.
+    The memory is the current stream's.
     """
-
-    fields: FieldTable
-    amounts: Amounts
-    tensors: list[torch.Tensor]
-
-
-def prepare(flat: FlatBatch, piece: Slice, world_size: int, device: torch.device) -> Landing:
-    """Sizes, and memory for the result, of the device's current stream."""
     fields = FieldTable.of(flat.structure.leaves, LENGTHS_DTYPE.itemsize * flat.num_jagged)
     amounts = measure(piece, flat.lengths, fields, world_size, piece_bytes(device))
-    tensors = flat.make_room(amounts.num_samples, amounts.totals, device)
-    return Landing(fields=fields, amounts=amounts, tensors=tensors)
+    return fields, amounts, flat.make_room(amounts.num_samples, amounts.totals, device)
 
 
 def exchange(
     flat: FlatBatch,
     piece: Slice,
     group: dist.ProcessGroup | None,
-    landing: Landing,
+    prepared: tuple[FieldTable, Amounts, list[torch.Tensor]],
     device: torch.device,
     stream: torch.cuda.Stream | None = None,
     after: torch.cuda.Stream | None = None,
 ) -> Callable[[], FlatBatch]:
-    """Packs and sends; the returned function receives and unpacks.
-
-    On CUDA neither of the two waits for the device.
+    """Packs and sends; the returned function receives and unpacks. On CUDA neither of the two waits for the device.
 
     Args:
         flat: The rank's batch, its tensors contiguous and on the device.
         piece: Its slice of the plan.
         group: The ranks of the plan.
-        landing: What `prepare` made.
+        prepared: By `prepare`.
         device: Where the batch is.
         stream: The current stream, on CUDA.
         after: The stream whose work so far is waited for before the batch is read and the result written.
     """
-    lengths, num_jagged = flat.lengths, flat.num_jagged
-    amounts = landing.amounts
+    fields, amounts, tensors = prepared
+    lengths, is_host = flat.lengths, device.type == "cpu"
     sent_splits, received_splits = amounts.sent_bytes.tolist(), amounts.received_bytes.tolist()
-    table = torch.empty((amounts.num_samples, num_jagged), dtype=LENGTHS_DTYPE, device=device)
+    table = torch.empty((amounts.num_samples, flat.num_jagged), dtype=LENGTHS_DTYPE, device=device)
     buffers = torch.empty(sum(sent_splits) + sum(received_splits), dtype=torch.uint8, device=device)
     sent, received = buffers[: sum(sent_splits)], buffers[sum(sent_splits) :]
 
-    # One buffer describes everything to the device, by one copy: own lengths, and what to copy where.
+    # One buffer brings everything to the device, by one copy: own lengths, and what to copy where.
     begin = (lengths.size + 3) // 4 * 2  # in words of 8 bytes, a multiple of 16
-    num_words = begin + amounts.num_words
-    on_host = torch.empty(num_words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    on_host = torch.empty(begin + num_words(amounts, fields), dtype=torch.int64, device="cpu", pin_memory=not is_host)
     words = on_host.numpy()
     words.view(np.int32)[: lengths.size] = lengths.reshape(-1)
-    described = on_host if device.type == "cpu" else torch.empty_like(on_host, device=device)
-    moves = describe(
-        words[begin:], amounts, piece, lengths, landing.fields,
-        landing.fields.addresses([*flat.tensors, described], flat.totals),
-        landing.fields.addresses([*landing.tensors, table], amounts.units), sent.data_ptr(), received.data_ptr(),
-        most=piece_bytes(device), join=amounts.kept_bytes < OVERLAP_BYTES,
+    described = on_host if is_host else torch.empty_like(on_host, device=device)
+    addresses = (
+        fields.addresses([*flat.tensors, described], flat.totals), fields.addresses([*tensors, table], amounts.units),
+        sent.data_ptr(), received.data_ptr(),
     )  # fmt: skip
-    if device.type != "cpu":
-        used = begin + moves.num_words
+    copies, pack, keep, unpack = describe(
+        words[begin:], amounts, piece, lengths, fields, addresses, most=piece_bytes(device),
+        join=amounts.kept_bytes < OVERLAP_BYTES,
+    )  # fmt: skip
+    if not is_host:
+        used = begin + copies.words.size
         described[:used].copy_(on_host[:used], non_blocking=True)  # while the stream's other work is still going on
     if stream is not None and after is not None:
         stream.wait_stream(after)
     handle = 0 if stream is None else stream.cuda_stream
-    jobs = described[begin:]
+    on_device = None if is_host else described[begin:]
 
-    copy(jobs, moves.pack, handle)
+    copy(copies, pack, on_device, handle)
     work: Any = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=group, async_op=True)
-    copy(jobs, moves.keep, handle, beside=True)  # samples that stay are copied while the others travel
+    copy(copies, keep, on_device, handle, beside=True)  # samples that stay are copied while the others travel
 
     def finish() -> FlatBatch:
         work.wait()
-        copy(jobs, moves.unpack, handle)
+        copy(copies, unpack, on_device, handle)
         _ = sent, flat  # alive until here: kernels read them by address
-        host_lengths = None
-        if device.type == "cpu":
-            host_lengths = table.to(torch.int64).numpy()
+        host_lengths = table.to(torch.int64).numpy() if is_host else None
+        if host_lengths is not None:
             _check(piece, host_lengths)
         return flat.rebuild(
-            landing.tensors,
+            tensors,
             num_samples=amounts.num_samples,
             totals=amounts.totals,
             lengths=host_lengths,
@@ -222,11 +207,11 @@ def _check(piece: Slice, lengths: NDArray[np.int64]) -> None:
     """
     begin = 0
     for source, count, announced in zip(piece.sources, piece.source_counts, piece.source_totals, strict=True):
-        found = lengths[begin : begin + int(count)].sum(axis=0)
+        arrived = lengths[begin : begin + int(count)].sum(axis=0)
         begin += int(count)
-        if not np.array_equal(found, announced):
+        if not np.array_equal(arrived, announced):
             raise RuntimeError(
-                f"rank {source} sent rank {piece.rank} samples of total lengths {found.tolist()}, but the plan "
+                f"rank {source} sent rank {piece.rank} samples of total lengths {arrived.tolist()}, but the plan "
                 f"announces {announced.tolist()}: the ranks do not hold the same plan"
             )
 
@@ -253,9 +238,8 @@ def start(
 ) -> Pending:
     """Begins to move samples. Collective: all ranks of `group` call it for the same plan, in the same order.
 
-    The result holds exactly the bytes of the samples that the plan assigns to this rank,
-    sorted by (home, index at home).
-    On CUDA the host never waits for the device.
+    The result holds exactly the bytes of the samples that the plan assigns to this rank, sorted by (home, index at
+    home). On CUDA the host never waits for the device.
 
     Args:
         flat: The rank's batch, with the lengths on the host.
@@ -270,8 +254,8 @@ def start(
     Raises:
         ValueError: If the slice does not fit the batch or the group.
     """
-    found = flat.device
-    where = torch.device(device) if device is not None else found
+    source = flat.device
+    where = torch.device(device) if device is not None else source
     world_size = 1 if group is None else dist.get_world_size(group)
     _check_fits(flat, piece, group, world_size)
     if where is None or where.type != "cuda":
@@ -283,15 +267,15 @@ def start(
         where = torch.device("cuda", torch.cuda.current_device())
     side = stream if stream is not None else _side_stream(where)
     current = torch.cuda.current_stream(where)
-    on_device = found is not None and found.type == "cuda"
+    on_device = source is not None and source.type == "cuda"
     flat = (flat.to(where) if on_device else flat).plain()
-    landing = prepare(flat, piece, world_size, where) if world_size > 1 else None
+    prepared = prepare(flat, piece, world_size, where) if world_size > 1 else None
     with torch.cuda.stream(side):
         # From memory that is not pinned the host would wait for the copies, and so for work queued before them.
         moved = flat if on_device else flat.pin_memory().to(where, non_blocking=True)
         # Collectives come after the model's that are queued by now, on all ranks alike.
-        if landing is not None:
-            result = exchange(moved, piece, group, landing, where, side, after=current)()
+        if prepared is not None:
+            result = exchange(moved, piece, group, prepared, where, side, after=current)()
         else:
             side.wait_stream(current)
             result = moved
@@ -301,8 +285,8 @@ def start(
             result = read.read_back()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(side)
-    if landing is not None:
-        return Pending(lambda: result, event, home=current, held=flat if on_device else None, read=read)
+    if prepared is not None:
+        return Pending(lambda: result, event, home=current, source=flat if on_device else None, read=read)
     if on_device:
         for tensor in flat.tensors:
             tensor.record_stream(side)

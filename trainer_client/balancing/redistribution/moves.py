@@ -4,8 +4,8 @@ The send and receive buffers hold one block per peer, in rank order; a block hol
 order. Segments begin at multiples of 16 bytes, so that they can be read in words of any dtype. Sender and receiver
 compute the same layout, the one from its lengths, the other from the totals of its slice: no sizes are exchanged.
 
-The host's time counts: a training step launches the redistribution between its own kernels. So all arithmetic on
-samples, fields and peers is in these two functions, and Python only allocates what they ask for.
+A training step launches the redistribution between its own kernels, so the host's time counts: all arithmetic on
+samples, fields and peers is compiled.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from evenkeel.partitioning.compile import ZERO, kernel
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.redistribution.copies import (
     MAX_UNITS,
+    Copies,
     FieldTable,
     Ints,
     Job,
     add_piece,
     add_samples,
-    columns_of,
     units_of_pieces,
     write_items,
-    write_starts,
 )
 
 
@@ -37,26 +36,28 @@ class Amounts(NamedTuple):
     Attributes:
         order: (n,) own samples sorted by (destination, index).
         begin: (ranks + 1,) where each destination's samples begin in `order`.
+        peers: Destinations that get samples, ascending.
         sent_units: (ranks, C) units of each column for each destination.
         source_units: (sources, C) units of each column from each source.
         sent_bytes: (ranks,) bytes for each destination, padding included; 0 for the rank itself.
         received_bytes: (ranks,) bytes from each source; 0 for the rank itself.
         kept_bytes: Bytes of the samples that stay.
         units: (C,) units of each column of all samples that the rank trains.
-        num_words: Words that the description takes at most.
+        num_pieces: Pieces of all copies at most.
         staying: Samples that the slice announces from the rank itself.
         largest: The largest number of units in a column, or what is out of bounds.
     """
 
     order: Ints
     begin: Ints
+    peers: Ints
     sent_units: Ints
     source_units: Ints
     sent_bytes: Ints
     received_bytes: Ints
     kept_bytes: int
     units: Ints
-    num_words: int
+    num_pieces: int
     staying: int
     largest: int
 
@@ -69,22 +70,6 @@ class Amounts(NamedTuple):
     def totals(self) -> Ints:
         """(num_jagged,) values per jagged column that the rank trains."""
         return self.units[:-1]
-
-
-class Moves(NamedTuple):
-    """The copies of an exchange, described in one array.
-
-    Attributes:
-        pack: From own samples to the send buffer.
-        keep: From own samples to where they stay.
-        unpack: From the receive buffer.
-        num_words: Words that the description took.
-    """
-
-    pack: Job
-    keep: Job
-    unpack: Job
-    num_words: int
 
 
 def measure(piece: Slice, lengths: Ints, fields: FieldTable, world_size: int, most: int) -> Amounts:
@@ -111,10 +96,18 @@ def measure(piece: Slice, lengths: Ints, fields: FieldTable, world_size: int, mo
         raise ValueError(
             f"a jagged field has {amounts.largest} values on one rank; a batch may have {MAX_UNITS - 1} at most"
         )
-    own = int(amounts.begin[piece.rank + 1] - amounts.begin[piece.rank])
-    if amounts.staying != own:
-        raise ValueError(f"the slice keeps {own} samples on rank {piece.rank}, but announces {amounts.staying} from it")
+    kept = int(amounts.begin[piece.rank + 1] - amounts.begin[piece.rank])
+    if amounts.staying != kept:
+        raise ValueError(
+            f"the slice keeps {kept} samples on rank {piece.rank}, but announces {amounts.staying} from it"
+        )
     return amounts
+
+
+def num_words(amounts: Amounts, fields: FieldTable) -> int:
+    """Words that the description of an exchange takes at most."""
+    rows = 2 + amounts.peers.size + len(amounts.source_units)
+    return Copies.num_words(fields.column.size, rows, 3, amounts.num_pieces)
 
 
 def describe(
@@ -123,35 +116,40 @@ def describe(
     piece: Slice,
     lengths: Ints,
     fields: FieldTable,
-    here: Ints,
-    there: Ints,
-    sent: int,
-    received: int,
+    addresses: tuple[Ints, Ints, int, int],
     *,
     most: int,
     join: bool,
-) -> Moves:
+) -> tuple[Copies, Job, Job, Job]:
     """Describes what to copy.
 
     Args:
-        words: Where to write, of `amounts.num_words`.
-        amounts: What `measure` found, with the same `most`.
-        piece: The slice.
-        lengths: (n, num_jagged) of the rank's own samples.
-        fields: The fields.
-        here: (F,) addresses of its fields.
-        there: (F,) addresses of the fields of the result.
-        sent: Address of the send buffer.
-        received: Address of the receive buffer.
-        most: Bytes above which a piece is cut.
-        join: Copy what stays together with what is sent; `keep` is empty then.
+        words: Where to write, of `num_words`.
+        amounts: What `measure` gave for the other arguments.
+        piece: As for `measure`.
+        lengths: As for `measure`.
+        fields: As for `measure`.
+        addresses: (F,) those of its fields, (F,) those of the result's, of the send buffer, and of the receive buffer.
+        most: As for `measure`.
+        join: Copy what stays together with what is sent.
+
+    Returns:
+        What to copy, and the jobs from own samples to the send buffer, from own samples to where they stay (nothing
+        with `join`), and from the receive buffer.
     """
-    jobs, num_words = _describe(
-        words, amounts.order, amounts.begin, amounts.sent_units, amounts.source_units, int(piece.rank), piece.sources,
-        lengths, fields.column, fields.unit_bytes, here, there, sent, received, most, join,
+    # the rows of addresses: here, there, of what goes to each peer, of what comes from each source
+    here, there, sent, received = addresses
+    num_peers, num_sources = amounts.peers.size, piece.sources.size
+    copies = Copies(words, fields.column.size, 2 + num_peers + num_sources, 3)
+    copies.addresses[0], copies.addresses[1] = here, there
+    items, count = _describe(
+        copies.unit_bytes, copies.addresses, copies.item_begin, copies.first_piece, copies.pieces, amounts.order,
+        amounts.begin, amounts.peers, amounts.sent_units, amounts.source_units, int(piece.rank), piece.sources, lengths,
+        fields.column, fields.unit_bytes, sent, received, most, join,
     )  # fmt: skip
-    pack, keep, unpack = (Job(*job) for job in jobs.tolist())
-    return Moves(pack, keep, unpack, num_words)
+    copies.shorten(count)
+    pack, keep, unpack = items.tolist()
+    return copies, Job(0, pack, 0, 0, 2, 1), Job(1, keep, 0, 0, 2, 1), Job(2, unpack, 2 + num_peers, 1, 1, 0)
 
 
 @kernel
@@ -166,11 +164,10 @@ def _measure(
     column: Ints,
     unit_bytes: Ints,
     most: int,
-) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, int, Ints, int, int, int]:
+) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, int, Ints, int, int, int]:
     # The fields of `Amounts`; a plain tuple, since Numba takes 6 µs to hand over one with names.
     num_own, num_jagged = lengths.shape
     num_fields, num_columns = column.size, num_jagged + 1
-    columns = columns_of(column, num_jagged)
     begin = np.zeros(world_size + 1, np.int64)
     sent_units = np.zeros((world_size, num_columns), np.int64)
     for i in range(num_own):
@@ -178,17 +175,16 @@ def _measure(
         begin[peer + 1] += 1
         for jagged in range(num_jagged):
             sent_units[peer, jagged] += lengths[i, jagged]
-    num_groups = 0
+    peers = np.flatnonzero(begin[1:])
     for peer in range(world_size):
         sent_units[peer, num_jagged] = begin[peer + 1]
-        num_groups += begin[peer + 1] > 0
         begin[peer + 1] += begin[peer]
-    place = begin[:-1].copy()
+    position = begin[:-1].copy()
     order = np.empty(num_own, np.int64)
     for i in range(num_own):
         peer = destinations[i]
-        order[place[peer]] = i
-        place[peer] += 1
+        order[position[peer]] = i
+        position[peer] += 1
 
     source_units = np.empty((sources.size, num_columns), np.int64)
     units = np.zeros(num_columns, np.int64)
@@ -206,35 +202,39 @@ def _measure(
     sent, received = np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
     for field in range(num_fields):
         for peer in range(world_size):
-            sent[peer] += (sent_units[peer, columns[field]] * unit_bytes[field] + 15) & -16
+            sent[peer] += (sent_units[peer, column[field]] * unit_bytes[field] + 15) & -16
         for k in range(sources.size):
-            received[sources[k]] += (source_units[k, columns[field]] * unit_bytes[field] + 15) & -16
+            received[sources[k]] += (source_units[k, column[field]] * unit_bytes[field] + 15) & -16
     kept = sent[rank]
     sent[rank] = received[rank] = 0
 
-    cuts = units_of_pieces(columns, unit_bytes, num_columns, most)
+    cuts = units_of_pieces(column, unit_bytes, num_columns, most)
     num_pieces = 0
     for index in range(num_columns):
         if cuts[index]:
             copied = units[index]
             for peer in range(world_size):
                 copied += sent_units[peer, index]
-            num_pieces += num_own + num_groups + sources.size + copied // cuts[index]
-    num_words = num_fields * (9 + num_groups + sources.size) + 4 + 2 * num_pieces
+            num_pieces += num_own + peers.size + sources.size + copied // cuts[index]
     if largest == 0:
         for index in range(num_columns):
             total = ZERO
             for peer in range(world_size):
                 total += sent_units[peer, index]
             largest = max(largest, units[index], total)
-    return order, begin, sent_units, source_units, sent, received, kept, units, num_words, staying, largest
+    return order, begin, peers, sent_units, source_units, sent, received, kept, units, num_pieces, staying, largest
 
 
 @kernel
 def _describe(
-    words: Ints,
+    copied_bytes: Ints,
+    addresses: Ints,
+    item_begin: Ints,
+    first_piece: Ints,
+    pieces: NDArray[np.int32],
     order: Ints,
     begin: Ints,
+    peers: Ints,
     sent_units: Ints,
     source_units: Ints,
     rank: int,
@@ -242,93 +242,55 @@ def _describe(
     lengths: Ints,
     column: Ints,
     unit_bytes: Ints,
-    here: Ints,
-    there: Ints,
     sent: int,
     received: int,
     most: int,
     join: bool,
 ) -> tuple[Ints, int]:
-    num_fields, num_columns, num_sources = column.size, sent_units.shape[1], sources.size
-    columns = columns_of(column, num_columns - 1)
-    cuts = units_of_pieces(columns, unit_bytes, num_columns, most)
-    num_groups = 0
-    for peer in range(begin.size - 1):
-        num_groups += begin[peer + 1] > begin[peer]
-    peers = np.empty(num_groups, np.int64)
-    num_groups = 0
-    for peer in range(begin.size - 1):
-        if begin[peer + 1] > begin[peer]:
-            peers[num_groups] = peer
-            num_groups += 1
-    size_of_items = 2 * num_fields + 1
-    at_unit = 3 * size_of_items
-    at_here, at_landing = at_unit + num_fields, at_unit + 2 * num_fields
-    at_sent = at_landing + num_fields
-    at_received = at_sent + peers.size * num_fields
-    at_pieces = (at_received + num_sources * num_fields + 1) & -2
-    for field in range(num_fields):
-        words[at_unit + field] = unit_bytes[field]
+    num_fields, num_columns = column.size, sent_units.shape[1]
+    cuts = units_of_pieces(column, unit_bytes, num_columns, most)
+    copied_bytes[:] = unit_bytes
 
-    # Where each field is, and where it comes to be; sources come in order of their ranks.
-    for field in range(num_fields):
-        words[at_here + field], words[at_landing + field] = here[field], there[field]
+    # Where each segment is; what stays lies between what comes from ranks before and behind this one.
     staying = np.zeros(num_columns, np.int64)
     cursor = received
-    for k in range(num_sources):
+    for k in range(sources.size):
         if sources[k] < rank:
-            for index in range(num_columns):
-                staying[index] += source_units[k, index]
-        if sources[k] != rank:
-            for field in range(num_fields):
-                words[at_received + k * num_fields + field] = cursor
-                cursor += (source_units[k, columns[field]] * unit_bytes[field] + 15) & -16
+            staying += source_units[k]
+        elif sources[k] == rank:
+            continue
+        for field in range(num_fields):
+            addresses[2 + peers.size + k, field] = cursor
+            cursor += (source_units[k, column[field]] * unit_bytes[field] + 15) & -16
     cursor = sent
     for group in range(peers.size):
-        peer = peers[group]
         for field in range(num_fields):
-            units = staying[columns[field]] if peer == rank else sent_units[peer, columns[field]]
-            place = at_sent + group * num_fields + field
-            if peer == rank:
-                words[place] = words[at_landing + field] + units * unit_bytes[field]
+            if peers[group] == rank:
+                addresses[2 + group, field] = addresses[1, field] + staying[column[field]] * unit_bytes[field]
             else:
-                words[place] = cursor
-                cursor += (units * unit_bytes[field] + 15) & -16
+                addresses[2 + group, field] = cursor
+                cursor += (sent_units[peers[group], column[field]] * unit_bytes[field] + 15) & -16
 
-    pieces = words.view(np.int32)[2 * at_pieces :]
-    piece_begin = np.zeros((3, num_columns + 1), np.int64)
-    count, landing = ZERO, ZERO
-    starts = np.empty((num_columns, order.size + 1), np.int64)
-    for step in range(2):
-        for index in range(num_columns):
-            piece_begin[step, index] = count
-            if not cuts[index] or (join and step == 1):
-                continue
-            if step == 0:
-                write_starts(lengths, index, starts[index])
-            for group in range(peers.size):
-                peer = peers[group]
-                if join or (peer == rank) == (step == 1):
-                    own = order[begin[peer] : begin[peer + 1]]
-                    count, _ = add_samples(pieces, count, own, starts[index], ZERO, group, cuts[index])
-        piece_begin[step, num_columns] = count
+    items = np.zeros(3, np.int64)
+    piece_begin = np.zeros(num_columns + 1, np.int64)
+    first = np.zeros(begin.size, np.int64)
+    count = ZERO
+    for step in range(2):  # what is sent, with what stays if that is joined; then what stays alone
+        groups = np.full(peers.size, -1)
+        for group in range(peers.size):
+            if join or (peers[group] == rank) == (step == 1):
+                groups[group] = peers[group]
+        if join and step == 1:
+            groups[:] = -1
+        count = add_samples(pieces, count, order, begin, groups, lengths, first, cuts, piece_begin, True)
+        items[step] = write_items(column, unit_bytes, piece_begin, item_begin[step], first_piece[step])
     for index in range(num_columns):
-        piece_begin[2, index] = count
+        piece_begin[index] = count
         landing = ZERO
-        for k in range(num_sources):
-            units = source_units[k, index]
+        for k in range(sources.size):
             if cuts[index] and sources[k] != rank:
-                count = add_piece(pieces, count, ZERO, landing, units, k, cuts[index])
-            landing += units
-    piece_begin[2, num_columns] = count
-
-    jobs = np.zeros((3, 10), np.int64)
-    for step in range(3):
-        at_items = step * size_of_items
-        jobs[step, 0] = write_items(words, at_items, columns, unit_bytes, piece_begin[step])
-        jobs[step, 1] = num_fields
-        jobs[step, 2], jobs[step, 3], jobs[step, 4] = at_items, at_items + num_fields + 1, at_unit
-        jobs[step, 5], jobs[step, 6] = (at_here, 0) if step < 2 else (at_received, num_fields)
-        jobs[step, 7], jobs[step, 8] = (at_sent, num_fields) if step < 2 else (at_landing, 0)
-        jobs[step, 9] = at_pieces
-    return jobs, at_pieces + 2 * count
+                count = add_piece(pieces, count, ZERO, landing, source_units[k, index], k, cuts[index])
+            landing += source_units[k, index]
+    piece_begin[num_columns] = count
+    items[2] = write_items(column, unit_bytes, piece_begin, item_begin[2], first_piece[2])
+    return items, count

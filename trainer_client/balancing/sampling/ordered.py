@@ -11,7 +11,6 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
-from trainer_client.balancing.frameworks import check_divider
 from trainer_client.balancing.membership import Ranks, read_membership
 from trainer_client.balancing.sampling.cursor import Cursor, Rest, read_cursor
 from trainer_client.balancing.sampling.order import MAX_SAMPLES, VERSION, SampleOrder
@@ -110,7 +109,6 @@ class OrderedBatchSampler(Sampler[list[int]]):
             self._loaded = self._latest = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        check_divider(type(self).__name__)
         self._check_world()
         start = self._loaded or Cursor(epoch=self._epoch)
         latest = _Iteration(self, start)

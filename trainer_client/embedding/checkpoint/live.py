@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_client.embedding.checkpoint import dcp, files
+from trainer_client.embedding.checkpoint import dcp
 from trainer_client.embedding.checkpoint.convert import Checkpoint, open_checkpoint
+from trainer_client.embedding.checkpoint.files import Staging
 from trainer_client.embedding.checkpoint.optimizers import (
     Layout,
     Optimizers,
     check_state,
     fresh_rows,
-    owner_of,
+    optimizer_of,
     prepare_state,
     read_state,
 )
@@ -31,60 +33,68 @@ from trainer_client.embedding.checkpoint.record import (
     repeated_key,
     reshape,
 )
-from trainer_client.embedding.routing import owners
 from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
 
 
-def _record(
-    table: RoutedTable, arrays: dict[str, Tensor], scalars: dict[str, float], world_size: int, optimizer: str
-) -> TableRecord:
-    return TableRecord(
-        name=table.name,
-        routing=table.resolved_routing,
-        world_size=world_size,
-        num_embeddings=table.num_embeddings,
-        rows=(),
-        arrays={
-            name: ArraySpec(dtype=str(array.dtype).removeprefix("torch."), shape=tuple(array.shape[1:]))
-            for name, array in arrays.items()
-        },
-        scalars=scalars,
-        optimizer=optimizer,
-    )
-
-
-def _check_held(table: RoutedTable, owned: Any) -> None:
-    if not hasattr(owned, "held_keys"):
+def _check_storage(table: RoutedTable, part: Any) -> None:
+    if not hasattr(part, "held_keys"):
         raise CheckpointError(
-            f"table {table.name}: its storage {type(owned).__name__} keeps its rows to itself; use its own dump and "
+            f"table {table.name}: its storage {type(part).__name__} keeps its rows to itself; use its own dump and "
             "load, and `evenkeel checkpoint convert` between routings"
         )
 
 
-class _Held:
-    """A rank's rows of one table, read in chunks."""
+class _Part:
+    """A rank's rows of one table, and the record of that rank alone."""
 
-    def __init__(self, table: RoutedTable, owned: Any, optimizers: Optimizers, world_size: int) -> None:
-        _check_held(table, owned)
-        self.keys: Tensor = owned.held_keys()
-        optimizer = owner_of(optimizers, owned.weight, table.name)
+    def __init__(self, table: RoutedTable, part: Any, optimizers: Optimizers, world_size: int) -> None:
+        _check_storage(table, part)
+        optimizer = optimizer_of(optimizers, part.weight, table.name)
         state: dict[str, Tensor] = {}
         scalars: dict[str, float] = {}
         if optimizer is not None:
-            layout = Layout.of(optimizer, owned.weight, table.name)
-            state, scalars = read_state(layout, optimizer.state.get(owned.weight, {}))
-        self.fresh = fresh_rows(state, self.keys.numel())
-        self.arrays = {"values": owned.weight.detach(), **state}
-        self.record = _record(table, self.arrays, scalars, world_size, type(optimizer).__name__ if optimizer else "")
+            layout = Layout.of(optimizer, part.weight, table.name)
+            state, scalars = read_state(layout, optimizer.state.get(part.weight, {}))
+        keys = part.held_keys()
+        self._tensors = {"keys": keys, "values": part.weight.detach(), **state}
+        arrays = {name: tensor for name, tensor in self._tensors.items() if name != "keys"}
+        self.record = TableRecord(
+            name=table.name,
+            routing=table.resolved_routing,
+            world_size=world_size,
+            num_embeddings=table.num_embeddings,
+            rows=(keys.numel(),),
+            arrays={
+                name: ArraySpec(dtype=str(array.dtype).removeprefix("torch."), shape=tuple(array.shape[1:]))
+                for name, array in arrays.items()
+            },
+            scalars=scalars,
+            optimizer=type(optimizer).__name__ if optimizer else "",
+            fresh=fresh_rows(state, keys.numel()),
+        )
+        digests = []
+        for first, count in self.record.chunks(0):
+            chunk = {name: self.read(name, first, count) for name in self._tensors}
+            digests.append(Rows(keys=chunk.pop("keys"), arrays=chunk).digest())
+        self.record = dataclasses.replace(self.record, digests=(tuple(digests),))
 
-    def rows(self, chunk: int) -> Rows:
-        start = chunk * self.record.chunk_rows
-        stop = min(start + self.record.chunk_rows, self.keys.numel())
-        arrays = {name: array[start:stop].cpu() for name, array in self.arrays.items()}
-        return Rows(keys=self.keys[start:stop].cpu(), arrays=arrays)
+    def read(self, array: str, first: int, count: int) -> Tensor:
+        """Some rows, on the CPU."""
+        rows: Tensor = self._tensors[array][first : first + count].cpu()
+        return rows
 
-    def digests(self) -> tuple[int, ...]:
-        return tuple(self.rows(c).digest() for c in range(-(-self.keys.numel() // self.record.chunk_rows)))
+
+def _of_all_ranks(parts: list[TableRecord]) -> TableRecord:
+    """One record of a table from those of each rank."""
+    first = max(parts, key=lambda record: len(record.arrays))
+    if any(record.arrays != first.arrays for record in parts):
+        raise CheckpointError(f"table {first.name}: ranks hold different optimizer state; step it on all ranks")
+    return dataclasses.replace(
+        first,
+        rows=tuple(record.rows[0] for record in parts),
+        digests=tuple(record.digests[0] for record in parts),
+        fresh=next((record.fresh for record in parts if record.fresh), {}),
+    )
 
 
 def _gather(value: Any, collection: RoutedEmbeddingCollection) -> list[Any]:
@@ -95,21 +105,24 @@ def _gather(value: Any, collection: RoutedEmbeddingCollection) -> list[Any]:
     return gathered
 
 
-def _raise_any(problem: Exception | None, collection: RoutedEmbeddingCollection) -> None:
-    """Raises on all ranks what went wrong on any, so that none waits for another that has given up."""
-    found = [other for other in _gather(problem, collection) if other is not None]
-    if problem is not None:
-        raise problem
-    if found:
-        raise found[0]
+@contextmanager
+def _raised_by_all(collection: RoutedEmbeddingCollection, path: Path | str) -> Iterator[None]:
+    """Raises on all ranks what goes wrong on any, so that none waits for another that has given up."""
+    problem: Exception | None = None
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        problem = error
+    except ValueError as error:  # a table that cannot hold its keys says only which
+        problem = CheckpointError(f"{path}: {error}")
+        problem.__cause__ = error
+    failed = [other for other in _gather(problem, collection) if other is not None]
+    if problem is not None or failed:
+        raise problem or failed[0]
 
 
 def save(
-    collection: RoutedEmbeddingCollection,
-    path: Path | str,
-    *,
-    optimizer: Optimizers = None,
-    overwrite: bool = False,
+    collection: RoutedEmbeddingCollection, path: Path | str, *, optimizer: Optimizers = None, overwrite: bool = False
 ) -> None:
     """Saves a collection's rows with `torch.distributed.checkpoint`; all of its ranks call it together.
 
@@ -127,194 +140,131 @@ def save(
         CheckpointError: If the directory exists and may not be replaced, the optimizer does not hold a table, or it
             keeps something that belongs neither to a row nor to the whole table as one number; on all ranks.
     """
-    path = Path(path)
-    problem: Exception | None = None
-    held: dict[str, _Held] = {}
-    try:
-        held = {
-            t.name: _Held(t, collection.tables[t.name], optimizer, collection.world_size) for t in collection.configs
+    staging: Staging | None = None
+    with _raised_by_all(collection, path):
+        parts = {
+            t.name: _Part(t, collection.tables[t.name], optimizer, collection.world_size) for t in collection.configs
         }
-    except ValueError as error:
-        problem = error
-    _raise_any(problem, collection)
-    mine = {n: (h.keys.numel(), h.digests(), h.record.arrays, h.record.scalars, h.fresh) for n, h in held.items()}
-    told = _gather(mine, collection)
-    records = []
-    for name, one in held.items():
-        filled = [rank[name] for rank in told]
-        first = max(filled, key=lambda entry: len(entry[2]))
-        if any(entry[2] != first[2] for entry in filled):
-            raise CheckpointError(f"table {name}: ranks hold different optimizer state; step it on all ranks")
-        records.append(
-            dataclasses.replace(
-                one.record,
-                rows=tuple(entry[0] for entry in filled),
-                digests=tuple(entry[1] for entry in filled),
-                scalars=first[3],
-                fresh=next((entry[4] for entry in filled if entry[4]), {}),
-            )
+    gathered = _gather({name: part.record for name, part in parts.items()}, collection)
+    records = [_of_all_ranks([rank[name] for rank in gathered]) for name in parts]
+    with _raised_by_all(collection, path):
+        if collection.rank == 0:
+            staging = Staging(Path(path), overwrite=overwrite)
+    (folder,) = {folder for folder in _gather(staging and staging.path, collection) if folder}
+    try:
+        dcp.write(
+            folder,
+            records,
+            [collection.rank],
+            lambda name, _, array, first, count: parts[name].read(array, first, count),
+            alone=collection.world_size == 1,
+            group=collection.group,
         )
-    problem = None
-    if collection.rank == 0:
-        try:
-            files.begin(path, overwrite=overwrite)
-        except (CheckpointError, OSError) as error:
-            problem = error
-    _raise_any(problem, collection)
-    dcp.write(
-        files.staging_path(path),
-        records,
-        [collection.rank],
-        lambda name, _, chunk: held[name].rows(chunk),
-        alone=collection.world_size == 1,
-        group=collection.group,
-    )
-    _gather(None, collection)
-    problem = None
-    if collection.rank == 0:
-        try:
-            files.publish(path)
-        except CheckpointError as error:
-            problem = error
-        except OSError as error:
-            problem = CheckpointError(f"{path}: the checkpoint could not be put in place ({error})")
-    _raise_any(problem, collection)
+        _gather(None, collection)
+    except BaseException:
+        if staging is not None:
+            staging.discard()
+        raise
+    with _raised_by_all(collection, path):
+        if staging is not None:
+            try:
+                staging.publish()
+            except OSError as error:
+                raise CheckpointError(f"{path}: the checkpoint could not be put in place ({error})") from error
 
 
-def load_table(
-    checkpoint: Checkpoint,
-    table: RoutedTable,
-    owned: Any,
-    *,
-    rank: int,
-    world_size: int,
-    optimizer: Optimizers = None,
-    convert: bool = True,
-) -> int:
-    """Loads the rows that a rank owns into its part of a table, in place of those that it has.
-
-    Args:
-        checkpoint: An open checkpoint.
-        table: The declaration.
-        owned: The rank's part.
-        rank: Which rank.
-        world_size: Ranks that share the table now.
-        optimizer: Gets the saved state of these rows.
-        convert: Whether rows may come from a checkpoint of another routing.
-
-    Returns:
-        Rows loaded.
-
-    Raises:
-        CheckpointError: If the table is missing, of another shape, or has a key twice.
-        RoutingMismatchError: If the routing differs and `convert` is off.
-    """
-    return _check_fit(
-        checkpoint, table, owned, rank=rank, world_size=world_size, optimizer=optimizer, convert=convert
-    ).load()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """A table of a checkpoint that fits a rank's part, before anything is changed."""
+    """A table of a checkpoint that fits a rank's part; nothing is changed before `run`."""
 
-    checkpoint: Checkpoint
-    saved: TableRecord
-    now: TableRecord
-    owned: Any
-    rank: int
-    optimizer: torch.optim.Optimizer | None
-    layout: Layout | None
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        table: RoutedTable,
+        part: Any,
+        rank: int,
+        world_size: int,
+        optimizers: Optimizers,
+        convert: bool,
+    ) -> None:
+        saved, where = checkpoint.records.get(table.name), checkpoint.path
+        if saved is None:
+            raise CheckpointError(f"{where}: no table {table.name}; it holds {', '.join(checkpoint.records)}")
+        shape = saved.arrays["values"].shape
+        if shape != (table.embedding_dim,):
+            raise CheckpointError(
+                f"{where}: table {table.name} has rows of shape {shape}, not ({table.embedding_dim},)"
+            )
+        now = for_dcp(saved).rerouted(table.resolved_routing, world_size)
+        now = dataclasses.replace(now, num_embeddings=table.num_embeddings)
+        if not now.routes_like(saved) and not convert:
+            raise RoutingMismatchError(
+                f"{where}: table {table.name} was saved under {saved.describe()} and is loaded under "
+                f"{now.describe()}; allow conversion, or convert it first with `evenkeel checkpoint convert`"
+            )
+        _check_storage(table, part)
+        forgets = hasattr(part, "reset_parameters") or table.resolved_routing.dist_type == "continuous"
+        if not forgets and part.held_keys().numel():
+            raise CheckpointError(
+                f"table {table.name}: it holds keys already, and its storage {type(part).__name__} has no "
+                "reset_parameters() that would make it forget them; load into a newly made collection"
+            )
+        self._optimizer, self._layout = optimizer_of(optimizers, part.weight, table.name), None
+        if self._optimizer is not None:
+            self._layout = Layout.of(self._optimizer, part.weight, table.name, now)
+            check_state(self._layout, now, where)
+        self._checkpoint, self._saved, self._now, self._part, self._rank = checkpoint, saved, now, part, rank
 
-    def load(self) -> int:
+    def run(self) -> int:
         """Loads the rows; returns how many."""
-        record, weight, name = self.now, self.owned.weight, self.now.name
-        same = record.routes_like(self.saved)
-        if hasattr(self.owned, "reset_parameters"):
-            self.owned.reset_parameters()
-        state: dict[str, Tensor] = {}
-        if self.optimizer is not None and self.layout is not None:
-            state = prepare_state(self.optimizer, self.layout, weight, record)
-        filled = torch.zeros(weight.shape[0], dtype=torch.bool, device=weight.device)
+        record, part = self._now, self._part
+        same = record.routes_like(self._saved)
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+        targets: dict[str, Tensor] = {"values": part.weight.data}
+        if self._optimizer is not None and self._layout is not None:
+            targets |= prepare_state(self._optimizer, self._layout, part.weight, record)
+        filled = torch.zeros(part.weight.shape[0], dtype=torch.bool, device=part.weight.device)
         loaded = 0
-        for source in [self.rank] if same else range(self.saved.world_size):
-            for read in self.checkpoint.rows(name, source):
+        for source in [self._rank] if same else range(self._saved.world_size):
+            for read in self._checkpoint.rows(record.name, source):
                 rows = reshape(read, record)
-                mine = owners(rows.keys, record.routing, world_size=record.world_size, block_size=record.block)
-                part = rows if same else rows.take(mine == self.rank)
-                if part.keys.numel() == 0:
+                mine = rows if same else rows.take(record.owners(rows.keys) == self._rank)
+                if mine.keys.numel() == 0:
                     continue
-                at = self.owned.place(part.keys.to(weight.device))
-                _check_new(at, filled, part, name)
-                for array, target in {"values": weight.data, **state}.items():
-                    target[at] = part.arrays[array].to(target.device, target.dtype)
-                loaded += part.keys.numel()
+                at = part.place(mine.keys.to(filled.device))
+                _check_new(at, filled, mine, record.name)
+                for array, target in targets.items():
+                    target[at] = mine.arrays[array].to(target.device, target.dtype)
+                loaded += mine.keys.numel()
         return loaded
 
 
-def _check_fit(
-    checkpoint: Checkpoint,
-    table: RoutedTable,
-    owned: Any,
-    *,
-    rank: int,
-    world_size: int,
-    optimizer: Optimizers,
-    convert: bool,
-) -> _Load:
-    saved = checkpoint.records.get(table.name)
-    if saved is None:
-        raise CheckpointError(f"{checkpoint.path}: no table {table.name}; it holds {', '.join(checkpoint.records)}")
-    if saved.arrays["values"].shape != (table.embedding_dim,):
-        raise CheckpointError(
-            f"{checkpoint.path}: table {table.name} has rows of shape {saved.arrays['values'].shape}, not "
-            f"({table.embedding_dim},)"
-        )
-    now = dataclasses.replace(
-        for_dcp(saved),
-        routing=table.resolved_routing,
-        world_size=world_size,
-        num_embeddings=table.num_embeddings,
-        rows=(),
-    )
-    if not now.routes_like(saved) and not convert:
-        raise RoutingMismatchError(
-            f"{checkpoint.path}: table {table.name} was saved under {saved.describe()} and is loaded under "
-            f"{now.describe()}; allow conversion, or convert it first with `evenkeel checkpoint convert`"
-        )
-    _check_held(table, owned)
-    if (
-        not hasattr(owned, "reset_parameters")
-        and table.resolved_routing.dist_type != "continuous"
-        and owned.held_keys().numel()
-    ):
-        raise CheckpointError(
-            f"table {table.name}: it holds keys already, and its storage {type(owned).__name__} has no "
-            "reset_parameters() that would make it forget them; load into a newly made collection"
-        )
-    owner = owner_of(optimizer, owned.weight, table.name)
-    layout = Layout.of(owner, owned.weight, table.name, now) if owner is not None else None
-    if layout is not None:
-        check_state(layout, now, checkpoint.path)
-    return _Load(checkpoint=checkpoint, saved=saved, now=now, owned=owned, rank=rank, optimizer=owner, layout=layout)
-
-
-def _check_new(at: Tensor, filled: Tensor, part: Rows, table: str) -> None:
+def _check_new(at: Tensor, filled: Tensor, rows: Rows, table: str) -> None:
     """Marks rows as loaded. One byte a row of the table finds every key that comes twice."""
     twice = filled[at]
     filled[at] = True
     order = torch.argsort(at, stable=True)
     twice[order[1:]] |= at[order[1:]] == at[order[:-1]]
     if bool(twice.any()):
-        raise repeated_key(part.where, table, int(part.keys[twice.cpu()][0]))
+        raise repeated_key(rows.where, table, int(rows.keys[twice.cpu()][0]))
+
+
+def load_table(
+    checkpoint: Checkpoint,
+    table: RoutedTable,
+    part: Any,
+    *,
+    rank: int,
+    world_size: int,
+    optimizer: Optimizers = None,
+    convert: bool = True,
+) -> int:
+    """Loads the rows that a rank owns into its part of a table, as `load` does; returns how many."""
+    return _Load(checkpoint, table, part, rank, world_size, optimizer, convert).run()
 
 
 def load(
-    collection: RoutedEmbeddingCollection,
-    path: Path | str,
-    *,
-    optimizer: Optimizers = None,
-    convert: bool = True,
+    collection: RoutedEmbeddingCollection, path: Path | str, *, optimizer: Optimizers = None, convert: bool = True
 ) -> dict[str, int]:
     """Loads a collection's rows in place of those that it has; all of its ranks call it together.
 
@@ -338,42 +288,19 @@ def load(
             changed, or if it turns out to be damaged; the collection must not be used then. On all ranks.
         RoutingMismatchError: If the routing differs and `convert` is off.
     """
-    problem: Exception | None = None
-    fitting: list[_Load] = []
-    loaded: dict[str, int] = {}
-    try:
+    rank, world_size = collection.rank, collection.world_size
+    with _raised_by_all(collection, path):
         checkpoint = open_checkpoint(os.fspath(path))
-        fitting = [
-            _check_fit(
-                checkpoint,
-                table,
-                collection.tables[table.name],
-                rank=collection.rank,
-                world_size=collection.world_size,
-                optimizer=optimizer,
-                convert=convert,
-            )
+        fitting = {
+            table.name: _Load(checkpoint, table, collection.tables[table.name], rank, world_size, optimizer, convert)
             for table in collection.configs
-        ]
-    except (ValueError, OSError) as error:
-        problem = _of_checkpoint(path, error)
-    _raise_any(problem, collection)
-    try:
-        loaded = {one.now.name: one.load() for one in fitting}
-    except (ValueError, OSError) as error:
-        problem = _of_checkpoint(path, error)
-    _raise_any(problem, collection)
-    totals = {name: sum(rank[name] for rank in _gather(loaded, collection)) for name in loaded}
+        }
+    with _raised_by_all(collection, path):
+        loaded = {name: one.run() for name, one in fitting.items()}
+    totals = {name: sum(each[name] for each in _gather(loaded, collection)) for name in loaded}
     for name, total in totals.items():
         if total != sum(checkpoint.records[name].rows):
             raise CheckpointError(
-                f"{path}: table {name} has {sum(checkpoint.records[name].rows)} rows, but {total} found an owner"
+                f"{path}: table {name} has {sum(checkpoint.records[name].rows)} rows, but {total} reached an owner"
             )
     return totals
-
-
-def _of_checkpoint(path: Path | str, error: Exception) -> Exception:
-    """The error, as one of the checkpoint: a table that cannot hold its keys only says which."""
-    if isinstance(error, CheckpointError | OSError):
-        return error
-    return CheckpointError(f"{path}: {error}")

@@ -14,22 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord, torch_dtype
+from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord
 
-PREFIX = "optimizer."
-"""Of the names of its arrays in a checkpoint."""
+PREFIX = "optimizer."  # of the names of its arrays in a checkpoint
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
-def owner_of(optimizers: Optimizers, weight: nn.Parameter, table: str) -> Optimizer | None:
-    """The optimizer that trains a table; None if none is given, or none need be because the table is frozen.
-
-    Raises:
-        CheckpointError: If optimizers are given, and none has the table.
-    """
+def optimizer_of(optimizers: Optimizers, weight: nn.Parameter, table: str) -> Optimizer | None:
+    """The optimizer that trains a table; None if none is given, or none need be because the table is frozen."""
     given: Iterable[Optimizer] = [optimizers] if isinstance(optimizers, Optimizer) else optimizers or []
     for optimizer in given:
-        if any(weight is held for group in optimizer.param_groups for held in group["params"]):
+        if any(weight is trained for group in optimizer.param_groups for trained in group["params"]):
             return optimizer
     if given and weight.requires_grad:
         raise CheckpointError(
@@ -55,46 +50,42 @@ class Layout:
 
     @classmethod
     def of(cls, optimizer: Optimizer, weight: nn.Parameter, table: str, record: TableRecord | None = None) -> "Layout":
-        """Finds out by trying, or from a checkpoint's record where the optimizer cannot be made anew.
-
-        Raises:
-            CheckpointError: If it keeps something that is neither, so that no other routing could take it over.
-        """
-        name = type(optimizer).__name__
-        now = dict(optimizer.state.get(weight, {}))
+        """Finds out by trying, or from a checkpoint's record where the optimizer cannot be made anew."""
+        current = dict(optimizer.state.get(weight, {}))
         trials = [_try(optimizer, weight, rows) for rows in (2, 3)]
-        rebuilt = [trial for trial in trials if trial is not None]
-        # What only training brings, or the whole state of an optimizer that cannot be made anew, is taken as it is.
-        states = [now | trial for trial in rebuilt] if len(rebuilt) == 2 else [now, now]
-        if len(rebuilt) < 2:
-            _add_recorded(states, record, weight, optimizer)
+        if None in trials:
+            trials = [current or _recorded(record, weight, optimizer)] * 2
+            tried: set[str] = set()
+        else:
+            tried = set(trials[0] or ())
         rows, numbers = {}, {}
-        for key, value in states[0].items():
+        # What only training brings is taken as it is.
+        for key, value in (current | (trials[0] or {})).items():
             if value is None:
                 continue
             if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
                 numbers[key] = value
-            elif _by_rows(
-                [state[key] for state in states], [2, 3] if key in (trials[0] or {}) else [weight.shape[0]] * 2
-            ):
+                continue
+            pairs = [(trial[key], size) for trial, size in zip(trials, (2, 3), strict=True)] if key in tried else []  # type: ignore[index]
+            if all(_has_rows(v, size) for v, size in pairs or [(value, weight.shape[0])]):
                 rows[key] = value[:1].detach().clone()
             else:
                 raise CheckpointError(
-                    f"table {table}: {name} keeps {key} for all of its rows together, which no other routing or number "
-                    "of ranks could take over; save without `optimizer`, or train the tables with another optimizer"
+                    f"table {table}: {type(optimizer).__name__} keeps {key} for all of its rows together, which no "
+                    "other routing or number of ranks could take over; save without `optimizer`, or train the tables "
+                    "with another optimizer"
                 )
-        return cls(name=name, rows=rows, numbers=numbers)
+        return cls(name=type(optimizer).__name__, rows=rows, numbers=numbers)
 
-    @property
-    def names(self) -> set[str]:
-        """All that it keeps."""
-        return {*self.rows, *self.numbers}
+
+def _has_rows(value: Any, count: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == count
 
 
 def _try(optimizer: Optimizer, weight: nn.Parameter, rows: int) -> dict[str, Any] | None:
     """State after one step without gradients on a table of a few rows; None if the optimizer cannot be made anew."""
     kind = type(optimizer)
-    group = next(g for g in optimizer.param_groups if any(weight is held for held in g["params"]))
+    group = next(g for g in optimizer.param_groups if any(weight is trained for trained in g["params"]))
     options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     zeros = torch.zeros(rows, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
     small = nn.Parameter(zeros, requires_grad=False)  # so that a differentiable step writes to it too
@@ -111,25 +102,18 @@ def _try(optimizer: Optimizer, weight: nn.Parameter, rows: int) -> dict[str, Any
     return dict(other.state[small])
 
 
-def _add_recorded(
-    states: list[dict[str, Any]], record: TableRecord | None, weight: Tensor, optimizer: Optimizer
-) -> None:
-    """Adds examples of what a checkpoint has, stored as PyTorch's own optimizers would store it."""
-    if record is None or states[0]:
-        return
+def _recorded(record: TableRecord | None, weight: Tensor, optimizer: Optimizer) -> dict[str, Any]:
+    """Examples of what a checkpoint has, stored as PyTorch's own optimizers would store it."""
+    if record is None:
+        return {}
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     number = torch.zeros((), device=weight.device if on_device else "cpu")
     rows = {
-        name.removeprefix(PREFIX): weight.new_zeros(weight.shape[0], *spec.shape, dtype=torch_dtype(spec.dtype))
+        name.removeprefix(PREFIX): torch.zeros_like(spec.empty(weight.shape[0]), device=weight.device)
         for name, spec in record.arrays.items()
         if name.startswith(PREFIX)
     }
-    for state in states:
-        state.update(rows | dict.fromkeys(record.scalars, number))
-
-
-def _by_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
-    return all(isinstance(v, Tensor) and v.dim() > 0 and v.shape[0] == n for v, n in zip(values, sizes, strict=True))
+    return rows | dict.fromkeys(record.scalars, number)
 
 
 def read_state(layout: Layout, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -139,47 +123,40 @@ def read_state(layout: Layout, state: Mapping[str, Any]) -> tuple[dict[str, Tens
 
 
 def check_state(layout: Layout, record: TableRecord, where: object) -> None:
-    """Checks that an optimizer can go on with the state of a checkpoint.
-
-    Raises:
-        CheckpointError: If the checkpoint has none, or that of another kind.
-    """
+    """Refuses a checkpoint without the optimizer's state, or with that of another kind."""
     saved = {name.removeprefix(PREFIX) for name in record.arrays if name.startswith(PREFIX)} | record.scalars.keys()
-    if not saved and not record.optimizer and layout.names:
+    names = {*layout.rows, *layout.numbers}
+    if not saved and not record.optimizer and names:
         raise CheckpointError(
             f"{where}: table {record.name} was saved without optimizer state; leave `optimizer` out, and it begins anew"
         )
-    if saved and saved != layout.names:
+    if saved and saved != names:
         raise CheckpointError(
             f"{where}: table {record.name} was saved with the optimizer state {', '.join(sorted(saved))}"
             f"{f' of {record.optimizer}' if record.optimizer else ''}, and this {layout.name} keeps "
-            f"{', '.join(sorted(layout.names)) or 'none'}; give an optimizer with the same options, or leave "
+            f"{', '.join(sorted(names)) or 'none'}; give an optimizer with the same options, or leave "
             "`optimizer` out to begin anew"
         )
 
 
 def prepare_state(optimizer: Optimizer, layout: Layout, weight: nn.Parameter, record: TableRecord) -> dict[str, Tensor]:
-    """Gives an optimizer the state of a table on which no row is filled yet.
+    """Gives an optimizer the state of a table on which no row is filled yet; returns the arrays to fill, by name.
 
     Rows are as those that had no gradient until the checkpoint was saved, so that a key that comes later finds what it
     would have found without an interruption.
-
-    Returns:
-        The arrays to fill, by their names in the checkpoint.
     """
-    begun = any(name.startswith(PREFIX) for name in record.arrays) or bool(record.scalars)
     optimizer.state.pop(weight, None)
-    if not begun:
+    if not record.scalars and not any(name.startswith(PREFIX) for name in record.arrays):
         if type(optimizer) is torch.optim.Adagrad:  # the one that keeps state before its first step
             rows = {name: _spread(row, weight) for name, row in layout.rows.items()}
             optimizer.state[weight] = rows | {name: torch.zeros_like(value) for name, value in layout.numbers.items()}
         return {}
     arrays: dict[str, Tensor] = {}
     state: dict[str, Any] = {}
-    for name, row in layout.rows.items():
-        fresh = record.fresh.get(PREFIX + name)
+    for name, example in layout.rows.items():
+        fresh, row = record.fresh.get(PREFIX + name), example
         if fresh is not None:
-            row = torch.tensor(fresh, dtype=torch.float64, device="cpu").to(row.device, row.dtype).view(row.shape)  # noqa: PLW2901
+            row = torch.tensor(fresh, dtype=torch.float64, device="cpu").to(row.device, row.dtype).view(row.shape)
         arrays[PREFIX + name] = state[name] = _spread(row, weight)
     for name, example in layout.numbers.items():
         value = record.scalars[name]
@@ -192,8 +169,8 @@ def _spread(row: Tensor, weight: Tensor) -> Tensor:
     return row.expand(weight.shape[0], *row.shape[1:]).clone(memory_format=torch.contiguous_format)
 
 
-def fresh_rows(arrays: Mapping[str, Tensor], num_held: int) -> dict[str, list[float]]:
+def fresh_rows(arrays: Mapping[str, Tensor], num_rows: int) -> dict[str, list[float]]:
     """State of a row that no key has taken yet, by array; empty if all rows are taken."""
-    if any(array.shape[0] <= num_held for array in arrays.values()):
+    if any(array.shape[0] <= num_rows for array in arrays.values()):
         return {}
     return {name: array[-1].double().flatten().tolist() for name, array in arrays.items()}

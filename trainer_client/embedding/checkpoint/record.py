@@ -1,8 +1,4 @@
-"""What a checkpoint says about each table, and chunks of its rows on their way between a table and a file.
-
-A dump keeps all optimizer state in one array.
-
-"""
+"""What a checkpoint records of each table, and rows on their way between a table and a file."""
 
 import dataclasses
 import json
@@ -28,8 +24,7 @@ class RoutingMismatchError(CheckpointError):
 
 
 FORMAT_VERSION = 2
-READS = (1, 2)
-"""Versions that this release reads; version 1 has no `optimizer` and no `fresh`."""
+READS = (1, 2)  # version 1 has no `optimizer` and no `fresh`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +38,13 @@ class ArraySpec:
 
     dtype: str
     shape: tuple[int, ...]
+
+    def empty(self, rows: int, device: str = "cpu") -> Tensor:
+        """Memory for some rows."""
+        return torch.empty(rows, *self.shape, dtype=getattr(torch, self.dtype), device=device)
+
+
+KEYS = ArraySpec(dtype="int64", shape=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class TableRecord:
         chunk_rows: Rows of a chunk.
         hash_identity: Which hash `hash_roundrobin` means.
         format_version: Of this record.
-        extra: What the format carries besides and that is handed on.
+        extra: What the format carries besides; a conversion copies it.
     """
 
     name: str
@@ -106,28 +108,24 @@ class TableRecord:
         """Whether every key has the same owner under both."""
         return (self.routing, self.world_size, self.block) == (other.routing, other.world_size, other.block)
 
+    def chunks(self, rank: int) -> list[tuple[int, int]]:
+        """First row and number of rows of each chunk of a rank."""
+        count = self.rows[rank]
+        return [(at, min(self.chunk_rows, count - at)) for at in range(0, count, self.chunk_rows)]
+
+    def owners(self, keys: Tensor) -> Tensor:
+        """(n) ranks that own keys (n)."""
+        return owners(keys, self.routing, world_size=self.world_size, block_size=self.block)
+
 
 def to_json(records: Sequence[TableRecord]) -> str:
     """Records as JSON text."""
-    tables = []
-    for record in records:
-        plain = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-        plain["routing"] = {"dist_type": record.routing.dist_type, "seed": record.routing.seed}
-        plain["arrays"] = {name: {"dtype": s.dtype, "shape": list(s.shape)} for name, s in record.arrays.items()}
-        tables.append(plain)
+    tables = [dataclasses.asdict(record) for record in records]
     return json.dumps({"format_version": FORMAT_VERSION, "tables": tables})
 
 
 def from_json(text: str, *, where: str) -> list[TableRecord]:
-    """Records of JSON text.
-
-    Args:
-        text: What `to_json` gave.
-        where: The file, for errors.
-
-    Raises:
-        CheckpointError: If the text is no record, or of a version or hash that this release does not know.
-    """
+    """Records of JSON text."""
     try:
         document = json.loads(text)
         version = document["format_version"]
@@ -136,10 +134,8 @@ def from_json(text: str, *, where: str) -> list[TableRecord]:
         records = []
         for plain in document["tables"]:
             plain["routing"] = Routing(**plain["routing"])
-            plain["arrays"] = {
-                name: ArraySpec(dtype=spec["dtype"], shape=tuple(spec["shape"]))
-                for name, spec in plain["arrays"].items()
-            }
+            specs = plain["arrays"].items()
+            plain["arrays"] = {name: ArraySpec(dtype=s["dtype"], shape=tuple(s["shape"])) for name, s in specs}
             plain["rows"], plain["digests"] = tuple(plain["rows"]), tuple(tuple(d) for d in plain["digests"])
             records.append(TableRecord(**plain))
     except CheckpointError:
@@ -189,15 +185,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array) if flat.numel() else memoryview(b"")
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name such as `float32`."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def repeated_key(where: str, table: str, key: int) -> CheckpointError:
-    """The error for a key that a checkpoint holds twice."""
+    """The error for a key that a checkpoint has twice."""
     return CheckpointError(
         f"{where}: key {key} of table {table} is in the checkpoint twice; the file was doubled, or another copied into "
         "it; restore it from a copy"
@@ -205,12 +194,8 @@ def repeated_key(where: str, table: str, key: int) -> CheckpointError:
 
 
 def check_owner(rows: Rows, record: TableRecord, rank: int) -> None:
-    """Checks that a rank owns all of some rows.
-
-    Raises:
-        CheckpointError: If it does not; names the file and the first key that is out of place.
-    """
-    owner = owners(rows.keys, record.routing, world_size=record.world_size, block_size=record.block)
+    """Checks that a rank owns all of some rows."""
+    owner = record.owners(rows.keys)
     wrong = owner != rank
     if bool(wrong.any()):
         key, right = int(rows.keys[wrong][0]), int(owner[wrong][0])
@@ -222,33 +207,29 @@ def check_owner(rows: Rows, record: TableRecord, rank: int) -> None:
 
 def split_by_owner(rows: Rows, record: TableRecord) -> Iterator[tuple[int, Rows]]:
     """The rows of each rank that has any, in their order."""
-    owner = owners(rows.keys, record.routing, world_size=record.world_size, block_size=record.block)
+    owner = record.owners(rows.keys)
     order = torch.argsort(owner, stable=True)
-    counts = torch.bincount(owner, minlength=record.world_size).tolist()
     at = 0
-    for rank, count in enumerate(counts):
+    for rank, count in enumerate(torch.bincount(owner, minlength=record.world_size).tolist()):
         if count:
             yield rank, rows.take(order[at : at + count])
         at += count
 
 
-_LAYOUT = "evenkeel_opt_values"
-_SCALARS = "evenkeel_scalars"
-_FRESH = "evenkeel_fresh"
-_OPTIMIZER = "evenkeel_optimizer"
-_OF_A_DUMP = ("values", "scores", "opt_values", "frequencies")
+# A DynamicEmb dump has one array of optimizer state. What was joined into it is in `opt_args` under these names.
+_LAYOUT, _SCALARS = "evenkeel_opt_values", "evenkeel_scalars"
+_FRESH, _OPTIMIZER = "evenkeel_fresh", "evenkeel_optimizer"
+_IN_DUMPS = ("values", "scores", "opt_values", "frequencies")
 
 
 def for_dump(record: TableRecord) -> TableRecord:
-    """The record with all optimizer state in one array, which is all that a dump can hold.
-
-    Raises:
-        CheckpointError: If values or state are not float32.
-    """
-    state = [name for name in sorted(record.arrays) if name not in _OF_A_DUMP]
+    """The record with all optimizer state in one array, which is all that a dump can hold."""
+    state = [name for name in sorted(record.arrays) if name not in _IN_DUMPS]
     arrays = {name: spec for name, spec in record.arrays.items() if name not in state}
     if any(record.arrays[name].dtype != "float32" for name in (*state, *({"values"} & set(arrays)))):
         raise CheckpointError(f"table {record.name}: a DynamicEmb dump holds float32 values and optimizer state only")
+    if record.routing.seed:
+        raise CheckpointError(f"table {record.name}: DynamicEmb has no routing seed; use hash_roundrobin with seed 0")
     extra = dict(record.extra)
     if state:
         layout = {name: list(record.arrays[name].shape) for name in state}
@@ -259,7 +240,7 @@ def for_dump(record: TableRecord) -> TableRecord:
 
 
 def for_dcp(record: TableRecord) -> TableRecord:
-    """The record with the optimizer state apart again, if a dump says how it was put together."""
+    """The record with the optimizer state apart again, if a dump says how it was joined."""
     extra = dict(record.extra)
     layout, scalars = extra.pop(_LAYOUT, None), extra.pop(_SCALARS, None)
     fresh, optimizer = extra.pop(_FRESH, {}), extra.pop(_OPTIMIZER, "")
@@ -268,13 +249,9 @@ def for_dcp(record: TableRecord) -> TableRecord:
     arrays = {name: spec for name, spec in record.arrays.items() if name != "opt_values"}
     arrays |= {name: ArraySpec(dtype="float32", shape=tuple(shape)) for name, shape in layout.items()}
     return dataclasses.replace(
-        record,
-        arrays=arrays,
-        extra=extra,
-        scalars=scalars or record.scalars,
-        fresh=fresh or record.fresh,
+        record, arrays=arrays, extra=extra, scalars=scalars or record.scalars, fresh=fresh or record.fresh,
         optimizer=optimizer or record.optimizer,
-    )
+    )  # fmt: skip
 
 
 def reshape(rows: Rows, target: TableRecord) -> Rows:
@@ -282,14 +259,12 @@ def reshape(rows: Rows, target: TableRecord) -> Rows:
     if rows.arrays.keys() == target.arrays.keys():
         return rows
     arrays = {name: array for name, array in rows.arrays.items() if name in target.arrays}
+    count = rows.keys.numel()
     if "opt_values" in target.arrays:
-        parts = [rows.arrays[name].flatten(1) if rows.arrays[name].dim() > 1 else rows.arrays[name][:, None]
-                 for name in sorted(rows.arrays) if name not in target.arrays]  # fmt: skip
-        arrays["opt_values"] = torch.cat(parts, dim=1)
+        state = [rows.arrays[name].reshape(count, -1) for name in sorted(rows.arrays) if name not in target.arrays]
+        arrays["opt_values"] = torch.cat(state, dim=1)
     else:
-        at = 0
-        for name in (n for n in target.arrays if n not in arrays):
-            shape = target.arrays[name].shape
-            arrays[name] = rows.arrays["opt_values"][:, at : at + math.prod(shape)].reshape(-1, *shape)
-            at += math.prod(shape)
+        shapes = {name: spec.shape for name, spec in target.arrays.items() if name not in arrays}
+        parts = rows.arrays["opt_values"].split([math.prod(shape) for shape in shapes.values()], dim=1)  # type: ignore[no-untyped-call]
+        arrays |= {name: part.reshape(count, *shapes[name]) for name, part in zip(shapes, parts, strict=True)}
     return Rows(keys=rows.keys, arrays=arrays, where=rows.where)

@@ -77,12 +77,12 @@ class Bucketized(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _remembered(values: tuple[int, ...], device: torch.device) -> Tensor:
+def _cached(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
-    return _remembered(values, device)
+    return _cached(values, device)
 
 
 # What torch.compiler.assume_constant_result does; that imports the compiler, which takes 1.7 s.
@@ -92,8 +92,8 @@ _on_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _as_tensor(values: Tensor | Sequence[int] | None, like: Tensor) -> Tensor:
     if isinstance(values, Tensor):
         return values.to(device=like.device, dtype=torch.int64)
-    remembered: Tensor = _on_device(tuple(values) if values is not None else (), like.device)
-    return remembered
+    tensor: Tensor = _on_device(tuple(values) if values is not None else (), like.device)
+    return tensor
 
 
 def _codes(routing: RoutingLike | Sequence[RoutingLike]) -> tuple[list[int], list[int], bool]:
@@ -196,11 +196,11 @@ def block_bucketize_sparse_features(
     *,
     routing: RoutingLike | Sequence[RoutingLike] = "continuous",
 ) -> Bucketized:
-    """Drop-in for `torch.ops.fbgemm.block_bucketize_sparse_features`.
+    """Drop-in for `torch.ops.fbgemm.block_bucketize_sparse_features`; see `block_bucketize` for what is not named here.
 
     Args:
-        lengths: As in `block_bucketize`, like every argument not named here.
-        indices: As in `block_bucketize`.
+        lengths: (features x batch): indices of each row.
+        indices: (num_indices): keys.
         bucketize_pos: Return positions.
         sequence: Return the permutation.
         block_sizes: (features): rows a rank.
@@ -208,14 +208,14 @@ def block_bucketize_sparse_features(
         weights: Carried along.
         batch_size_per_feature: Rows of each feature where they differ.
         max_B: Not needed.
-        block_bucketize_pos: Uneven blocks; not supported.
-        keep_orig_idx: Send keys instead of rows; not supported with `continuous`, what the other routings always do.
-        total_num_blocks: Two-level blocks; not supported.
-        keep_orig_idx_per_feature: Not supported.
+        block_bucketize_pos: Uneven blocks; refused.
+        keep_orig_idx: Send keys instead of rows; refused with `continuous`, what the other routings always do.
+        total_num_blocks: Two-level blocks; refused.
+        keep_orig_idx_per_feature: Refused.
         routing: One for all features or one per feature, beyond FBGEMM's arguments.
 
     Raises:
-        ValueError: If an argument that is not supported is given.
+        ValueError: If an argument that is refused is given.
     """
     for name, value in (
         ("block_bucketize_pos", block_bucketize_pos),

@@ -99,9 +99,6 @@ def block_bucketize(
 
     Lengths that are negative or do not add up to the indices stop the GPU with a message, as a failed device-side
     assertion of PyTorch does.
-
-    Raises:
-        ValueError: If there are 2**31 indices or more.
     """
     num_rows, num_keys = lengths.numel(), indices.numel()
     if num_keys >= _MAX_KEYS:

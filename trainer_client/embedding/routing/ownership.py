@@ -136,11 +136,7 @@ def as_routings(routing: RoutingLike | Sequence[RoutingLike]) -> tuple[Routing, 
 
 
 def check_world_size(world_size: int) -> int:
-    """Returns `world_size`.
-
-    Raises:
-        ValueError: If it is not between 1 and `MAX_RANKS`.
-    """
+    """Returns `world_size`."""
     if not 1 <= world_size <= MAX_RANKS:
         raise ValueError(f"world_size is {world_size}; give 1 to {MAX_RANKS}")
     return world_size
@@ -188,11 +184,7 @@ def _divide_by_block(keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def as_int64(keys: Tensor) -> Tensor:
-    """Keys as the int64 numbers that routing reads: int32 sign-extended, uint64 bit for bit.
-
-    Raises:
-        ValueError: If the dtype is none of int32, int64, uint64.
-    """
+    """Keys as the int64 numbers that routing reads: int32 sign-extended, uint64 bit for bit."""
     if keys.dtype == torch.uint64:
         return keys.view(torch.int64)
     if keys.dtype not in (torch.int32, torch.int64):

@@ -45,12 +45,7 @@ class SkewReport:
 
 
 def lower_bound(counts: Tensor, world_size: int) -> float:
-    """Least possible load of the fullest rank.
-
-    Args:
-        counts: (keys): occurrences of each distinct key.
-        world_size: Ranks.
-    """
+    """Least possible load of the fullest rank."""
     ordered = counts.sort(descending=True).values.to(torch.float64)
     padded = torch.cat([torch.zeros(1, dtype=torch.float64, device=ordered.device), ordered.cumsum(0)])
     j = torch.arange((ordered.numel() - 1) // world_size + 1, device=ordered.device)
@@ -62,11 +57,7 @@ def lower_bound(counts: Tensor, world_size: int) -> float:
 def _loads(
     kjt: Any, world_size: int, routing: RoutingLike | Sequence[RoutingLike], block_sizes: Sequence[int] | None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Of each feature its name, its keys on the host, and (world_size) how many of them each rank owns.
-
-    Raises:
-        ValueError: If the numbers of routings, block sizes and features differ.
-    """
+    """Of each feature its name, its keys on the host, and (world_size) how many of them each rank owns."""
     names = list(kjt.keys())
     routings = as_routings(routing)
     routings = routings * len(names) if len(routings) == 1 else routings

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer_client.embedding.checkpoint.dynamicemb_load import dynamicemb_loads_by_owner
+from trainer_client.embedding.checkpoint.dynamicemb import dynamicemb_loads_by_owner
 from trainer_client.embedding.tables.config import RoutedTable, TableFactory
 
 BUCKET = 128
@@ -36,17 +36,7 @@ def _state_bytes(optimizer: str, dim: int, item: int) -> int:
 def table_options(
     table: RoutedTable, *, world_size: int, optimizer: str = "adam", hbm_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Arguments of `DynamicEmbTableOptions` for a rank's part of a table.
-
-    Args:
-        table: Its declaration.
-        world_size: Ranks that share it.
-        optimizer: One of `OPTIMIZERS`.
-        hbm_bytes: Bytes of values and optimizer state to keep in HBM on each rank; all of them by default.
-
-    Raises:
-        ValueError: If DynamicEmb cannot hold such a table.
-    """
+    """Arguments of `DynamicEmbTableOptions` for a rank's part of a table."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
     if table.resolved_routing.dist_type == "continuous":

@@ -22,9 +22,6 @@ def exchange_group(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The communicator on which all collections of a process group exchange keys and rows.
 
     The first call for a group is collective: every rank of the group makes it.
-
-    Args:
-        parent: The ranks; None for the default group.
     """
     group = parent if parent is not None else dist.group.WORLD
     assert group is not None
@@ -37,13 +34,7 @@ class Status:
     """Whether any rank has failed so far, on its way to all of them while the host goes on."""
 
     def __init__(self, problem: Exception | None, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Starts to tell the others. Collective.
-
-        Args:
-            problem: This rank's error; None if it has none.
-            device: Where the group's collectives take tensors.
-            group: The ranks.
-        """
+        """Starts to tell the others. Collective."""
         self._problem, self._group = problem, group
         self._failed = torch.tensor([int(problem is not None)], dtype=torch.int32, device=device)
         self._work: Any = dist.all_reduce(self._failed, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -56,16 +47,7 @@ class Status:
 
 
 def raise_together(problem: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Raises the error of the first rank that has one, on all ranks, which know that there is one. Collective.
-
-    Args:
-        problem: This rank's; None if it has none.
-        group: The ranks.
-
-    Raises:
-        ValueError: If it was one.
-        RuntimeError: If it was anything else.
-    """
+    """Raises the error of the first rank that has one, on all ranks, which know that there is one. Collective."""
     told: list[Any] = [None] * dist.get_world_size(group)
     own = None if problem is None else (isinstance(problem, ValueError), f"{type(problem).__name__}: {problem}")
     dist.all_gather_object(told, own, group=group)
@@ -125,15 +107,7 @@ def differentiable_all_to_all(
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup | None) -> tuple[list[list[int]], list[list[int]]]:
-    """Tells every rank how many keys of each feature it will get, and whether this rank has failed.
-
-    Args:
-        counts: (ranks x features + 1): keys of each feature for each rank; at last 1 if this rank has failed, else 0.
-        group: The process group.
-
-    Returns:
-        What each rank gets from here and what comes from each, in the same form; read by the host, which waits once.
-    """
+    """Tells every rank how many keys of each feature it will get, and whether this rank has failed."""
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=group)
     both = torch.stack([counts, received]).tolist()

@@ -140,13 +140,7 @@ def rows_of_other_ranks(table: RoutedTable, state_dict: Mapping[str, Any], prefi
 
 
 class TablePart(RankLocal):
-    """One rank's part of a table.
-
-    Args:
-        table: The declaration.
-        rank: Which part.
-        world_size: Ranks that share the table.
-    """
+    """One rank's part of a table."""
 
     weight: nn.Parameter
     rows: int
@@ -160,11 +154,7 @@ class TablePart(RankLocal):
         return f"{self.table.name}, {self.table.resolved_routing}, rank {self.rank} of {self.world_size}"
 
     def check_weight(self) -> None:
-        """Checks that no wrapper has taken the rows apart or put others in their place.
-
-        Raises:
-            ValueError: If one has; names the remedy.
-        """
+        """Checks that no wrapper has taken the rows apart or put others in their place."""
         kind = type(self.weight).__name__ if hasattr(self.weight, "device_mesh") else tuple(self.weight.shape)
         if kind != (self.rows, self.table.embedding_dim):
             raise ValueError(

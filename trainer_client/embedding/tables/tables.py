@@ -14,15 +14,7 @@ from trainer_client.embedding.tables.part import TablePart
 
 
 def initial_rows(keys: Tensor, table: RoutedTable) -> Tensor:
-    """First values of rows, uniform in +-1/sqrt(num_embeddings); a function of seed, key and column only.
-
-    Args:
-        keys: (n): int64.
-        table: Gives columns, seed, scale and dtype.
-
-    Returns:
-        (n x embedding_dim), the same on every device and under every routing.
-    """
+    """First values of rows, uniform in +-1/sqrt(num_embeddings); a function of seed, key and column only."""
     columns = torch.arange(1, table.embedding_dim + 1, device=keys.device)
     drawn = mix(mix(keys + table.seed * 0x5851F42D4C957F2D % (1 << 62))[:, None] + columns * 0x1F123BB5159A55E5)
     unit = ((drawn >> 40) & 0xFFFFFF).to(torch.float64) / (1 << 23) - 1

@@ -107,7 +107,7 @@ def test_what_differs_from_the_batch_before_is_noticed(change: str) -> None:
 def test_like_batches_are_recalled_and_their_sizes_are_their_own() -> None:
     spec = replace(SPEC)
     flatten(make(3), spec)
-    with mock.patch("trainer_client.balancing.batches.flatten.take_apart", side_effect=AssertionError):
+    with mock.patch("trainer_client.balancing.batches.flatten.Plan", side_effect=AssertionError):
         flat = flatten(make(4), spec)
         assert isinstance(flat, FlatBatch)
         assert flat.num_samples == 4

@@ -83,7 +83,7 @@ def compiled_by(flat: FlatBatch, piece: Slice, world_size: int) -> dict[str, tup
     """In a rank: machine code versions of each kernel after warm-up, and after a redistribution."""
     from trainer_client.balancing.redistribution import copies, moves, warm_up
 
-    kernels = [copies._describe_samples, copies._copy, moves._measure, moves._describe]
+    kernels = [copies.write_items, copies._copy, moves._measure, moves._describe]
     warm_up()
     before = [len(each.signatures) for each in kernels]
     redistribute(flat, piece, group=group_of(world_size))

@@ -8,17 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning.slices import Slice
-from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, copy_on_host, describe_samples
+from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, describe_samples
 from trainer_client.balancing.redistribution.moves import measure
-
-NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def field_table(column: list[int], unit_bytes: list[int]) -> FieldTable:
     """Fields in tensors of their own."""
     return FieldTable(
-        column=np.array(column), unit_bytes=np.array(unit_bytes), leaf_index=np.arange(len(column)),
-        before_begin=np.zeros(len(column) + 1, dtype=np.int64), before_columns=NOTHING,
+        column=np.array(column), unit_bytes=np.array(unit_bytes), leaf=np.arange(len(column)),
+        position=np.arange(len(column)),
     )  # fmt: skip
 
 
@@ -50,17 +48,17 @@ def test_copies_gather_samples_of_two_batches_field_by_field(
     flat = np.concatenate([np.zeros(0, np.uint8), *(part for parts in expected for part in parts)])
     sizes = np.array([sum(part.size for parts in expected[2 * f : 2 * f + 2] for part in parts) for f in range(4)])
     target = np.full(flat.size, 77, dtype=np.uint8)
-    words, job = describe_samples(
+    copies, job = describe_samples(
         np.concatenate(chosen), np.cumsum([0, *map(len, chosen)]), table, first, fields,
         np.array([[part.ctypes.data for part in parts] for parts in data]),
-        target.ctypes.data + np.cumsum(sizes) - sizes, most=most,
+        target.ctypes.data + np.cumsum(sizes) - sizes,
+        table[np.repeat(first[:-1], list(map(len, chosen))) + np.concatenate(chosen)].sum(axis=0), most=most,
     )  # fmt: skip
-    copy_on_host(words, job)
+    copies.copy_on_host(job)
     np.testing.assert_array_equal(target, flat)
-    pieces = words[job.pieces :].view(np.int32).reshape(-1, 4)
     for f in range(4):
-        begin, count = words[job.piece_begin + f], words[job.item_begin + f + 1] - words[job.item_begin + f]
-        own = pieces[begin : begin + count]
+        begin, count = copies.first_piece[0, f], np.diff(copies.item_begin[0])[f]
+        own = copies.pieces[begin : begin + count]
         assert (own[:, 2] * widths[f] <= max(most, *widths)).all()
         assert (own[:, 2] * widths[f]).sum() == sizes[f]
 
@@ -69,13 +67,12 @@ def test_samples_that_stay_together_are_one_piece() -> None:
     lengths = np.full((100, 1), 3, dtype=np.int64)
     begin = np.array([0, 100])
     order = np.concatenate([np.arange(20, 60), np.arange(70, 100)])
-    words, job = describe_samples(
+    copies, job = describe_samples(
         order, np.array([0, 70]), lengths, begin, field_table([0, 0], [8, 4]), np.zeros((1, 2), np.int64),
-        np.zeros(2, np.int64), most=WHOLE,
+        np.zeros(2, np.int64), np.array([210]), most=WHOLE,
     )  # fmt: skip
     assert job.items == 4
-    pieces = words[job.pieces :].view(np.int32).reshape(-1, 4)
-    assert pieces.tolist() == [[60, 0, 120, 0], [210, 120, 90, 0]]
+    assert copies.pieces[:2].tolist() == [[60, 0, 120, 0], [210, 120, 90, 0]]
 
 
 @pytest.mark.parametrize(
@@ -100,5 +97,5 @@ def test_more_values_than_pieces_can_count_are_refused() -> None:
     with pytest.raises(ValueError, match=f"has {2**31} values"):
         describe_samples(
             two, np.array([0, 2]), np.array([[2**31 - 1], [1]]), np.array([0, 2]), field_table([0], [1]),
-            one, one[0], most=WHOLE,
+            one, one[0], one[0], most=WHOLE,
         )  # fmt: skip

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from trainer_client.balancing.service.outages import Backoff, Cause
+from trainer_client.balancing.service.uplink import Uplink
 
 from benchmarks.harness.balancer_process import running_balancer
 from evenkeel.protocol import balancer_pb2 as pb
 from tests.services.balancer.samples import join_message
-from trainer_client.balancing.service.outages import Backoff, Cause
-from trainer_client.balancing.service.uplink import Uplink
 
 
 @pytest.mark.parametrize(("num_streams", "longest"), [(1, 0.5), (64, 0.5), (512, 2.56), (4096, 5.0)])

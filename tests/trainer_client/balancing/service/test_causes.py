@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import trustme
 import yaml
+from trainer_client.balancing.service.outages import of_refusal
+from trainer_client.balancing.telling import ServiceRequiredError
 
 from benchmarks.harness.authorities import Files, write_certificate
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer, until_logged
@@ -23,8 +25,6 @@ from services.security.tokens import hash_token
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import telling
-from trainer_client.balancing.service.outages import of_refusal
-from trainer_client.balancing.telling import ServiceRequiredError
 
 TOKEN = "t" * 43
 

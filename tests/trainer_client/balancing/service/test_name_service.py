@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from trainer_client.balancing.service import Connection, outages, uplink
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from evenkeel import addresses
 from evenkeel.credentials import Credentials
 from tests.services.security.jobs import join
 from tests.trainer_client.balancing.service.name_server import NXDOMAIN, NameServer, Reply
-from trainer_client.balancing.service import Connection, outages, uplink
 
 NAME = "balancers.example.test"
 THOUSANDS = [f"127.{1 + n // 250 % 16}.{n // 4000}.{1 + n % 250}" for n in range(4000)]

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 import pytest
+from trainer_client.balancing.service import Connection, NodeSeat, ServiceDecision, join_request
+from trainer_client.balancing.service.frames import listen
+from trainer_client.balancing.service.node import NodeFollower, NodeLeader
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from evenkeel.partitioning.rounds import RoundOptions
@@ -17,9 +20,6 @@ from evenkeel.partitioning.samples import RankSamples
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
 from trainer_client.balancing.opening import SessionName
-from trainer_client.balancing.service import Connection, NodeSeat, ServiceDecision, join_request
-from trainer_client.balancing.service.frames import listen
-from trainer_client.balancing.service.node import NodeFollower, NodeLeader
 
 SECONDS = 40.0
 

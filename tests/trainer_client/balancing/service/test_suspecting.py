@@ -6,15 +6,16 @@ import threading
 import uuid
 from collections.abc import Sequence
 
+from trainer_client.balancing.service import join_request
+from trainer_client.balancing.service.outages import Cause
+from trainer_client.balancing.service.uplink import Uplink
+
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.relay import Relay
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.protocol import balancer_pb2 as pb
 from tests.trainer_client.balancing.service.test_node import wait_until
 from trainer_client.balancing.opening import SessionName
-from trainer_client.balancing.service import join_request
-from trainer_client.balancing.service.outages import Cause
-from trainer_client.balancing.service.uplink import Uplink
 
 SECONDS = 120.0
 

@@ -1,13 +1,20 @@
 """Saving by several processes over Gloo, and loading under other modes and numbers of ranks."""
 
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.balancing.redistribution.pool import GlooRanks, group_of
 from tests.trainer_client.embedding.checkpoint.dumps import DIM, NUM_EMBEDDINGS, write_dump
 from trainer_client.embedding.checkpoint import (
     CheckpointError,
@@ -17,11 +24,9 @@ from trainer_client.embedding.checkpoint import (
     open_checkpoint,
     save,
 )
-from trainer_client.embedding.checkpoint.files import begin, publish
-from trainer_client.embedding.checkpoint.live import load_table
+from trainer_client.embedding.checkpoint.files import Staging
 from trainer_client.embedding.routing import DIST_TYPES, RoutingLike, hash_roundrobin, owners, roundrobin
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
-from trainer_client.embedding.tables.collection import default_table
 
 
 def make_tables(users: RoutingLike, items: RoutingLike) -> list[RoutedTable]:
@@ -69,50 +74,69 @@ def assert_same_rows(found: dict[Any, list[torch.Tensor]], expected: dict[Any, l
             assert torch.equal(mine, other), key
 
 
-def save_from_ranks(rank: int, root: str) -> None:
-    collection = RoutedEmbeddingCollection(make_tables("continuous", "roundrobin"))
-    optimizer = torch.optim.Adam(collection.parameters())
-    train(collection, optimizer, 3, rank)
-    save(collection, Path(root) / "saved", optimizer=optimizer)
-    torch.save(snapshot(collection, optimizer), f"{root}/expected{rank}")
-    # Back into other modes on the same ranks, and out again.
-    other = RoutedEmbeddingCollection(make_tables(hash_roundrobin(3), "hash_roundrobin"))
-    adam = torch.optim.Adam(other.parameters())
-    assert load(other, Path(root) / "saved", optimizer=adam)["users"] == 70
-    save(other, Path(root) / "again", optimizer=adam)
-    with pytest.raises(CheckpointError, match="again exists"):
-        save(other, Path(root) / "again", optimizer=adam)
+@dataclass(frozen=True)
+class RoundTrip:
+    """Tables of some ranks under some routings, and the ranks and routings that load them."""
+
+    saved_by: int
+    saved_as: tuple[RoutingLike, RoutingLike]
+    loaded_by: int
+    loaded_as: tuple[RoutingLike, RoutingLike]
 
 
-def test_ranks_save_and_any_number_of_ranks_loads(tmp_path: Path) -> None:
-    run_ranks(3, save_from_ranks, str(tmp_path))
-    expected: dict[Any, list[torch.Tensor]] = {}
-    for rank in range(3):
-        expected |= torch.load(tmp_path / f"expected{rank}", weights_only=False)
-    for name in ("saved", "again"):
-        for world_size in (1, 2, 4):
-            for mode in DIST_TYPES:
-                found: dict[Any, list[torch.Tensor]] = {}
-                for rank in range(world_size):
-                    found |= load_as(tmp_path / name, mode, rank, world_size)
-                assert_same_rows(found, expected)
+# Items have negative keys, which are no row numbers.
+MODES = st.sampled_from([*DIST_TYPES, hash_roundrobin(3)])
+PAIRS = st.tuples(MODES, MODES.filter(lambda mode: mode != "continuous"))
+TRIPS = st.builds(RoundTrip, st.integers(1, 4), PAIRS, st.integers(1, 4), PAIRS)
 
 
-def load_as(path: Path, mode: str, rank: int, world_size: int) -> dict[Any, list[torch.Tensor]]:
-    """One rank's rows after a load, checked to be its own; items have negative keys and stay a table of keys."""
-    collection = RoutedEmbeddingCollection(make_tables(mode, mode if mode != "continuous" else "roundrobin"))
-    for table in collection.configs:
-        collection.tables[table.name] = default_table(table, rank, world_size, torch.device("cpu"))
-    optimizer = torch.optim.Adam([owned.weight for owned in collection.tables.values()])
-    for table in collection.configs:
-        owned = collection.tables[table.name]
-        load_table(
-            open_checkpoint(path), table, owned, rank=rank, world_size=world_size, optimizer=optimizer
-        )  # fmt: skip
-        block = table.rows_per_rank(world_size)
-        owner = owners(owned.held_keys(), table.resolved_routing, world_size=world_size, block_size=block)
-        assert bool((owner == rank).all())
-    return snapshot(collection, optimizer)
+def save_and_load(trip: RoundTrip, root: str) -> list[dict[Any, list[torch.Tensor]]]:
+    """In a rank: its rows before and after."""
+    rank, both = dist.get_rank(), group_of(max(trip.saved_by, trip.loaded_by))
+    before: dict[Any, list[torch.Tensor]] = {}
+    after: dict[Any, list[torch.Tensor]] = {}
+    if rank < trip.saved_by:
+        saved = RoutedEmbeddingCollection(make_tables(*trip.saved_as), process_group=group_of(trip.saved_by))
+        optimizer = torch.optim.Adam(saved.parameters())
+        train(saved, optimizer, 2, rank)
+        save(saved, Path(root) / "saved", optimizer=optimizer)
+        before = snapshot(saved, optimizer)
+    dist.barrier(both)
+    if rank < trip.loaded_by:
+        loaded = RoutedEmbeddingCollection(make_tables(*trip.loaded_as), process_group=group_of(trip.loaded_by))
+        adam = torch.optim.Adam(loaded.parameters())
+        load(loaded, Path(root) / "saved", optimizer=adam)
+        after = snapshot(loaded, adam)
+        for table in loaded.configs:
+            keys, block = loaded.tables[table.name].held_keys(), table.rows_per_rank(trip.loaded_by)
+            owner = owners(keys, table.resolved_routing, world_size=trip.loaded_by, block_size=block)
+            assert bool((owner == rank).all())
+    return [before, after]
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[GlooRanks]:
+    pool = GlooRanks(4)
+    yield pool
+    pool.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(TRIPS)
+def test_what_ranks_save_any_ranks_load_under_any_routing(gloo: GlooRanks, trip: RoundTrip) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        ranks = gloo.call(save_and_load, [(trip, root)] * max(trip.saved_by, trip.loaded_by))
+    before: dict[Any, list[torch.Tensor]] = {}
+    after: dict[Any, list[torch.Tensor]] = {}
+    for saved, loaded in ranks:
+        assert before.keys().isdisjoint(saved)
+        assert after.keys().isdisjoint(loaded)
+        before |= saved
+        after |= loaded
+    assert len(before) > 50
+    if trip.loaded_as[0] == "continuous":  # which has all rows from the beginning
+        after = {place: rows for place, rows in after.items() if place in before or place[0] != "users"}
+    assert_same_rows(after, before)
 
 
 def test_training_resumes_bitwise_under_another_mode(tmp_path: Path) -> None:
@@ -206,11 +230,11 @@ def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
 
 
 def test_what_comes_to_the_name_while_a_checkpoint_is_written_stays(tmp_path: Path) -> None:
-    begin(tmp_path / "saved", overwrite=True)
+    staging = Staging(tmp_path / "saved", overwrite=True)
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dense.pt").touch()
     with pytest.raises(CheckpointError, match=r"holds 'dense\.pt'"):
-        publish(tmp_path / "saved")
+        staging.publish()
     assert (tmp_path / "saved" / "dense.pt").exists()
 
 

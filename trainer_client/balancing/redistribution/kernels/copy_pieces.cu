@@ -1,15 +1,16 @@
 // Copies pieces of fields: one warp an item, an item being one piece of one field.
 //
 // A piece counts in units (rows of a jagged field, samples of a dense one), so fields of one jagged column share their
-// pieces. See copies.py for the description that `job` points into.
+// pieces. See `Copies` in copies.py for the arrays.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
 struct Params {
-  const i64* words;
-  i64 items, fields, item_begin, piece_begin, unit_bytes, source, source_stride, target, target_stride, pieces;
+  const i64 *unit_bytes, *item_begin, *first_piece, *source, *target;
+  const int4* pieces;
+  i64 items, fields, source_stride, target_stride;
 };
 
 template <typename WORD, int UNROLL>
@@ -52,23 +53,21 @@ __device__ void copy_bytes(const char* from, char* to, u64 size, u32 lane) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024) copy_pieces(Params job) {
-  const i64* item_begin = job.words + job.item_begin;
   u32 lane = threadIdx.x & 31;
   i64 first = (blockIdx.x * (i64)blockDim.x + threadIdx.x) >> 5, warps = gridDim.x * (i64)(blockDim.x >> 5);
   for (i64 item = first; item < job.items; item += warps) {
     u32 field = 0, end = (u32)job.fields;  // the last one that begins at the item or before
     while (end - field > 1) {
       u32 middle = (field + end) / 2;
-      if (item_begin[middle] <= item)
+      if (job.item_begin[middle] <= item)
         field = middle;
       else
         end = middle;
     }
-    i64 place = job.words[job.piece_begin + field] + item - item_begin[field];
-    int4 piece = ((const int4*)(job.words + job.pieces))[place];
-    i64 unit = job.words[job.unit_bytes + field];
-    i64 from = job.words[job.source + piece.w * job.source_stride + field] + piece.x * unit;
-    i64 to = job.words[job.target + piece.w * job.target_stride + field] + piece.y * unit;
+    int4 piece = job.pieces[job.first_piece[field] + item - job.item_begin[field]];
+    i64 unit = job.unit_bytes[field];
+    i64 from = job.source[piece.w * job.source_stride + field] + piece.x * unit;
+    i64 to = job.target[piece.w * job.target_stride + field] + piece.y * unit;
     copy_bytes((const char*)from, (char*)to, (u64)(piece.z * unit), lane);
   }
 }

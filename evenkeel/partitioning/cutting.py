@@ -1,0 +1,402 @@
+"""Where samples in pieces are cut: so that the ranks that share them have equally much to do, all else counted.
+
+A rank's time is its load over its speed, and what its keys and values take: the more of what it sends and receives, and
+what it passes on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.partitioning.compile import kernel, step
+from evenkeel.partitioning.splits.samples import SpanCosts
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+_HALVINGS = 60  # of the range in which the common level is
+
+
+def table_of(spans: SpanCosts) -> Floats:
+    """(n, 11) what the kernels know of each sample, with what `SpanCosts.before` reads first."""
+    columns = (
+        spans.positions, spans.context, spans.candidates, spans.per_position, spans.per_pair, spans.targets,
+        spans.per_target, spans.fixed, spans.first_cut, spans.granule, spans.num_cuts.astype(np.float64),
+    )  # fmt: skip
+    return np.ascontiguousarray(np.stack(columns, axis=1))
+
+
+@step
+def _before(table: Floats, sample: int, position: float) -> float:
+    """As `SpanCosts.before`."""
+    context, history = table[sample, 1], table[sample, 0] - table[sample, 2]
+    last = min(max(position, context), history)
+    seen = min(position, context) * history + (last * (last + 1) - context * (context + 1)) / 2
+    seen += max(position - history, 0.0) * (history + 1)
+    targets = max(position - (table[sample, 0] - table[sample, 5]), 0.0)
+    cost: float = table[sample, 3] * position + table[sample, 4] * seen + table[sample, 6] * targets
+    return cost
+
+
+@step
+def cost_of(table: Floats, sample: int, begin: float, end: float) -> float:
+    """What the positions from `begin` to before `end` of a sample cost; of the last with what is fixed."""
+    cost = _before(table, sample, np.float64(end)) - _before(table, sample, np.float64(begin))
+    return cost + table[sample, 7] if end >= table[sample, 0] else cost
+
+
+@step
+def _exchange(
+    table: Floats,
+    firsts: Integers,
+    ranks: Integers,
+    begins: Integers,
+    ends: Integers,
+    nodes: Integers,
+    within: float,
+    between: float,
+    found: Floats,
+) -> tuple[int, int]:
+    """What each rank's keys and values take, into found[0]; returns positions that travel within and between nodes.
+
+    To each node they go once: to each rank there that sees them an equal share, which it passes on to the others there.
+    `found` is (8, num_ranks), with work space for what ranks send and receive, and for what nodes have of a sample:
+    pieces that follow; keys that were counted, and those of them that its latest piece sends; what each of its ranks
+    has received, and passed on.
+    """
+    exchange, sent, received, later, counted, latest, taken, passed = found
+    found[:] = 0.0
+    near = far = 0
+    for s in range(firsts.size - 1):
+        first, last, num_nodes = firsts[s], firsts[s + 1], 0
+        for i in range(first, last):
+            node = nodes[ranks[i]]
+            later[node] = counted[node] = latest[node] = taken[node] = passed[node] = 0.0
+        for i in range(first, last):
+            num_nodes += 1 if later[nodes[ranks[i]]] == 0 else 0
+            later[nodes[ranks[i]]] += 1
+        history, before = np.int64(table[s, 0] - table[s, 2]), 0
+        for i in range(first, last):
+            rank, keys = ranks[i], max(min(ends[i], history) - begins[i], 0)
+            node = nodes[rank]
+            # All keys since the node's piece before are shared by as many ranks: this one's, and of those that follow.
+            more, own = before - counted[node], latest[node]
+            taken[node] += (between * (more - own) + within * own) / later[node]
+            passed[node] += within * (more - more / later[node])
+            received[rank] += taken[node]
+            exchange[rank] += passed[node]
+            later[node] -= 1
+            counted[node], latest[node] = before, keys
+            before += keys
+            is_alone = later[node] == 0
+            num_nodes -= 1 if is_alone else 0
+            others = num_nodes if is_alone else num_nodes - 1
+            sent[rank] += keys * (between * others + (0.0 if is_alone else within))
+            far += keys * others
+            near += keys * (last - 1 - i - others)
+    for r in range(exchange.size):
+        exchange[r] += max(sent[r], received[r])
+    return near, far
+
+
+@kernel
+def measure(
+    base: Floats,
+    table: Floats,
+    firsts: Integers,
+    ranks: Integers,
+    begins: Integers,
+    ends: Integers,
+    nodes: Integers,
+    within: float,
+    between: float,
+) -> tuple[Floats, Floats, int, int]:
+    """Loads and exchange of each rank, and the positions whose keys and values travel within nodes and between them.
+
+    Args:
+        base: (num_ranks,) load of what stays.
+        table: (s, 11) see `table_of`, of the samples in pieces.
+        firsts: (s + 1,) where their pieces begin.
+        ranks: (pieces,) rank of each.
+        begins: (pieces,) first position of each.
+        ends: (pieces,) the one after its last.
+        nodes: (num_ranks,) node of each rank.
+        within: Price of a position's keys and values that go to a rank of the same node.
+        between: Price of those that go to another, once for all of its ranks.
+    """
+    loads, found = base.copy(), np.zeros((8, base.size))
+    for s in range(firsts.size - 1):
+        for i in range(firsts[s], firsts[s + 1]):
+            loads[ranks[i]] += cost_of(table, s, begins[i], ends[i])
+    near, far = _exchange(table, firsts, ranks, begins, ends, nodes, within, between, found)
+    return loads, found[0], near, far
+
+
+@step
+def _cut(table: Floats, sample: int, first: int, last: int, shares: Floats, begins: Integers, ends: Integers) -> None:
+    """Cuts a sample so that its pieces cost what their shares say, as nearly as may be."""
+    count, place, wanted = np.int64(table[sample, 10]), np.int64(-1), 0.0
+    for i in range(first, last - 1):
+        wanted += shares[i - first]
+        low, high = place + 1, count - (last - 1 - i)  # a place for each cut that follows
+        least = low
+        while low < high:
+            middle = (low + high) // 2
+            if _before(table, sample, table[sample, 8] + middle * table[sample, 9]) < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        at = table[sample, 8] + low * table[sample, 9]
+        if low > least:
+            below = at - table[sample, 9]
+            if wanted - _before(table, sample, below) <= _before(table, sample, at) - wanted:
+                low, at = low - 1, below
+        place = low
+        ends[i] = np.int64(at)
+        begins[i + 1] = np.int64(at)
+
+
+@kernel
+def recut(
+    base: Floats,
+    speeds: Floats,
+    table: Floats,
+    firsts: Integers,
+    ranks: Integers,
+    begins: Integers,
+    ends: Integers,
+    nodes: Integers,
+    within: float,
+    between: float,
+    costs: Floats,
+    passes: int,
+) -> float:
+    """Cuts the samples one after the other where their ranks get equally much to do, some passes over all of them.
+
+    Args as for `measure`; `speeds` are the ranks', `begins` and `ends` take the best cuts, and `costs` are what the
+    pieces had better cost in the first turn. A sample in p pieces can be cut in p - 1 places at least.
+
+    Returns:
+        The largest time of a rank.
+    """
+    num_ranks = base.size
+    found, busy = np.zeros((8, num_ranks)), np.zeros(num_ranks)
+    shares, costs = np.zeros(num_ranks), costs.copy()
+    best, best_begins, best_ends = np.inf, begins.copy(), ends.copy()
+    for turn in range(passes + 1):
+        for s in range(firsts.size - 1):
+            first, last = firsts[s], firsts[s + 1]
+            total = cost_of(table, s, 0.0, table[s, 0])
+            if turn == 0:
+                for i in range(first, last):
+                    shares[i - first] = costs[i]
+            else:
+                _exchange(table, firsts, ranks, begins, ends, nodes, within, between, found)
+                for r in range(num_ranks):
+                    busy[r] = base[r] / speeds[r] + found[0, r]
+                for i in range(ranks.size):
+                    if i < first or i >= last:
+                        busy[ranks[i]] += costs[i] / speeds[ranks[i]]
+                low, high = np.inf, 0.0
+                slowest = np.inf
+                for i in range(first, last):
+                    low, high = min(low, busy[ranks[i]]), max(high, busy[ranks[i]])
+                    slowest = min(slowest, speeds[ranks[i]])
+                high += total / slowest
+                for _ in range(_HALVINGS):
+                    level, room = (low + high) / 2, 0.0
+                    for i in range(first, last):
+                        room += max(level - busy[ranks[i]], 0.0) * speeds[ranks[i]]
+                    if room < total:
+                        low = level
+                    else:
+                        high = level
+                for i in range(first, last):
+                    shares[i - first] = max(high - busy[ranks[i]], 0.0) * speeds[ranks[i]]
+            _cut(table, s, first, last, shares, begins, ends)
+            for i in range(first, last):
+                costs[i] = cost_of(table, s, begins[i], ends[i])
+        _exchange(table, firsts, ranks, begins, ends, nodes, within, between, found)
+        busy[:] = base
+        for i in range(ranks.size):
+            busy[ranks[i]] += costs[i]
+        time = 0.0
+        for r in range(num_ranks):
+            time = max(time, busy[r] / speeds[r] + found[0, r])
+        if time < best:
+            best = time
+            best_begins[:], best_ends[:] = begins, ends
+    begins[:], ends[:] = best_begins, best_ends
+    return best
+
+
+@step
+def _busy(table: Floats, sample: int, begin: float, end: float, later: int, price: float) -> float:
+    """The time of a piece with so many later ones: its work, and the more of what it receives and sends."""
+    return cost_of(table, sample, begin, end) + price * max(begin, max(end - begin, 0.0) if later else 0.0)
+
+
+@kernel
+def pieces_at(table: Floats, sample: int, level: float, price: float, most: int, times: Floats, begins: Floats) -> int:
+    """The fewest consecutive pieces of which none takes longer than a level, each on a rank of its own.
+
+    From the end, each piece begins as early as the level allows. Any pieces within the level begin where these do or
+    later, counted from the end, so no others are fewer, or receive less.
+
+    Args:
+        table: See `recutting.table_of`.
+        sample: Which.
+        level: In units of cost.
+        price: What it takes to send a position's keys and values to a rank.
+        most: Pieces.
+        times: (most,) takes the time of each, the last piece first.
+        begins: (most,) takes the first position of each, as a number that need not be whole.
+
+    Returns:
+        How many; `most` + 1 if more would be needed, or none are enough.
+    """
+    end = table[sample, 0]
+    for later in range(most):
+        if _busy(table, sample, 0.0, end, later, price) <= level:
+            times[later], begins[later] = _busy(table, sample, 0.0, end, later, price), 0.0
+            return later + 1
+        # up to `turn` a later beginning takes less; beyond, it may take more at first, but less from some place on
+        turn = end / 2 if later else 0.0
+        low, high = turn, end
+        if _busy(table, sample, turn, end, later, price) <= level:
+            low, high = 0.0, turn
+        elif price * end > level:
+            return most + 1
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if _busy(table, sample, middle, end, later, price) <= level:
+                high = middle
+            else:
+                low = middle
+        if end - high < 1e-6 * end:
+            return most + 1
+        times[later], begins[later] = level, high
+        end = high
+    return most + 1
+
+
+@kernel
+def divide(table: Floats, sample: int, level: float, price: float, times: Floats, costs: Floats) -> None:
+    """A sample in so many pieces: at a level where that takes so many, or that take equally long.
+
+    Args as for `pieces_at`; `times` and `costs` take those of each piece, the first positions first.
+    """
+    count = times.size
+    begins = np.empty(count)
+    found = pieces_at(table, sample, level, price, count, times, begins)
+    if found != count:
+        low, high = 0.0, cost_of(table, sample, 0.0, table[sample, 0])
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if pieces_at(table, sample, middle, price, count, times, begins) <= count:
+                high = middle
+            else:
+                low = middle
+        found = pieces_at(table, sample, high, price, count, times, begins)
+    if found != count:  # so many only take longer than fewer
+        times[:] = costs[:] = cost_of(table, sample, 0.0, table[sample, 0]) / count
+        return
+    times[:], begins[:] = times[::-1].copy(), begins[::-1].copy()
+    for i in range(count):
+        costs[i] = cost_of(table, sample, begins[i], begins[i + 1] if i + 1 < count else table[sample, 0])
+
+
+@kernel
+def place_pieces(
+    order: Integers, homes: Integers, firsts: Integers, times: Floats, speeds: Floats, room: Floats, nodes: Integers,
+    sizes: Integers, full: float,
+) -> Integers:  # fmt: skip
+    """Where pieces had best go: to the ranks with the most room, of the node with the most if that has enough ranks.
+
+    The last pieces of a sample come first. What finds no room in their node goes to another one, so that the keys and
+    values of few positions cross between them, and to many ranks. A sample's first piece, which may be the smallest,
+    is placed when all others are.
+
+    Args:
+        order: (s,) the samples, in the order in which they are placed.
+        homes: (s,) rank that holds each.
+        firsts: (s + 1,) where their pieces begin.
+        times: (pieces,) of each, on a rank of speed 1.
+        speeds: (num_ranks,) of the ranks.
+        room: (num_ranks,) work that each rank may get beside what it has.
+        nodes: (num_ranks,) node of each, from 0.
+        sizes: (num_nodes,) ranks of each node.
+        full: A rank is full if it has less room than that share of a piece; 0: if it has a piece of the sample.
+
+    Returns:
+        (pieces,) rank of each; those of a sample differ, and are of one node after the other.
+    """
+    num_ranks, num_nodes, mean = speeds.size, sizes.size, speeds.mean()
+    room, rooms, placed = room.copy(), np.zeros(num_nodes), np.zeros(times.size, np.int64)
+    taken, left, left_in = np.zeros(num_ranks, np.bool_), np.zeros(order.size), np.zeros(order.size, np.int64)
+    for r in range(num_ranks):
+        rooms[nodes[r]] += room[r]
+    for s in order:
+        first, last, home = firsts[s], firsts[s + 1], homes[s]
+        node = 0
+        for n in range(1, num_nodes):
+            small, smaller = sizes[node] < last - first, sizes[n] < last - first
+            if small != smaller:
+                better = small
+            elif rooms[n] != rooms[node]:
+                better = rooms[n] > rooms[node]
+            else:
+                better = nodes[home] == n
+            node = n if better else node
+        taken[:] = False
+        for i in range(last - 1, first, -1):
+            rank = _roomiest(node, full * times[i], speeds, rooms, nodes, room, taken, home)
+            node, placed[i], taken[rank] = nodes[rank], rank, True
+            room[rank] -= times[i] * speeds[rank]
+            rooms[node] -= times[i] * speeds[rank]
+        rooms[node] -= times[first] * mean
+        left[s], left_in[s] = -times[first], node
+    for s in np.argsort(left, kind="mergesort"):
+        first = firsts[s]
+        taken[:] = False
+        taken[placed[first + 1 : firsts[s + 1]]] = True
+        rank = _roomiest(left_in[s], full * times[first], speeds, rooms, nodes, room, taken, homes[s])
+        placed[first] = rank
+        room[rank] -= times[first] * speeds[rank]
+    return placed
+
+
+@step
+def _roomiest(
+    node: int, least: float, speeds: Floats, rooms: Floats, nodes: Integers, room: Floats, taken: NDArray[np.bool_],
+    home: int,
+) -> int:  # fmt: skip
+    """The rank with the most room in a node, or where that has less than the least, in the node with the most."""
+    best = _best(node, nodes, room, taken, home)
+    if best >= 0 and (least == 0.0 or room[best] >= least * speeds[best]):
+        return best
+    elsewhere = -1
+    for r in range(room.size):
+        if taken[r] or (best >= 0 and room[r] <= room[best]):
+            continue
+        if elsewhere >= 0:
+            n, m = nodes[r], nodes[elsewhere]
+            if n != m and (rooms[n] < rooms[m] or (rooms[n] == rooms[m] and n > m)):
+                continue
+            if n == m and (room[r] < room[elsewhere] or (room[r] == room[elsewhere] and r != home)):
+                continue
+        elsewhere = r
+    return best if elsewhere < 0 else elsewhere
+
+
+@step
+def _best(node: int, nodes: Integers, room: Floats, taken: NDArray[np.bool_], home: int) -> int:
+    """The rank with the most room in a node, the sample's home among equals; -1 if all are taken."""
+    best = -1
+    for r in range(room.size):
+        if taken[r] or nodes[r] != node:
+            continue
+        if best < 0 or room[r] > room[best] or (room[r] == room[best] and r == home):
+            best = r
+    return best

@@ -1,0 +1,242 @@
+"""Memory caps and least counts: assignments are made to fit them, or it is said why that cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.errors import ImpossiblePartitionError, PartitionNotFoundError
+from evenkeel.partitioning.exchange import Integers, Ranks, exchange_from
+from evenkeel.partitioning.karmarkar_karp import differenced
+from evenkeel.partitioning.lpt import longest_first
+from evenkeel.partitioning.problem import COMPILED, ROUNDING, Arithmetic, Problem, bound_on_largest, crowding_bound
+from evenkeel.partitioning.sorting import ascending_order
+
+COARSENESS = 1e-9  # relative, by which fractions in whole units may exceed a cap
+PLACEMENTS = 30_000_000  # that a search through all assignments tries at most, about a tenth of a second
+
+
+def _amount(problem: Problem, units: float) -> float:
+    """The memory that so many units are."""
+    return float(np.ldexp(units, -problem.memory_exponent))
+
+
+def _doubt(problem: Problem) -> int:
+    """Units by which an assignment may seem to exceed the caps though it does not."""
+    return problem.memory_error * (problem.arrays.costs.size + problem.num_ranks)
+
+
+def check_possible(problem: Problem, by: Arithmetic) -> None:
+    """Refuses what plainly cannot fit.
+
+    Raises:
+        ImpossiblePartitionError: If the samples need more than all ranks hold, or one more than any rank does.
+    """
+    memory, caps, fewest = problem.arrays.memory, problem.arrays.caps, problem.arrays.fewest
+    if memory.size == 0:
+        return
+    short = sum(memory.tolist()) - sum(caps.tolist())
+    if short > _doubt(problem):
+        raise ImpossiblePartitionError(
+            f"memory adds up to {_amount(problem, memory.sum()):g}, memory_caps to {_amount(problem, caps.sum()):g}: "
+            f"{_amount(problem, short):g} short; raise memory_caps or take fewer or shorter samples",
+            _amount(problem, short),
+        )
+    largest, cap = int(memory.argmax()), int(caps.max())
+    if memory[largest] > cap + 2 * problem.memory_error:
+        lacking = _amount(problem, int(memory[largest]) - cap)
+        raise ImpossiblePartitionError(
+            f"memory[{largest}] is {_amount(problem, memory[largest]):g}, the largest of memory_caps "
+            f"{_amount(problem, cap):g}: {lacking:g} short; raise that cap, shorten the sample, or let it be "
+            "split over ranks (split)",
+            lacking,
+        )
+    if int(caps.min()) < cap or by is not COMPILED:
+        return
+    order = ascending_order(memory)
+    crowded = max(
+        bound_on_largest(memory, order, np.ones(caps.size), fewest, problem.arrays.most),
+        crowding_bound(memory, order, int(fewest.min()), problem.num_ranks),
+    )
+    if crowded > cap * (1.0 + ROUNDING) + _doubt(problem):
+        lacking = _amount(problem, crowded - cap)
+        raise ImpossiblePartitionError(
+            f"whatever goes where, some rank must hold {_amount(problem, crowded):g} of memory, and memory_caps are "
+            f"{_amount(problem, cap):g}: {lacking:g} short; raise memory_caps, let counts be 'free', or take shorter "
+            "samples",
+            lacking,
+        )
+
+
+def check_fits(memory: ArrayLike, caps: ArrayLike, destinations: Ranks) -> None:
+    """Checks an assignment against the caps in the numbers that were given, of which the units are roundings.
+
+    Raises:
+        PartitionNotFoundError: If a rank holds more than rounding explains: where some samples take many billion times
+            the memory of others, units that hold them all are too coarse for the smallest.
+    """
+    room = np.asarray(caps, np.float64)
+    used = np.bincount(destinations, weights=np.asarray(memory, np.float64), minlength=room.size)
+    over = np.flatnonzero(used > room * (1.0 + COARSENESS))
+    if over.size:
+        rank = int(over[0])
+        raise PartitionNotFoundError(
+            f"no assignment within memory_caps was found: rank {rank} would hold {used[rank]:g} with a cap of "
+            f"{room[rank]:g}; raise memory_caps or let counts be 'free'"
+        )
+
+
+def fit_memory(problem: Problem, start: Ranks) -> Ranks:
+    """The start if it is within the caps, else the nearest assignment found that is.
+
+    Memory is searched as costs are, with the caps as limits; small instances are searched through to the end.
+
+    Raises:
+        ImpossiblePartitionError: If there is provably none.
+        PartitionNotFoundError: If the search ended without one.
+    """
+    arrays = problem.arrays
+    if arrays.memory.size == 0:
+        return start
+    of_memory = replace(
+        problem,
+        arrays=arrays._replace(
+            costs=arrays.memory, memory=arrays.memory[:0], limits=arrays.caps, speeds=np.ones(arrays.caps.size)
+        ),
+        order=ascending_order(arrays.memory),
+    )
+    best, least = exchange_from(of_memory, start, effort=2)
+    for method, effort in ((longest_first, 8), (differenced, 4)):
+        if least <= 0:
+            return best
+        other, overload = exchange_from(of_memory, method(of_memory), plain=False, effort=effort)
+        if overload < least:
+            best, least = other, overload
+    return best if least <= 0 else _search_through(of_memory, best)
+
+
+def _search_through(problem: Problem, best: Ranks) -> Ranks:
+    arrays = problem.arrays
+    used = np.zeros(problem.num_ranks, np.int64)
+    np.add.at(used, best, arrays.costs)
+    overflow = int(np.maximum(used - arrays.limits, 0).sum())
+    heaviest_first = problem.order[::-1]
+    ranks = np.empty(best.size, np.int32)
+    least, proven = least_overflow(
+        arrays.costs[heaviest_first], arrays.limits, arrays.fewest, arrays.most, PLACEMENTS, overflow, ranks
+    )
+    if least <= 0:
+        destinations = np.empty_like(best)
+        destinations[heaviest_first] = ranks
+        return destinations
+    lacking = _amount(problem, least)
+    remedy = "raise memory_caps or let counts be 'free'"
+    if proven and least > _doubt(problem):
+        raise ImpossiblePartitionError(
+            f"no assignment is within memory_caps: the best of all exceeds them by {lacking:g}; {remedy}", lacking
+        )
+    raise PartitionNotFoundError(
+        f"no assignment within memory_caps was found: the best exceeds them by {lacking:g}; {remedy}"
+    )
+
+
+@kernel
+def least_overflow(
+    memory: Integers, caps: Integers, fewest: Integers, most: Integers, budget: int, overflow: int, best: Ranks
+) -> tuple[int, bool]:
+    """The least memory above the caps that any assignment has, by branch and bound.
+
+    Args:
+        memory: (n,) of the samples, descending.
+        caps: (num_ranks,) memory of each rank.
+        fewest: (num_ranks,) samples of each rank at least.
+        most: (num_ranks,) samples of each rank at most.
+        budget: Placements to try.
+        overflow: Of an assignment that there is.
+        best: (n,) takes the ranks of a better one.
+
+    Returns:
+        The least overflow found, and whether that is proven to be the least there is. It ends at the first of 0.
+    """
+    n, num_ranks = memory.size, caps.size
+    used, counts = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    ranks = np.full(n, -1, np.int32)
+    over = np.zeros(n + 1, np.int64)  # overflow of the first i samples
+    after = np.zeros(n + 1, np.int64)  # memory of the samples from i on
+    for i in range(n - 1, -1, -1):
+        after[i] = after[i + 1] + memory[i]
+    depth, total = 0, 0
+    while depth >= 0:
+        rank = np.int64(ranks[depth])
+        if rank >= 0:  # take the sample back
+            used[rank] -= memory[depth]
+            counts[rank] -= 1
+        rank += 1
+        while rank < num_ranks:
+            budget -= 1
+            fits = counts[rank] < most[rank]
+            for r in range(rank):  # a rank in the same state has been tried
+                fits &= (
+                    caps[r] != caps[rank] or used[r] != used[rank] or counts[r] != counts[rank]
+                    or fewest[r] != fewest[rank] or most[r] != most[rank]
+                )  # fmt: skip
+            if not fits:
+                rank += 1
+                continue
+            total = over[depth] + max(0, used[rank] + memory[depth] - max(caps[rank], used[rank]))
+            used[rank] += memory[depth]
+            counts[rank] += 1
+            room = missing = 0
+            for r in range(num_ranks):
+                room += max(0, caps[r] - used[r])
+                missing += max(0, fewest[r] - counts[r])
+            if missing <= n - depth - 1 and total + max(0, after[depth + 1] - room) < overflow:
+                break
+            used[rank] -= memory[depth]
+            counts[rank] -= 1
+            rank += 1
+        if budget < 0:
+            return overflow, False
+        if rank == num_ranks:
+            ranks[depth] = -1
+            depth -= 1
+            continue
+        ranks[depth], over[depth + 1] = rank, total
+        if depth + 1 < n:
+            depth += 1
+            continue
+        overflow = total
+        best[:] = ranks
+        if overflow <= 0:
+            break
+    return overflow, True
+
+
+def fill(problem: Problem, destinations: Ranks, at_least: int) -> Ranks:
+    """The assignment with at least so many samples on each rank, or floor of the mean where there are fewer.
+
+    A rank that has too few takes the lightest sample of those that have more, one after the other; of equal ones the
+    one that is smallest to move. The memory caps come first: a rank on which no sample has room stays as it is.
+    """
+    arrays = problem.arrays
+    counts = np.bincount(destinations, minlength=problem.num_ranks)
+    at_least = min(at_least, destinations.size // problem.num_ranks)
+    short = np.flatnonzero(counts < at_least)
+    if not short.size:
+        return destinations
+    filled, lightest_first = destinations.copy(), np.lexsort((arrays.sizes, arrays.costs))
+    memory = arrays.memory if arrays.caps.size else np.zeros(filled.size, np.int64)
+    room = arrays.caps.copy() if arrays.caps.size else np.zeros(problem.num_ranks, np.int64)
+    np.subtract.at(room, filled, memory)
+    for rank in np.repeat(short, at_least - counts[short]).tolist():
+        spare = (counts[filled] > at_least) & (memory <= room[rank])
+        candidates = lightest_first[spare[lightest_first]]
+        if candidates.size:
+            sample = candidates[0]
+            counts[[filled[sample], rank]] += [-1, 1]
+            np.add.at(room, [filled[sample], rank], [memory[sample], -memory[sample]])
+            filled[sample] = rank
+    return filled

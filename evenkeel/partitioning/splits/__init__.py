@@ -1,0 +1,53 @@
+"""Samples that outweigh a rank's share, split into parts on several ranks; `window.split_window` plans them."""
+
+from evenkeel.partitioning.splits.parts import (
+    ALL,
+    FIRST,
+    LAST,
+    PIECE_WIDTH,
+    Cuts,
+    Piece,
+    RoundParts,
+    SplitSample,
+    check_further,
+    check_splits,
+    part_lengths,
+    part_ranges,
+    read_parts,
+    read_splits,
+)
+from evenkeel.partitioning.splits.samples import (
+    MOST,
+    SHARE,
+    STEP_SECONDS,
+    WIDTH,
+    Divisible,
+    SpanCosts,
+    SplitOptions,
+    check_table,
+)
+
+__all__ = [
+    "ALL",
+    "FIRST",
+    "LAST",
+    "MOST",
+    "PIECE_WIDTH",
+    "SHARE",
+    "STEP_SECONDS",
+    "WIDTH",
+    "Cuts",
+    "Divisible",
+    "Piece",
+    "RoundParts",
+    "SpanCosts",
+    "SplitOptions",
+    "SplitSample",
+    "check_further",
+    "check_splits",
+    "check_table",
+    "part_lengths",
+    "part_ranges",
+    "read_parts",
+    "read_splits",
+]

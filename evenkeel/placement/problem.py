@@ -1,0 +1,353 @@
+"""The optimisation problem: tables, what each may choose from, what fused tables must agree on, and two budgets.
+
+DynamicEmb's fused tables share one ratio with a cache and one without. The row-wise tables of a TorchRec kernel share
+the ratio of their cache. Caches of TorchRec have rows as wide as the widest table that is cached in them, so the width
+is agreed on as well: a wider one takes more bytes, a narrower one cannot hold a wider table. Column shards of the
+sequence tables of one collection have one width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.layouts import ROW_WISE, Layout, Scope
+from evenkeel.placement.limits import Watch
+from evenkeel.placement.model import Mode, Runtime, Sharding, Table
+from evenkeel.placement.options import PAGE, TableOptions, allowed_modes, ratio_grid, table_layouts, table_options
+from evenkeel.placement.request import PlanRequest
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+Agreement = tuple[Hashable, Hashable]
+"""What is agreed on, and what it would be."""
+
+UNIT = float(1 << 20)
+"""Bytes in a unit of the solver: sizes are multiples of a page, so units of 1 MiB are exact in floating point."""
+SLACK = 1e-6
+"""Units by which sums of floating point may exceed a budget."""
+_COARSE = ((30, 40), (150, 20), (np.inf, 10))
+"""Ratios of layouts that are not row-wise, by the number of tables; each table has a ratio of its own there."""
+_POOLED_ONLY = {Sharding.TABLE_ROW_WISE, Sharding.GRID}
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A layout, a mode and a ratio that a table may choose.
+
+    Attributes:
+        layout: How the table is spread.
+        mode: The mode.
+        ratio: Fraction of the rows that HBM holds.
+        agreements: What other tables must agree on if one chooses this.
+    """
+
+    layout: Layout
+    mode: Mode
+    ratio: float
+    agreements: tuple[Agreement, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tables with the same modules to choose from.
+
+    Attributes:
+        tables: Indices of the tables in the request.
+        modules: The modules.
+        seconds: (tables, modules) kernel time of a step on the average rank; infinite where a table has no such choice.
+        hbm: (tables, modules) HBM on the average rank, in units.
+        host: (tables, modules) memory on the average host, in units.
+        scale: (3, modules) what these three are multiplied by to be those of one shard.
+    """
+
+    tables: tuple[int, ...]
+    modules: tuple[Module, ...]
+    seconds: FloatArray
+    hbm: FloatArray
+    host: FloatArray
+    scale: FloatArray
+
+    @property
+    def is_spread(self) -> BoolArray:
+        """(modules,) whether a table is on all ranks alike."""
+        return np.array([module.layout.scope is Scope.EVERYWHERE for module in self.modules], dtype=bool)
+
+    def shard(self, row: int, module: int) -> FloatArray:
+        """(3,) time, HBM and host memory of a shard of a table."""
+        mean = np.array([self.seconds[row, module], self.hbm[row, module], self.host[row, module]])
+        result: FloatArray = mean * self.scale[:, module]
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Groups and budgets.
+
+    Attributes:
+        groups: The groups.
+        budget: (2,) HBM of a rank and memory of a host in units; infinite where there is no limit.
+    """
+
+    groups: tuple[Group, ...]
+    budget: FloatArray
+
+    def with_budget(self, hbm: float, host: float) -> Problem:
+        """The same problem under other budgets, in units."""
+        return Problem(self.groups, np.array([hbm, host]))
+
+    def minimising(self, resource: int) -> Problem:
+        """The same problem with the use of one budget (0 HBM, 1 host) as its cost, and that budget lifted."""
+        budget = self.budget.copy()
+        budget[resource] = np.inf
+        groups = []
+        for group in self.groups:
+            use, scale = (group.hbm, group.host)[resource], group.scale.copy()
+            scale[0] = scale[1 + resource]
+            groups.append(replace(group, seconds=np.where(np.isfinite(group.seconds), use, np.inf), scale=scale))
+        return Problem(tuple(groups), budget)
+
+    def limited(self, most: float = np.inf) -> Problem:
+        """The problem without shards that fit on no rank or host, or that take a rank longer than `most`."""
+        groups = []
+        for group in self.groups:
+            finite = np.isfinite(group.seconds)
+            seconds = np.where(finite, group.seconds, 0.0) * group.scale[0]
+            fits = finite & (seconds <= most)
+            fits &= group.hbm * group.scale[1] <= self.budget[0] + SLACK
+            fits &= group.host * group.scale[2] <= self.budget[1] + SLACK
+            groups.append(replace(group, seconds=np.where(fits, group.seconds, np.inf)))
+        return Problem(tuple(groups), self.budget)
+
+    @property
+    def num_tables(self) -> int:
+        """Number of tables."""
+        return sum(len(group.tables) for group in self.groups)
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether a table may have shards that are not on all ranks."""
+        return any(not group.is_spread.all() for group in self.groups)
+
+    def least_shard(self, resource: int) -> float:
+        """The largest shard that some rank must hold: time (0), HBM (1) or host memory (2) of no plan is less."""
+        largest = 0.0
+        for group in self.groups:
+            measure = (group.seconds, group.hbm, group.host)[resource]
+            whole = np.where(np.isfinite(group.seconds), measure, 0.0) * group.scale[resource]
+            whole[~np.isfinite(group.seconds)] = np.inf
+            largest = max(largest, float(whole.min(axis=1).max(initial=0.0)))
+        return largest
+
+
+def budgets(request: PlanRequest) -> FloatArray:
+    """(2,) units that tables may use: HBM of a rank without the runtime's workspace, and memory of a host."""
+    topology = request.topology
+    workspace = request.profile.costs(request.runtime).workspace_bytes if request.tables else 0
+    hbm = max(0, topology.hbm_budget - workspace) if topology.hbm_bytes else 0
+    host = np.inf if topology.host_budget is None else topology.host_budget // PAGE * PAGE / UNIT
+    return np.array([hbm // PAGE * PAGE / UNIT, host])
+
+
+def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch: Watch | None = None) -> Problem:
+    """The optimisation problem of `request`.
+
+    Args:
+        request: Tables, machines and the step.
+        grid: Ratios to choose from; those of `ratio_grid` by default.
+        watch: Asked before each table.
+
+    Raises:
+        InvalidInputError: If a table has nothing to choose from, if what tables are pinned to cannot be agreed on, or
+            if time is up.
+        SolveCancelledError: If `watch` says so.
+    """
+    grid = ratio_grid(len(request.tables), request.solver.ratio_steps) if grid is None else grid
+    fused: dict[object, list[int]] = {}
+    for index, table in enumerate(request.tables):
+        fused.setdefault(table.fuse_key, []).append(index)
+    together = [tuple(indices) for indices in fused.values() if len(indices) > 1]
+    alone = tuple(indices[0] for indices in fused.values() if len(indices) == 1)
+    groups = [_group(request, indices, grid, watch, is_fused=True) for indices in together]
+    if alone:
+        groups.append(_group(request, alone, grid, watch, is_fused=False))
+    _check_columns(request)
+    return Problem(tuple(groups), budgets(request))
+
+
+def _group(
+    request: PlanRequest, indices: tuple[int, ...], grid: FloatArray, watch: Watch | None, *, is_fused: bool
+) -> Group:
+    pins = [t.ratio for t in (request.tables[index] for index in indices) if t.ratio and t.ratio < 1]
+    fine, coarse = (np.unique([*ratios, *pins]) for ratios in (grid, _thinned(grid, len(request.tables))))
+    options = [_options(request, index, fine, coarse, watch) for index in indices]
+    widths: dict[Sharding, set[int]] = {}
+    for option in options:
+        for layout, mode, dim in zip(option.layouts, option.modes, option.dims.tolist(), strict=True):
+            if mode is Mode.CACHING:
+                widths.setdefault(layout.sharding, set()).add(dim)
+    columns: dict[Module, int] = {}
+    cells: list[tuple[int, int, float, float, float]] = []
+    for row, (index, option) in enumerate(zip(indices, options, strict=True)):
+        table = request.tables[index]
+        for number, (layout, mode, ratio) in enumerate(zip(option.layouts, option.modes, option.ratios, strict=True)):
+            dim = int(option.dims[number])
+            shared = is_fused and mode is Mode.CACHING and request.runtime is Runtime.TORCHREC
+            for width in sorted(w for w in widths[layout.sharding] if w >= dim) if shared else [dim]:
+                agreed = _agreements(request, table, layout, mode, float(ratio), width if shared else 0, is_fused)
+                column = columns.setdefault(Module(layout, mode, float(ratio), agreed), len(columns))
+                hbm = option.hbm[number] + (width - dim) * option.slot_bytes[number]
+                cells.append((row, column, option.seconds[number], hbm / UNIT, option.host[number] / UNIT))
+    modules = tuple(columns)
+    values = np.array(cells)
+    rows, places = values[:, 0].astype(np.int64), values[:, 1].astype(np.int64)
+    seconds = np.full((len(indices), len(modules)), np.inf)
+    hbm, host = np.zeros(seconds.shape), np.zeros(seconds.shape)
+    seconds[rows, places], hbm[rows, places], host[rows, places] = values[:, 2:].T
+    scale = np.array([whole_shards(request, module.layout) for module in modules]).T
+    group = Group(indices, modules, seconds, hbm, host, scale)
+    if is_fused and any(request.tables[i].modes or request.tables[i].ratio is not None for i in indices):
+        _check_pins(request, group)
+    return group
+
+
+def _options(
+    request: PlanRequest, index: int, fine: FloatArray, coarse: FloatArray, watch: Watch | None
+) -> TableOptions:
+    """All placements of one table."""
+    table = request.tables[index]
+    if watch is not None and watch.is_over():
+        what = f"is over before the placements of {len(request.tables)} tables are priced"
+        remedy = "give more time, fewer tables or fewer ratio_steps"
+        raise InvalidInputError("solver.time_limit_s", request.solver.time_limit_s, what, remedy)
+    try:
+        parts = [
+            table_options(request, table, fine if layout == ROW_WISE else coarse, layout)
+            for layout in table_layouts(request, table)
+        ]
+    except OverflowError:
+        what = "asks for more bytes or lookups than can be counted"
+        remedy = "lower ids_per_sample, features or step.samples_per_rank, or plan for fewer ranks"
+        raise InvalidInputError(f"tables[{index}].ids_per_sample", table.ids_per_sample, what, remedy) from None
+    found = TableOptions.joined(parts)
+    remedy = "allow another mode or ratio, or lower samples_per_rank or prefetch_depth"
+    given = [mode.value for mode in table.modes] if table.modes else table.ratio
+    field = f"tables[{index}].{'modes' if table.modes else 'ratio'}"
+    require(len(found.modes) > 0, field, given, "leaves the table no placement that can run", remedy)
+    return found
+
+
+def _thinned(grid: FloatArray, tables: int) -> FloatArray:
+    most = next(steps for limit, steps in _COARSE if tables <= limit)
+    return grid if len(grid) <= most else grid[np.unique(np.linspace(0, len(grid) - 1, most).round().astype(np.int64))]
+
+
+def _agreements(
+    request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float, width: int, is_fused: bool
+) -> tuple[Agreement, ...]:
+    found: list[Agreement] = []
+    if is_fused and request.runtime is Runtime.DYNAMICEMB:
+        found.append((("ratio", table.fuse_key, mode is Mode.CACHING), (mode, ratio)))
+    elif is_fused and mode is Mode.CACHING:
+        choice = (ratio, width) if layout == ROW_WISE else width
+        found.append((("cache", table.fuse_key, layout.sharding), choice))
+    if request.runtime is Runtime.TORCHREC and layout.sharding is Sharding.COLUMN_WISE and not table.pooled:
+        # Widths that are given and differ are refused where the plan is applied.
+        alike = len(_given_widths(request, table.group)) < 2
+        found += [(("columns", table.group), table.dim // layout.pieces)] if alike else []
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _given_widths(request: PlanRequest, group: str) -> frozenset[int]:
+    """Widths of column shards that the sequence tables of a collection are given."""
+    own = (t for t in request.tables if t.group == group and not t.pooled and Sharding.COLUMN_WISE in t.shardings)
+    return frozenset(table.dim // table.column_shards for table in own if table.column_shards)
+
+
+def whole_shards(request: PlanRequest, layout: Layout) -> FloatArray:
+    """(3,) what the time, HBM and memory of the average rank and host are multiplied by to be those of one shard.
+
+    Time and HBM are those of the rank, or of each rank of the host, that the shard is on; memory is that of its host.
+    """
+    if layout.scope is Scope.EVERYWHERE:
+        return np.ones(3)
+    places = layout.places(request.topology) / layout.pieces
+    hosts = request.topology.ranks // request.topology.local_ranks / layout.pieces
+    return np.array([places, places, hosts])
+
+
+def _check_pins(request: PlanRequest, group: Group) -> None:
+    """Fused tables that are pinned to what cannot be agreed on are named."""
+    axes: dict[Hashable, dict[Hashable, BoolArray]] = {}
+    free = np.zeros(len(group.tables), dtype=bool)
+    can = np.isfinite(group.seconds)
+    for column, module in enumerate(group.modules):
+        agreed = [a for a in module.agreements if isinstance(a[0], tuple) and a[0][0] != "columns"]
+        if not agreed:
+            free |= can[:, column]
+        for what, choice in agreed:
+            axis = axes.setdefault(what, {None: np.zeros(len(free), dtype=bool)})
+            axis[choice] = axis.get(choice, False) | can[:, column]
+    if len(axes) > 2:
+        return
+    sides = [np.stack(list(axis.values()), axis=1) for axis in axes.values()]
+    sides += [np.zeros((len(free), 1), dtype=bool)] * (2 - len(sides))
+    named: list[int] = []
+    while True:
+        allowed = np.ones((sides[0].shape[1], sides[1].shape[1]), dtype=bool)
+        for row in named:
+            allowed &= free[row] | sides[0][row][:, None] | sides[1][row][None, :]
+        if named and not allowed.any():
+            raise _contradiction(request, [group.tables[row] for row in sorted(named)])
+        for row in range(len(free)):
+            allowed &= free[row] | sides[0][row][:, None] | sides[1][row][None, :]
+            if not allowed.any():
+                named.append(row)
+                break
+        else:
+            return
+
+
+def _contradiction(request: PlanRequest, indices: list[int]) -> InvalidInputError:
+    index, table = indices[-1], request.tables[indices[-1]]
+    others = ", ".join(_pins(request.tables[i]) for i in indices[:-1])
+    what = f"contradicts {others}: {table.name!r} fuses with them, and fused tables share their modes and ratios"
+    remedy = "pin them alike, leave one open, or give one another group"
+    given = [mode.value for mode in table.modes] if table.ratio is None else table.ratio
+    return InvalidInputError(f"tables[{index}].{'modes' if table.ratio is None else 'ratio'}", given, what, remedy)
+
+
+def _pins(table: Table) -> str:
+    ratio = "" if table.ratio is None else f" ratio {table.ratio:g}"
+    modes = "" if not table.modes else f" modes {'|'.join(mode.value for mode in table.modes)}"
+    return f"{table.name!r} ({(modes + ratio).strip() or 'open'})"
+
+
+def _check_columns(request: PlanRequest) -> None:
+    """Sequence tables of a collection that can only be cut into columns need a width that all of them can have."""
+    common: dict[str, tuple[int, set[int]]] = {}
+    for index, table in enumerate(request.tables):
+        ways = set(table.shardings)
+        if request.runtime is not Runtime.TORCHREC or table.pooled or not ways - _POOLED_ONLY <= {Sharding.COLUMN_WISE}:
+            continue
+        if len(_given_widths(request, table.group)) > 1:
+            continue
+        widths = {table.dim // layout.pieces for layout in table_layouts(request, table)}
+        first, known = common.get(table.group, (index, widths))
+        common[table.group] = (first, known & widths)
+        what = f"leaves {table.name!r} no width that {request.tables[first].name!r} of the same collection can have too"
+        remedy = "TorchRec exchanges sequences of one width: allow row_wise, or make their widths multiples of one"
+        given = [sharding.value for sharding in table.shardings]
+        require(bool(known & widths), f"tables[{index}].sharding", given, what, remedy)
+
+
+def modes_of(request: PlanRequest) -> set[Mode]:
+    """The modes that some table may be in."""
+    return {mode for table in request.tables for mode in allowed_modes(request, table)}

@@ -1,0 +1,117 @@
+"""Plan requests as people write them: short topologies, quantities with units, plan files, no field twice."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from decimal import Decimal
+from typing import Any
+
+from evenkeel.placement import InvalidInputError, PlanRequest, SolverOptions, Step, Table, Topology, parse_topology
+from evenkeel.placement.bounds import hints
+from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.measured_plans import MeasuredPlan, corrected_profile
+from evenkeel.placement.plan_file import FORMAT
+
+DEFAULT_RESERVE = 0.15
+"""Part of the HBM of a topology given by name that is left for the model, as TorchRec's planner leaves it."""
+
+_UNITS = {"": 1, **dict(zip("KMBGT", (10**3, 10**6, 10**9, 10**9, 10**12), strict=True))}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+QUANTITY = re.compile(r"([-+]?[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)(K|M|B|G|T|KiB|MiB|GiB|TiB)?$")
+
+
+def _numeric(cls: type) -> set[str]:
+    kinds = ((name.name, str(hints(cls)[name.name])) for name in fields(cls))
+    return {name for name, kind in kinds if "int" in kind or "float" in kind}
+
+
+_NUMERIC = set[str]().union(*map(_numeric, (Table, Topology, Step, SolverOptions)))
+_NUMERIC |= {"points", "host_points", "lookups_per_step", "exponent"}
+
+
+def quantity(text: str) -> int | float | None:
+    """The number that a text such as `400M`, `4e8`, `1.5B` or `139GiB` says, whole where it is; `None` for others."""
+    found = QUANTITY.match(text)
+    if found is None:
+        return None
+    number = Decimal(found[1].replace("_", "")) * _UNITS[found[2] or ""]
+    return int(number) if number == number.to_integral_value() else float(number)
+
+
+def parse_json(text: str | bytes, where: str = "") -> Any:
+    """The value of a JSON text; `"40M"` is a number where one is wanted.
+
+    Args:
+        text: The text.
+        where: What errors begin with, such as a file's name.
+
+    Raises:
+        InvalidInputError: If an object has a field twice.
+        ValueError: If it is no JSON.
+        RecursionError: If it is too deep.
+    """
+
+    def construct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in made:
+                field = f"{where}: {name}" if where else name
+                raise InvalidInputError(field, name, "is there twice in one object", "keep one of them")
+            made[name] = _number(value) if name in _NUMERIC and isinstance(value, str) else value
+        return made
+
+    return json.loads(text, object_pairs_hook=construct)
+
+
+def _number(text: str) -> Any:
+    """A quantity with a unit; digits in quotes stay a text, which no number is."""
+    number = quantity(text) if text[-1:].isalpha() else None
+    return text if number is None else number
+
+
+def unpacked(
+    content: object, *, topology: str | None = None, reserve: float = DEFAULT_RESERVE
+) -> tuple[dict[str, Any], tuple[MeasuredPlan, ...]]:
+    """The fields of a request, from a list of tables, a request or a plan file; what was measured in a plan file.
+
+    Args:
+        content: What was written, as plain values.
+        topology: The machines in short, in place of those that the content has.
+        reserve: Part of the HBM that is left for the model where the topology is given in short.
+
+    Raises:
+        InvalidInputError: If it is none of these, or a topology in short is not understood.
+    """
+    value: dict[str, Any] = {"tables": content} if isinstance(content, list) else dict(as_object("tables", content))
+    measured: tuple[MeasuredPlan, ...] = ()
+    if value.get("format") == FORMAT:  # its request is planned again
+        measured = tuple(decode(MeasuredPlan, one, "measured") for one in value.get("measured") or ())
+        value = dict(as_object("request", value.get("request")))
+    if isinstance(short := topology or value.get("topology"), str):
+        name, machines = parse_topology(short)
+        value["topology"] = encode(replace(machines, hbm_reserved_fraction=reserve))
+        value.setdefault("hardware", name)
+    return value, measured
+
+
+def with_measured(request: PlanRequest, measured: tuple[MeasuredPlan, ...]) -> PlanRequest:
+    """The request with its profile corrected by plans that were run on its machines."""
+    if not measured:
+        return request
+    return replace(request, hardware=corrected_profile(request.profile, request.runtime, measured))
+
+
+def as_object(field: str, content: object) -> Mapping[str, Any]:
+    """The content, which must be an object.
+
+    Raises:
+        InvalidInputError: If it is none.
+    """
+    if not isinstance(content, Mapping):
+        whole = field == "tables"
+        what = "is neither a list nor an object" if whole else "is no object"
+        raise InvalidInputError(field, content, what, "give a list of tables" if whole else "give its fields by name")
+    return content

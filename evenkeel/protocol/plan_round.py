@@ -1,0 +1,505 @@
+"""The messages of `PlanRound`: a round's samples and its plan, as bytes and back.
+
+The proto says how arrays are laid out. What is read has been checked: what is wrong raises `InvalidMessage`, whatever
+the bytes are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import ArrayLike, NDArray
+
+from evenkeel.partitioning.delays import MOST as MOST_DELAY
+from evenkeel.partitioning.delays import Cause, Delay
+from evenkeel.partitioning.ranges import MAX_SUM, MAX_TOTAL, MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range
+from evenkeel.partitioning.rounds import FIGURES, Figures, RoundOptions, RoundPlan
+from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.speeds import Straggler
+from evenkeel.partitioning.splits import MOST as MOST_DIVISIBLE
+from evenkeel.partitioning.splits import (
+    PIECE_WIDTH,
+    WIDTH,
+    RoundParts,
+    SplitOptions,
+    check_splits,
+    check_table,
+    read_splits,
+)
+from evenkeel.protocol import balancer_pb2 as pb
+
+MAX_TEXT = 256
+"""Characters of a name, and of `RunFacts.last_trouble`."""
+DEFAULT_STRATEGY = "minimal_move"
+
+_COUNTS = {pb.COUNTS_UNSPECIFIED: "equal", pb.COUNTS_EQUAL: "equal", pb.COUNTS_FREE: "free"}
+_COUNTS_ON_WIRE = {"equal": pb.COUNTS_EQUAL, "free": pb.COUNTS_FREE}
+_I4, _I8, _U2, _U4, _F8 = (np.dtype(code) for code in ("<i4", "<i8", "<u2", "<u4", "<f8"))
+_NUMBERS = Range(0.0, sys.float_info.max)
+_SHOWN = 80  # characters of a value in an error
+
+
+class InvalidMessage(ValueError):  # noqa: N818
+    """A message cannot be used.
+
+    Attributes:
+        field: Name of the field, as in the proto.
+        value: What is wrong with it.
+        remedy: What to do instead.
+    """
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        self.field, self.value, self.remedy = field, str(value)[:_SHOWN], remedy
+        super().__init__(f"{field} is {self.value}; {remedy}")
+
+    def __reduce__(self) -> tuple[type[InvalidMessage], tuple[str, str, str]]:
+        return type(self), (self.field, self.value, self.remedy)
+
+
+class LimitExceeded(InvalidMessage):
+    """A message asks for more than a limit of the balancer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundLimits:
+    """How large a round may be.
+
+    Attributes:
+        max_ranks: Ranks.
+        max_samples: Samples of all ranks.
+        max_batches: Batches of the window.
+    """
+
+    max_ranks: int = 4096
+    max_samples: int = 1 << 22
+    max_batches: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundNames:
+    """Which round of which run of which job.
+
+    Attributes:
+        job: Name of the job.
+        group: The ranks that balance together.
+        loader: A stream of batches of the group, with rounds of its own.
+        run_id: Of the launcher, or drawn by the lead.
+        restart_count: How often the launcher has restarted the run.
+        round: Number of the round.
+        client_version: For people to read.
+    """
+
+    job: str
+    group: str = ""
+    loader: str = ""
+    run_id: str = ""
+    restart_count: int = 0
+    round: int = 0
+    client_version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the lead has seen since the run began, for people to read: no plan depends on it.
+
+    Attributes:
+        rounds_by_lead: Rounds that the lead planned by itself: no answer, or too late.
+        rounds_unbalanced: Rounds in which every sample stayed at home.
+        last_trouble: Why the latest round was not served; empty: none.
+        stragglers: Ranks that compute more slowly than the median one.
+        delays: Ranks whose batches come later than the others'.
+        step_seconds: Median time of a step's computation, of the ranks that measure it; 0: unknown.
+    """
+
+    rounds_by_lead: int = 0
+    rounds_unbalanced: int = 0
+    last_trouble: str = ""
+    stragglers: tuple[Straggler, ...] = ()
+    delays: tuple[Delay, ...] = ()
+    step_seconds: float = 0.0
+
+
+# ---------------------------------------------------------------------------------------------------- the request
+
+
+def write_request(samples: RoundSamples, options: RoundOptions, names: RoundNames, facts: RunFacts) -> bytes:
+    """The bytes of a `PlanRoundRequest`.
+
+    Args:
+        samples: Of all ranks; their lengths are not sent.
+        options: How they are partitioned; a round that stays at home needs no plan.
+        names: Which round it is.
+        facts: For people to read; texts are cut where they are too long.
+    """
+    assert not options.stay
+    costs = samples.costs
+    message = pb.PlanRoundRequest(
+        job=names.job,
+        group=names.group,
+        loader=names.loader,
+        run_id=names.run_id,
+        restart_count=names.restart_count,
+        client_version=names.client_version,
+        round=names.round,
+        ranks=samples.num_ranks,
+        batches=samples.num_batches,
+        batch_sizes=_bytes(samples.batch_sizes, _U4),
+        sizes=_least_bytes(samples.moving_sizes, _U4, _I8),
+        options=_write_options(options),
+        facts=_write_facts(facts),
+    )
+    if costs.dtype.kind == "f":
+        message.costs_f64 = _bytes(costs, _F8)
+    else:
+        message.costs_int = _least_bytes(costs, _U4, _I8)
+    if options.memory_caps:
+        assert samples.memory is not None
+        message.memory = _bytes(samples.memory, _F8)
+    if samples.nodes is not None:
+        message.nodes = _bytes(samples.nodes, _I4)
+    if options.split is not None and samples.divisible is not None:
+        message.divisible = _bytes(samples.divisible, _F8)
+    return message.SerializeToString()
+
+
+def read_request(
+    data: bytes, limits: RoundLimits | None = None
+) -> tuple[RoundNames, RoundSamples, RoundOptions, RunFacts]:
+    """What `write_request` was given, but for the lengths, which are of no field.
+
+    Raises:
+        InvalidMessage: If the bytes are no request, or something in it is wrong; `LimitExceeded` if it is too large.
+    """
+    message = _parsed(pb.PlanRoundRequest, data)
+    names = _read_names(message)
+    samples = _read_samples(message, limits or RoundLimits())
+    return (
+        names,
+        samples,
+        _read_options(message.options, samples.num_ranks),
+        _read_facts(message.facts, samples.num_ranks),
+    )
+
+
+def _write_options(options: RoundOptions) -> pb.PlanOptions:
+    split = options.split
+    return pb.PlanOptions(
+        strategy=options.strategy,
+        counts=_COUNTS_ON_WIRE[options.counts],
+        tolerance=options.tolerance,
+        move_price=options.move_price,
+        min_samples=options.min_samples,
+        speeds=_bytes(options.speeds, _F8),
+        memory_caps=_bytes(options.memory_caps, _F8),
+        split=None
+        if split is None
+        else pb.Split(above=split.above, within=split.within, between=split.between, fixed=split.fixed),
+    )
+
+
+def _write_facts(facts: RunFacts) -> pb.RunFacts:
+    shown = (char if char.isprintable() else " " for char in facts.last_trouble[:MAX_TEXT])
+    return pb.RunFacts(
+        rounds_by_lead=facts.rounds_by_lead,
+        rounds_unbalanced=facts.rounds_unbalanced,
+        last_trouble="".join(shown),
+        stragglers=[pb.Straggler(rank=one.rank, speed=one.speed, since=one.since) for one in facts.stragglers],
+        delays=[
+            pb.Delay(rank=one.rank, cause=pb.Delay.Cause.Name(one.cause), share=one.share, since=one.since)
+            for one in facts.delays
+        ],
+        step_seconds=facts.step_seconds,
+    )
+
+
+def _read_names(message: pb.PlanRoundRequest) -> RoundNames:
+    for name in ("job", "group", "loader", "run_id", "client_version"):
+        _check_text(name, getattr(message, name))
+    if not message.job:
+        raise InvalidMessage("job", "empty", "name the training job")
+    return RoundNames(
+        job=message.job,
+        group=message.group,
+        loader=message.loader,
+        run_id=message.run_id,
+        restart_count=message.restart_count,
+        round=message.round,
+        client_version=message.client_version,
+    )
+
+
+def _read_samples(message: pb.PlanRoundRequest, limits: RoundLimits) -> RoundSamples:
+    ranks, batches = message.ranks, message.batches
+    for name, count, most in (("ranks", ranks, limits.max_ranks), ("batches", batches, limits.max_batches)):
+        if count < 1:
+            raise InvalidMessage(name, count, "send at least 1")
+        if count > most:
+            raise LimitExceeded(name, count, f"use at most {most}, or raise the balancer's max_{name}")
+    batch_sizes = (
+        _array("batch_sizes", message.batch_sizes, ranks * batches, _U4).reshape(ranks, batches).astype(np.int64)
+    )
+    n = int(batch_sizes.sum())
+    if n > limits.max_samples:
+        raise LimitExceeded(
+            "batch_sizes", f"{n} samples", f"use at most {limits.max_samples}, or raise the balancer's max_samples"
+        )
+    if message.WhichOneof("costs") == "costs_f64":
+        costs = _amounts("costs_f64", _array("costs_f64", message.costs_f64, n, _F8))
+    else:
+        costs = _amounts("costs_int", _whole_numbers("costs_int", message.costs_int, n, _U4, _I8))
+    sizes = np.zeros(n, np.int64)
+    memory = nodes = divisible = None
+    if message.sizes:
+        sizes = _amounts("sizes", _whole_numbers("sizes", message.sizes, n, _U4, _I8))
+    if message.memory or message.options.memory_caps:
+        memory = _amounts("memory", _array("memory", message.memory, n, _F8))
+    if message.nodes:
+        nodes = _array("nodes", message.nodes, ranks, _I4)
+        _check_range("nodes", nodes, Range(0, np.iinfo(np.int32).max))
+    if message.divisible:
+        divisible = _read_divisible(message.divisible, costs, batch_sizes)
+    return RoundSamples(
+        batch_sizes=batch_sizes,
+        costs=costs,
+        lengths=np.empty((n, 0), np.uint32),
+        sizes=sizes,
+        memory=memory,
+        nodes=nodes,
+        divisible=divisible,
+    )
+
+
+def _read_divisible(data: bytes, costs: NDArray[Any], batch_sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The samples that may be split, of each rank so many as it may offer."""
+    ranks, batches = batch_sizes.shape
+    count = len(data) // (WIDTH * _F8.itemsize)
+    table = _array("divisible", data, count * WIDTH, _F8).reshape(count, WIDTH)
+    with np.errstate(all="ignore"):  # of numbers that are refused
+        place, _, wrong = check_table(table, costs).partition(" ")
+    if wrong:
+        raise InvalidMessage(f"divisible{place}", f"wrong: it {wrong}", "describe samples as the costs do")
+    homes = np.repeat(np.arange(ranks), batch_sizes.sum(axis=1))
+    offered = np.bincount(homes[table[:, 0].astype(np.int64)], minlength=ranks)
+    most = MOST_DIVISIBLE * batches
+    if offered.max() > most:
+        rank = int(offered.argmax())
+        raise InvalidMessage("divisible", f"{offered[rank]} samples of rank {rank}", f"offer at most {most} of a rank")
+    return table
+
+
+def _read_options(options: pb.PlanOptions, ranks: int) -> RoundOptions:
+    _check_text("options.strategy", options.strategy)
+    if options.counts not in _COUNTS:
+        raise InvalidMessage("options.counts", options.counts, "use COUNTS_EQUAL or COUNTS_FREE")
+    for name, allowed in (("tolerance", TOLERANCE), ("move_price", MOVE_PRICE)):
+        value = getattr(options, name)
+        if not allowed.holds(value):
+            raise InvalidMessage(f"options.{name}", value, f"use {allowed}")
+
+    def of_ranks(name: str, content: bytes, allowed: Range) -> tuple[float, ...]:
+        values = _array(name, content, ranks if content else 0, _F8)
+        _check_range(name, values, allowed)
+        return tuple(values.tolist())
+
+    split = None
+    if options.HasField("split"):
+        prices = {name: getattr(options.split, name) for name in ("above", "within", "between", "fixed")}
+        try:
+            split = SplitOptions(**prices)
+        except ValueError as error:
+            raise InvalidMessage("options.split", prices, str(error)) from None
+    return RoundOptions(
+        strategy=options.strategy or DEFAULT_STRATEGY,
+        counts=_COUNTS[options.counts],
+        tolerance=options.tolerance,
+        move_price=options.move_price,
+        speeds=of_ranks("options.speeds", options.speeds, SPEEDS),
+        memory_caps=of_ranks("options.memory_caps", options.memory_caps, MEMORY_CAPS),
+        min_samples=options.min_samples,
+        split=split,
+    )
+
+
+def _read_facts(facts: pb.RunFacts, ranks: int) -> RunFacts:
+    _check_text("facts.last_trouble", facts.last_trouble)
+    for name, most in (("stragglers", 1), ("delays", len(Cause))):
+        rows: Sequence[Any] = getattr(facts, name)
+        if len(rows) > most * ranks:
+            raise InvalidMessage(f"facts.{name}", f"{len(rows)} of {ranks} ranks", "name a rank once, with each cause")
+        for at, one in enumerate(rows):
+            if one.rank >= ranks:
+                raise InvalidMessage(f"facts.{name}[{at}].rank", one.rank, f"name ranks below {ranks}")
+    for at, slow in enumerate(facts.stragglers):
+        if not 0 <= slow.speed <= 1:
+            raise InvalidMessage(f"facts.stragglers[{at}].speed", slow.speed, "use 0 to 1")
+    for at, late in enumerate(facts.delays):
+        if not 0 <= late.share <= MOST_DELAY:
+            raise InvalidMessage(f"facts.delays[{at}].share", late.share, f"use 0 to {MOST_DELAY:g}")
+    if not _NUMBERS.holds(facts.step_seconds):
+        raise InvalidMessage("facts.step_seconds", facts.step_seconds, "use seconds, 0 or more")
+    known = frozenset(map(int, Cause))
+    return RunFacts(
+        rounds_by_lead=facts.rounds_by_lead,
+        rounds_unbalanced=facts.rounds_unbalanced,
+        last_trouble=facts.last_trouble,
+        stragglers=tuple(Straggler(rank=one.rank, speed=one.speed, since=one.since) for one in facts.stragglers),
+        delays=tuple(
+            Delay(rank=one.rank, cause=Cause(one.cause), share=one.share, since=one.since)
+            for one in facts.delays
+            if one.cause in known  # others are of a newer client
+        ),
+        step_seconds=facts.step_seconds,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- the response
+
+
+def write_response(plan: RoundPlan) -> bytes:
+    """The bytes of a `PlanRoundResponse`."""
+    message = pb.PlanRoundResponse(
+        destinations=_least_bytes(plan.destinations, _U2, _I4),
+        batches=b"" if plan.steps is None else _least_bytes(plan.steps, _U2, _I4),
+        loads_before=_bytes(plan.loads_before, _F8),
+        loads_after=_bytes(plan.loads_after, _F8),
+        figures=[pb.BatchFigures(**{name: getattr(one, name) for name in FIGURES}) for one in plan.batches],
+        seconds=plan.seconds,
+    )
+    if plan.parts is not None:
+        message.part_samples = _bytes(plan.parts.samples, _I8)
+        message.part_begins = _bytes(plan.parts.begins, _I8)
+        message.pieces = _bytes(plan.parts.pieces, _I8)
+    return message.SerializeToString()
+
+
+def read_response(data: bytes, samples: RoundSamples) -> RoundPlan:
+    """The plan that was written, checked to be one of these samples.
+
+    Raises:
+        InvalidMessage: If the bytes are no response, or do not fit the samples.
+    """
+    message = _parsed(pb.PlanRoundResponse, data)
+    ranks, batches, n = samples.num_ranks, samples.num_batches, len(samples.costs)
+    count = len(message.part_samples) // _I8.itemsize if message.part_samples else n
+    destinations = _whole_numbers("destinations", message.destinations, count, _U2, _I4)
+    _check_range("destinations", destinations, Range(0, ranks - 1))
+    steps = None
+    if batches > 1 or message.batches:
+        steps = _whole_numbers("batches", message.batches, count if batches > 1 else 0, _U2, _I4)
+        _check_range("batches", steps, Range(0, batches - 1))
+    parts = _read_parts(message, samples, destinations, steps) if message.part_samples else None
+    loads = [_array(name, getattr(message, name), batches * ranks, _F8) for name in ("loads_before", "loads_after")]
+    for name, values in zip(("loads_before", "loads_after"), loads, strict=True):
+        _check_range(name, values, _NUMBERS)
+    if len(message.figures) != batches:
+        raise InvalidMessage("figures", f"{len(message.figures)} batches", f"send those of {batches}")
+    figures = tuple(Figures(**{name: getattr(one, name) for name in FIGURES}) for one in message.figures)
+    _check_range("figures", np.array([[getattr(one, name) for name in FIGURES] for one in figures]), _NUMBERS)
+    if not _NUMBERS.holds(message.seconds):
+        raise InvalidMessage("seconds", message.seconds, "send seconds, 0 or more")
+    return RoundPlan(
+        destinations=destinations,
+        steps=steps,
+        parts=parts,
+        loads_before=loads[0].reshape(batches, ranks),
+        loads_after=loads[1].reshape(batches, ranks),
+        batches=figures,
+        seconds=message.seconds,
+    )
+
+
+def _read_parts(
+    message: pb.PlanRoundResponse,
+    samples: RoundSamples,
+    destinations: NDArray[np.int32],
+    steps: NDArray[np.int32] | None,
+) -> RoundParts:
+    """The parts, checked to be all samples in order, with the pieces of those that are split."""
+    count = destinations.size
+    own = _array("part_samples", message.part_samples, count, _I8)
+    begins = _array("part_begins", message.part_begins, count, _I8)
+    homes = np.repeat(np.arange(samples.num_ranks), samples.counts_at_home)
+    first = begins == 0
+    of = np.cumsum(first) - 1
+    if not first[0] or int(of[-1]) + 1 != homes.size or (np.diff(begins)[~first[1:]] <= 0).any():
+        raise InvalidMessage("part_begins", f"of {int(first.sum())} samples", f"cut {homes.size} samples, ascending")
+    numbers = np.arange(homes.size) - (np.cumsum(samples.counts_at_home) - samples.counts_at_home)[homes]
+    if (own != numbers[of]).any():
+        raise InvalidMessage("part_samples", "other samples", "number those of each home from 0")
+    rows = len(message.pieces) // (PIECE_WIDTH * _I8.itemsize)
+    pieces = _array("pieces", message.pieces, rows * PIECE_WIDTH, _I8).reshape(rows, PIECE_WIDTH)
+    try:
+        for batch in read_splits(pieces, samples.num_batches):
+            check_splits(batch, samples.num_ranks)
+    except ValueError as error:
+        raise InvalidMessage("pieces", "no pieces of samples", str(error)) from None
+    # The pieces of a batch on a rank are among the sequences that the plan sends there.
+    where = destinations if steps is None else steps.astype(np.int64) * samples.num_ranks + destinations
+    arriving = np.bincount(where, minlength=samples.num_batches * samples.num_ranks)
+    if (pieces[:, 5] >= arriving[pieces[:, 0] * samples.num_ranks + pieces[:, 4]]).any():
+        raise InvalidMessage("pieces", "sequences that no part is", "number the parts of a rank's batch from 0")
+    return RoundParts(samples=own, begins=begins, pieces=pieces)
+
+
+# ------------------------------------------------------------------------------------------------- what both share
+
+
+def _parsed(kind: Any, data: bytes) -> Any:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        name = kind.DESCRIPTOR.name
+        raise InvalidMessage("message", f"{len(data)} bytes that are no {name}", "send one") from None
+
+
+def _bytes(values: ArrayLike, dtype: np.dtype[Any]) -> bytes:
+    return np.ascontiguousarray(values, dtype).tobytes()
+
+
+def _least_bytes(values: NDArray[Any], small: np.dtype[Any], large: np.dtype[Any]) -> bytes:
+    """The bytes of whole numbers, 0 or more, in the smaller type if it holds them."""
+    fits = not values.size or int(values.max()) <= np.iinfo(small).max
+    return _bytes(values, small if fits else large)
+
+
+def _whole_numbers(name: str, data: bytes, count: int, small: np.dtype[Any], large: np.dtype[Any]) -> NDArray[Any]:
+    """(count,) the elements of a field, in the larger of the types that it may be of."""
+    if len(data) == count * small.itemsize:
+        return np.frombuffer(data, small).astype(large)
+    return _array(name, data, count, large)
+
+
+def _array(name: str, data: bytes, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """(count,) the elements of a field, in memory of its own: what follows may write to it."""
+    if len(data) != count * dtype.itemsize:
+        remedy = f"send {count} elements of {dtype.itemsize} bytes, {count * dtype.itemsize} in all"
+        raise InvalidMessage(name, f"{len(data)} bytes", remedy)
+    return np.frombuffer(data, dtype).copy()
+
+
+def _check_text(name: str, text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise LimitExceeded(name, f"{len(text)} characters", f"use at most {MAX_TEXT}")
+    if not text.isprintable():  # it is shown in terminals, logs and pages
+        raise InvalidMessage(name, ascii(text), "use printable characters only")
+
+
+def _check_range(name: str, values: NDArray[Any], allowed: Range) -> None:
+    """Refuses numbers that are not allowed, NaN among them."""
+    if values.size and not (allowed.least <= values.min() and values.max() <= allowed.most):
+        at = int(np.flatnonzero(~((values >= allowed.least) & (values <= allowed.most)).ravel())[0])
+        raise InvalidMessage(f"{name}[{at}]", values.ravel()[at], f"use numbers from {allowed}")
+
+
+def _amounts(name: str, values: NDArray[Any]) -> NDArray[Any]:
+    """Finite numbers, 0 or more, whose sum is exact as an integer, or far from the largest float64."""
+    most = MAX_SUM if values.dtype.kind == "f" else MAX_TOTAL - 1
+    _check_range(name, values, Range(0, most))
+    if values.size and float(values.max()) * values.size > most and sum(values.tolist()) > most:
+        raise InvalidMessage(name, f"{sum(values.tolist()):g} in sum", f"scale them, so that it is at most {most:g}")
+    return values

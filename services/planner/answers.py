@@ -1,0 +1,161 @@
+"""What the planner's processes do: one request each time, in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import resource
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Status, Table, Topology, plan, what_if
+from evenkeel.placement.codec import encode
+from evenkeel.placement.hit_rates import step_keys
+from evenkeel.placement.pasted_lines import lines_to_paste
+from evenkeel.placement.report import make_report
+from evenkeel.placement.request import with_time
+from evenkeel.plan_cache import PlanCache
+from services.planner.requests import AnyRequest, HitRates, HitRatesRequest, PlanAnswer, WhatIfRequest
+
+_NICE = 10
+_PR_SET_PDEATHSIG = 1
+_OUT_OF_MEMORY_FIRST = 900
+"""Of 1000: the kernel ends workers before their service."""
+_FIRST_SHARE = 0.25
+"""Of the time limit, for a first plan that is kept in case that the search for a better one is ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer, and what the service counts of it.
+
+    Attributes:
+        document: The body of the response.
+        plan_status: Outcome of the plan, if one was made for its own sake.
+        gap: Its gap.
+        binding: The budget that is too small, if nothing fits.
+        plan_seconds: Time that it took.
+    """
+
+    document: bytes
+    plan_status: str | None = None
+    gap: float | None = None
+    binding: str | None = None
+    plan_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request for a worker.
+
+    Attributes:
+        request: The request.
+        deadline: When its time is over, by the monotonic clock of the machine.
+        kept: File for an answer that is given if the worker is ended before a better one.
+        plan_cache: Folder of plans that were made before.
+    """
+
+    request: AnyRequest
+    deadline: float
+    kept: Path
+    plan_cache: Path | None = None
+
+
+def begin_worker(memory_bytes: int) -> None:
+    """Prepares a worker: it ends with its service, gives way to it, and takes so much more memory at most."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # those of a terminal reach all processes
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    os.nice(_NICE)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OUT_OF_MEMORY_FIRST))
+    tables = tuple(Table(name=str(i), rows=1000 << i, dim=8, group=str(i % 2)) for i in range(5))
+    plan(PlanRequest(tables=tables, topology=Topology(ranks=2, hbm_bytes=1_300 << 20, host_bytes=1 << 20)))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + memory_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is no reason to fill a disk
+
+
+def ready() -> None:
+    """Does nothing: who can do that can work."""
+
+
+def answer(job: Job) -> Answer:
+    """The answer to a request."""
+    match job.request:
+        case HitRatesRequest():
+            return _written(_hit_rates(job.request))
+        case WhatIfRequest(points=points, curve_hbm_bytes=sizes, host_points=host_points):
+            return _written(what_if(_timed(job), points=points, hbm_bytes=sizes, host_points=host_points))
+        case request:
+            return _plan(job, request)
+
+
+def _timed(job: Job, share: float = 1.0) -> Any:
+    """The request, to be answered in a share of what is left of its time."""
+    assert isinstance(job.request, PlanRequest)
+    return with_time(job.request, share * (job.deadline - time.monotonic()))
+
+
+def _plan(job: Job, request: PlanRequest) -> Answer:
+    begin = time.monotonic()
+
+    def search() -> Plan:
+        first = _in_time(_timed(job, _FIRST_SHARE))
+        if first is None:
+            return plan(_timed(job))
+        if first.status in (Status.OPTIMAL, Status.INFEASIBLE):
+            return first
+        if first.placements:
+            partial = job.kept.with_suffix(".part")
+            partial.write_bytes(pickle.dumps(_answered(request, first, begin)))
+            partial.replace(job.kept)
+        better = _in_time(_timed(job))
+        if better is None or better.seconds is None:
+            return first
+        return first if (first.seconds or np.inf) < better.seconds else better
+
+    found = search() if job.plan_cache is None else PlanCache(folder=job.plan_cache).plan(request, search)
+    return _answered(request, found, begin)
+
+
+def _in_time(request: PlanRequest) -> Plan | None:
+    """The plan of a request; None where its time is over before anything is searched."""
+    try:
+        return plan(request)
+    except InvalidInputError as error:
+        if error.field == "solver.time_limit_s":
+            return None
+        raise
+
+
+def _answered(request: PlanRequest, found: Plan, begin: float) -> Answer:
+    return Answer(
+        document=_written(
+            PlanAnswer(plan=found, code=lines_to_paste(request, found), report=make_report(request, found))
+        ).document,
+        plan_status=found.status.value,
+        gap=found.gap,
+        binding=None if found.shortage is None else found.shortage.binding,
+        plan_seconds=time.monotonic() - begin,
+    )
+
+
+def _hit_rates(request: HitRatesRequest) -> HitRates:
+    keys = step_keys(request.access, request.rows, request.lookups_per_step, request.eviction)
+    rates = keys.misses(np.array(request.cache_rows, dtype=np.float64))
+    return HitRates(unique_keys=keys.unique, miss_rates=tuple(rates.tolist()))
+
+
+def _written(value: object) -> Answer:
+    return Answer(document=json.dumps(encode(value)).encode())

@@ -1,0 +1,205 @@
+"""Answering beside the event loop: processes that each solve one request at a time, a short queue before them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+from pebble import ProcessExpired, ProcessPool
+
+from evenkeel.placement import InvalidInputError, PlanRequest
+from services.planner import answers
+from services.planner.answers import Answer, Job
+from services.planner.metrics import Metrics
+from services.planner.problems import FieldProblem, ServiceError
+from services.planner.requests import AnyRequest
+from services.planner.settings import Settings
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+_GRACE_SECONDS = 0.8
+_LONGEST_RETRY = 60
+_SMOOTHING = 0.1
+_MAX_TASKS = 100
+"""Of a worker, before a new one takes its place: what libraries leave behind goes with it."""
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before the answer."""
+
+
+class Pool:
+    """Processes, and the requests that wait for one.
+
+    Attributes:
+        is_ready: Whether a process has shown that it can work.
+    """
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        self._settings, self._metrics = settings, metrics
+        self._slots = asyncio.Semaphore(settings.workers)
+        self._reader = ThreadPoolExecutor(1, "reader")  # one body at a time: parsed, it takes many times its size
+        self._folder = tempfile.TemporaryDirectory(prefix=f"evenkeel-planner-{os.getpid()}-")
+        self._numbers = itertools.count()
+        self._waiting = self._running = 0
+        self._mean_seconds = 0.2
+        self.is_ready = False
+        os.environ |= _ONE_THREAD  # for the processes that are forked from here on
+        self._processes = self._new_processes()
+
+    def _new_processes(self) -> ProcessPool:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([answers.__name__])
+        return ProcessPool(
+            max_workers=self._settings.workers,
+            max_tasks=_MAX_TASKS,
+            initializer=answers.begin_worker,
+            initargs=(self._settings.worker_memory_bytes,),
+            context=context,
+        )
+
+    async def start(self) -> None:
+        """Starts all processes, and waits until one can work."""
+        first = [self._processes.schedule(answers.ready) for _ in range(self._settings.workers)]
+        await asyncio.wrap_future(first[0])
+        self.is_ready = True
+
+    def close(self) -> None:
+        """Ends all processes; requests that are being solved get no answer."""
+        self.is_ready = False
+        self._processes.stop()  # type: ignore[no-untyped-call]
+        with contextlib.suppress(TimeoutError):
+            self._processes.join(5)
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._folder.cleanup()
+
+    async def read(self, parse: Callable[[], T]) -> T:
+        """What `parse` gives, in a thread beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, parse)
+
+    async def solve(
+        self, request: AnyRequest, limit: float, began: float, gone: Callable[[], Awaitable[None]]
+    ) -> Answer:
+        """The answer to a request, from a process."""
+        if self._waiting >= self._settings.queue_size and self._running >= self._settings.workers:
+            raise self._overloaded(f"{self._running} requests are being solved and {self._waiting} wait")
+        read_seconds = time.monotonic() - began
+        if read_seconds >= limit:
+            what = "was over when the request was read"
+            remedy = "give more time or fewer tables"
+            raise ServiceError(422, "Invalid input", FieldProblem.of("solver.time_limit_s", limit, what, remedy))
+        left = asyncio.ensure_future(gone())
+        try:
+            with self._counted("_waiting"):
+                await self._slot(left)
+            try:
+                with self._counted("_running"):
+                    return await self._solve(request, limit, read_seconds, left)
+            finally:
+                self._slots.release()
+        finally:
+            left.cancel()
+
+    async def _slot(self, gone: asyncio.Future[None]) -> None:
+        """Waits for a free process, in the order of arrival."""
+        slot = asyncio.ensure_future(self._slots.acquire())
+        waited: set[asyncio.Future[Any]] = {slot, gone}
+        await asyncio.wait(waited, timeout=self._settings.max_wait_seconds, return_when=asyncio.FIRST_COMPLETED)
+        if slot.done() and not gone.done():
+            return
+        if slot.done():
+            self._slots.release()
+        slot.cancel()
+        if gone.done():
+            self._metrics.cancelled.inc()
+            raise ClientGoneError
+        raise self._overloaded(f"no worker was free for {self._settings.max_wait_seconds:g} s")
+
+    async def _solve(self, request: AnyRequest, limit: float, spent: float, gone: asyncio.Future[None]) -> Answer:
+        began = time.monotonic() - spent
+        kept = Path(self._folder.name) / str(next(self._numbers))
+        job = Job(request=request, deadline=began + limit, kept=kept, plan_cache=self._settings.plan_cache)
+        try:
+            working = asyncio.wrap_future(self._processes.schedule(answers.answer, args=[job]))
+        except RuntimeError as error:  # its processes ended, and could not be replaced
+            log.error("planner pool ended", error=repr(error))
+            self._processes = self._new_processes()
+            working = asyncio.wrap_future(self._processes.schedule(answers.answer, args=[job]))
+        try:
+            waited: set[asyncio.Future[Any]] = {working, gone}
+            await asyncio.wait(waited, timeout=limit + _GRACE_SECONDS - spent, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            if gone.done():
+                self._metrics.cancelled.inc()
+                raise ClientGoneError
+            return _kept(kept) or _raise(_too_slow(limit))
+        except InvalidInputError as error:
+            raise ServiceError.of_input(error) from None
+        except OverflowError as error:
+            remedy = "give machines and tables that there can be"
+            wrong = FieldProblem.of("request", str(error), "has numbers whose product is out of range", remedy)
+            raise ServiceError(422, "Invalid input", wrong) from None
+        except MemoryError:
+            tables = len(request.tables) if isinstance(request, PlanRequest) else 1
+            remedy = "send fewer tables, fewer solver.ratio_steps or histograms of fewer bins"
+            wrong = FieldProblem.of("tables", tables, "need more memory than a request may take", remedy)
+            raise ServiceError(422, "Too costly", wrong) from None
+        except ProcessExpired as error:
+            log.error("planner worker ended", error=repr(error), ran_seconds=time.monotonic() - began)
+            detail = "the process that worked at this request ended; send fewer tables, or try again"
+            return _kept(kept) or _raise(ServiceError(503, "Worker ended", detail, headers={"Retry-After": "1"}))
+        finally:
+            working.cancel()  # ends the process, if it still works
+            kept.unlink(missing_ok=True)
+            self._mean_seconds += _SMOOTHING * (time.monotonic() - began - self._mean_seconds)
+
+    def _overloaded(self, detail: str) -> ServiceError:
+        seconds = self._mean_seconds * (self._waiting + self._running) / self._settings.workers
+        after = min(_LONGEST_RETRY, max(1, math.ceil(seconds)))
+        text = f"{detail}; try again in {after} s"
+        return ServiceError(503, "Overloaded", text, headers={"Retry-After": str(after)})
+
+    @contextlib.contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        gauge = self._metrics.waiting if name == "_waiting" else self._metrics.running
+        setattr(self, name, getattr(self, name) + 1)
+        gauge.inc()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) - 1)
+            gauge.dec()
+
+
+def _kept(path: Path) -> Answer | None:
+    """The plan that a process had when it was ended."""
+    with contextlib.suppress(FileNotFoundError):
+        found: Answer = pickle.loads(path.read_bytes())
+        return found
+    return None
+
+
+def _raise(error: ServiceError) -> Answer:
+    raise error
+
+
+def _too_slow(limit: float) -> ServiceError:
+    what = "was over before there was an answer, and the worker was ended"
+    remedy = "give more time, fewer tables or a larger gap"
+    wrong = FieldProblem.of("solver.time_limit_s", f"{limit:g}", what, remedy)
+    return ServiceError(503, "Time limit", wrong, headers={"Retry-After": "1"})

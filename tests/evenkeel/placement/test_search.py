@@ -1,0 +1,130 @@
+"""What is called optimal is optimal: beside all choices of small instances, of both runtimes and of mixed widths."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenkeel.placement import (
+    InvalidInputError,
+    Mode,
+    PlanRequest,
+    Runtime,
+    SolveCancelledError,
+    SolverOptions,
+    Status,
+    Step,
+    Table,
+    Topology,
+    Zipf,
+    plan,
+)
+from evenkeel.placement.limits import Watch
+from evenkeel.placement.options import ratio_grid
+from evenkeel.placement.problem import build_problem
+from evenkeel.placement.search import cost_of, is_agreed, solve, usage
+from tests.evenkeel.placement.instances import brute_force, fewer_choices, mixed_request, random_tables, request
+
+GRID = np.array([0.05, 0.3])
+
+
+@given(st.integers(0, 10_000_000))
+@settings(max_examples=150, deadline=None)
+def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
+    asked = mixed_request(seed)
+    try:
+        problem = build_problem(asked, GRID)
+    except InvalidInputError:
+        return
+    expected = brute_force(asked, GRID)
+    found = solve(problem, Watch(20))
+    assert found.proved
+    if not np.isfinite(expected):
+        assert found.choice is None
+        return
+    assert found.choice is not None
+    assert found.cost == pytest.approx(expected, rel=1e-7)
+    assert found.bound <= expected * (1 + 1e-9)
+    assert cost_of(problem, found.choice) == pytest.approx(found.cost)
+    assert is_agreed(problem, found.choice)
+    assert np.all(usage(problem, found.choice) <= problem.budget + 1e-6)
+
+
+@given(st.integers(0, 10_000_000))
+@settings(max_examples=60, deadline=None)
+def test_fewer_choices_never_beat_the_bound_of_more(seed: int) -> None:
+    asked = replace(mixed_request(seed), solver=SolverOptions(ratio_steps=8))
+    found = plan(asked, clock=time.process_time)
+    try:
+        less = plan(fewer_choices(asked, seed), clock=time.process_time)
+    except InvalidInputError:
+        return
+    if less.seconds is not None:
+        assert found.bound_seconds is not None
+        assert found.seconds is not None
+        assert found.bound_seconds <= less.seconds * (1 + 1e-9)
+        assert found.seconds <= less.seconds * (1 + 1e-7)
+
+
+def test_a_wide_table_that_is_not_cached_does_not_widen_the_cache() -> None:
+    same = {"pooled": True, "access": Zipf(exponent=1.05)}
+    tables = (
+        Table(name="wide", rows=1000, dim=1024, **same),  # type: ignore[arg-type]
+        Table(name="long", rows=400_000_000, dim=16, **same),  # type: ignore[arg-type]
+    )
+    topology = Topology(ranks=8, hbm_bytes=60 << 30)
+    step = Step(samples_per_rank=4096)
+    asked = PlanRequest(tables=tables, topology=topology, runtime=Runtime.TORCHREC, step=step)
+    found = plan(asked)
+    assert found.status is Status.OPTIMAL
+    pinned = plan(replace(asked, tables=(replace(tables[0], modes=(Mode.HBM_ONLY,)), tables[1])))
+    assert found.seconds is not None
+    assert pinned.seconds is not None
+    assert found.seconds <= pinned.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
+def test_the_gap_of_many_tables_is_as_asked(runtime: str) -> None:
+    tables = tuple(replace(t, group=f"m{i % 3}") for i, t in enumerate(random_tables(120, 4)))
+    problem = build_problem(request(tables, hbm_gib=8, runtime=runtime), ratio_grid(120, 10))
+    found = solve(problem, Watch(30), gap=1e-3)
+    assert found.proved
+    assert 0 <= found.cost - found.bound <= 1.0001e-3 * found.cost
+
+
+def test_a_search_that_is_cancelled_ends_at_once() -> None:
+    with pytest.raises(SolveCancelledError):
+        plan(request(random_tables(12, 4), hbm_gib=3), should_stop=lambda: True)
+
+
+@pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
+def test_trivial_plans_are_never_faster(runtime: str) -> None:
+    for seed in range(6):
+        found = plan(request(random_tables(8, seed), hbm_gib=2.6, runtime=runtime))
+        names = [known.name for known in found.trivial]
+        assert names == ["all in HBM", "all in host memory", "all cached alike", "by lookups per byte"]
+        assert found.seconds is not None
+        assert all(k.seconds is None or found.seconds <= k.seconds * (1 + 1e-9) for k in found.trivial)
+        assert any(k.seconds is not None for k in found.trivial)
+
+
+def test_a_dense_part_that_hides_the_kernels_leaves_the_host_to_bind() -> None:
+    asked = request(random_tables(12, 8), hbm_gib=3, runtime="torchrec")
+    free = plan(asked)
+    assert free.step_seconds is None
+    assert free.host_seconds is not None
+    assert free.seconds is not None
+    long = plan(replace(asked, step=replace(asked.step, dense_ms=1e3)))
+    assert long.step_seconds == pytest.approx(1.0 + free.seconds)
+    assert long.seconds == pytest.approx(free.seconds)
+    short = plan(replace(asked, step=replace(asked.step, dense_ms=0.0)))
+    assert short.step_seconds is not None
+    assert short.host_seconds is not None
+    assert short.seconds is not None
+    assert short.step_seconds == pytest.approx(max(short.host_seconds, short.seconds))
+    assert short.step_seconds <= max(free.host_seconds, free.seconds) * (1 + 1e-9)

@@ -1,0 +1,121 @@
+"""Workers that die or hang: the call that they had fails, the others go on, and the pool is whole again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from benchmarks.harness.balancer_process import ServiceProcess, until_logged
+from tests.evenkeel.protocol.rounds import make_round
+from tests.services.balancer.calls import SECONDS, Lead, lead_of, refused
+
+
+@pytest.fixture
+def lead(balancer: ServiceProcess) -> Iterator[Lead]:
+    wait_for_workers(balancer)
+    with lead_of(balancer.address) as opened:
+        yield opened
+
+
+def workers_of(balancer: ServiceProcess) -> list[int]:
+    """Process ids of the workers: what has been forked by the balancer's fork server."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(path.parent.name)] = int(fields[1])
+    children = {pid for pid, parent in parents.items() if parent == balancer.running.pid}
+    return [pid for pid, parent in parents.items() if parent in children]
+
+
+def wait_for_workers(balancer: ServiceProcess) -> list[int]:
+    """Process ids of both workers, which are ready."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        pids, log = workers_of(balancer), balancer.log
+        if len(pids) == 2 and all(f'"pid": {pid},' in log for pid in pids):
+            return pids
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "code", "message"),
+    [("crash", "UNAVAILABLE", "has ended; call again"), ("spin", "DEADLINE_EXCEEDED", "planning took longer than 3 s")],
+)
+def test_others_go_on_beside_it(balancer: ServiceProcess, lead: Lead, strategy: str, code: str, message: str) -> None:
+    before = set(wait_for_workers(balancer))
+    wrong = lead.future(make_round(4, 4, strategy=strategy))
+    slowest, served = 0.0, 0
+    while not wrong.done() or served < 20:
+        began = time.monotonic()
+        lead.plan(make_round(4, 4))
+        slowest, served = max(slowest, time.monotonic() - began), served + 1
+    assert slowest < 1.0
+    assert wrong.code().name == code
+    assert message in wrong.details()
+    deadline = time.monotonic() + SECONDS
+    while len(before & set(wait_for_workers(balancer))) != 1:
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_workers_from_outside(balancer: ServiceProcess, lead: Lead, number: signal.Signals) -> None:
+    """Both workers are killed or stopped: calls fail at once or in time until both are replaced, then none does."""
+    before, codes, deadline = wait_for_workers(balancer), set(), time.monotonic() + SECONDS
+    for pid in before:
+        os.kill(pid, number)
+    while len(now := workers_of(balancer)) != 2 or set(before) & set(now):
+        assert time.monotonic() < deadline
+        call = lead.future(make_round(4, 4))
+        codes.add(call.code().name)
+    assert codes - {"OK"} == {"UNAVAILABLE" if number == signal.SIGKILL else "DEADLINE_EXCEEDED"}
+    for _ in range(10):
+        lead.plan(make_round(4, 4))
+    until_logged(balancer, "worker ended")
+
+
+def test_calls_that_are_given_up_leave_nothing(balancer: ServiceProcess, lead: Lead) -> None:
+    """Who cancels, or whose deadline passes while it waits, costs nobody else a worker."""
+    before = workers_of(balancer)
+    waiting = [lead.future(make_round(strategy="slower")) for _ in range(2)]
+    time.sleep(0.3)
+    late = [lead.future(make_round(strategy="crash"), timeout=0.1) for _ in range(2)]
+    cancelled = [lead.future(make_round(strategy="crash")) for _ in range(2)]
+    time.sleep(0.3)
+    for call in cancelled:
+        call.cancel()
+    assert {call.code() for call in late} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    assert {call.code() for call in waiting} == {grpc.StatusCode.OK}
+    lead.plan(make_round())
+    assert workers_of(balancer) == before
+
+
+def test_it_ends_while_workers_are_busy(balancer: ServiceProcess) -> None:
+    """Drains: calls under way are served, new ones are refused; the exit code is 0, and no process is left."""
+    with lead_of(balancer.address) as lead:
+        workers = workers_of(balancer)
+        busy = lead.future(make_round(strategy="slow"))
+        time.sleep(0.2)
+        stopping = threading.Thread(target=balancer.stop)
+        stopping.start()
+        assert busy.code() == grpc.StatusCode.OK
+        stopping.join(SECONDS)
+        assert balancer.running.poll() == 0
+        with refused("UNAVAILABLE"):
+            lead.plan(make_round(), timeout=1.0)
+    deadline = time.monotonic() + SECONDS
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    balancer.start()

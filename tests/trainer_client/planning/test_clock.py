@@ -1,0 +1,194 @@
+"""Plans are trained on Gloo ranks here as by GPUs elsewhere; the quickest stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+
+from benchmarks.harness.ranks import run_ranks
+from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, Runtime, Step, Table, Topology, plan
+from evenkeel.placement.measured_plans import MeasuredPlan, correction_factors
+from evenkeel.placement.plan_file import loads
+from evenkeel.plan_requests import unpacked, with_measured
+from trainer_client.planning import load_sharding_plan, plan_model
+from trainer_client.planning.clock import contenders, run_race
+from trainer_client.planning.trials import DenseWork, Trial, drawn_batches
+
+CPU = torch.device("cpu")
+WORKSPACE = 2 << 30
+
+
+def _request(hbm_bytes: int = 12_000_000, ranks: int = 1, **step: float) -> PlanRequest:
+    tables = tuple(
+        Table(
+            name=f"t{index}",
+            rows=20_000 * (index + 1),
+            dim=16,
+            ids_per_sample=3.0,
+            features=1 + index % 2,
+            pooled=index % 3 != 0,
+            weighted=index == 4,
+            group="deep.bags",
+            optimizer=Optimizer.ROWWISE_ADAGRAD,
+        )
+        for index in range(5)
+    )
+    return PlanRequest(
+        tables=tables,
+        topology=Topology(ranks=ranks, hbm_bytes=WORKSPACE + hbm_bytes, host_bytes=1 << 34),
+        runtime=Runtime.TORCHREC,
+        step=Step(samples_per_rank=32, **step),  # type: ignore[arg-type]
+    )
+
+
+def test_contenders_are_those_of_a_minute_and_all_of_them_fit() -> None:
+    request = _request()
+    first = plan(request)
+    found = contenders(request, first)
+    assert found["plan"] is first
+    assert {"all cached alike", "all in host memory", "by density"} <= found.keys()
+    assert "all in HBM" not in found
+    for made in found.values():
+        assert made.hbm.used_bytes <= request.topology.hbm_budget
+    alike = found["all cached alike"].placements
+    assert {placed.mode for placed in alike} == {Mode.CACHING}
+    assert max(placed.ratio for placed in alike) - min(placed.ratio for placed in alike) < 1e-6
+    dense = [placed.mode for placed in found["by density"].placements]
+    assert set(dense) == {Mode.HBM_ONLY, Mode.HOST_ONLY}
+    roomy = _request(1 << 30)
+    assert {placed.mode for placed in contenders(roomy, plan(roomy))["plan"].placements} == {Mode.HBM_ONLY}
+
+
+def _race(rank: int) -> tuple[MeasuredPlan, ...]:
+    request = _request(ranks=2, dense_ms=1.0)
+    first = plan(request)
+    plans = {name: made for name, made in contenders(request, first).items() if name in ("plan", "all cached alike")}
+    batches = drawn_batches(request, 8, seed=rank)
+    race = run_race(request, plans, batches, CPU, seconds=0.3)
+    (chosen,) = (one for one in race.measured if one.chosen)
+    assert race.plan is plans[chosen.name]
+    trial = Trial.of(request, race.plan, batches, CPU, dense=DenseWork(0.0, CPU))
+    before = [parameter.detach().clone() for parameter in trial.parallel.parameters()]
+    trial.run(0.0, most=1)
+    after = list(trial.parallel.parameters())
+    assert not all(torch.equal(old, new) for old, new in zip(before, after, strict=True)), "steps train the tables"
+    trial.block()
+    timing = trial.timing()
+    assert timing.kernels_s is None
+    assert 0 < timing.host_s < 10
+    assert 0 < timing.step_s < 10
+    return race.measured
+
+
+def test_ranks_run_plans_in_turns_and_agree_on_the_quickest() -> None:
+    first, second = run_ranks(2, _race)
+    assert first == second
+    assert [one.name for one in first] == ["plan", "all cached alike"]
+    least = min(one.step_s for one in first)
+    assert next(one.step_s for one in first if one.chosen) <= 1.01 * least
+    assert all(one.step_s >= 1e-3 for one in first), "beside a millisecond of other work"
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        bag = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=900, feature_names=["clicked", "bought"])
+        row = EmbeddingConfig(name="word", embedding_dim=32, num_embeddings=500, feature_names=["word"])
+        self.bags = EmbeddingBagCollection(tables=[bag], device=torch.device("meta"))
+        self.words = EmbeddingCollection(tables=[row], device=torch.device("meta"))
+
+    def forward(self, keys: KeyedJaggedTensor) -> torch.Tensor:
+        return self.bags(keys).values().sum() + self.words(keys)["word"].values().sum()
+
+
+def _keys(seed: int) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([2] * 16 + [1] * 16 + [5] * 16)
+    values = (400 * torch.rand(8 * 16, generator=generator) ** 3).long()
+    return KeyedJaggedTensor(keys=["clicked", "bought", "word"], values=values, lengths=lengths)
+
+
+def _batches(seed: int) -> Iterator[KeyedJaggedTensor]:
+    return (_keys(seed + index) for index in range(40))
+
+
+def _clocked(rank: int, folder: Path) -> None:
+    model = _Model()
+    planned = plan_model(model, _batches(1000 * rank) if rank == 0 else None, clock=0.2, dense_ms=0.5)
+    told: list[object] = [None, None]
+    dist.all_gather_object(told, (planned.plan, planned.measured))
+    assert told[0] == told[1]
+    assert sum(one.chosen for one in planned.measured) == 1
+    assert "ms a step" in str(planned)
+    planned.save(folder / f"{rank}.json")
+    parallel = DistributedModelParallel(model, device=CPU, plan=planned.sharding_plan)
+    parallel(_keys(rank)).backward()
+    assert load_sharding_plan(folder / f"{rank}.json", _Model(), device="cpu") == planned.sharding_plan
+    assert loads((folder / f"{rank}.json").read_text()).measured == planned.measured
+    with pytest.raises(InvalidInputError, match="clock: is no time"):
+        plan_model(_Model(), clock=0.0)
+
+
+def test_a_model_is_planned_by_the_clock_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, _clocked, tmp_path)
+
+
+def test_the_clock_needs_the_ranks_of_the_plan_and_torchrec() -> None:
+    with pytest.raises(InvalidInputError, match=r"topology.ranks: is not the 1 that are here"):
+        plan_model(_Model(), topology="h200x8", clock=1.0, device="cpu")
+    machines = Topology(ranks=1, hbm_bytes=8 << 30)
+    with pytest.raises(InvalidInputError, match="runtime: is not run by the clock"):
+        plan_model(_Model(), topology=machines, runtime=Runtime.DYNAMICEMB, clock=1.0, device="cpu")
+    assert plan_model(_Model(), topology=machines, clock=0.1, device="cpu").measured
+    assert not dist.is_initialized()
+
+
+def test_keys_are_those_that_were_traced() -> None:
+    request = _request()
+    few = {"t0": replace(request.tables[0], rows=10)}
+    small = replace(request, tables=(few["t0"], *request.tables[1:]))
+    for batch in drawn_batches(small, 3, seed=5):
+        for table in small.tables:
+            values, lengths = batch[table.name]
+            assert len(values) == int(lengths.sum()) == 96
+            assert len(lengths) == 32 * table.features
+            assert 0 <= int(values.min()) <= int(values.max()) < table.rows
+
+
+@pytest.mark.parametrize("factors", [{"HBM_ONLY": 2.0, "CACHING": 0.5}, {"HBM_ONLY": 1.0, "CACHING": 3.0}])
+def test_measured_plans_correct_each_mode_towards_what_they_took(factors: dict[str, float]) -> None:
+    mixes = [{"HBM_ONLY": 1e-3}, {"CACHING": 2e-3}, {"HBM_ONLY": 5e-4, "CACHING": 1e-3}]
+    measured = [
+        MeasuredPlan(
+            name=str(index),
+            step_s=1.0,
+            kernels_s=sum(seconds * factors[mode] for mode, seconds in parts.items()),
+            predicted=parts,
+        )
+        for index, parts in enumerate(mixes)
+    ]
+    found = correction_factors(measured)
+    for mode, factor in factors.items():
+        assert found[mode] == pytest.approx(factor, rel=0.1)
+    assert correction_factors([]) == {}
+
+
+def test_a_plan_file_corrects_the_profile_that_it_was_planned_with() -> None:
+    request = _request()
+    value, measured = unpacked(
+        {"format": "evenkeel-plan", "request": {"tables": []}, "measured": []}, topology="h200x1"
+    )
+    assert (value["hardware"], measured) == ("h200", ())
+    slow = MeasuredPlan(name="plan", step_s=1.0, kernels_s=3e-3, predicted={"HOST_ONLY": 1e-3})
+    corrected = with_measured(request, (slow,))
+    before, after = (each.profile.costs(Runtime.TORCHREC) for each in (request, corrected))
+    assert 2 < after.host_factor / before.host_factor <= 3
+    assert after.miss_factor == before.miss_factor

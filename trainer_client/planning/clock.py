@@ -1,0 +1,375 @@
+"""The clock has the last word: the best few plans and the trivial ones are trained for some steps, the quickest stays.
+
+torchrun --nproc-per-node 2 -m trainer_client.planning.clock --plan plan.json --seconds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenkeel.key_statistics import KeyTrace, loads, merge
+from evenkeel.placement import InvalidInputError, Mode, Plan, PlanRequest, Runtime, RuntimeCosts, Sharding, plan
+from evenkeel.placement.codec import encode
+from evenkeel.placement.measured_plans import MeasuredPlan, seconds_by_mode
+from evenkeel.placement.plan_file import PlanFile, dumps
+from evenkeel.placement.plan_file import loads as loads_plan
+from evenkeel.placement.request import with_time
+from trainer_client.planning.collective import from_first, join_group
+from trainer_client.planning.machine import host_bytes
+from trainer_client.planning.trials import Batch, DenseWork, TableModel, Timing, Trial, drawn_batches, is_true_anywhere
+
+_SEARCH_S = 2.0
+"""Time limit of the search for each of the plans to compare with."""
+_RATIOS = 10
+"""Steps of the bisection for the largest cache that all tables can have alike."""
+_BATCHES = 64
+_NOISE, _CLOSE = 1.01, 1.03
+_KERNELS = {"fused": Mode.HBM_ONLY, "dense": Mode.HBM_ONLY, "fused_uvm": Mode.HOST_ONLY}
+_KERNELS["fused_uvm_caching"] = Mode.CACHING
+_DEFAULT_LOAD_FACTOR = 0.2
+"""Of FBGEMM, where TorchRec's planner names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """What came of it.
+
+    Attributes:
+        plan: The quickest plan.
+        measured: All plans that were run.
+    """
+
+    plan: Plan
+    measured: tuple[MeasuredPlan, ...]
+
+
+def contenders(request: PlanRequest, first: Plan, torchrecs: Mapping[str, Any] | None = None) -> dict[str, Plan]:
+    """The plan, those that are best if the profile is somewhat wrong, and what one writes by hand in a minute."""
+    found = {"plan": first}
+    seen = {_choices(first)}
+
+    def add(name: str, made: Plan | None) -> None:
+        if made is not None and made.placements and _choices(made) not in seen:
+            seen.add(_choices(made))
+            found[name] = made
+
+    for name, change in _DOUBTS.items():
+        costs = change(request.profile.costs(request.runtime))
+        runtimes = {**request.profile.runtimes, request.runtime.value: costs}
+        add(name, _planned(replace(request, hardware=replace(request.profile, runtimes=runtimes))))
+    names = [table.name for table in request.tables]
+    add("all cached alike", _all_cached(request))
+    add("all in HBM", _pinned(request, dict.fromkeys(names, (Mode.HBM_ONLY, 1.0))))
+    add("all in host memory", _pinned(request, dict.fromkeys(names, (Mode.HOST_ONLY, 0.0))))
+    add("by density", _by_density(request))
+    if torchrecs:
+        add("TorchRec's planner", _as_cut(request, torchrecs))
+    return found
+
+
+_DOUBTS: dict[str, Callable[[RuntimeCosts], RuntimeCosts]] = {
+    "launches for nothing": lambda c: replace(c, hbm_fixed_s=0.0, caching_fixed_s=0.0, host_fixed_s=0.0),
+    "misses twice as slow": lambda c: replace(c, miss_factor=2 * c.miss_factor),
+    "misses half as slow": lambda c: replace(c, miss_factor=0.5 * c.miss_factor),
+}
+"""Plans for other costs: what is best if the profile is off."""
+
+
+def _choices(made: Plan) -> tuple[Any, ...]:
+    return tuple((p.mode, round(p.ratio, 4), p.sharding, p.column_shards, p.ranks) for p in made.placements)
+
+
+def _planned(request: PlanRequest) -> Plan | None:
+    try:
+        found = plan(with_time(request, min(_SEARCH_S, request.solver.time_limit_s)))
+    except InvalidInputError:  # a table may have no such mode
+        return None
+    return found if found.placements else None
+
+
+def _pinned(request: PlanRequest, wanted: Mapping[str, tuple[Mode, float]]) -> Plan | None:
+    """The plan where each table has a given mode and ratio; None where that does not fit."""
+    tables = []
+    for table in request.tables:
+        mode, ratio = wanted[table.name]
+        if table.modes and mode not in table.modes:
+            return None
+        tables.append(replace(table, modes=(mode,), ratio=ratio if mode in (Mode.CACHING, Mode.HYBRID) else None))
+    return _planned(replace(request, tables=tuple(tables)))
+
+
+def _all_cached(request: PlanRequest) -> Plan | None:
+    """All tables in host memory, with caches of the largest equal share of their rows that fits."""
+    low, high, best = 0.0, 1.0, None
+    for _ in range(_RATIOS):
+        ratio = (low + high) / 2
+        made = _pinned(request, {table.name: (Mode.CACHING, ratio) for table in request.tables})
+        if made is None:
+            high = ratio
+        else:
+            low, best = ratio, made
+    return best
+
+
+def _by_density(request: PlanRequest) -> Plan | None:
+    """Tables in HBM in the order of lookups a byte, as many as fit; the others in host memory."""
+    order = sorted(request.tables, key=lambda t: -t.ids_per_sample / (t.rows * t.dim))
+    low, high, best = 0, len(order), None
+    while low < high:
+        count = (low + high + 1) // 2
+        wanted = {t.name: (Mode.HBM_ONLY, 1.0) if at < count else (Mode.HOST_ONLY, 0.0) for at, t in enumerate(order)}
+        made = _pinned(request, wanted)
+        if made is None:
+            high = count - 1
+        else:
+            low, best = count, made
+    return best
+
+
+def _as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:
+    """A plan that cuts and stores tables as another planner does; on which ranks is decided here."""
+    tables = []
+    for table in request.tables:
+        given = parameters.get(table.name)
+        known = {sharding.value for sharding in Sharding}
+        if given is None or given.sharding_type not in known or given.compute_kernel not in _KERNELS:
+            return None
+        mode = _KERNELS[given.compute_kernel]
+        factor = getattr(given.cache_params, "load_factor", None) or _DEFAULT_LOAD_FACTOR
+        blocks = {shard.shard_offsets[1] for shard in given.sharding_spec.shards} if given.sharding_spec else {0}
+        sharding = Sharding(given.sharding_type)
+        tables.append(
+            replace(
+                table,
+                modes=(mode,),
+                ratio=factor if mode is Mode.CACHING else None,
+                sharding=sharding,
+                column_shards=len(blocks) if len(blocks) > 1 else table.column_shards,
+            )
+        )
+    try:
+        return _planned(replace(request, tables=tuple(tables)))
+    except InvalidInputError:
+        return None
+
+
+def torchrecs_parameters(request: PlanRequest, device: torch.device) -> dict[str, Any]:
+    """What TorchRec's own planner makes of the tables, by name; nothing where it finds no plan."""
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+    from torchrec.distributed.planner import Topology as TorchRecTopology
+    from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+    from torchrec.distributed.planner.types import PlannerError
+    from torchrec.distributed.types import CacheParams
+
+    machines = request.topology
+    free = machines.hbm_budget - request.profile.costs(request.runtime).workspace_bytes
+    kernels = [name for name in _KERNELS if name != "dense"] if device.type == "cuda" else None
+    planner = EmbeddingShardingPlanner(
+        topology=TorchRecTopology(
+            world_size=machines.ranks,
+            local_world_size=machines.local_ranks,
+            compute_device=device.type,
+            hbm_cap=max(free, 0),
+            ddr_cap=(machines.host_bytes or 1 << 42) // machines.local_ranks,
+        ),
+        batch_size=request.step.samples_per_rank,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        constraints={
+            table.name: ParameterConstraints(
+                compute_kernels=kernels,
+                sharding_types=[sharding.value for sharding in table.shardings],
+                pooling_factors=[table.ids_per_sample / table.features] * table.features,
+                cache_params=CacheParams(load_factor=_DEFAULT_LOAD_FACTOR),
+            )
+            for table in request.tables
+        },
+    )
+    try:
+        made = planner.plan(
+            TableModel(request, device), [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+        )
+    except (PlannerError, RuntimeError):  # nothing fits, or its runtime has no such sharding here
+        return {}
+    return {name: value for module in made.plan.values() for name, value in module.items()}
+
+
+def race_of(
+    request: PlanRequest,
+    first: Plan,
+    batches: Sequence[Batch],
+    device: torch.device,
+    *,
+    seconds: float,
+    group: dist.ProcessGroup | None = None,
+) -> Race:
+    """The race of a plan and its contenders, which rank 0 makes. Collective; arguments as for `run_race`."""
+    if not seconds > 0:
+        raise InvalidInputError("clock", seconds, "is no time", "give the seconds that each plan trains, such as 5")
+    check_request(request, dist.get_world_size(group))
+    if not first.placements:
+        return Race(first, ())
+    plans = from_first(lambda: contenders(request, first, torchrecs_parameters(request, device)), group)
+    return run_race(request, plans, batches, device, seconds=seconds, group=group)
+
+
+def run_race(
+    request: PlanRequest,
+    plans: Mapping[str, Plan],
+    batches: Sequence[Batch],
+    device: torch.device,
+    *,
+    seconds: float,
+    group: dist.ProcessGroup | None = None,
+) -> Race:
+    """Trains the tables of each plan for some steps, in turns, and keeps the quickest. Collective.
+
+    Where the time of the dense part is known (`Step.dense_ms`), the quickest has the shortest steps beside as much
+    work. Where it is not, kernels decide, as a real model launches ahead of them; of plans whose kernels are within
+    three hundredths of the quickest, the shortest step does. A plan within a hundredth of the quickest that stands
+    before it is preferred. Plans that do not fit into memory together are run one after another.
+    """
+    dense_ms = request.step.dense_ms
+    dense = DenseWork(dense_ms or 0.0, device)
+    timings: dict[str, Timing] = {}
+    for names in _together(request, plans, device, group):
+        trials = {name: _built(request, plans[name], batches, device, dense, group) for name in names}
+        timings |= _timed({name: trial for name, trial in trials.items() if trial is not None}, seconds)
+        del trials
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if not timings:
+        raise RuntimeError("the clock: no plan could be run; the tables of each take more memory than there is")
+    by_kernels = dense_ms is None and all(timing.kernels_s is not None for timing in timings.values())
+
+    def seconds_of(name: str) -> float:
+        timing = timings[name]
+        return (timing.kernels_s or 0.0) if by_kernels else timing.step_s
+
+    least = min(map(seconds_of, timings))
+    close = [name for name in timings if seconds_of(name) <= (_CLOSE if by_kernels else _NOISE) * least]
+    shortest = min(timings[name].step_s for name in close)
+    quickest = next(name for name in close if timings[name].step_s <= _NOISE * shortest)
+    measured = tuple(
+        MeasuredPlan(
+            name=name,
+            step_s=timing.step_s,
+            kernels_s=timing.kernels_s,
+            dense_ms=dense_ms or 0.0,
+            predicted=seconds_by_mode(plans[name]),
+            chosen=name == quickest,
+        )
+        for name, timing in timings.items()
+    )
+    return Race(plans[quickest], measured)
+
+
+def _built(
+    request: PlanRequest,
+    made: Plan,
+    batches: Sequence[Batch],
+    device: torch.device,
+    dense: DenseWork,
+    group: dist.ProcessGroup | None,
+) -> Trial | None:
+    """A plan in training; None on all ranks where the memory of one did not suffice."""
+    trial = None
+    with contextlib.suppress(torch.OutOfMemoryError):
+        trial = Trial.of(request, made, batches, device, dense=dense, group=group)
+    return None if is_true_anywhere(trial is None, device, group) else trial
+
+
+def _timed(trials: Mapping[str, Trial], seconds: float) -> dict[str, Timing]:
+    """Times of trials that take turns."""
+    for trial in trials.values():
+        trial.run(seconds / 2)
+    begin, is_over = time.perf_counter(), not trials
+    while not is_over:
+        for trial in trials.values():
+            trial.block()
+        is_over = is_true_anywhere(time.perf_counter() - begin > seconds / 2 * len(trials), trial.device, trial.group)
+    return {name: trial.timing() for name, trial in trials.items()}
+
+
+def _together(
+    request: PlanRequest, plans: Mapping[str, Plan], device: torch.device, group: dist.ProcessGroup | None
+) -> list[list[str]]:
+    """Names of the plans to run in turns with each other: all where memory suffices, else each alone."""
+    ranks = request.topology.local_ranks
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        fits = sum(made.hbm.used_bytes for made in plans.values()) < 0.9 * free
+        fits = fits and sum(made.host.used_bytes for made in plans.values()) < 0.8 * host_bytes()
+    else:  # all tables are in the host's memory, whatever the plan says
+        size = sum(table.rows * table.dim * 8 for table in request.tables) // request.topology.ranks * ranks
+        fits = size * len(plans) < 0.5 * host_bytes()
+    return [[name] for name in plans] if is_true_anywhere(not fits, device, group) else [list(plans)]
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """The process group that there is, or one of this process alone."""
+    if dist.is_initialized():
+        yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store: Any = dist.HashStore  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def check_request(request: PlanRequest, ranks: int) -> None:
+    """Refuses what cannot be run on so many ranks."""
+    machines = request.topology
+    if machines.ranks != ranks:
+        what = f"is not the {ranks} that are here to run plans"
+        remedy = "leave the clock out, or run it on the job's ranks"
+        raise InvalidInputError("topology.ranks", machines.ranks, what, remedy)
+    if request.runtime is not Runtime.TORCHREC:
+        remedy = "plan with runtime torchrec, or leave the clock out"
+        raise InvalidInputError("runtime", request.runtime.value, "is not run by the clock", remedy)
+
+
+def main() -> None:
+    """Runs the plan of a plan file and its contenders on the ranks of torchrun; writes the file of the quickest."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--plan", type=Path, required=True, help="plan file, which is replaced")
+    parser.add_argument("--statistics", type=Path, action="append", default=[], help="key statistics to replay")
+    parser.add_argument("--seconds", type=float, default=5.0, help="training time of each plan")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    device = join_group(options.device)
+    content = loads_plan(options.plan.read_text("utf-8"))
+    traces: Mapping[str, KeyTrace] = merge(loads(path.read_bytes()) for path in options.statistics)
+    race = race_of(
+        content.request,
+        content.plan,
+        drawn_batches(content.request, _BATCHES, traces=traces, seed=dist.get_rank()),
+        device,
+        seconds=options.seconds,
+    )
+    if dist.get_rank() == 0:
+        made = PlanFile(request=content.request, plan=race.plan, measured=race.measured)
+        options.plan.write_text(dumps(made), "utf-8")
+        print(json.dumps(encode(race.measured)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
