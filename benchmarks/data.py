@@ -16,7 +16,7 @@ rank over the mean, for all keys (`raw`) and for those that are left when each r
 `generate` writes a small file that only looks like a published one, to try this out.
 
 Known are MovieLens (1M to 32M), KuaiRand, Gowalla, Amazon's reviews (2014, 2018, 2023), Yambda (needs pyarrow) and, for
-keys, Criteo's click logs. Where to download them, and what is printed: docs/datasets.md.
+keys, Criteo's click logs. Where to download them, and what is printed: docs/start/gain.md.
 """
 
 from __future__ import annotations

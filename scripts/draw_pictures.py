@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md: `python -m scripts.draw_pictures`; `--check` only compares."""
+"""Draws the pictures of docs/start/concepts.md: `python -m scripts.draw_pictures`; `--check` only compares."""
 
 from __future__ import annotations
 

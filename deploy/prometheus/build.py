@@ -2,7 +2,7 @@
 
 - consoles/runbook.html: the runbook, which Prometheus serves and every alert links to.
 - ../kubernetes/monitoring/rules.yaml: the rules for the Prometheus operator; `--runbook URL` makes their links point to
-  a copy of docs/runbook.md that you serve, since a Prometheus that the operator runs has no consoles.
+  a copy of docs/operate/runbook.md that you serve, since a Prometheus that the operator runs has no consoles.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 48rem; margin: 2rem aut
 h2 {{ margin-top: 2.5rem }}
 h2:target {{ background: #fd03 }}
 </style>
-<!-- Written by deploy/prometheus/build.py from docs/runbook.md. -->
+<!-- Written by deploy/prometheus/build.py from docs/operate/runbook.md. -->
 {body}
 </html>
 """
 
 
 def runbook_page() -> str:
-    """docs/runbook.md as a page; a section's anchor is its alert's name in lower case."""
+    """docs/operate/runbook.md as a page; a section's anchor is its alert's name in lower case."""
     markdown = MarkdownIt("commonmark").enable("table")
-    tokens = markdown.parse((ROOT / "docs/runbook.md").read_text())
+    tokens = markdown.parse((ROOT / "docs/operate/runbook.md").read_text())
     for token, after in itertools.pairwise(tokens):
         if token.type == "heading_open" and token.tag == "h2":
             token.attrs["id"] = after.content.lower().replace(" ", "-")
     body = markdown.renderer.render(tokens, markdown.options, {})
     if "{{" in body:
-        raise ValueError("docs/runbook.md holds '{{', which Prometheus would read as a template")
+        raise ValueError("docs/operate/runbook.md holds '{{', which Prometheus would read as a template")
     return PAGE.format(body=body)
 
 

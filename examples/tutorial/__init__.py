@@ -1,1 +1,1 @@
-"""The programs of docs/tutorial.md: two plain loops, and the same balanced."""
+"""The programs of docs/start/tutorial.md: two plain loops, and the same balanced."""

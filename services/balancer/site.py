@@ -1,4 +1,4 @@
-"""The balancer's page beside its metrics, and what the page reads: docs/watching.md documents it. Read-only.
+"""The balancer's page beside its metrics, and what the page reads: docs/operate/watching.md documents it. Read-only.
 
 Tokens and TLS are those of the balancer. The page's own files hold no secrets, and without a token it can do nothing
 but ask for one. In plaintext nothing is shown to other machines, unless the operator allows plaintext: who is forwarded

@@ -1,4 +1,4 @@
-"""What people are shown, as plain values for JSON: docs/watching.md tells what each is."""
+"""What people are shown, as plain values for JSON: docs/operate/watching.md tells what each is."""
 
 from __future__ import annotations
 

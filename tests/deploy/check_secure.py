@@ -55,7 +55,7 @@ class Secured:
 
 
 def issue(folder: Path, name: str, *flags: str) -> None:
-    """Draws a token as docs/deployment.md tells, and lets the services' user read a new file."""
+    """Draws a token as docs/operate/deployment.md tells, and lets the services' user read a new file."""
     tokens = folder / "services/tokens.yml"
     new = not tokens.exists()
     command = [sys.executable, "-m", "services.security.issue", name, "--file", str(tokens), *flags]

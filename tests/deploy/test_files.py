@@ -75,7 +75,7 @@ def test_settings_of_the_stack_exist() -> None:
 
 
 def test_every_alert_has_a_section_in_the_runbook() -> None:
-    runbook = (ROOT / "docs/runbook.md").read_text()
+    runbook = (ROOT / "docs/operate/runbook.md").read_text()
     page = "{{ $externalURL }}/consoles/runbook.html"
     sections = {f"{page}#{title.lower()}" for title in re.findall(r"^## (\w+)$", runbook, re.MULTILINE)}
     groups = yaml.safe_load((ROOT / "deploy/prometheus/rules/alerts.yml").read_text())["groups"]

@@ -18,7 +18,7 @@ from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.embedding.checkpoint.test_dynamicemb_load import stand_in
 
 ROOT = Path(__file__).parents[2]
-TEXTS = ("README.md", "docs/pipelines.md", "docs/batches.md", "docs/windows.md", "docs/resume.md")
+TEXTS = ("README.md", "docs/train/loop.md", "docs/train/batches.md", "docs/train/giants.md", "docs/train/resume.md")
 RATINGS = "userId,movieId,rating,timestamp\n" + "".join(f"{user},{user % 7},3.5,{user}\n" for user in range(40))
 
 
@@ -57,7 +57,7 @@ def _run_all(_: int, folder: str, address: str) -> list[str]:
     os.chdir(folder)
     Path("ml-20m").mkdir()
     Path("ml-20m/ratings.csv").write_text(RATINGS)
-    Path("balance.yaml").write_text(_blocks("docs/pipelines.md", "yaml")[0])
+    Path("balance.yaml").write_text(_blocks("docs/train/loop.md", "yaml")[0])
     model = Model()
     data = [{"history": JaggedTensor(values=torch.ones(6), lengths=torch.tensor([1, 2, 3]))} for _ in range(12)]
     run = []
@@ -99,8 +99,8 @@ def _run_on_a_mesh(rank: int, address: str) -> list[int]:
         "device": torch.device("cpu"), "world_size": 4, "dataset_of": dataset_of, "cost": TokenCost(tokens="id"),
         "train": lambda batch: trained.extend(batch["id"].tolist()),
     }  # fmt: skip
-    (block,) = _blocks("docs/meshes.md", "python")
-    exec(compile(block.replace("balancer:50051", address), "docs/meshes.md", "exec"), names)
+    (block,) = _blocks("docs/train/meshes.md", "python")
+    exec(compile(block.replace("balancer:50051", address), "docs/train/meshes.md", "exec"), names)
     names["balancer"].close()
     return trained
 
@@ -133,10 +133,10 @@ def _run_on_tables(_: int, folder: str) -> tuple[int, bool]:
     load = {"dumps": 0}
     names["DynamicEmbLoad"] = lambda path, model, optim: load.update(dumps=load["dumps"] + 1)
     names["model"] = nn.Identity()
-    blocks = _blocks("docs/routing.md", "python")
+    blocks = _blocks("docs/place/routing.md", "python")
     for number, block in enumerate(blocks):
         code = block.replace("/shared/", f"{folder}/").replace("10_000_000", "1_000")
-        exec(compile(code, f"docs/routing.md, block {number}", "exec"), names)
+        exec(compile(code, f"docs/place/routing.md, block {number}", "exec"), names)
         names["kjt"] = keys("item")
     assert load == {"dumps": 1}
     return len(blocks), (Path(folder) / "step-9000").is_dir()
@@ -149,12 +149,12 @@ def _run_exporter(rank: int, folder: str) -> list[str]:
 
     data = [{"history": JaggedTensor(values=torch.ones(6), lengths=torch.tensor([1, 2, 3]))} for _ in range(2)]
     loader = BalancedLoader(data, Balancer.embedded(), cost=TokenCost(tokens="history"))
-    (block,) = _blocks("docs/deployment.md", "python")
+    (block,) = _blocks("docs/operate/deployment.md", "python")
     code = block.replace("0.0.0.0", "127.0.0.1").replace("/shared/evenkeel-targets", folder)
     code = code.replace("        ...", "        targets.extend(path.name for path in Path(folder).iterdir())")
     targets: list[str] = []
     names = {"rank": rank, "loader": loader, "targets": targets, "folder": folder, "Path": Path}
-    exec(compile(code, "docs/deployment.md", "exec"), names)
+    exec(compile(code, "docs/operate/deployment.md", "exec"), names)
     return targets
 
 
@@ -170,11 +170,11 @@ def test_the_exporter_tells_its_address(tmp_path: Path) -> None:
 
 def test_every_page_with_python_is_run() -> None:
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} | {"README.md"}
-    run = {*TEXTS, "docs/meshes.md", "docs/routing.md", "docs/deployment.md", "docs/tutorial.md", "docs/planning.md"}
-    run |= {"docs/frameworks.md"}  # test_frameworks.py
-    run |= {"docs/recsys_examples.md"}  # tests/trainer_client/balancing/test_recsys_examples.py
-    run |= {"docs/pieces.md"}  # tests/trainer_client/attention/test_over_pieces.py
-    run |= {"docs/torcheasyrec.md"}  # tests/trainer_client/planning/test_torcheasyrec.py
+    run = {*TEXTS, "docs/train/meshes.md", "docs/place/routing.md", "docs/operate/deployment.md", "docs/start/tutorial.md", "docs/place/planning.md"}
+    run |= {"docs/train/frameworks.md"}  # test_frameworks.py
+    run |= {"docs/train/adapters.md"}  # tests/trainer_client/balancing/test_recsys_examples.py
+    run |= {"docs/train/giants.md"}  # tests/trainer_client/attention/test_over_pieces.py
+    run |= {"docs/train/adapters.md"}  # tests/trainer_client/planning/test_torcheasyrec.py
     assert {page for page in pages if _blocks(page, "python")} == run
 
 

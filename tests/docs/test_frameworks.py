@@ -1,4 +1,4 @@
-"""The code of docs/frameworks.md is that of the programs that it names; what they do: tests/examples/resume."""
+"""The code of docs/train/frameworks.md is that of the programs that it names; what they do: tests/examples/resume."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs/frameworks.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/train/frameworks.md").read_text(encoding="utf-8")
 PROGRAMS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "examples/resume").glob("*.py")}
 
 

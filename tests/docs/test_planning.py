@@ -22,7 +22,7 @@ from trainer_client.cli import app
 from trainer_client.planning import load_sharding_plan
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/place/planning.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"```console\n(.*?)```", TEXT, re.S)
 (TABLES,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 (JOB,) = re.findall(r"```json\n(.*?)```", TEXT, re.S)

@@ -11,7 +11,7 @@ from benchmarks.harness.balancer_process import running_balancer, until_logged
 from tests.docs.programs import printed_by_ranks
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/start/tutorial.md").read_text(encoding="utf-8")
 PRINTED = dict(
     re.findall(r"```console\n\$ torchrun --nproc-per-node 2 -m examples\.tutorial\.(\w+)\n(.*?)```", TEXT, re.S)
 )

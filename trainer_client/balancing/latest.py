@@ -59,7 +59,7 @@ class Latest:
                 "%s: the loss scale was asked for %d times after %d batches had been fetched: each time it was that of "
                 "the last of them, %g, so gradients are wrong; who fetches batches ahead, as transformers' Trainer "
                 "where it accumulates gradients, takes balanced_batches(loader), in which each batch brings its own "
-                "scale (docs/pipelines.md)", self._name, self._asked, self._asked, report.loss_scale,
+                "scale (docs/train/loop.md)", self._name, self._asked, self._asked, report.loss_scale,
             )  # fmt: skip
         return report
 
@@ -108,5 +108,5 @@ def warn_of_unasked_splits(name: str) -> None:
         "%s: some samples of a batch lay on several ranks (BalanceOptions.split), but the loop went on to the next one "
         "without having asked for its splits: a model that takes pieces for whole samples computes other losses and "
         "gradients; give it PieceGroup.pieces(loader.splits), or leave split out, as for evaluation by a balancer of "
-        "its own (docs/pieces.md)", name,
+        "its own (docs/train/giants.md)", name,
     )  # fmt: skip

@@ -37,7 +37,7 @@ class BalanceOptions:
             the lead's loop comes for its batch is made by the lead, so that no step waits for a service.
         depth: Rounds in flight, from the submission of the costs to the training step: batches, or windows.
         window: Batches that are balanced together. With more than 1, samples may be trained in another batch of their
-            window than the one they were loaded in, so that those too heavy for their batch meet (docs/windows.md).
+            window than the one they were loaded in, so that those too heavy for their batch meet (docs/train/giants.md).
             Only `BalancedLoader` and `BatchStream.submit_window` fill windows. The host holds `depth` windows.
         speeds: Relative speed of each rank, 1e-6 to 1e6, length world size; `None`: all equal.
         memory_caps: What each rank can hold, in the unit of the loader's `memory`, length world size, infinity for a
@@ -46,7 +46,7 @@ class BalanceOptions:
             its steps (`StepTimer(device, loader=loader)`, or `BalancedLoader.took`). What is learned multiplies
             `speeds`. Without measured times nothing is learned.
         split: When a sample that outweighs a rank's share is split over several, or fits none: the model's attention
-            must be able to work over pieces then (docs/pieces.md). `None`: samples stay whole.
+            must be able to work over pieces then (docs/train/giants.md). `None`: samples stay whole.
         require_service: Whether a job that does not reach the service at the start ends there: at once when the cause
             does not pass by itself (authentication, certificates, versions), else after 30 s. Later outages are bridged
             as ever.

@@ -263,7 +263,7 @@ def test_nonsense_pieces_are_refused() -> None:
 
 
 def _page_of_pieces() -> dict[str, Any]:
-    page = (Path(__file__).parents[3] / "docs/pieces.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/train/giants.md").read_text(encoding="utf-8")
     loop, *others = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {}
     for block in (loop, *others):

@@ -180,7 +180,7 @@ def test_its_planners_are_made_by_a_plan_file_or_plan_themselves(tzrec: Any, tmp
 
 
 def test_the_page_says_what_works(tzrec: Any) -> None:
-    page = (ROOT / "docs/torcheasyrec.md").read_text("utf-8")
+    page = (ROOT / "docs/train/torcheasyrec.md").read_text("utf-8")
     start, cost = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(re.sub("^    ", "", start, flags=re.MULTILINE), {})
     wrapped = ["examples.plan_torcheasyrec", "trainer_client.balancing.torcheasyrec"]

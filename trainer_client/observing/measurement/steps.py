@@ -287,7 +287,7 @@ def _warn_of_shards() -> None:
     logger.warning(
         "a StepTimer with a loader watches sharded parameters (FSDP2): ranks wait for each other inside of what is "
         "timed and look alike, so that slow ones are not found; say BalanceOptions.speeds, or leave loader= out and "
-        "call loader.took(seconds, load) with times without such waiting, as of attention kernels (docs/pipelines.md)"
+        "call loader.took(seconds, load) with times without such waiting, as of attention kernels (docs/train/loop.md)"
     )
 
 
