@@ -170,7 +170,14 @@ def test_the_exporter_tells_its_address(tmp_path: Path) -> None:
 
 def test_every_page_with_python_is_run() -> None:
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} | {"README.md"}
-    run = {*TEXTS, "docs/train/meshes.md", "docs/place/routing.md", "docs/operate/deployment.md", "docs/start/tutorial.md", "docs/place/planning.md"}
+    run = {
+        *TEXTS,
+        "docs/train/meshes.md",
+        "docs/place/routing.md",
+        "docs/operate/deployment.md",
+        "docs/start/tutorial.md",
+        "docs/place/planning.md",
+    }
     run |= {"docs/train/frameworks.md"}  # test_frameworks.py
     run |= {"docs/train/adapters.md"}  # tests/trainer_client/balancing/test_recsys_examples.py
     run |= {"docs/train/giants.md"}  # tests/trainer_client/attention/test_over_pieces.py
