@@ -27,8 +27,8 @@ from rich.table import Table
 from evenkeel.partitioning import partition
 from examples.datasets import DISTRIBUTIONS, lengths_named
 from examples.hstu.attention import KERNELS, Kernel, attend
+from examples.hstu.flops import AttentionWork, peak_tflops
 from trainer_client.balancing.costs import HSTUCost
-from trainer_client.observing.measurement import AttentionWork, peak_tflops
 
 TOLERANCE = 2e-2  # relative error of bf16 against float64
 

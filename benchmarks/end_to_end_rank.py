@@ -22,12 +22,12 @@ from benchmarks.end_to_end_ideal import IDEALS, ideal_batches
 from benchmarks.references.all_gather import by_gathering
 from examples.datasets import Keys, SequenceBatch, SyntheticSequences, lengths_named
 from examples.hstu.attention import choose_kernel
+from examples.hstu.flops import peak_tflops
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import BalanceOptions, Balancer
 from trainer_client.balancing.costs import FitOptions, LearnedCost, TokenCost
-from trainer_client.observing.measurement import peak_tflops
-from trainer_client.observing.measurement.steps import PHASES
+from trainer_client.observing.measurement import PHASES
 
 TRACKED_STEPS = 20
 FIT = FitOptions(every=12, skip=4)

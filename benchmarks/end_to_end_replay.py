@@ -42,13 +42,13 @@ from benchmarks.end_to_end_rank import describe_fit, make_data, make_model, samp
 from benchmarks.end_to_end_report import draw, show, summarize
 from evenkeel.partitioning.windows import partition_window
 from examples.datasets import SequenceBatch
+from examples.hstu.flops import peak_tflops
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
 from trainer_client.balancing.batches import FlatBatch, flatten
 from trainer_client.balancing.costs import Fit, LearnedCost
 from trainer_client.balancing.costs.fits import fit_in_force, fit_ranks
 from trainer_client.balancing.redistribution.copying import pick
-from trainer_client.observing.measurement import peak_tflops
 
 SETTINGS = {
     "off": None,

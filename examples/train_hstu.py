@@ -42,20 +42,15 @@ from examples.datasets import (
     read_histories,
 )
 from examples.hstu.attention import ATTENTIONS, KERNELS, choose_kernel
+from examples.hstu.balance_log import BalanceLogger, ConsoleLines, JsonLines, plot_balance
 from examples.hstu.embeddings import STORAGES
+from examples.hstu.flops import peak_tflops
 from examples.hstu.model import ModelOptions
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import BalanceOptions, Balancer, SplitOptions
 from trainer_client.balancing.configuration import Configuration, load_configuration
 from trainer_client.embedding.routing import DIST_TYPES
-from trainer_client.observing.measurement import (
-    BalanceLogger,
-    ConsoleLines,
-    JsonLines,
-    gather_breakdown,
-    peak_tflops,
-    plot_balance,
-)
+from trainer_client.observing.measurement import gather_breakdown
 
 SMALL = {"layers": 2, "width": 64, "heads": 2, "head_dim": 32, "max_length": 256, "items": 2000, "embedding_dim": 32}
 

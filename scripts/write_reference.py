@@ -19,7 +19,6 @@ import services.planner.settings
 from evenkeel.variables import KNOWN
 from services.balancer.server import BalancerServer
 from services.operations.settings import ServiceSettings
-from trainer_client.observing.measurement import PrometheusGauges
 from trainer_client.observing.metrics import RankMeasures
 
 ROOT = Path(__file__).parents[1]
@@ -72,10 +71,6 @@ From a `RankExporter` ([deployment](../deployment.md#metrics-of-the-ranks)). Pro
 `exported_job`.
 
 {ranks}
-
-From a `PrometheusGauges` of `trainer_client.observing.measurement`:
-
-{log}
 
 ## Balancer
 
@@ -143,11 +138,8 @@ def _compose_defaults() -> Iterable[tuple[str, str]]:
 
 def metrics_page() -> str:
     """Every metric of the services and the ranks."""
-    log = CollectorRegistry()
-    PrometheusGauges(log)
     return METRICS.format(
         ranks=_metrics(RankMeasures(job="", rank=0).registry),
-        log=_metrics(log),
         balancer=_metrics(asyncio.run(_balancer())),
         planner=_metrics(services.planner.metrics.Metrics().registry),
     )

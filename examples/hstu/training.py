@@ -14,24 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
-from trainer_client.balancing.tickets import Cost
 
 from examples.datasets import SequenceBatch
+from examples.hstu.balance_log import BalanceLogger
 from examples.hstu.budget import ActivationBudget
 from examples.hstu.embeddings import Storage, make_embeddings, shard_by_torchrec
+from examples.hstu.flops import AttentionWork
 from examples.hstu.model import ModelOptions, Ranker, loss_of
+from examples.hstu.perf import ModulePerf, PerfTracker
 from trainer_client.attention import PieceGroup, Pieces, SplitSample
 from trainer_client.balancing import BalancedLoader, Balancer, RoundReport
 from trainer_client.balancing.costs import FitOptions, LearnedCost, SequenceTerms
+from trainer_client.balancing.reading import Cost
 from trainer_client.embedding.routing import DistType
-from trainer_client.observing.measurement import (
-    AttentionWork,
-    BalanceLogger,
-    ModulePerf,
-    PerfTracker,
-    StepTimer,
-    StepTimes,
-)
+from trainer_client.observing.measurement import StepTimer, StepTimes
 
 
 @dataclass(slots=True, kw_only=True)

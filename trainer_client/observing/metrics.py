@@ -13,6 +13,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,11 +21,11 @@ from typing import Any, TypeVar
 import torch
 from prometheus_client import start_http_server
 
-from trainer_client.balancing import BalancedLoader, RoundReport
+from trainer_client.balancing import BalancedLoader, Counters, RoundReport
 from trainer_client.balancing.launchers import local_rank
 from trainer_client.embedding.routing.ownership import RoutingLike
 from trainer_client.embedding.routing.skew import feature_skew
-from trainer_client.observing.measurement.marks import Mark, mark
+from trainer_client.observing.measurement import Mark
 from trainer_client.observing.measures import RankMeasures
 
 __all__ = ["RankExporter", "RankMeasures"]
@@ -98,13 +99,9 @@ class RankExporter:
 
         target_file = None
         if targets is not None:
-            # Prometheus picks up whole files only; a rank that restarts takes its own file's place.
-            safe = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in job)
-            target_file = Path(targets) / f"{safe}-{rank}.json"
-            part = target_file.with_suffix(f".{os.getpid()}.part")
             try:
-                part.write_text(json.dumps([{"targets": [_reached_at(advertise, host, server.server_port)]}]) + "\n")
-                part.replace(target_file)
+                address = _reached_at(advertise, host, server.server_port)
+                target_file = _write_target(Path(targets), job, rank, address)
             except OSError as error:
                 stop()
                 text = f"targets is {str(targets)!r}, where no file can be written: {error.strerror}"
@@ -152,25 +149,27 @@ class RankExporter:
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         device = torch.device(device)
         batches = iter(loader)
-        changes, agreement, moving, loading = 0, 0.0, 0.0, 0.0
+        before = Counters()
         while True:
-            asked = mark(device)
+            asked = Mark(device)
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            got = mark(device)
+            got = Mark(device)
             report, counters = loader.report, loader.counters
             self.measures.parts(
-                name, agreement=counters.exposed_seconds - agreement,
-                redistribution=counters.redistribution_seconds - moving, loading=counters.loading_seconds - loading,
-            )  # fmt: skip
-            self.measures.breaker(name, open_=loader.breaker_open, changes=counters.breaker_changes - changes)
+                name,
+                agreement=counters.exposed_seconds - before.exposed_seconds,
+                redistribution=counters.redistribution_seconds - before.redistribution_seconds,
+                loading=counters.loading_seconds - before.loading_seconds,
+            )
+            changes = counters.breaker_changes - before.breaker_changes
+            self.measures.breaker(name, open_=loader.breaker_open, changes=changes)
             self.measures.batch(name, report)
-            changes, agreement = counters.breaker_changes, counters.exposed_seconds
-            moving, loading = counters.redistribution_seconds, counters.loading_seconds
+            before = replace(counters)
             yield batch
-            self._steps.append((name, report, asked, got, mark(device)))
+            self._steps.append((name, report, asked, got, Mark(device)))
             self._read_steps()
 
     def _read_steps(self) -> None:
@@ -226,6 +225,16 @@ class RankExporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _write_target(folder: Path, job: str, rank: int, address: str) -> Path:
+    """Prometheus picks up whole files only; a rank that restarts replaces its own file."""
+    safe = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in job)
+    path = folder / f"{safe}-{rank}.json"
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps([{"targets": [address]}]) + "\n")
+    part.replace(path)
+    return path
 
 
 def _reached_at(advertise: str | None, host: str, port: int) -> str:

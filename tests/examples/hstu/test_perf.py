@@ -7,8 +7,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from examples.hstu.flops import AttentionWork, ProductWork, peak_tflops
+from examples.hstu.perf import PerfTracker
 from trainer_client.balancing.costs import HSTUCost
-from trainer_client.observing.measurement import AttentionWork, PerfTracker, ProductWork, peak_tflops
 
 HEADS, DIM = 2, 8
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_client.observing.measurement.flops import Work, peak_tflops
-from trainer_client.observing.measurement.marks import Mark, mark
+from examples.hstu.flops import Work, peak_tflops
+from trainer_client.observing.measurement import Mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class PerfTracker:
     def step(self) -> None:
         """Ends a step."""
         flops = [_to_host(value) for value in self._flops]
-        self._pending.append(_Step(number=self._number, calls=self._calls, flops=flops, last=mark(self._device)))
+        self._pending.append(_Step(number=self._number, calls=self._calls, flops=flops, last=Mark(self._device)))
         self._flops, self._known = [], {}
         self._calls, self._open, self._backward = [], {}, {}
         self._number += 1
@@ -153,23 +153,23 @@ class PerfTracker:
                 call = _Call(name, self._count(work, arguments))
             except ValueError as error:
                 raise ValueError(f"module {name!r}: {error}") from error
-            call.marks.append(mark(self._device))
+            call.marks.append(Mark(self._device))
             self._calls.append(call)
             self._open.setdefault(name, []).append(call)
 
         def after(*_: Any) -> None:
             if not self._backward.get(name):
-                self._open[name][-1].marks.append(mark(self._device))
+                self._open[name][-1].marks.append(Mark(self._device))
 
         def before_backward(*_: Any) -> None:
             if self._open.get(name):
                 call = self._open[name].pop()
-                call.marks.append(mark(self._device))
+                call.marks.append(Mark(self._device))
                 self._backward.setdefault(name, []).append(call)
 
         def after_backward(*_: Any) -> None:
             if self._backward.get(name):
-                self._backward[name].pop().marks.append(mark(self._device))
+                self._backward[name].pop().marks.append(Mark(self._device))
 
         self._handles += [
             module.register_forward_pre_hook(before, with_kwargs=True),

@@ -73,62 +73,20 @@ class ConsoleLines:
         """Nothing to do."""
 
 
-class PrometheusGauges:
-    """The latest recorded step of this rank, for a scraper; `RankExporter` exports the counters of rounds."""
-
-    def __init__(self, registry: Any = None) -> None:
-        try:
-            from prometheus_client import REGISTRY, Gauge
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"{error}; pip install prometheus-client") from error
-        where = registry if registry is not None else REGISTRY
-        try:
-            self._imbalance = Gauge("evenkeel_rank_step_imbalance_ratio", "max/mean load as trained", registry=where)
-            self._seconds = Gauge("evenkeel_rank_step_seconds", "Time of the step", registry=where)
-        except ValueError as error:
-            raise ValueError(f"{error}; give a second PrometheusGauges a registry of its own") from error
-
-    def write(self, record: Record) -> None:
-        """Sets the gauges."""
-        self._imbalance.set(record["imbalance"])
-        if record.get("step_ms") is not None:
-            self._seconds.set(record["step_ms"] / 1e3)
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
 class BalanceLogger:
-    """Records what balancing did between two steps.
+    """Records what balancing did, step by step.
 
     Attributes:
-        records: The records of the window, in order.
+        records: The records, in order.
     """
 
-    def __init__(self, sinks: Sequence[Sink] = (), *, start: int = 0, stop: int | None = None) -> None:
-        """Opens the window.
-
-        Args:
-            sinks: Where records go besides `records`.
-            start: First step to record.
-            stop: First step not to record; None: to the end.
-        """
-        if start < 0 or (stop is not None and stop <= start):
-            raise ValueError(f"the window is {start} to {stop}; use 0 <= start < stop")
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+        """Opens the log; records go to the sinks besides `records`."""
         self.records: list[Record] = []
         self._sinks = tuple(sinks)
-        self._start, self._stop = start, stop
 
     def log(self, step: int, report: RoundReport, **more: float | None) -> None:
-        """Records a step.
-
-        Args:
-            step: Number of the step.
-            report: `BalancedLoader.report` of the step.
-            more: Further values, such as `step_ms`.
-        """
-        if step < self._start or (self._stop is not None and step >= self._stop):
-            return
+        """Records a step by its report and further values, such as `step_ms`."""
         record: dict[str, Any] = {
             "step": step, "round": report.round, "mode": report.mode.value, "reason": report.reason.value,
             "own_load": report.own_load, "max_load": report.max_load, "imbalance_before": report.imbalance_before,

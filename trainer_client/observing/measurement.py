@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +17,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trainer_client.checks import is_whole
-from trainer_client.observing.measurement.marks import Mark, mark
+
+if TYPE_CHECKING:
+    from trainer_client.balancing import BalancedLoader
 
 logger = logging.getLogger(__name__)
 
-
 _MOST_PENDING = 4096  # steps whose times nobody has asked for
-_TRIES = 50  # steps after which a timer that has told nothing says why
+_TRIES = 50  # steps after which a timer that has measured nothing for its loader says why
 
 PHASES = ("data", "compute", "communication", "optimizer")
 
@@ -51,47 +53,59 @@ class StepTimes:
         return self.data + self.compute + self.communication + self.optimizer
 
 
-class Timed(Protocol):
-    """A loader that wants to know how long its batches take, as `BalancedLoader` does."""
+class Mark:
+    """A point in time on a device's current stream; of the host, where the device is none that works behind it."""
 
-    @property
-    def counters(self) -> Any:
-        """Of all batches so far `own_load` and `split_samples`, and what this rank's host has waited for them.
+    __slots__ = ("_event", "_seconds")
 
-        For the wrapped loader, `loading_seconds`; for other ranks, `exposed_seconds`.
-        """
-        ...
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = time.perf_counter()
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
 
-    @property
-    def report(self) -> Any:
-        """About the batch that was yielded last: its `own_load` and `split_samples`."""
-        ...
+    def ready(self) -> bool:
+        """Whether the device has got there; does not wait."""
+        return self._event is None or bool(self._event.query())
 
-    def on_request(self, call: Callable[[], None]) -> None:
-        """`call` is to be called whenever the loop asks for a batch."""
-        ...
-
-    def took(self, seconds: float, load: float, *, late: float, loading: float, loop: float) -> None:
-        """This rank's own computation of a batch took so long.
-
-        It came so late after the loop had asked for it, so much of that from the loader; the loop had asked so late.
-        """
-        ...
+    def since(self, earlier: Mark) -> float:
+        """Milliseconds from an earlier mark of the same device; both must be ready."""
+        if self._event is None:
+            return 1e3 * (self._seconds - earlier._seconds)
+        return float(earlier._event.elapsed_time(self._event))
 
 
-class _Fetched(NamedTuple):
-    """What this rank got to train, in all before a batch."""
+class _Totals(NamedTuple):
+    """What a rank has got to train, in all batches up to one."""
 
-    load: float = 0.0
-    splits: int = 0
-    terms: torch.Tensor | None = None  # of a learned cost; on its way to the host
+    load: float
+    splits: int
+    terms: torch.Tensor | None  # of a learned cost; on its way to the host
+
+    @classmethod
+    def of(cls, loader: BalancedLoader[Any]) -> _Totals:
+        """With the latest batch."""
+        terms = loader.summed_terms
+        return cls(loader.counters.own_load, loader.counters.split_samples, None if terms is None else terms.after)
+
+    @classmethod
+    def before_latest(cls, loader: BalancedLoader[Any]) -> _Totals:
+        counters, report, terms = loader.counters, loader.report, loader.summed_terms
+        splits = counters.split_samples - report.split_samples
+        return cls(counters.own_load - report.own_load, splits, None if terms is None else terms.before)
 
 
-class _Waits(NamedTuple):
-    """Seconds that the host has waited, in all or for a batch."""
+class _Measured(NamedTuple):
+    """A step whose times the loader learns once the device has finished it."""
 
-    loading: float = 0.0
-    others: float = 0.0
+    before: _Totals
+    after: _Totals
+    loading: float  # seconds in which the host waited for the wrapped loader
+    others: float  # and for other ranks
+    free: Mark  # when the device began to wait for the batch
+    asked: Mark | None  # when the loop asked for it
+    marks: dict[str, Mark]
 
 
 class StepTimer:
@@ -108,15 +122,17 @@ class StepTimer:
     times = timer.finished()
     """
 
-    def __init__(self, device: torch.device | str, *, loader: Timed | None = None, ahead: int = 0) -> None:
+    def __init__(
+        self, device: torch.device | str, *, loader: BalancedLoader[Any] | None = None, ahead: int = 0
+    ) -> None:
         """Starts with the first step.
 
         Args:
             device: Where the steps run.
-            loader: A `BalancedLoader`, to be told what each batch took to compute: from `batch_ready` to the last
-                gradient, which `watch` or `compute_done` marks; without that mark nothing is told, as the time until
-                all gradients are averaged is the same on all ranks. A warning says what is missing where nothing was
-                told in 50 steps. Where several batches make a step, call `batch_ready` for each, or for the first
+            loader: A `BalancedLoader`, which learns what each batch took to compute: from `batch_ready` to the last
+                gradient, which `watch` or `compute_done` marks; without that mark it learns nothing, as the time until
+                all gradients are averaged is the same on all ranks. A warning says what is missing where it learned
+                nothing in 50 steps. Where several batches make a step, call `batch_ready` for each, or for the first
                 alone: then their loads count together, and their time, that of fetching the others in it.
             ahead: Batches that a pipeline has fetched beyond the one that is trained.
 
@@ -129,17 +145,18 @@ class StepTimer:
             raise ValueError(f"ahead is {ahead!r}; use a whole number of batches, 0 or more")
         self._device = torch.device(device)
         self._loader = loader
-        self._fetched: deque[_Fetched] = deque(maxlen=ahead + 1)  # before each of the latest batches
-        self._untold: deque[tuple[_Fetched, _Fetched, _Waits, Mark, Mark | None, dict[str, Mark]]] = deque()
-        self._tried, self._told = 0, False
-        self._waited, self._waits = _Waits(), _Waits()  # until the latest batch, and for it
         self._number = 0
         self._gradients, self._watched = 0, 0
-        self._begin = self._free = mark(self._device)  # of the step; since when the device waits for the batch
-        self._asked: Mark | None = None  # when the loop asked for the latest batch
+        self._begin = self._free = Mark(self._device)  # of the step; since when the device waits for the batch
         self._marks: dict[str, Mark] = {}
         self._pending: deque[tuple[int, Mark, dict[str, Mark]]] = deque()
         self._remove: list[Callable[[], None]] = []
+        # For the loader.
+        self._fetched: deque[_Totals] = deque(maxlen=ahead + 1)  # before each of the latest batches
+        self._measured: deque[_Measured] = deque()
+        self._tries, self._succeeded = 0, False
+        self._loading = self._others = (0.0, 0.0)  # seconds waited until the latest batch, and the one before
+        self._asked: Mark | None = None
         if loader is not None:
             loader.on_request(self._request)
 
@@ -167,44 +184,36 @@ class StepTimer:
 
     def _request(self) -> None:
         """The loop asks for a batch: what it did since the last step is not the loader's fault nor the network's."""
-        self._asked = mark(self._device)
+        self._asked = Mark(self._device)
 
     def batch_ready(self) -> None:
         """The batch is there."""
         self._gradients = 0
         if self._loader is not None:
-            report, counters = self._loader.report, self._loader.counters
-            terms = getattr(self._loader, "summed_terms", None)
-            self._fetched.append(
-                _Fetched(
-                    counters.own_load - report.own_load,
-                    counters.split_samples - report.split_samples,
-                    None if terms is None else terms.before,
-                )
-            )
+            counters = self._loader.counters
+            self._fetched.append(_Totals.before_latest(self._loader))
             self._free = self._marks.get("compute", self._begin)  # of a batch before in the same step
-            before = self._waited
-            self._waited = now = _Waits(counters.loading_seconds, counters.exposed_seconds)
-            self._waits = _Waits(now.loading - before.loading, now.others - before.others)
-        self._marks["data"] = mark(self._device)
+            self._loading = counters.loading_seconds, self._loading[0]
+            self._others = counters.exposed_seconds, self._others[0]
+        self._marks["data"] = Mark(self._device)
 
     def compute_done(self) -> None:
         """This rank's gradients are computed."""
-        self._marks["compute"] = mark(self._device)
+        self._marks["compute"] = Mark(self._device)
 
     def gradients_ready(self) -> None:
         """All ranks' gradients are averaged; without a mark of the last gradient, all until here was compute."""
-        now = mark(self._device)
+        now = Mark(self._device)
         self._marks.setdefault("compute", now)
         self._marks["communication"] = now
 
     def end_step(self) -> None:
         """The step is over and the next one begins."""
-        end = mark(self._device)
+        end = Mark(self._device)
         self._marks["optimizer"] = end
         if self._loader is not None:
-            self._note(self._loader)
-            self._tell(self._loader)
+            self._measure(self._loader)
+            self._report(self._loader)
             while len(self._pending) >= _MOST_PENDING:  # where the loop wants nothing of them but this
                 self._pending.popleft()
         self._pending.append((self._number, self._begin, self._marks))
@@ -212,28 +221,30 @@ class StepTimer:
         self._begin = self._free = end
         self._marks, self._gradients = {}, 0
 
-    def _note(self, loader: Timed) -> None:
-        """Keeps what the loader is to be told of the step, if its own computation was marked."""
+    def _measure(self, loader: BalancedLoader[Any]) -> None:
+        """Keeps what the loader is to learn of the step, if its own computation was marked."""
         if len(self._fetched) < (self._fetched.maxlen or 1) and "data" in self._marks:
             return  # a pipeline that fills up
-        marked = "data" in self._marks and self._marks.get("compute") not in (None, self._marks.get("communication"))
-        first, after = _Fetched(), _Fetched()
-        if marked:
-            counters, (first, *later) = loader.counters, self._fetched
-            terms = getattr(loader, "summed_terms", None)
-            now = _Fetched(counters.own_load, counters.split_samples, None if terms is None else terms.after)
-            after = later[0] if later else now
-        if after.splits > first.splits:
-            return  # the attention of split samples waits for other ranks: the time is not this rank's own
-        if marked:
-            self._told = True
-            self._untold.append((first, after, self._waits, self._free, self._asked, self._marks))
-        self._tried += 1
-        if self._tried == _TRIES and not self._told:
-            _warn(self._missing())
+        if "data" in self._marks and self._marks.get("compute") not in (None, self._marks.get("communication")):
+            before = self._fetched[0]
+            after = self._fetched[1] if len(self._fetched) > 1 else _Totals.of(loader)
+            if after.splits > before.splits:
+                return  # the attention of split samples waits for other ranks: the time is not this rank's own
+            loading, others = (now - last for now, last in (self._loading, self._others))
+            measured = _Measured(before, after, loading, others, self._free, self._asked, self._marks)
+            self._measured.append(measured)
+            self._succeeded = True
+        self._tries += 1
+        if self._tries == _TRIES and not self._succeeded:
+            logger.warning(
+                "a StepTimer has told its loader of no batch in %d steps, so nothing is learned of this rank's speed: "
+                "%s",
+                _TRIES,
+                self._missing(),
+            )
 
     def _missing(self) -> str:
-        """Why no step could be told to the loader."""
+        """Why no step was measured for the loader."""
         if "data" not in self._marks:
             return "call batch_ready when a step has its batch"
         if not self._watched:
@@ -243,17 +254,18 @@ class StepTimer:
             "gradient; watch those that get one in every step, once"
         )
 
-    def _tell(self, loader: Timed) -> None:
-        """Tells the loader of the batches that the device has finished, without waiting for it."""
-        while self._untold and self._untold[0][-1]["compute"].ready():
-            first, after, waits, free, asked, marks = self._untold.popleft()
+    def _report(self, loader: BalancedLoader[Any]) -> None:
+        """Gives the loader the times of the batches that the device has finished, without waiting for it."""
+        while self._measured and self._measured[0].marks["compute"].ready():
+            before, after, loading, others, free, asked, marks = self._measured.popleft()
             # A thread that fetches ahead may ask on a stream of its own, or before the last step has ended.
             loop = max(0.0, asked.since(free) / 1e3) if asked is not None and asked.ready() else 0.0
-            late = marks["data"].since(free) / 1e3 - loop - waits.others
-            told: dict[str, Any] = {"late": max(0.0, late), "loading": waits.loading, "loop": loop}
-            if first.terms is not None and after.terms is not None:  # the copies were begun before the computation
-                told["terms"] = (after.terms - first.terms).numpy()
-            loader.took(marks["compute"].since(marks["data"]) / 1e3, after.load - first.load, **told)
+            late = max(0.0, marks["data"].since(free) / 1e3 - loop - others)
+            terms = None
+            if before.terms is not None and after.terms is not None:  # the copies were begun before the computation
+                terms = (after.terms - before.terms).numpy()
+            seconds = marks["compute"].since(marks["data"]) / 1e3
+            loader.took(seconds, after.load - before.load, late=late, loading=loading, loop=loop, terms=terms)
 
     def finished(self) -> list[StepTimes]:
         """The steps that the device has finished since the last call."""
@@ -283,19 +295,11 @@ def _is_sharded(parameter: Any) -> bool:
 
 @cache
 def _warn_of_shards() -> None:
-    """Once a process: it is so in every step."""
     logger.warning(
         "a StepTimer with a loader watches sharded parameters (FSDP2): ranks wait for each other inside of what is "
         "timed and look alike, so that slow ones are not found; say BalanceOptions.speeds, or leave loader= out and "
         "call loader.took(seconds, load) with times without such waiting, as of attention kernels (docs/train/loop.md)"
     )
-
-
-def _warn(missing: str) -> None:
-    logger.warning(
-        "a StepTimer has told its loader of no batch in %d steps, so nothing is learned of this rank's speed: %s",
-        _TRIES, missing,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,12 +354,10 @@ class Breakdown:
             "step_ms_median": float(np.median(self.step)),
             "step_ms_p99": float(np.quantile(self.step, 0.99)),
             "step_ms_mean": float(self.step.mean()),
-            "data_ms": float(self.data.mean()),
-            "compute_ms": float(self.compute.mean()),
-            "waiting_ms": float(self.waiting.mean()),
-            "communication_ms": float(self.communication.mean()),
-            "optimizer_ms": float(self.optimizer.mean()),
             "compute_imbalance": float(self.compute_imbalance.mean()),
+        } | {
+            f"{phase}_ms": float(getattr(self, phase).mean())
+            for phase in ("data", "compute", "waiting", "communication", "optimizer")
         }
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.ranks import run_ranks
-from trainer_client.observing.measurement import Breakdown, StepTimer, gather_breakdown, steps
-from trainer_client.observing.measurement.marks import HostMark
+from trainer_client.observing import measurement
+from trainer_client.observing.measurement import Breakdown, Mark, StepTimer, gather_breakdown
 
 SLOW = 0.08
 
@@ -117,6 +117,7 @@ class Noting:
     def __init__(self) -> None:
         self.report = SimpleNamespace(own_load=0.0, split_samples=0)
         self.counters = SimpleNamespace(loading_seconds=0.0, exposed_seconds=0.0, own_load=0.0, split_samples=0)
+        self.summed_terms = None
         self.told: list[tuple[float, float]] = []
         self.waits: list[tuple[float, float]] = []
         self.loops: list[float] = []
@@ -129,7 +130,7 @@ class Noting:
     def on_request(self, call: Callable[[], None]) -> None:
         self.request = call
 
-    def took(self, seconds: float, load: float, *, late: float, loading: float, loop: float) -> None:
+    def took(self, seconds: float, load: float, *, late: float, loading: float, loop: float, terms: None) -> None:
         self.told.append((load, seconds))
         self.waits.append((late, loading))
         self.loops.append(loop)
@@ -158,11 +159,12 @@ def test_a_loader_is_told_what_each_batch_took_to_compute(ahead: int) -> None:
 def test_several_batches_of_a_step_count_with_their_own_loads(monkeypatch: pytest.MonkeyPatch, *, each: bool) -> None:
     now = [0.0]
 
-    class Mark(HostMark):
-        def __init__(self) -> None:
-            self._time = now[0]
+    class Fake(Mark):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self._seconds = now[0]
 
-    monkeypatch.setattr(steps, "mark", lambda _: Mark())
+    monkeypatch.setattr(measurement, "Mark", Fake)
     loader = Noting()
     timer = StepTimer("cpu", loader=loader)
     for _ in range(3):
@@ -211,7 +213,7 @@ def test_a_timer_that_tells_a_loader_nothing_says_why(
     assert all(re.search(said, line) for line in lines)
     assert bool(loader.told) == (forgotten == "nothing")
     with pytest.raises(ValueError, match="loader is 5, which takes no times"):
-        StepTimer("cpu", loader=5)  # type: ignore[arg-type]
+        StepTimer("cpu", loader=5)
 
 
 def test_a_loader_is_told_how_late_each_batch_was_but_for_other_ranks() -> None:
