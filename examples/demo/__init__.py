@@ -1,1 +1,1 @@
-"""`make demo`: a small sequence recommender on several ranks, without balancing and with it."""
+"""`make demo`: a small recommender on several ranks, without balancing and with it."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-NUM_ITEMS = 10_000
+NUM_ITEMS = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

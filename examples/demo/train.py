@@ -1,106 +1,139 @@
-"""One rank of the demo; started by torchrun."""
+"""One rank of the demo: trains without balancing, then with it.
+
+Model, data, gradients, balancer and moves are real. What is simulated is how long a GPU computes: the ranks share this
+machine's cores, so each one sleeps in proportion to the cost of its samples, as long as a slow GPU of its own would
+take for an HSTU. Who finishes early waits for the others in the exchange of gradients, as on GPUs.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from examples.demo.histories import Histories
-from examples.demo.model import Ranker
+from examples.demo.histories import NUM_ITEMS, Histories
 from trainer_client import BalancedLoader, Balancer, BatchSpec, HSTUCost
 
-WIDTH, NUM_LAYERS, NUM_HEADS = 32, 2, 2
+COST = HSTUCost(num_layers=8, width=1024, num_heads=4, head_dim=256, history="num_items")
+FLOPS_PER_SECOND = 12e12  # of the simulated GPUs
 
 
-def main() -> None:
-    options = parse_arguments()
+class Taste(nn.Module):
+    """Which half of the catalogue a user likes, from the mean of what the history holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.EmbeddingBag(NUM_ITEMS, 8, mode="mean")
+        self.score = nn.Linear(8, 1)
+
+    def forward(self, items: torch.Tensor, num_items: torch.Tensor) -> torch.Tensor:
+        """(total length,) items of (samples,) histories to (samples,) logits."""
+        logits: torch.Tensor = self.score(self.items(items, num_items.cumsum(0) - num_items)).squeeze(-1)
+        return logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the ranks are started with.
+
+    Attributes:
+        balancer: Its `host:port`.
+        ranks: How many there are.
+        steps: Batches per rank.
+        batch_size: Samples per rank and batch.
+        max_length: Of the longest history.
+        folder: For files of the run.
+    """
+
+    balancer: str
+    ranks: int
+    steps: int
+    batch_size: int
+    max_length: int
+    folder: Path
+
+    def histories(self, rank: int) -> Histories:
+        """What a rank loads."""
+        return Histories(rank=rank, steps=self.steps, batch_size=self.batch_size, max_length=self.max_length)
+
+
+def run_rank(rank: int, job: Job, told: Any) -> None:
+    """Trains on one rank without balancing ("off") and with it ("on"); rank 0 tells of each step, and writes all.
+
+    Args:
+        rank: Which one.
+        job: Of all ranks.
+        told: A queue for (name of the run, steps done).
+    """
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    histories = Histories(rank=rank, steps=options.steps, batch_size=options.batch_size, max_length=options.max_length)
-    balancer = Balancer.off() if options.balancer == "off" else Balancer.connect(options.balancer, job="demo")
-    # ---- what a trainer author adds
-    loader = BalancedLoader(
-        histories,
-        balancer,
-        cost=HSTUCost(num_layers=NUM_LAYERS, width=WIDTH, num_heads=NUM_HEADS, head_dim=WIDTH // NUM_HEADS,
-                      history="num_items"),
-        spec=BatchSpec(rows_per_sample={"items": "num_items"}),
-    )  # fmt: skip
-    # ----
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Ranker(width=WIDTH, num_layers=NUM_LAYERS, num_heads=NUM_HEADS))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    steps: list[dict[str, Any]] = []
-    begun = time.process_time(), time.perf_counter()
-    for batch in loader:
-        logits = model(batch["items"], batch["num_items"])
-        loss = functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum")
-        scaled = loss * loader.loss_scale
-        optimizer.zero_grad()
-        scaled.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        report = loader.report
-        begun, (cpu, wall) = (time.process_time(), time.perf_counter()), begun
-        steps.append(
-            {
-                "ids": batch["id"].tolist(), "load": report.own_load, "home_load": float(report.home_loads[rank]),
-                "before": report.imbalance_before, "after": report.imbalance, "lower_bound": report.lower_bound,
-                "mean_load": float(report.home_loads.mean()), "moved": report.moved_size, "size": report.size,
-                "mode": report.mode.value, "reason": report.reason.value, "loss": float(scaled.detach()),
-                "cpu_seconds": begun[0] - cpu, "wall_seconds": begun[1] - wall, "wait_seconds": report.wait_seconds,
-                "partition_seconds": report.partition_seconds,
-            }
-        )  # fmt: skip
-        if rank == 0:
-            print(json.dumps({"step": len(steps)}), flush=True)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, steps)
+    dist.init_process_group("gloo", init_method=f"file://{job.folder}/ranks", rank=rank, world_size=job.ranks)
+    results = {}
+    for name in ("off", "on"):
+        with Balancer.off() if name == "off" else Balancer.connect(job.balancer, job="demo") as balancer:
+            steps = train(job.histories(rank), balancer, lambda done, name=name: rank or told.put((name, done)))
+        everyone: list[Any] = [None] * job.ranks
+        dist.all_gather_object(everyone, steps)
+        results[name] = everyone
     if rank == 0:
-        result = {"steps": options.steps, "ranks": everyone, **check_samples(everyone, options)}
-        options.result.write_text(json.dumps(result))
-    balancer.close()
+        (job.folder / "steps.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
-def check_samples(everyone: list[list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, int]:
-    """Counts samples that were lost or trained twice, step by step, over all ranks."""
+def train(histories: Histories, balancer: Balancer, done: Callable[[int], object]) -> list[dict[str, Any]]:
+    """Trains over all batches, telling how many are done; what happened in each step."""
+    # ---- what a trainer author adds
+    loader = BalancedLoader(histories, balancer, cost=COST, spec=BatchSpec(rows_per_sample={"items": "num_items"}))
+    # ----
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Taste())
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    steps: list[dict[str, Any]] = []
+    began = time.perf_counter()
+    for batch in loader:
+        report = loader.report
+        logits = model(batch["items"], batch["num_items"])
+        loss = functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum")
+        loss = loss * loader.loss_scale
+        computing = report.own_load / FLOPS_PER_SECOND
+        time.sleep(computing)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        began, ended = time.perf_counter(), began
+        steps.append(
+            {
+                "ids": batch["id"].tolist(), "mode": report.mode.value, "imbalance": report.imbalance,
+                "loss": float(loss.detach()) / dist.get_world_size(), "moved": report.moved_share,
+                "computing": computing, "seconds": began - ended,
+            }
+        )  # fmt: skip
+        done(len(steps))
+    return steps
+
+
+def count_wrong(job: Job, ranks: list[list[dict[str, Any]]]) -> tuple[int, int]:
+    """Samples that were lost, and those trained twice, over all steps.
+
+    Args:
+        job: Which samples there are.
+        ranks: What each rank did, by step.
+    """
     lost = doubled = 0
-    for step in range(max(options.steps, len(everyone[0]))):
-        loaded = Counter(
-            sample
-            for rank in range(len(everyone))
-            for sample in Histories(
-                rank=rank, steps=options.steps, batch_size=options.batch_size, max_length=options.max_length
-            ).ids(step)
-            if step < options.steps
-        )
-        trained = Counter(sample for steps in everyone if step < len(steps) for sample in steps[step]["ids"])
+    for step in range(job.steps):
+        loaded = Counter(sample for rank in range(job.ranks) for sample in job.histories(rank).ids(step))
+        trained = Counter(sample for steps in ranks for sample in steps[step]["ids"])
         lost += (loaded - trained).total()
         doubled += (trained - loaded).total()
-    return {"lost": lost, "doubled": doubled}
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--balancer", default="off", help="host:port of the balancer, or off")
-    parser.add_argument("--steps", type=int, default=50, help="batches per rank")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and batch")
-    parser.add_argument("--max-length", type=int, default=512, help="longest history")
-    parser.add_argument("--result", type=Path, required=True, help="where rank 0 writes what happened")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+    return lost, doubled

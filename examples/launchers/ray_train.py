@@ -20,7 +20,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from examples.demo.histories import Histories
-from examples.demo.model import Ranker
+from examples.tutorial.ranker import Ranker
 from trainer_client import BalancedLoader, Balancer, BatchSpec, TokenCost
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, Dataset
 
 from examples.demo.histories import NUM_ITEMS
-from examples.demo.model import Ranker
+from examples.tutorial.ranker import Ranker
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, TokenCost
 from trainer_client.balancing.sampling import GlobalBatchSampler
 

@@ -6,7 +6,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.demo.histories import Histories
-from examples.demo.model import Ranker
+from examples.tutorial.ranker import Ranker
 from examples.tutorial.telling import tell
 
 dist.init_process_group("gloo")
