@@ -34,7 +34,6 @@ import torch.multiprocessing as mp
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
-from trainer_client.balancing.tickets import Cost
 
 from benchmarks.end_to_end import add_workload
 from benchmarks.end_to_end_ideal import IDEALS, ideal_batches
@@ -48,6 +47,7 @@ from trainer_client.balancing import Balancer
 from trainer_client.balancing.batches import FlatBatch, flatten
 from trainer_client.balancing.costs import Fit, LearnedCost
 from trainer_client.balancing.costs.fits import fit_in_force, fit_ranks
+from trainer_client.balancing.reading import Cost
 from trainer_client.balancing.redistribution.copying import pick
 
 SETTINGS = {

@@ -6,20 +6,15 @@ python -m benchmarks.faults --faults 1000 --seed 1 --json benchmarks/results/fau
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import sys
-import tempfile
 import time
-import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,10 +24,11 @@ from benchmarks.harness.crew import SLACK, Crew, Run
 from benchmarks.harness.kinds import Harm
 from benchmarks.harness.proxy import TcpProxy
 from benchmarks.harness.relay import Relay
+from benchmarks.harness.results import write
 from benchmarks.harness.steps import Steps
 
 FAULTS_PER_JOB = 50
-RANK_FAULTS = ("slow rank", "NaN cost on one rank", "submission larger than the service takes")
+RANK_FAULTS = ("slow rank", "NaN cost on one rank", "request larger than the service takes")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,9 +40,8 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     back_steps: list[int] = field(default_factory=list)
     back_seconds: list[float] = field(default_factory=list)
-    steps: int = 0
+    blocked: list[float] = field(default_factory=list)  # of each step of which no rank's data was slow
     samples: int = 0
-    longest_wait: float = 0.0
     longest_close: float = 0.0
     breaker_changes: int = 0
     hangs: int = 0
@@ -55,38 +50,33 @@ class Tally:
     differing: int = 0
     late: int = 0
     errors: list[str] = field(default_factory=list)
-    shown: Counter[str] = field(default_factory=Counter)  # rounds on the balancer's page, by reason
-    untrue: int = 0
 
     @property
     def violations(self) -> dict[str, int]:
         """Counts of what must not happen."""
         return {
             "hangs": self.hangs, "samples lost": self.lost, "samples doubled": self.doubled,
-            "steps in which ranks differed": self.differing, "waits past the deadline": self.late,
-            "rounds shown as followed that were not": self.untrue, "errors": len(self.errors),
+            "steps in which ranks differed": self.differing, "steps that waited for the service": self.late,
+            "errors": len(self.errors),
         }  # fmt: skip
 
-    def take(self, run: Run, world_size: int, shown: set[tuple[int, str]]) -> None:
-        """Adds a job that has ended, of which rounds were shown with reasons; no reason: its plan was followed."""
+    def take(self, run: Run, world_size: int) -> None:
+        """Adds a job that has ended."""
         records = [result["records"] for result in run.results]
         if len({len(rank_records) for rank_records in records}) != 1:
             self.errors.append(f"ranks took {[len(rank_records) for rank_records in records]} steps")
         self.breaker_changes += run.results[0]["breaker_changes"]
         self.longest_close = max(self.longest_close, *(result["close_seconds"] for result in run.results))
-        for number, step in enumerate(zip(*records, strict=False)):
-            self.steps += 1
+        for number, (step, blocked) in enumerate(zip(zip(*records, strict=False), run.blocked, strict=True)):
             loaded = Counter(run.steps.expected(world_size, number))
             trained = Counter(sample for record in step for sample in record["ids"])
             self.samples += loaded.total()
             self.lost += (loaded - trained).total()
             self.doubled += (trained - loaded).total()
             self.differing += len({(record["mode"], record["reason"], record["round"]) for record in step}) != 1
-            self.late += sum(record["wait"] > run.steps.timeout + SLACK for record in step)
-            self.longest_wait = max(self.longest_wait, *(record["wait"] for record in step))
-            reasons = [reason for at, reason in shown if at == number]
-            self.shown.update(reason or "followed" for reason in reasons)
-            self.untrue += "" in reasons and step[0]["mode"] != "service"
+            if not (slow := run.steps.slowness(number)):
+                self.blocked.append(blocked)
+            self.late += blocked > SLACK + slow
             self.outcomes[f"{step[0]['mode']} ({step[0]['reason']})"] += 1
             for name, where in zip(RANK_FAULTS, (run.steps.slow, run.steps.bad_costs, run.steps.big), strict=True):
                 self.faults[name] += sum((rank, number) in where for rank in range(world_size))
@@ -99,21 +89,17 @@ def soak(
     rng, tally, started = random.Random(seed), Tally(), time.monotonic()
     task = progress.add_task("faults", total=faults)
     with (
-        tempfile.TemporaryDirectory() as folder,
-        running_balancer(
-            "--max-message-bytes", "3000", "--metrics-port", "0", "--metrics-port-file", f"{folder}/port"
-        ) as balancer,
+        running_balancer("--max-message-bytes", "3000") as balancer,
         Relay(balancer.port) as relay,
         TcpProxy(relay.port) as proxy,
         Crew(world_size) as crew,
     ):
-        harm = Harm(rng, world_size, balancer, relay, proxy)
+        harm = Harm(rng, balancer, relay, proxy)
         injected = job = 0
         while injected < faults:
             job += 1
-            steps = make_steps(rng, world_size, proxy.address, f"soak-{job}", timeout, shared=job % 2 == 1)
+            steps = make_steps(rng, world_size, proxy.address, f"soak-{job}", timeout)
             ended: list[Run] = []
-            shown = set[tuple[int, str]]()
             try:
                 with crew.run(steps) as run:
                     ended.append(run)
@@ -121,7 +107,6 @@ def soak(
                     for _ in range(min(FAULTS_PER_JOB, faults - injected)):
                         done = one_fault(rng, harm, run, tally)
                         injected += done
-                        shown |= rounds_shown(Path(folder) / "port", steps)
                         progress.advance(task, done)
             except AssertionError as error:
                 said = str(error)
@@ -130,31 +115,13 @@ def soak(
                 console.print(f"[red]{said[:500]}")
                 if not (ended and ended[0].results):
                     break  # the ranks are not to be had any more
-            tally.take(ended[0], world_size, shown)
+            tally.take(ended[0], world_size)
     return tally, time.monotonic() - started
-
-
-def rounds_shown(port: Path, steps: Steps) -> set[tuple[int, str]]:
-    """What the balancer shows of the job's last rounds: their numbers, with the reason where a plan was not followed.
-
-    Nothing while it does not answer: a fault may go on.
-
-    Args:
-        port: The file with the port of the balancer's page.
-        steps: The job.
-    """
-    try:
-        url = f"http://127.0.0.1:{port.read_text().strip()}/v1/session?job={steps.name}&loader={steps.loader}"
-        with urllib.request.urlopen(url, timeout=1) as answer:
-            rounds = json.load(answer)["rounds"]
-    except OSError:
-        return set()
-    return set(zip(rounds["round"], rounds["reason"], strict=True))
 
 
 def one_fault(rng: random.Random, harm: Harm, run: Run, tally: Tally) -> int:
     """Injects one fault and, mostly, waits until the service balances again."""
-    kind = harm.pick(run)
+    kind = harm.pick()
     if not harm.inject(kind, run):
         tally.missed[kind] += 1
         harm.heal()
@@ -172,11 +139,9 @@ def one_fault(rng: random.Random, harm: Harm, run: Run, tally: Tally) -> int:
     return 1
 
 
-def make_steps(rng: random.Random, world_size: int, address: str, name: str, timeout: float, *, shared: bool) -> Steps:
-    """A job of which some ranks are slow, wrong or large at some steps; if `shared`, all but one share a stream."""
-    steps = Steps(
-        address=address, name=name, timeout=timeout, node_size=world_size - 1 if shared and world_size > 2 else 0
-    )
+def make_steps(rng: random.Random, world_size: int, address: str, name: str, timeout: float) -> Steps:
+    """A job of which some ranks are slow, wrong or large at some steps."""
+    steps = Steps(address=address, name=name, timeout=timeout)
 
     def some(share: float) -> list[tuple[int, int]]:
         ats = [(rank, step) for rank in range(world_size) for step in range(20_000) if rng.random() < share]
@@ -184,7 +149,7 @@ def make_steps(rng: random.Random, world_size: int, address: str, name: str, tim
 
     return replace(
         steps,
-        slow={at: rng.uniform(0.3, 1.5) * timeout for at in some(0.001)},
+        slow={at: rng.uniform(0.1, 0.4) for at in some(0.001)},
         bad_costs=frozenset(some(0.001)),
         big=frozenset(some(0.001)),
     )
@@ -192,45 +157,43 @@ def make_steps(rng: random.Random, world_size: int, address: str, name: str, tim
 
 def report(tally: Tally, options: argparse.Namespace, seconds: float, console: Console) -> dict[str, Any]:
     """Prints the tables; returns the result as a dictionary."""
-    faults = Table(title=f"{tally.faults.total()} faults over {tally.steps} steps of {options.ranks} ranks")
+    count = tally.outcomes.total()
+    faults = Table(title=f"{tally.faults.total()} faults over {count} steps of {options.ranks} ranks")
     for column, justify in (("fault", "left"), ("times", "right"), ("met nothing", "right")):
         faults.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for kind, count in tally.faults.most_common():
-        faults.add_row(kind, str(count), str(tally.missed[kind]) if tally.missed[kind] else "")
+    for kind in sorted(tally.faults | tally.missed):
+        faults.add_row(kind, str(tally.faults[kind]), str(tally.missed[kind] or ""))
     outcomes = Table(title="Steps by outcome", show_header=False)
-    for outcome, count in tally.outcomes.most_common():
-        outcomes.add_row(outcome, str(count), f"{count / max(1, tally.steps):.1%}")
+    for outcome, steps in tally.outcomes.most_common():
+        outcomes.add_row(outcome, str(steps), f"{steps / max(1, count):.1%}")
+    figures = {
+        "steps_until_balance_returned": spread(tally.back_steps),
+        "seconds_until_balance_returned": spread(tally.back_seconds),
+        "seconds_that_a_step_stood_still": spread(tally.blocked),
+    }
     result = Table(title="What became of the job", show_header=False)
     for name, value in tally.violations.items():
         result.add_row(name, str(value), style=None if value == 0 else "bold red")
-    steps, waits = sorted(tally.back_steps), sorted(tally.back_seconds)
-    if steps:
-        middle, high, most = int(statistics.median(steps)), steps[len(steps) * 95 // 100], steps[-1]
-        result.add_row("steps until balance returned", f"median {middle}, 95 % {high}, at most {most}")
-        result.add_row(
-            "seconds until balance returned", f"median {statistics.median(waits):.2f}, at most {waits[-1]:.2f}"
-        )
-    said = ", ".join(f"{reason} {count}" for reason, count in tally.shown.most_common())
-    result.add_row("rounds shown by the balancer", said)
-    result.add_row("samples followed", str(tally.samples))
-    result.add_row("longest wait for the service", f"{tally.longest_wait:.3f} s, deadline {options.timeout} s")
-    result.add_row("longest close", f"{tally.longest_close:.3f} s")
-    result.add_row("breaker changes", str(tally.breaker_changes))
+    for name, values in figures.items():
+        result.add_row(name.replace("_", " "), ", ".join(f"{key} {value:.3g}" for key, value in values.items()))
     for table in (faults, outcomes, result):
         console.print(table)
     return {
-        "command": " ".join(["python -m benchmarks.faults", *sys.argv[1:]]),
-        "machine": f"{platform.machine()}, {platform.python_version()}, torch {torch.__version__}",
         "ranks": options.ranks, "seed": options.seed, "deadline_seconds": options.timeout, "seconds": round(seconds, 1),
-        "steps": tally.steps, "samples": tally.samples, "faults": tally.faults.total(),
+        "steps": count, "samples": tally.samples, "faults": tally.faults.total(),
         "faults_by_kind": dict(tally.faults), "met_nothing": dict(tally.missed),
-        "steps_by_outcome": dict(tally.outcomes),
-        "rounds_shown": dict(tally.shown),
-        "violations": tally.violations, "errors": tally.errors, "breaker_changes": tally.breaker_changes,
-        "longest_wait_seconds": tally.longest_wait, "longest_close_seconds": tally.longest_close,
-        "steps_until_balance_returned": {"median": statistics.median(steps), "p95": steps[len(steps) * 95 // 100],
-                                         "max": steps[-1]} if steps else None,
-        "seconds_until_balance_returned": {"median": statistics.median(waits), "max": waits[-1]} if waits else None,
+        "steps_by_outcome": dict(tally.outcomes), "violations": tally.violations, "errors": tally.errors,
+        "breaker_changes": tally.breaker_changes, "longest_close_seconds": tally.longest_close, **figures,
+    }  # fmt: skip
+
+
+def spread(values: list[Any]) -> dict[str, float]:
+    """Median, 95th and 99.9th percentile and the largest."""
+    ordered = sorted(values) or [0.0]
+    last = len(ordered) - 1
+    return {
+        "median": statistics.median(ordered), "p95": ordered[last * 95 // 100], "p99.9": ordered[last * 999 // 1000],
+        "max": ordered[-1],
     }  # fmt: skip
 
 
@@ -239,7 +202,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200, help="faults to inject between ranks and balancer")
     parser.add_argument("--seed", type=int, default=0, help="of the random choice of faults and instants")
     parser.add_argument("--ranks", type=int, default=3, help="processes of the job")
-    parser.add_argument("--timeout", type=float, default=0.25, help="seconds that a round may wait for the service")
+    parser.add_argument("--timeout", type=float, default=2.0, help="seconds that a call of the service may take")
     parser.add_argument("--quick", action="store_true", help="30 faults")
     parser.add_argument("--json", type=Path, help="where the result goes")
     options = parser.parse_args()
@@ -250,10 +213,7 @@ def main() -> int:
             faults=30 if options.quick else options.faults, seed=options.seed, world_size=options.ranks,
             timeout=options.timeout, progress=progress, console=console,
         )  # fmt: skip
-    result = report(tally, options, seconds, console)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.json, report(tally, options, seconds, console))
     return int(any(tally.violations.values()))
 
 

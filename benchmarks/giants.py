@@ -11,7 +11,7 @@ each node once, to each rank there an equal share, which it passes on to the oth
 `h200` within and between nodes, of 8 ranks or 64 as the table says; some rows have the rate within a node that was
 measured on two H200. Beside the time stands what of it is exchange in the mean of all ranks, and the least that any
 plan can take if counts are free and all ranks were of one node (`benchmarks.references.least_splits`). With all it
-takes, a split step takes what was measured beside the exchange (`benchmarks.giants_prices`). So the table depends on
+takes, a split step takes what was measured beside the exchange. So the table depends on
 these numbers and not on the machine, but for the time of a decision, which is processor time of one thread.
 """
 
@@ -29,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.references.least_splits import least_time
-from benchmarks.windows import lengths_of
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, plan_round
 from evenkeel.partitioning.samples import RoundSamples
 from evenkeel.partitioning.splits import MOST, SHARE, STEP_SECONDS, Divisible, SplitOptions
+from evenkeel.partitioning.splits.parts import read_splits
 from evenkeel.placement.hardware import builtin_profile
 from trainer_client.balancing.costs import HSTUCost
 
@@ -56,10 +56,12 @@ WAYS = ("whole", "windows", "split", "windows and split")
 
 
 def lengths(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Giants as in `benchmarks.windows`, or log-normal of median 2,695 and mean 4,763, up to 27,738."""
+    """Log-normal, of mean 600 and one in 200 of 32,768 to 65,536; or of median 2,695 and mean 4,763, up to 27,738."""
     if kind == LONG:
         return np.clip(rng.lognormal(np.log(2695), 1.067, shape), 1, 27_738).astype(np.int64)
-    return lengths_of(kind, rng, shape)
+    values = np.clip(rng.lognormal(6.0, 0.9, shape), 1, 4096).astype(np.int64)
+    giant = rng.random(shape) < 1 / 200
+    return np.where(giant, rng.integers(32_768, 65_537, shape), values)
 
 
 def prices(within: float) -> SplitOptions:
@@ -153,8 +155,9 @@ def total(batches: tuple[Figures, ...]) -> float:
 
 def least_exchange(plan: RoundPlan, samples: RoundSamples) -> int:
     """Positions that must travel if each part computes the attention of its own queries: all that come before it."""
-    splits = plan.of(0).splits
-    assert len(samples.costs) == plan.figures.samples
+    if plan.parts is None:
+        return 0
+    splits = read_splits(plan.parts.pieces, samples.num_batches)
     return sum(piece.begin for batch in splits for sample in batch for piece in sample.pieces)
 
 

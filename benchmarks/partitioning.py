@@ -32,7 +32,7 @@ from benchmarks.partitioning_least import least_crossing, least_moved
 from benchmarks.partitioning_memory import measure_memory
 from benchmarks.partitioning_plot import draw
 from benchmarks.partitioning_times import STRATEGIES, measure_times
-from evenkeel.partitioning import partition, plan_digest, slice_plan, warm_up
+from evenkeel.partitioning import partition, slice_plan, warm_up
 from evenkeel.partitioning.exchange import exchange_from
 from evenkeel.partitioning.karmarkar_karp import differenced
 from evenkeel.partitioning.lpt import longest_first
@@ -138,7 +138,7 @@ def measure_round(ranks: int, samples: int, fields: int, ranks_per_node: int) ->
     costs, lengths = COSTS["L²+1024L"](sizes), np.repeat(sizes[:, None], fields, axis=1)
     homes, counts = np.repeat(np.arange(ranks, dtype=np.int32), samples), np.full(ranks, samples)
     nodes = np.arange(ranks) // ranks_per_node if ranks_per_node > 1 else None
-    times: dict[str, list[float]] = {"partition": [], "slice": [], "views": [], "digest": []}
+    times: dict[str, list[float]] = {"partition": [], "slice": [], "views": []}
     for _ in range(7):
         marks = [time.perf_counter()]
         plan = partition(costs, homes, ranks, sizes=sizes, nodes=nodes)
@@ -146,8 +146,6 @@ def measure_round(ranks: int, samples: int, fields: int, ranks_per_node: int) ->
         slices = slice_plan(plan.destinations, counts, lengths)
         marks.append(time.perf_counter())
         assert len(list(slices)) == ranks
-        marks.append(time.perf_counter())
-        plan_digest(plan.destinations, counts, lengths)
         marks.append(time.perf_counter())
         for name, begin, end in zip(times, marks, marks[1:], strict=False):
             times[name].append((end - begin) * 1e3)

@@ -34,7 +34,7 @@ from rich.table import Table
 
 from evenkeel.partitioning.rounds import RoundOptions, plan_round
 from evenkeel.partitioning.samples import RoundSamples
-from evenkeel.partitioning.speeds import ALL_EQUAL, SpeedEstimator
+from evenkeel.partitioning.speeds import ALL_EQUAL, SpeedEstimator, planned_speeds
 
 SAMPLES = 64  # of a rank
 LAG = 6
@@ -62,7 +62,10 @@ class Planner:
     def loads(self, costs: NDArray[np.float64], learned: Any) -> NDArray[np.float64]:
         """(ranks,) loads."""
         samples = RoundSamples(batch_sizes=self._sizes, costs=costs, lengths=self._lengths, sizes=self._moved)
-        loads: NDArray[np.float64] = plan_round(samples, replace(self._options, learned=learned)).loads_after[0]
+        at_home = costs.reshape(len(self._sizes), SAMPLES).sum(axis=1).tolist()
+        speeds = planned_speeds((), learned, at_home)
+        options = self._options if speeds is None else replace(self._options, speeds=tuple(speeds.tolist()))
+        loads: NDArray[np.float64] = plan_round(samples, options).loads_after[0]
         return loads
 
 

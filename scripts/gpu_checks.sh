@@ -75,17 +75,16 @@ if [ "$gpus" -ge 2 ]; then
   if has torchrec && has fbgemm_gpu; then
     step torchrec "${ranks[@]}" tests.trainer_client.embedding.routing.torchrec_checks
     step held "${ranks[@]}" tests.trainer_client.balancing.pipelines.held_checks --device cuda
-    step pipelines "$python" -m benchmarks.pipelines --cuda --ranks 2 --json "$out/pipelines.json"
     if has hypothesis && has attrs; then
       step batches "${ranks[@]}" tests.trainer_client.balancing.redistribution.structures --programs 200 --cuda
     else
       left_out batches "hypothesis and attrs are not installed"
     fi
   else
-    for name in torchrec held pipelines batches; do left_out "$name" "TorchRec and FBGEMM are not installed"; done
+    for name in torchrec held batches; do left_out "$name" "TorchRec and FBGEMM are not installed"; done
   fi
 else
-  for name in embeddings devices bound redistribution torchrec held pipelines batches; do left_out "$name" "needs two GPUs"; done
+  for name in embeddings devices bound redistribution torchrec held batches; do left_out "$name" "needs two GPUs"; done
 fi
 "$python" - "$steps" "$out/summary.json" "$gpus" <<'PY'
 import json, pathlib, sys

@@ -11,10 +11,6 @@ from __future__ import annotations
 import os
 
 FUNCTIONS = (
-    "tests/benchmarks/test_data.py",
-    "tests/benchmarks/test_end_to_end_ideal.py",
-    "tests/benchmarks/test_giants_prices.py",
-    "tests/benchmarks/test_make_bench.py",
     "tests/evenkeel/partitioning/",
     "tests/evenkeel/key_statistics/",
     "tests/evenkeel/placement/",
@@ -26,7 +22,6 @@ FUNCTIONS = (
     "tests/services/balancer/test_views.py",
     "tests/services/planner/",
     "tests/services/security/test_tokens.py",
-    "tests/benchmarks/test_optimizers.py",
     "tests/test_wheel.py",
     "tests/trainer_client/balancing/batches/",
     "tests/trainer_client/embedding/checkpoint/test_convert.py",
@@ -57,8 +52,6 @@ EITHER = (
     "tests/trainer_client/balancing/test_resume",
     "tests/trainer_client/balancing/test_frameworks.py",
     "tests/trainer_client/balancing/test_gradients.py",
-    "tests/benchmarks/test_programs.py",
-    "tests/benchmarks/test_convergence.py",
     "tests/trainer_client/embedding/",
     "tests/trainer_client/balancing/redistribution/",
     "tests/trainer_client/attention/",

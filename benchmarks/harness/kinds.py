@@ -6,89 +6,81 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+
+import grpc
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.crew import Run
-from benchmarks.harness.forged_nodes import ANSWERS, CONTRADICTED, SUBMITS, UNTOLD, Change, held
 from benchmarks.harness.proxy import TcpProxy
-from benchmarks.harness.relay import Relay
+from benchmarks.harness.relay import Ask, Hook, Refused, Relay
 from evenkeel.protocol import balancer_pb2 as pb
 
-MAX_STEPS = 40  # of waiting for a fault to meet a message
+MAX_STEPS = 200  # of waiting for a fault to meet a message
+RARE = 0.3  # weight of a restart, which takes seconds
+
+Change = Callable[[pb.PlanRoundResponse, random.Random], None]
 
 
 class Harm:
-    """Harms a job between its ranks and the balancer: ranks, TCP proxy, relay, balancer.
+    """Harms a job between its lead and the balancer: TCP proxy, relay, balancer.
 
-    Each kind is a method that returns whether the fault has happened; `heal` undoes what lasts.
+    Each kind is a function that returns whether the fault has happened; `heal` undoes what lasts.
     """
 
-    def __init__(
-        self, rng: random.Random, world_size: int, balancer: ServiceProcess, relay: Relay, proxy: TcpProxy
-    ) -> None:
+    def __init__(self, rng: random.Random, balancer: ServiceProcess, relay: Relay, proxy: TcpProxy) -> None:
         self._rng = rng
-        self._world_size = world_size
         self._balancer = balancer
         self._relay = relay
         self._proxy = proxy
-        self._kinds: dict[str, tuple[float, Callable[[Run], bool]]] = {
-            "killed, restarted at once": (1.0, lambda run: self._restart(run, late=False, drain=False)),
-            "killed, restarted late": (1.0, lambda run: self._restart(run, late=True, drain=False)),
-            "drained and restarted": (1.0, lambda run: self._restart(run, late=False, drain=True)),
-            "paused shortly": (3.0, lambda run: self._pause(run, 0.3 * run.steps.timeout)),
-            "paused for long": (3.0, lambda run: self._pause(run, 3.0 * run.steps.timeout)),
-            "connections reset": (6.0, lambda run: self._proxy.reset() > 0),
-            "connections half closed": (5.0, lambda run: self._proxy.half_close() > 0),
-            "network slow": (3.0, lambda run: self._network(run, "delay", 0.6 * run.steps.timeout, "delayed")),
-            "network throttled": (3.0, lambda run: self._network(run, "rate", 3000.0, "throttled")),
-            "network loses all": (3.0, lambda run: self._network(run, "swallow", True, "swallowed")),
-            "connections refused": (3.0, self._refuse),
-            "cut in mid-message": (6.0, self._cut),
-            "answer lost": (6.0, lambda run: self._answer(run, lambda answer: [])),
-            "answer doubled": (5.0, lambda run: self._answer(run, lambda answer: [answer, answer])),
-            "answer late": (5.0, lambda run: self._answer(run, self._late(run.steps.timeout))),
-            "answers reordered": (5.0, self._reorder),
-            "stale answer": (5.0, self._stale),
-            "other incarnation": (5.0, lambda run: self._answer(run, _forge_instance)),
-            "digest differs": (5.0, lambda run: self._answer(run, _forge_digest)),
-            "transfers differ": (5.0, lambda run: self._answer(run, _forge_totals)),
-            "answer unreadable": (5.0, lambda run: self._answer(run, _forge_nonsense)),
-            "submission lost": (6.0, lambda run: self._submit(run, lambda submit: [])),
-            "submission doubled": (5.0, lambda run: self._submit(run, lambda submit: [submit, submit])),
-            "submission late": (5.0, lambda run: self._submit(run, self._late(run.steps.timeout))),
+        statuses = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL", "PERMISSION_DENIED", "INVALID_ARGUMENT", "UNKNOWN")
+        self._kinds: dict[str, Callable[[Run], bool]] = {
+            "killed, restarted at once": lambda run: self._restart(run, late=False, drain=False),
+            "killed, restarted late": lambda run: self._restart(run, late=True, drain=False),
+            "drained and restarted": lambda run: self._restart(run, late=False, drain=True),
+            "paused shortly": lambda run: self._pause(run, 0.05),
+            "paused for long": lambda run: self._pause(run, 1.5 * run.steps.timeout),
+            "connections reset": lambda run: self._proxy.reset() > 0,
+            "connections half closed": lambda run: self._proxy.half_close() > 0,
+            "network slow": lambda run: self._network(run, "delay", 0.2, "delayed"),
+            "network throttled": lambda run: self._network(run, "rate", 3000.0, "throttled"),
+            "network loses all": lambda run: self._network(run, "swallow", True, "swallowed"),
+            "connections refused": self._refuse,
+            "cut in mid-message": self._cut,
+            "answer lost": lambda run: self._once(run, _lost(run.steps.timeout)),
+            "answer late": lambda run: self._once(run, _late_answer(rng.uniform(0.01, 2.0) * run.steps.timeout)),
+            "request late": lambda run: self._once(run, _late_request(rng.uniform(0.01, 2.0) * run.steps.timeout)),
+            "request doubled": lambda run: self._once(run, lambda request, ask: (ask(request), ask(request))[1]),
+            "request garbled": lambda run: self._once(run, lambda request, ask: ask(_garbled(request, rng))),
+            "answers in another order": self._reorder,
+            "answer of an earlier round": self._stale,
+            **{f"answer: {status}": self._status(grpc.StatusCode[status]) for status in statuses},
+            **{f"answer: {name}": self._garbled(change) for name, change in _CHANGES.items()},
         }
-        doubled: dict[str, Change] = {"doubled": lambda message: [message, message]}
-        answers, submits = ANSWERS | UNTOLD | doubled, SUBMITS | doubled | {"contradicted": CONTRADICTED}
-        submits["lost"] = lambda message: []
-        self._of_nodes: dict[str, tuple[float, Callable[[Run], bool]]] = {
-            "node's answers reordered": (5.0, lambda run: self._reorder(run, "answer_groups", 0)),
-        }
-        for what, side, found in (("answer", "answer_groups", answers), ("submission", "submit_groups", submits)):
-            for name, change in found.items():
-                self._of_nodes[f"node's {what}: {name}"] = 2.0, partial(self._once, side=side, change=change, victim=0)
-            self._of_nodes[f"node's {what} late"] = 5.0, partial(self._hold_node, side=side)
+        self._kinds["answer garbled"] = lambda run: self._once(run, lambda request, ask: _garbled(ask(request), rng))
+        self._kinds["answer empty"] = lambda run: self._once(run, lambda request, ask: b"")
+        self._kinds["answer cut"] = lambda run: self._once(run, lambda request, ask: _cut_short(ask(request), rng))
 
-    def pick(self, run: Run) -> str:
-        """A kind by weight: restarts take seconds, so they are rarer."""
-        kinds = self._all(run)
-        return self._rng.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
+    @property
+    def kinds(self) -> list[str]:
+        """All there are."""
+        return list(self._kinds)
+
+    def pick(self) -> str:
+        """A kind by weight."""
+        weights = [RARE if "restarted" in kind else 1.0 for kind in self._kinds]
+        return self._rng.choices(self.kinds, weights)[0]
 
     def inject(self, kind: str, run: Run) -> bool:
         """Injects a fault; returns whether it met anything."""
-        return self._all(run)[kind][1](run)
-
-    def _all(self, run: Run) -> dict[str, tuple[float, Callable[[Run], bool]]]:
-        return self._kinds | self._of_nodes if run.steps.node_size else self._kinds
+        return self._kinds[kind](run)
 
     def heal(self) -> None:
         """Undoes every fault that lasts."""
         self._proxy.heal()
         self._relay.heal()
 
-    # ------------------------------------------------------------------ kinds
+    # ------------------------------------------------------------------ of the balancer and the network
 
     def _wait(self, run: Run, happened: Callable[[], bool]) -> bool:
         for _ in range(MAX_STEPS):
@@ -103,7 +95,7 @@ class Harm:
         else:
             self._balancer.kill()
         if late:
-            run.until(seconds=20.0, times=self._rng.randint(1, 30))
+            run.until(times=self._rng.randint(1, 30))
         self._balancer.start()
         return True
 
@@ -133,98 +125,147 @@ class Harm:
         self._proxy.cut_after = self._rng.randint(1, 600)
         return self._wait(run, lambda: self._proxy.cut_after is None)
 
-    def _late(self, timeout: float) -> Change:
-        seconds = self._rng.uniform(0.2, 2.0) * timeout
-        return lambda message: held(message, seconds)
+    # ------------------------------------------------------------------ of single calls
 
-    def _answer(self, run: Run, change: Change) -> bool:
-        return self._once(run, "answers", change)
+    def _once(self, run: Run, hook: Hook) -> bool:
+        """Harms the next call."""
+        lock, met = threading.Lock(), threading.Event()
 
-    def _submit(self, run: Run, change: Change) -> bool:
-        return self._once(run, "submits", change)
+        def harm(request: bytes, ask: Ask) -> bytes:
+            with lock:
+                first = not met.is_set()
+                met.set()
+            return hook(request, ask) if first else ask(request)
 
-    def _hold_node(self, run: Run, side: str) -> bool:
-        return self._once(run, side, self._late(run.steps.timeout), 0)
+        self._relay.hook = harm
+        return self._wait(run, met.is_set)
 
-    def _alone(self, run: Run) -> int:
-        """A rank that has a stream of its own."""
-        return self._rng.randrange(run.steps.node_size, self._world_size)
+    def _status(self, status: grpc.StatusCode) -> Callable[[Run], bool]:
+        def refuse(request: bytes, ask: Ask) -> bytes:
+            raise Refused(status)
 
-    def _once(self, run: Run, side: str, change: Change, victim: int | None = None) -> bool:
-        """Changes one message of the stream of a rank, by default of one that has a stream of its own."""
-        victim, done = self._alone(run) if victim is None else victim, threading.Event()
+        return lambda run: self._once(run, refuse)
 
-        def pass_on(rank: int, message: Any) -> Iterable[Any]:
-            with self._relay.lock:
-                if rank != victim or done.is_set() or (others := change(message)) is None:
-                    return [message]
-                done.set()
-            return others
+    def _garbled(self, change: Change) -> Callable[[Run], bool]:
+        def forge(request: bytes, ask: Ask) -> bytes:
+            answer = pb.PlanRoundResponse.FromString(ask(request))
+            change(answer, self._rng)
+            return answer.SerializeToString()
 
-        setattr(self._relay, side, pass_on)
-        return self._wait(run, done.is_set)
+        return lambda run: self._once(run, forge)
 
-    def _reorder(self, run: Run, side: str = "answers", victim: int | None = None) -> bool:
-        victim, kept, done = self._alone(run) if victim is None else victim, list[Any](), threading.Event()
+    def _reorder(self, run: Run) -> bool:
+        """Gives each of two calls the other's answer; a call without another under way waits for the next."""
+        lock, turned, met = threading.Lock(), threading.Event(), threading.Event()
+        kept: list[bytes] = []
 
-        def answers(rank: int, answer: Any) -> list[Any]:
-            with self._relay.lock:
-                if rank != victim or done.is_set():
-                    return [answer]
-                if not kept:
-                    kept.append(answer)
-                    return []
-                done.set()
-                return [answer, kept[0]]
+        def swap(request: bytes, ask: Ask) -> bytes:
+            answer = ask(request)
+            with lock:
+                kept.append(answer)
+                mine = len(kept)
+                if mine == 2:
+                    turned.set()
+            if mine > 2:
+                return answer
+            turned.wait(run.steps.timeout)
+            if len(kept) < 2:
+                return answer
+            met.set()
+            return kept[2 - mine]
 
-        setattr(self._relay, side, answers)
-        return self._wait(run, done.is_set)
+        self._relay.hook = swap
+        return self._wait(run, met.is_set)
 
     def _stale(self, run: Run) -> bool:
-        earlier: dict[int, pb.Answer] = {}
-        done = threading.Event()
+        earlier: list[bytes] = []
+        met = threading.Event()
 
-        def answers(rank: int, answer: pb.Answer) -> list[pb.Answer]:
-            with self._relay.lock:
-                old = earlier.setdefault(rank, answer)
-                if old.round < answer.round:
-                    done.set()
-                    return [old, answer, old]
-                return [answer]
+        def repeat(request: bytes, ask: Ask) -> bytes:
+            answer = ask(request)
+            earlier.append(answer)
+            if len(earlier) > 3 and not met.is_set():
+                met.set()
+                return earlier[0]
+            return answer
 
-        self._relay.answers = answers
-        return self._wait(run, done.is_set)
-
-
-def _changed(answer: pb.Answer) -> pb.Answer:
-    other = pb.Answer()
-    other.CopyFrom(answer)
-    return other
+        self._relay.hook = repeat
+        return self._wait(run, met.is_set)
 
 
-def _forge_instance(answer: pb.Answer) -> list[pb.Answer]:
-    forged = _changed(answer)
-    forged.decision.instance ^= 1
-    return [forged]
+def _lost(timeout: float) -> Hook:
+    def hold(request: bytes, ask: Ask) -> bytes:
+        ask(request)
+        time.sleep(1.2 * timeout)
+        raise Refused(grpc.StatusCode.UNAVAILABLE)
+
+    return hold
 
 
-def _forge_digest(answer: pb.Answer) -> list[pb.Answer]:
-    forged = _changed(answer)
-    forged.decision.digest = bytes(16)
-    return [forged]
+def _late_answer(seconds: float) -> Hook:
+    def hold(request: bytes, ask: Ask) -> bytes:
+        answer = ask(request)
+        time.sleep(seconds)
+        return answer
+
+    return hold
 
 
-def _forge_totals(answer: pb.Answer) -> list[pb.Answer]:
-    forged = _changed(answer)
-    totals = bytearray(forged.decision.source_totals)
-    if totals:
-        totals[0] ^= 1
-    forged.decision.source_totals = bytes(totals)
-    return [forged]
+def _late_request(seconds: float) -> Hook:
+    def hold(request: bytes, ask: Ask) -> bytes:
+        time.sleep(seconds)
+        return ask(request)
+
+    return hold
 
 
-def _forge_nonsense(answer: pb.Answer) -> list[pb.Answer]:
-    forged = _changed(answer)
-    forged.decision.outcome = 77  # type: ignore[assignment]
-    forged.decision.sources = b"\1\2\3"
-    return [forged]
+def _garbled(data: bytes, rng: random.Random) -> bytes:
+    """With one to eight bytes changed."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 8)):
+        changed[rng.randrange(len(changed))] ^= rng.randint(1, 255)
+    return bytes(changed)
+
+
+def _cut_short(data: bytes, rng: random.Random) -> bytes:
+    return data[: rng.randrange(len(data))]
+
+
+def _other_destinations(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
+    """A plan that is not the best, or of too many samples on a rank; but a plan."""
+    values = bytearray(answer.destinations)
+    values[:] = bytes(len(values))
+    answer.destinations = bytes(values)
+
+
+def _destination_that_is_none(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
+    answer.destinations = b"\xff" * len(answer.destinations)
+
+
+def _fewer_destinations(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
+    answer.destinations = answer.destinations[:-2] or b"\0\0"
+
+
+def _loads_that_are_none(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
+    answer.loads_after = b"\xff" * len(answer.loads_after)
+
+
+def _no_figures(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
+    del answer.figures[:]
+
+
+def _parts(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
+    """Parts that nobody has asked for."""
+    answer.part_samples = rng.randbytes(8 * len(answer.destinations) // 2)
+    answer.part_begins = rng.randbytes(8 * len(answer.destinations) // 2)
+    answer.pieces = rng.randbytes(56)
+
+
+_CHANGES: dict[str, Change] = {
+    "all to rank 0": _other_destinations,
+    "ranks that are none": _destination_that_is_none,
+    "destinations missing": _fewer_destinations,
+    "loads that are NaN": _loads_that_are_none,
+    "figures missing": _no_figures,
+    "parts that are none": _parts,
+}

@@ -1,54 +1,42 @@
-"""A relay between ranks and the balancer that knows the protocol, to lose, hold, repeat or forge single messages."""
+"""A relay between a lead and the balancer, to lose, hold, repeat, refuse or forge single calls."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
-from evenkeel.protocol import balancer_pb2 as pb
-from evenkeel.protocol import balancer_pb2_grpc as pb_grpc
-
-Submits = Callable[[int, pb.Submit], Iterable[pb.Submit]]
-Answers = Callable[[int, pb.Answer], Iterable[pb.Answer]]
-SubmitGroups = Callable[[int, pb.SubmitGroup], Iterable[pb.SubmitGroup]]
-AnswerGroups = Callable[[int, pb.AnswerGroup], Iterable[pb.AnswerGroup]]
+Ask: TypeAlias = Callable[[bytes], bytes]
+"""Asks the balancer."""
+Hook: TypeAlias = Callable[[bytes, Ask], bytes]
+"""From a request, and how to ask the balancer, to the response; it may sleep, and it may raise `Refused`."""
 
 
-class Relay(pb_grpc.BalancerServiceServicer):
-    """Forwards streams to a balancer; what a test assigns to `submits` and so on sees every message first.
+class Refused(Exception):  # noqa: N818
+    """Ends a call with a status; the argument is its `grpc.StatusCode`."""
+
+
+def pass_on(request: bytes, ask: Ask) -> bytes:
+    """Harms nothing."""
+    return ask(request)
+
+
+class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Forwards unary calls to a balancer.
 
     Attributes:
         target: The port of the balancer.
-        joins: Sees each stream that begins; it may wait, which holds the stream.
-        submits: From a rank and its submission to what is passed on.
-        answers: From a rank and an answer to what is passed on; it may sleep, which holds this rank's stream.
-        submit_groups: From the leader of a node and what it submits to what is passed on.
-        answer_groups: From the leader of a node and what it is answered to what is passed on; it may sleep, too.
-        seen: What tests count.
-        lock: For tests whose functions share state: streams have threads of their own.
+        hook: Answers `PlanRound`; other methods are passed on.
     """
 
     def __init__(self, target: int) -> None:
         self.target = target
-        self.seen: Counter[str] = Counter()
-        self.lock = threading.Lock()
-        self._contexts: dict[int, Any] = {}
-        self.joins: Callable[[int], None]
-        self.submits: Submits
-        self.answers: Answers
-        self.submit_groups: SubmitGroups
-        self.answer_groups: AnswerGroups
-        self.heal()
-        # Streams of ranks that gave up end only when the balancer's side does: leave room.
-        self._server = grpc.server(ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)])
-        pb_grpc.add_BalancerServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self.hook: Hook = pass_on
+        # Calls that the lead has given up end only when their hooks do: leave room.
+        self._server = grpc.server(ThreadPoolExecutor(64), handlers=[self], options=[("grpc.so_reuseport", 0)])
         self.port = self._server.add_insecure_port("127.0.0.1:0")
 
     @property
@@ -57,63 +45,28 @@ class Relay(pb_grpc.BalancerServiceServicer):
 
     def heal(self) -> None:
         """Passes everything on."""
-        self.joins = lambda _rank: None
-        self.submits = lambda _rank, submit: [submit]
-        self.answers = lambda _rank, answer: [answer]
-        self.submit_groups = lambda _rank, group: [group]
-        self.answer_groups = lambda _rank, group: [group]
+        self.hook = pass_on
 
-    def cancel(self, rank: int) -> None:
-        """Cancels the stream of a rank, on both sides."""
-        self._contexts[rank].cancel()
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        method: str = details.method
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: self._answer(method, request, context))
 
-    def Balance(self, requests: Iterator[pb.BalanceRequest], context: Any) -> Iterator[pb.BalanceResponse]:  # noqa: N802
-        first = next(requests)
-        rank = first.join.rank
-        self.joins(rank)
-        self._contexts[rank] = context
-        outgoing: SimpleQueue[pb.BalanceRequest | None] = SimpleQueue()
-        outgoing.put(first)
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        with grpc.insecure_channel(f"127.0.0.1:{self.target}", options=options) as channel:
-            call = pb_grpc.BalancerServiceStub(channel).Balance(iter(outgoing.get, None))  # type: ignore[no-untyped-call]
+    def _answer(self, method: str, request: bytes, context: Any) -> bytes:
+        metadata = [(key, value) for key, value in context.invocation_metadata() if key.startswith("evenkeel-")]
 
-            def forward() -> None:
-                try:
-                    for request in requests:
-                        if request.HasField("told"):  # whatever becomes of what it comes with
-                            outgoing.put(pb.BalanceRequest(submits=pb.SubmitGroup(), told=request.told))
-                        if request.WhichOneof("request") == "submits":
-                            for submits in self.submit_groups(rank, request.submits):
-                                outgoing.put(pb.BalanceRequest(submits=submits))
-                            continue
-                        if request.WhichOneof("request") == "elsewhere":
-                            outgoing.put(request)
-                            continue
-                        for submit in self.submits(rank, request.submit):
-                            outgoing.put(pb.BalanceRequest(submit=submit))
-                    outgoing.put(None)
-                except Exception:  # the rank has cancelled
-                    call.cancel()
+        def ask(request: bytes) -> bytes:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            with grpc.insecure_channel(f"127.0.0.1:{self.target}", options=options) as channel:
+                call = channel.unary_unary(method)
+                return bytes(call(request, timeout=max(0.01, context.time_remaining()), metadata=metadata))
 
-            if not context.add_callback(call.cancel):
-                return
-            threading.Thread(target=forward, daemon=True).start()
-            try:
-                for response in call:
-                    kind = response.WhichOneof("response")
-                    if kind == "answer":
-                        for answer in self.answers(rank, response.answer):
-                            yield pb.BalanceResponse(answer=answer)
-                    elif kind == "answers":
-                        for answers in self.answer_groups(rank, response.answers):
-                            yield pb.BalanceResponse(answers=answers)
-                    else:
-                        yield response
-            except grpc.RpcError as error:
-                context.abort(grpc.StatusCode.UNAVAILABLE, f"relay: {error.code()}")
-            finally:
-                outgoing.put(None)
+        try:
+            return self.hook(request, ask) if method.endswith("/PlanRound") else ask(request)
+        except Refused as refused:
+            context.abort(refused.args[0], "refused by the relay")
+        except grpc.RpcError as error:
+            context.abort(error.code(), error.details())
+        raise AssertionError("unreachable")
 
     def __enter__(self) -> Relay:
         self._server.start()

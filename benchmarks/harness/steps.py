@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +18,6 @@ import torch.distributed as dist
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec
 
 SPEC = BatchSpec(rows_per_sample={"values": "count"})
-
-Trick = Callable[[int, int, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def make_batch(rank: int, step: int, size: int) -> dict[str, torch.Tensor]:
@@ -46,28 +43,24 @@ class Steps:
         timeout: Seconds that a round may wait for the service.
         pace: Seconds of a step's own work.
         batch_size: Samples of each rank.
-        fallback: What a round does without the service.
         max_steps: After which it ends by itself.
         loader: The stream's name.
         slow: (rank, step) to the seconds that the rank's data takes there.
         bad_costs: (rank, step) at which a cost is NaN.
         big: (rank, step) at which the batch has 30 times the samples.
-        node_size: Ranks of a node, which share one stream; 0: each rank has its own.
         jumping_clock: Whether the ranks' wall clock jumps by up to a day, both ways, whenever Python reads it.
     """
 
     address: str
     name: str
     timeout: float = 0.5
-    pace: float = 0.01
+    pace: float = 0.02
     batch_size: int = 6
-    fallback: str = "embedded"
     max_steps: int = 100_000
     loader: str = "train"
     slow: dict[tuple[int, int], float] = field(default_factory=dict)
     bad_costs: frozenset[tuple[int, int]] = frozenset()
     big: frozenset[tuple[int, int]] = frozenset()
-    node_size: int = 0
     jumping_clock: bool = False
 
     def size(self, rank: int, step: int) -> int:
@@ -75,6 +68,10 @@ class Steps:
         if (rank, step) in self.big:
             return 30 * self.batch_size
         return (5 * rank + 3 * step) % (self.batch_size + 1)
+
+    def slowness(self, step: int) -> float:
+        """Seconds for which data alone may hold up the batch of a step: of it and of those in flight behind it."""
+        return sum(seconds for (_, at), seconds in self.slow.items() if step <= at <= step + 4)
 
     def batches(self, rank: int) -> Iterator[dict[str, torch.Tensor]]:
         for step in range(self.max_steps):
@@ -91,11 +88,7 @@ class Steps:
 def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Callable[[Any], None]) -> dict[str, Any]:
     """Runs the job on one rank; rank 0 tells about every step and says when all stop."""
     records: list[dict[str, Any]] = []
-    options = BalanceOptions(
-        timeout=timedelta(seconds=steps.timeout),
-        fallback=steps.fallback,  # type: ignore[arg-type]
-        node_leader=steps.node_size > 0,
-    )
+    options = BalanceOptions(timeout=timedelta(seconds=steps.timeout))
     bad = {step for at, step in steps.bad_costs if at == rank}
     calls = iter(range(steps.max_steps))
 
@@ -104,21 +97,19 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
         return torch.full_like(costs, torch.nan, dtype=torch.float64) if next(calls) in bad else costs
 
     jumping = _jumping_clock() if steps.jumping_clock else contextlib.nullcontext()
-    node = {"EVENKEEL_NODE": f"node-{rank // steps.node_size}"} if steps.node_size else {}
-    with (
-        jumping,
-        mock.patch.dict(os.environ, node),
-        Balancer.connect(steps.address, job=steps.name, options=options) as balancer,
-    ):
+    with jumping, Balancer.connect(steps.address, job=steps.name, options=options) as balancer:
         source: Any = _Source(steps, rank)
         loader = BalancedLoader(source, balancer, cost=cost, spec=SPEC, name=steps.loader)
+        came = time.monotonic()
         for step, batch in enumerate(loader):
+            blocked = time.monotonic() - came
             assert batch["values"].tolist() == batch["id"].repeat_interleave(batch["count"]).tolist()
             report = loader.report
             records.append(
                 {
                     "ids": batch["id"].tolist(), "mode": report.mode.value, "reason": report.reason.value,
                     "wait": report.wait_seconds, "ranks": report.ranks, "round": report.round, "at": time.monotonic(),
+                    "blocked": blocked,
                 }
             )  # fmt: skip
             time.sleep(steps.pace)
@@ -129,6 +120,7 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
                 tell((step, report.mode.value, report.reason.value))
             if stop.item():
                 break
+            came = time.monotonic()
         counters = loader.counters
         changes, waits = counters.breaker_changes, counters.wait_seconds
         started = time.monotonic()

@@ -17,7 +17,7 @@ if not Path(
     with contextlib.suppress(ModuleNotFoundError):
         import torchrec  # noqa: F401
 with contextlib.suppress(ModuleNotFoundError):
-    import trainer_client.balancing.service  # noqa: F401
+    import trainer_client.balancing.asking  # noqa: F401
 
 partitioning.warm_up()
 redistribution.warm_up()

@@ -159,7 +159,7 @@ class Runner:
     def _make(self, number: int) -> Balancer:
         plan, ranks = self.program.balancers[number], self.program.data_ranks
         options = BalanceOptions(
-            window=plan.window, depth=plan.depth, counts=plan.counts, fallback=plan.fallback,
+            window=plan.window, depth=plan.depth, counts=plan.counts,
             strategy=plan.strategy, min_samples=plan.min_samples,
             speeds=[1.0, 0.3, 2.5, 1.0][:ranks] if plan.speeds else None,
             memory_caps={"none": None, "wide": [1e6] * ranks, "tight": [36.0] * ranks, "narrow": [1.0] * ranks}[

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.harness.plans import said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.harness.plans import said
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.rounds import RankPlan, RoundOptions, RoundPlan, digest_of, plan_round
 from evenkeel.partitioning.samples import RankSamples, RoundSamples

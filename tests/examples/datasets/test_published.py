@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.data_generated import WRITERS, generate
 from examples.datasets import ClickOptions, draw_clicks, identify, read_criteo, read_histories
 from examples.datasets.criteo import MISSING
+from tests.examples.datasets.generated import WRITERS, generate
 
 HISTORIES = [name for name in WRITERS if name != "Criteo"]
 
@@ -37,7 +37,7 @@ def test_what_was_written_in_a_published_format_is_read(tmp_path: Path, name: st
 
 
 def _options() -> ClickOptions:
-    from benchmarks.data_generated import _LENGTHS
+    from tests.examples.datasets.generated import _LENGTHS
 
     return ClickOptions(num_users=30, num_items=40, lengths=_LENGTHS, seed=3)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.sharded import STEPS, data, features, in_one_process, make_model
+from tests.trainer_client.balancing.pipelines.sharded import STEPS, data, features, in_one_process, make_model
 from trainer_client.balancing import BalancedLoader, Balancer
 from trainer_client.balancing.costs import TokenCost
 from trainer_client.balancing.pipelines import (

@@ -1,0 +1,68 @@
+"""The one writer of result files: each names the commit, the date, the machine, the versions and the command."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+_PACKAGES = ("numpy", "numba", "torch", "grpcio", "fbgemm_gpu", "torchrec", "highspy", "scipy")
+
+
+def provenance() -> dict[str, Any]:
+    """Of a result that this process writes."""
+    return {
+        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
+        "commit": _git("describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)), "cpu": _cpu(), "gpus": _gpus(),
+            "load": round(os.getloadavg()[0], 1),
+        },
+        "versions": {"python": platform.python_version()}
+        | {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+    }  # fmt: skip
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """Writes a result as JSON, with where it comes from; None: not at all."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"provenance": provenance()} | result, indent=1, ensure_ascii=False) + "\n")
+
+
+def _module() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return str(spec.name).removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).stem
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpus() -> list[str]:
+    if "torch" not in sys.modules:
+        return []
+    cuda = sys.modules["torch"].cuda
+    return [cuda.get_device_name(at) for at in range(cuda.device_count())] if cuda.is_available() else []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
