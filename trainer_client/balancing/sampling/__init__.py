@@ -1,9 +1,8 @@
 """Which samples each rank loads in a step: the order of a data set, global batches along it, and where they go on."""
 
 from trainer_client.balancing.sampling.budgets import TokenBudgetSampler
-from trainer_client.balancing.sampling.costs import MeasuredCosts
 from trainer_client.balancing.sampling.counted import GlobalBatchSampler
-from trainer_client.balancing.sampling.order import KERNELS, SampleOrder
+from trainer_client.balancing.sampling.order import SampleOrder
 from trainer_client.balancing.sampling.ordered import OrderedBatchSampler
 
-__all__ = ["KERNELS", "GlobalBatchSampler", "MeasuredCosts", "OrderedBatchSampler", "SampleOrder", "TokenBudgetSampler"]
+__all__ = ["GlobalBatchSampler", "OrderedBatchSampler", "SampleOrder", "TokenBudgetSampler"]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning import PartitionError, partition
 from trainer_client.balancing.membership import Ranks
-from trainer_client.balancing.sampling.costs import Costs, CostTable
-from trainer_client.balancing.sampling.cursor import Cursor
-from trainer_client.balancing.sampling.ordered import CONSECUTIVE, Coming, OrderedBatchSampler
+from trainer_client.balancing.sampling.order import SampleOrder
+from trainer_client.balancing.sampling.ordered import OrderedBatchSampler
 from trainer_client.checks import check_number, check_whole
 
-_WALKED = 1 << 24  # samples whose costs `len` looks through, in a second or two; fewer where a function is called
+Costs = ArrayLike | torch.Tensor | Callable[[int], float] | str
+"""Costs of samples as a sampler takes them."""
+
+_WALKED = 1 << 24  # samples whose costs `len` looks through, in a few seconds; fewer where a function is called
 _CALLED = 1 << 18
 _READ = 256  # samples of which costs are read at first
 _SHRINK = 16  # a batch that the ranks cannot hold loses a sixteenth of its samples and is tried again
@@ -44,7 +47,6 @@ class TokenBudgetSampler(OrderedBatchSampler):
         memory: Costs | None = None,
         memory_cap: float | None = None,
         counts: Literal["equal", "free"] = "equal",
-        first_batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -58,8 +60,8 @@ class TokenBudgetSampler(OrderedBatchSampler):
             data: The data set, or its number of samples.
             budget: Cost of a global batch, of all ranks together, in the unit of `costs`.
             costs: What each sample costs, such as its tokens: (n,) numbers as an array, a memory map or a tensor; a
-                function from an index to a number; the name of an attribute of the data set that is one of them; or
-                `MeasuredCosts`. 0 or more. All ranks have the same.
+                function from an index to a number; or the name of such an attribute of the data set. 0 or more. All
+                ranks have the same.
             max_samples: Of a global batch, whatever they cost; at least `min_samples`.
             min_samples: Of a global batch, whatever they cost; default: one for each rank, and not less. Give the
                 largest number of ranks to come, to have the same batches on any of them even where a sample costs more
@@ -69,7 +71,6 @@ class TokenBudgetSampler(OrderedBatchSampler):
                 on their number; a sample above it is refused when its batch comes.
             counts: `equal`: ranks get floor or ceil of the mean number of samples; `free`: any number. As in
                 `BalanceOptions`.
-            first_batch_size: Samples of a global batch while costs are still being measured.
             seed: Of the order.
             shuffle: False: the order of the data set itself, in each epoch.
             drop_last: Leave out the last global batch of an epoch, which has what is left.
@@ -98,17 +99,11 @@ class TokenBudgetSampler(OrderedBatchSampler):
         if memory_cap is not None:
             check_number("memory_cap", memory_cap, above=0)
         self.memory_cap = memory_cap
-        self._costs = CostTable("costs", costs, data, self.num_samples)
-        self._memory = self._costs if memory is None else CostTable("memory", memory, data, self.num_samples)
-        self.first_batch_size = first_batch_size
-        measured = [name for name, table in (("costs", self._costs), ("memory", self._memory)) if table.measured]
-        if measured and first_batch_size is None:
-            raise ValueError(f"{measured[0]} are measured; pass first_batch_size, for the batches until they are known")
-        if first_batch_size is not None:
-            check_whole(self, first_batch_size=self.world_size)
+        self._costs = _Numbers("costs", costs, data, self.num_samples)
+        self._memory = self._costs if memory is None else _Numbers("memory", memory, data, self.num_samples)
         self._amounts: _Amounts | None = None
-        self._divided: tuple[Coming, int, int, int, NDArray[np.int32]] | None = None  # the latest of them
-        self._length: tuple[int, str, tuple[int, bool]] | None = None
+        self._divided: tuple[SampleOrder, int, int, NDArray[np.int32]] | None = None  # the latest global batch
+        self._counted: tuple[int, tuple[int, bool]] | None = None  # the latest epoch's
 
     def __len__(self) -> int:
         """Batches of this rank in the whole of the present epoch, counted by looking through all costs.
@@ -126,52 +121,35 @@ class TokenBudgetSampler(OrderedBatchSampler):
             TypeError: If that takes long, as of `len`.
         """
         self._check_walk()
-        return self._counted()[0]
+        return self._count()[0]
+
+    def count_batches(self) -> int:
+        """Batches of this rank in the whole of the present epoch, however long that takes to count."""
+        steps, lacks = self._count()
+        return steps - lacks
 
     def _check_walk(self) -> None:
-        most = _CALLED if self._costs.is_called or self._memory.is_called else _WALKED
+        most = _CALLED if callable(self._costs.values) or callable(self._memory.values) else _WALKED
         if self.num_samples > most:
             raise TypeError(
                 f"the number of batches is not known without a walk through all {self.num_samples} samples; "
                 "`count_batches()` walks"
             )
 
-    def count_batches(self) -> int:
-        """Batches of this rank in the whole of the present epoch, however long that takes to count."""
-        steps, lacks = self._counted()
-        return steps - lacks
-
-    def _counted(self) -> tuple[int, bool]:
+    def _count(self) -> tuple[int, bool]:
         """Global batches, and whether this rank has no sample of the last one."""
-        division = self.division
-        if self._length is None or self._length[:2] != (self.epoch, division):
-            coming = Coming(self, Cursor(epoch=self.epoch), division)
-            ends = [0]
-            while (end := self.end_of_batch(coming, ends[-1])) > ends[-1]:
-                ends.append(end)
-            lacks = len(ends) > 1 and not self.part(coming, ends[-2], ends[-1], self.rank, self.world_size).size
-            self._length = (self.epoch, division, (len(ends) - 1, lacks))
-        return self._length[2]
+        if self._counted is None or self._counted[0] != self.epoch:
+            order, steps, begin, end = self.order(), 0, 0, 0
+            while (following := self.end_of_batch(order, end)) > end:
+                steps, begin, end = steps + 1, end, following
+            lacks = steps > 0 and not self.part(order, begin, end).size
+            self._counted = (self.epoch, (steps, lacks))
+        return self._counted[1]
 
-    @property
-    def division(self) -> str:
-        """By cost, unless costs are still being measured."""
-        if not (self._costs.known and self._memory.known):
-            return CONSECUTIVE
-        return f"cost, counts {self.counts}, memory_cap {self.memory_cap}"
-
-    def amounts(self, indexes: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Costs and memory of samples, given by index into the data set."""
-        costs = self._costs.of(indexes)
-        return costs, costs if self._memory is self._costs else self._memory.of(indexes)
-
-    def end_of_batch(self, coming: Coming, begin: int) -> int:
+    def end_of_batch(self, order: SampleOrder, begin: int) -> int:
         """Where the costs reach the budget, or the epoch ends."""
-        if coming.division == CONSECUTIVE:
-            end = min(begin + self._first_batch_size, coming.samples)
-            return begin if self.drop_last and end - begin < self._first_batch_size else end
-        most = min(begin + self.max_samples, coming.samples)
-        amounts = self._amounts_from(coming, begin)
+        most = min(begin + self.max_samples, order.length)
+        amounts = self._amounts_from(order, begin)
         while True:
             costs, memory = amounts.costs, amounts.memory
             fits = int(np.searchsorted(np.cumsum(costs), self.budget, side="right"))
@@ -180,69 +158,70 @@ class TokenBudgetSampler(OrderedBatchSampler):
                 fits = min(fits, int(np.searchsorted(np.cumsum(memory), room, side="right")))
             if fits < costs.size or begin + costs.size >= most:
                 break
-            amounts.read(self, max(2 * costs.size, _READ), most - begin)
+            amounts.read(max(2 * costs.size, _READ), most - begin)
         end = min(begin + max(fits, self.min_samples), most)
         if self.memory_cap is not None and end > begin:
-            amounts.read(self, end - begin, most - begin)
-            end = self._end_that_fits(coming, begin, end)
-        return begin if self.drop_last and end == coming.samples else end
+            amounts.read(end - begin, most - begin)
+            end = self._end_that_fits(order, begin, end)
+        return begin if self.drop_last and end == order.length else end
 
-    def divide(self, coming: Coming, begin: int, end: int, world_size: int) -> NDArray[np.int32]:
+    def part(self, order: SampleOrder, begin: int, end: int) -> NDArray[np.int64]:
         """By cost, evenly; consecutive parts, exchanged where they differ."""
-        known = self._divided
-        if known is not None and known[0] is coming and known[1:4] == (begin, end, world_size):
-            return known[4]
-        amounts = self._amounts_from(coming, begin)
-        amounts.read(self, end - begin, end - begin)
-        count = end - begin
+        return np.flatnonzero(self._divide(order, begin, end) == self.rank) + begin
+
+    def _divide(self, order: SampleOrder, begin: int, end: int) -> NDArray[np.int32]:
+        """(end - begin,) the rank of each sample of a global batch."""
+        if self._divided is not None and self._divided[0] is order and self._divided[1:3] == (begin, end):
+            return self._divided[3]
+        amounts, count = self._amounts_from(order, begin), end - begin
+        amounts.read(count, count)
         capped: dict[str, Any] = {}
         if self.memory_cap is not None:
-            capped = {"memory": amounts.memory[:count], "memory_caps": np.full(world_size, float(self.memory_cap))}
-        found = partition(
-            amounts.costs[:count], np.arange(count) * world_size // max(count, 1), world_size, counts=self.counts,
-            min_samples=min(1, count // world_size), **capped,
+            capped = {
+                "memory": amounts.memory[:count],
+                "memory_caps": np.full(self.world_size, float(self.memory_cap)),
+            }
+        destinations = partition(
+            amounts.costs[:count], np.arange(count) * self.world_size // max(count, 1), self.world_size,
+            counts=self.counts, min_samples=min(1, count // self.world_size), **capped,
         ).destinations  # fmt: skip
-        self._divided = (coming, begin, end, world_size, found)
-        return found
+        self._divided = (order, begin, end, destinations)
+        return destinations
 
-    @property
-    def _first_batch_size(self) -> int:
-        assert self.first_batch_size is not None  # costs that are being measured come with it
-        return self.first_batch_size
-
-    def _end_that_fits(self, coming: Coming, begin: int, end: int) -> int:
+    def _end_that_fits(self, order: SampleOrder, begin: int, end: int) -> int:
         """The same end, or an earlier one if no division over the ranks is within the memory cap."""
         assert self.memory_cap is not None
-        amounts = self._amounts_from(coming, begin)
-        heavy = np.flatnonzero(amounts.memory[: end - begin] > self.memory_cap)
+        memory = self._amounts_from(order, begin).memory
+        heavy = np.flatnonzero(memory[: end - begin] > self.memory_cap)
         if heavy.size:
-            index = int(coming.indexes(begin + heavy[:1])[0])
+            index = int(order.samples(begin + heavy[:1])[0])
             raise ValueError(
-                f"sample {index} takes {amounts.memory[heavy[0]]} of memory and memory_cap is {self.memory_cap}; raise "
-                "it, shorten the sample, or leave it out of the data set"
+                f"sample {index} takes {memory[heavy[0]]} of memory and memory_cap is {self.memory_cap}; raise it, "
+                "shorten the sample, or leave it out of the data set"
             )
         while True:
             try:
-                self.divide(coming, begin, end, self.world_size)
+                self._divide(order, begin, end)
             except PartitionError:
                 assert end - begin > self.world_size  # a sample for each rank fits
                 end = max(end - max((end - begin) // _SHRINK, 1), begin + self.world_size)
             else:
                 return end
 
-    def _amounts_from(self, coming: Coming, begin: int) -> _Amounts:
-        if self._amounts is None or self._amounts.coming is not coming or begin < self._amounts.begin:
-            self._amounts = _Amounts(coming, begin)
-        self._amounts.drop_before(begin)
-        return self._amounts
+    def _amounts_from(self, order: SampleOrder, begin: int) -> _Amounts:
+        amounts = self._amounts
+        if amounts is None or amounts.order is not order or begin < amounts.begin:
+            amounts = self._amounts = _Amounts(order, begin, self._costs, self._memory)
+        amounts.drop_before(begin)
+        return amounts
 
 
 class _Amounts:
-    """Costs and memory of the next samples, as far as they have been read."""
+    """Costs and memory of the next samples of an order, as far as they have been read."""
 
-    def __init__(self, coming: Coming, begin: int) -> None:
-        self.coming = coming
-        self.begin = begin
+    def __init__(self, order: SampleOrder, begin: int, costs: _Numbers, memory: _Numbers) -> None:
+        self.order, self.begin = order, begin
+        self._of_costs, self._of_memory = costs, memory
         self.costs = self.memory = np.empty(0, np.int64)
 
     def drop_before(self, begin: int) -> None:
@@ -250,12 +229,48 @@ class _Amounts:
         gone = begin - self.begin
         self.begin, self.costs, self.memory = begin, self.costs[gone:], self.memory[gone:]
 
-    def read(self, sampler: TokenBudgetSampler, count: int, most: int) -> None:
+    def read(self, count: int, most: int) -> None:
         """Reads on, until they are so many."""
         count = min(count, most)
         if count <= self.costs.size:
             return
-        numbers = np.arange(self.begin + self.costs.size, self.begin + count)
-        indexes = self.coming.indexes(numbers)
-        costs, memory = sampler.amounts(indexes)
+        indexes = self.order.samples(np.arange(self.begin + self.costs.size, self.begin + count))
+        costs = self._of_costs.at(indexes)
+        memory = costs if self._of_memory is self._of_costs else self._of_memory.at(indexes)
         self.costs, self.memory = np.concatenate((self.costs, costs)), np.concatenate((self.memory, memory))
+
+
+class _Numbers:
+    """A number for each sample, as the user gave them: asked for a batch at a time, never all of them."""
+
+    def __init__(self, field: str, values: Costs, data: Sized | int, num_samples: int) -> None:
+        if isinstance(values, str):
+            if not hasattr(data, values):
+                raise ValueError(
+                    f"{field} is {values!r}, which {type(data).__name__} lacks; name one of its attributes"
+                )
+            values = getattr(data, values)
+        self._field = field
+        self.values: Callable[[int], float] | NDArray[Any]
+        if callable(values):
+            self.values = values
+            return
+        self.values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        if self.values.shape != (num_samples,) or self.values.dtype.kind not in "iuf":
+            raise ValueError(
+                f"{field} is {self.values.dtype} of shape {self.values.shape}; give one number for each of the "
+                f"{num_samples} samples"
+            )
+
+    def at(self, indexes: NDArray[np.int64]) -> NDArray[Any]:
+        """Those of some samples, int64 or float64; `ValueError` if one is negative or not finite."""
+        if callable(self.values):
+            found = np.array([self.values(index) for index in indexes.tolist()])
+        else:
+            found = self.values[indexes]
+        found = found.astype(np.int64 if found.dtype.kind in "iu" and found.size else np.float64)
+        bad = np.flatnonzero(~((found >= 0) & (found < np.inf)))
+        if bad.size:
+            index, value = indexes[bad[0]], found[bad[0]]
+            raise ValueError(f"{self._field}[{index}] is {value}; use finite numbers, 0 or more")
+        return found

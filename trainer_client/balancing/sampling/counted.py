@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trainer_client.balancing.membership import Ranks
-from trainer_client.balancing.sampling.ordered import Coming, OrderedBatchSampler
+from trainer_client.balancing.sampling.order import SampleOrder
+from trainer_client.balancing.sampling.ordered import OrderedBatchSampler
 from trainer_client.checks import check_whole
 
 
@@ -70,7 +74,13 @@ class GlobalBatchSampler(OrderedBatchSampler):
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
 
-    def end_of_batch(self, coming: Coming, begin: int) -> int:
+    def end_of_batch(self, order: SampleOrder, begin: int) -> int:
         """After the fixed number of samples, or where the epoch ends."""
-        end = min(begin + self.global_batch_size, coming.samples)
+        end = min(begin + self.global_batch_size, order.length)
         return begin if self.drop_last and end - begin < self.global_batch_size else end
+
+    def part(self, order: SampleOrder, begin: int, end: int) -> NDArray[np.int64]:  # noqa: ARG002
+        """Consecutive positions; the first ranks have one more where it does not come out even."""
+        share, more = divmod(end - begin, self.world_size)
+        first = begin + self.rank * share + min(self.rank, more)
+        return np.arange(first, first + share + (self.rank < more))

@@ -1,16 +1,12 @@
-"""The order of a data set as a function of seed and epoch: no memory, and no walk to get to a place in it."""
+"""The order of a data set as a function of seed and epoch: no memory, and no walk to get to a position in it."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-
-from evenkeel.partitioning.compile import kernel
-from evenkeel.partitioning.preparing import KernelSet
 
 VERSION = 1  # of the order: the same seed and epoch give the same order in every release that has this version
 MAX_SAMPLES = 2**62
@@ -24,10 +20,10 @@ class SampleOrder:
     """A permutation of the samples 0 to n-1, of which any part can be asked for at any time.
 
     A generalised Feistel network with cycle walking: methods 2 and 3 of Black and Rogaway, Ciphers with Arbitrary
-    Finite Domains (CT-RSA 2002). A place is split into two digits of about √n values; ten rounds add to each digit in
-    turn a keyed function of the other one: the upper half of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), brought
-    to the digit's range. The few results beyond n-1 go through the network again, until they are below n. Keys are
-    SHAKE-256 of seed and epoch.
+    Finite Domains (CT-RSA 2002). A position is split into two digits of about √n values; ten rounds add to each digit
+    in turn a keyed function of the other one: the upper half of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014),
+    brought to the digit's range. The few results beyond n-1 go through the network again, until they are below n. Keys
+    are SHAKE-256 of seed and epoch.
     """
 
     def __init__(self, length: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = True) -> None:
@@ -46,60 +42,35 @@ class SampleOrder:
         secret = hashlib.shake_256(f"evenkeel/order/{VERSION}/{seed}/{epoch}".encode()).digest(8 * _ROUNDS)
         self._keys = np.frombuffer(secret, "<u8").astype(np.uint64)
 
-    def samples(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples at some places of the order.
+    def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples at some positions of the order.
 
         Args:
-            places: (k,) numbers from 0 to n-1.
+            positions: (k,) numbers from 0 to n-1.
 
         Returns:
             (k,) indexes into the data set.
         """
         if not self._shuffle:
-            return places
-        found = np.empty(places.size, np.int64)
-        permute(places, np.uint64(self.length), self._low, self._high, self._keys, found)
-        return found
+            return positions
+        samples = self._mixed(positions.astype(np.uint64))
+        while (beyond := np.flatnonzero(samples >= np.uint64(self.length))).size:
+            samples[beyond] = self._mixed(samples[beyond])
+        return samples.astype(np.int64)
+
+    def _mixed(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """All rounds of the network."""
+        second, first = np.divmod(values, self._low)
+        for even, odd in self._keys.reshape(-1, 2):
+            first = first + _drawn(second, even, self._low)
+            first = np.minimum(first, first - self._low)  # modulo: below 0 it wraps to more
+            second = second + _drawn(first, odd, self._high)
+            second = np.minimum(second, second - self._high)
+        return second * self._low + first
 
 
-@kernel
-def permute(
-    places: NDArray[np.int64],
-    length: np.uint64,
-    low: np.uint64,
-    high: np.uint64,
-    keys: NDArray[np.uint64],
-    found: NDArray[np.int64],
-) -> None:
-    """Writes the sample of each place to `found`; `low` and `high` are the values that the two digits have."""
-    for i in range(places.size):
-        at = np.uint64(places[i])
-        while True:
-            second = at // low
-            first = at - second * low
-            for j in range(0, keys.size, 2):
-                mixed = second * _GOLDEN + keys[j]
-                mixed = (mixed ^ (mixed >> _30)) * _FIRST
-                mixed = (mixed ^ (mixed >> _27)) * _SECOND
-                first += ((mixed >> _32) * low) >> _32
-                if first >= low:
-                    first -= low
-                mixed = first * _GOLDEN + keys[j + 1]
-                mixed = (mixed ^ (mixed >> _30)) * _FIRST
-                mixed = (mixed ^ (mixed >> _27)) * _SECOND
-                second += ((mixed >> _32) * high) >> _32
-                if second >= high:
-                    second -= high
-            at = second * low + first
-            if at < length:
-                break
-        found[i] = np.int64(at)
-
-
-KERNELS = KernelSet(sources=Path(__file__).parent, load=f"{__name__}:load_all", parts=(f"{__name__}:load_all",))
-"""What orders compile."""
-
-
-def load_all() -> None:
-    """Calls the kernel once."""
-    SampleOrder(5).samples(np.arange(5))
+def _drawn(digits: NDArray[np.uint64], key: np.uint64, size: np.uint64) -> NDArray[np.uint64]:
+    mixed = digits * _GOLDEN + key
+    mixed = (mixed ^ (mixed >> _30)) * _FIRST
+    mixed = (mixed ^ (mixed >> _27)) * _SECOND
+    return ((mixed >> _32) * size) >> _32

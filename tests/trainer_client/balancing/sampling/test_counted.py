@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -81,52 +79,6 @@ def test_any_number_of_ranks_goes_on_with_the_same_global_batches(data: Any) -> 
     assert found + [sorted(chain(*step)) for step in _steps(ranks)] == expected
 
 
-@settings(max_examples=80, deadline=None)
-@given(data=st.data())
-def test_what_a_half_trained_window_has_left_comes_first(data: Any) -> None:
-    length, size = data.draw(st.integers(1, 150)), data.draw(st.integers(6, 30))
-    seen: list[int] = []
-    state = None
-    for _ in range(3):  # also a window that begins with what another one has left
-        ranks = _ranks(length, data.draw(st.integers(1, 6)), size, seed=2)
-        for rank in ranks:
-            if state is not None:
-                rank.load_state_dict(state)
-                rank.set_epoch(0)
-        before = data.draw(st.integers(0, 2))
-        steps = _steps(ranks, before + data.draw(st.integers(1, 4)))
-        seen += _flat(steps[:before])
-        window = steps[before:]
-        masks = [[np.array(data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch))), bool)
-                  for batch in [step[rank] for step in window] if batch] for rank in range(len(ranks))]  # fmt: skip
-        for step in range(len(window)):
-            for batch, own in zip(window[step], masks, strict=True):
-                seen += [index for index, done in zip(batch, own[step], strict=True) if done] if batch else []
-        rests = [rank.rest_of(rank.state_after(before), masks) for rank in ranks]
-        assert rests == [rests[0]] * len(ranks)
-        state = json.loads(json.dumps(rests[0]))
-    ranks = _ranks(length, 5, size, seed=2)
-    for rank in ranks:
-        rank.load_state_dict(state)
-        rank.set_epoch(0)
-    steps = _steps(ranks)
-    assert all(sum(map(len, step)) == size for step in steps[:-1])
-    assert sorted(seen + _flat(steps)) == list(range(length))
-
-
-def test_masks_of_other_batches_are_refused() -> None:
-    sampler = GlobalBatchSampler(40, global_batch_size=8)
-    state = sampler.state_after(0)
-    with pytest.raises(
-        ValueError, match=r"trained\[0\]\[0\] has the shape \(3,\), and this batch had 4 samples on 2 r"
-    ):
-        sampler.rest_of(state, [[np.ones(3)], [np.ones(5)]])
-    with pytest.raises(ValueError, match=r"trained\[0\]\[1\] has the shape \(40,\)"):
-        sampler.rest_of(state, [[np.ones(8), np.ones(40)]])
-    assert sampler.rest_of(state, [[np.ones(8)]]) == {**state, "position": 8}
-    assert sampler.rest_of(state, []) == state
-
-
 def test_epochs_have_orders_of_their_own_and_iterations_begin_anew() -> None:
     sampler = GlobalBatchSampler(50, global_batch_size=10, seed=5)
     first = list(sampler)
@@ -143,8 +95,7 @@ def test_epochs_have_orders_of_their_own_and_iterations_begin_anew() -> None:
     assert sampler.state_dict()["position"] == 10
     assert list(sampler) == second  # a loop that was left begins again
     assert sampler.state_dict() == {
-        "version": 1, "samples": 50, "seed": 5, "shuffle": True, "epoch": 1, "position": 50, "rest": None,
-        "division": "consecutive",
+        "version": 1, "samples": 50, "seed": 5, "shuffle": True, "epoch": 1, "position": 50,
     }  # fmt: skip
 
 
@@ -172,18 +123,6 @@ def test_a_loaded_state_holds_for_its_epoch_once() -> None:
     assert len(list(resumed(5))) == 5  # no epoch is named: the next loop over the same order
 
 
-def test_a_state_stays_what_it_was_while_it_is_loaded() -> None:
-    sampler = GlobalBatchSampler(50, global_batch_size=10)
-    state = sampler.rest_of(sampler.state_dict(), [[np.arange(10) % 2 == 0, np.arange(10) % 3 == 0]])
-    sampler.load_state_dict(state)
-    assert sampler.state_dict() == state
-    list(sampler)
-    later = sampler.state_after(1)
-    assert (later["position"], later["rest"]) == (20, {**state["rest"], "drawn": 10})
-    assert sampler.state_after(2)["rest"] is None
-    assert pickle.loads(pickle.dumps(sampler.state_after(2))) == {**state, "position": 29, "rest": None}
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -195,10 +134,6 @@ def test_a_state_stays_what_it_was_while_it_is_loaded() -> None:
         ({"position": -1}, r"state\['position'\] is -1"),
         ({"position": None}, r"state\['position'\] is None"),
         ({"epoch": "1"}, r"state\['epoch'\] is '1'"),
-        ({"rest": 3}, r"state\['rest'\] cannot be read"),
-        ({"rest": {"begin": 0, "drawn": 0, "places": "?"}}, r"state\['rest'\] cannot be read"),
-        ({"rest": {"begin": 0, "drawn": 0, "places": "AA=="}}, r"0 places from 0 on"),
-        ({"rest": {"begin": 8, "drawn": 0, "places": "gA=="}, "position": 8}, r"do not end before 8"),
     ],
 )
 def test_a_state_of_something_else_is_refused(change: dict[str, Any], words: str) -> None:

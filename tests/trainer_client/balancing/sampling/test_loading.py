@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness.ranks import run_ranks
-from trainer_client.balancing.sampling import GlobalBatchSampler, MeasuredCosts, SampleOrder, TokenBudgetSampler
+from trainer_client.balancing.sampling import GlobalBatchSampler, TokenBudgetSampler
 
 
 def _lengths(count: int) -> NDArray[np.int64]:
@@ -63,7 +63,7 @@ def test_the_state_is_that_of_the_batches_that_were_trained_however_far_workers_
         if len(trained) == 3:
             break
     state = sampler.state_after(3)
-    assert state == {**state, "epoch": 1, "position": sum(map(len, trained)), "rest": None}
+    assert state == {**state, "epoch": 1, "position": sum(map(len, trained))}
     assert list(loader)[:3] == trained  # again from the epoch's begin
     sampler.load_state_dict(state)
     sampler.set_epoch(1)
@@ -103,33 +103,3 @@ def test_ranks_are_those_of_the_group_or_of_the_mesh() -> None:
             f"the sampler was made for rank 0 of 1, and this is rank {rank} of 4; make it after "
             "torch.distributed.init_process_group, or pass rank and world_size"
         )
-
-
-def _measure(rank: int, workers: int) -> tuple[list[list[int]], list[list[int]], list[float]]:
-    words = _Words(_lengths(60))
-    measured = MeasuredCosts(words)
-    sampler = TokenBudgetSampler(words, budget=900, costs=measured, first_batch_size=7, drop_last=True)
-    data = measured.watch(words, len)
-    loader: DataLoader[Any] = DataLoader(data, batch_sampler=sampler, num_workers=workers, collate_fn=list)
-    first = [[len(word) for word in batch] for batch in loader]
-    measured.share()
-    sampler.set_epoch(1)
-    second = [[len(word) for word in batch] for batch in loader]
-    return first, second, measured.values.tolist()
-
-
-def test_costs_are_measured_in_the_first_epoch() -> None:
-    lengths = _lengths(60)
-    results = run_ranks(2, _measure, 1)
-    values = results[0][2]
-    assert values == results[1][2]
-    seen = SampleOrder(60).samples(np.arange(56))
-    assert np.array_equal(np.array(values)[seen], lengths[seen])
-    unseen = np.setdiff1d(np.arange(60), seen)
-    assert np.allclose(np.array(values)[unseen], lengths[seen].mean(), rtol=1e-5)
-    assert [len(batch) for batch in results[0][0]] == [4] * 8
-    assert [len(batch) for batch in results[1][0]] == [3] * 8
-    sums = [sum(ours) + sum(others) for ours, others in zip(results[0][1], results[1][1], strict=True)]
-    known = TokenBudgetSampler(60, budget=900, costs=values, drop_last=True, rank=0, world_size=1, min_samples=2)
-    known.set_epoch(1)
-    assert sums == [lengths[batch].sum() for batch in known]
