@@ -1,11 +1,11 @@
-"""Writes what the reference says of settings and metrics, from the code.
+"""Writes the reference of settings and metrics from the code, and the table of result files from these.
 
 python -m scripts.write_reference [--check]
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -17,7 +17,10 @@ import services.balancer.settings
 import services.planner.metrics
 import services.planner.settings
 from evenkeel.variables import KNOWN
-from services.balancer.server import BalancerServer
+from services.balancer.access import Occupancy
+from services.balancer.history import History
+from services.balancer.people import build_metrics
+from services.balancer.workers import WorkerPool
 from services.operations.settings import ServiceSettings
 from trainer_client.observing.metrics import RankMeasures
 
@@ -67,7 +70,7 @@ export what the Python client of Prometheus tells of a process (`process_…`, `
 
 ## Ranks
 
-From a `RankExporter` ([deployment](../deployment.md#metrics-of-the-ranks)). Prometheus calls the label `job`
+From a `RankExporter` ([deployment](../operate/deployment.md#metrics-of-the-ranks)). Prometheus calls the label `job`
 `exported_job`.
 
 {ranks}
@@ -79,6 +82,17 @@ From a `RankExporter` ([deployment](../deployment.md#metrics-of-the-ranks)). Pro
 ## Planner
 
 {planner}
+"""
+
+
+RESULTS = """# Result files
+
+<!-- Written by scripts/write_reference.py from the files. -->
+
+What the files under `benchmarks/results/` say of their making. Where date and commit are empty the file is older than
+the writer that notes them; `git log` of the file tells when it came.
+
+{files}
 """
 
 
@@ -96,7 +110,11 @@ def main(arguments: list[str]) -> int:
 
 def texts() -> dict[Path, str]:
     """The pages by path."""
-    return {FOLDER / "settings.md": settings_page(), FOLDER / "metrics.md": metrics_page()}
+    return {
+        FOLDER / "settings.md": settings_page(),
+        FOLDER / "metrics.md": metrics_page(),
+        ROOT / "docs" / "evidence" / "files.md": results_page(),
+    }
 
 
 def settings_page() -> str:
@@ -136,34 +154,57 @@ def _compose_defaults() -> Iterable[tuple[str, str]]:
             yield name, default.removesuffix("/services").removesuffix("/grafana_password")
 
 
+def results_page() -> str:
+    """Every result file, the latest first."""
+    rows = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        made = result.get("provenance", result)
+        machine = made.get("machine", made.get("device", ""))
+        if isinstance(machine, dict):
+            cores = machine.get("cores", machine.get("cpus", ""))
+            machine = ", ".join(
+                [*machine.get("gpus", []), *filter(None, [machine.get("device", "")]), f"{cores} cores"]
+            )
+        program = re.search(r"benchmarks\.\w+", str(made.get("command", made.get("commands", ""))))
+        rows.append(
+            (
+                made.get("date", "")[:10],
+                made.get("commit", "")[:12],
+                f"`{path.name}`",
+                program[0] if program else "",
+                machine,
+            )
+        )
+    rows.sort(key=lambda row: row[0], reverse=True)
+    ordered = ((name, date, commit, program, machine) for date, commit, name, program, machine in rows)
+    return RESULTS.format(files=_table(("file", "date", "commit", "program", "machine"), ordered))
+
+
 def metrics_page() -> str:
     """Every metric of the services and the ranks."""
     return METRICS.format(
         ranks=_metrics(RankMeasures(job="", rank=0).registry),
-        balancer=_metrics(asyncio.run(_balancer())),
+        balancer=_metrics(_balancer()),
         planner=_metrics(services.planner.metrics.Metrics().registry),
     )
 
 
-async def _balancer() -> CollectorRegistry:
-    """What a balancer that has started exports."""
-    server = BalancerServer(services.balancer.settings.Settings(port=0, workers=1))
-    await server.start()
-    await server.stop()
-    return server.metrics.registry
+def _balancer() -> CollectorRegistry:
+    """What a balancer exports."""
+    settings = services.balancer.settings.Settings(workers=1)
+    pool = WorkerPool(settings.limits(), workers=1, seconds=1.0)
+    return build_metrics(History(), Occupancy(max_calls=1, max_bytes=1), pool).registry
 
 
 def _metrics(registry: CollectorRegistry) -> str:
-    labels = {
-        name: ", ".join(f"`{label}`" for label in getattr(collector, "_labelnames", ()))
-        for name, collector in registry._names_to_collectors.items()  # nothing public tells the labels
-    }
-    families = sorted(registry.collect(), key=lambda family: family.name)
-    rows = (
-        (f"`{each.name}{'_total' if each.type == 'counter' else ''}`", each.type, labels[each.name], each.documentation)
-        for each in families
-        if each.name.startswith("evenkeel_")
-    )
+    collectors = registry._names_to_collectors  # nothing public tells the labels
+    rows = []
+    for each in sorted(registry.collect(), key=lambda family: family.name):
+        if each.name.startswith("evenkeel_"):
+            labels = getattr(collectors.get(each.name), "_labelnames", None) or getattr(each, "_labelnames", ())
+            name = f"`{each.name}{'_total' if each.type == 'counter' else ''}`"
+            rows.append((name, each.type, ", ".join(f"`{label}`" for label in labels), each.documentation))
     return _table(("metric", "type", "labels", "what it says"), rows)
 
 
