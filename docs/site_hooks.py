@@ -16,10 +16,12 @@ LINK = re.compile(r"\]\(((?:\.\./)+)([\w./-]+)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds what pages link to beside `docs`: texts of the repository's root, pictures of measurements."""
-    for page in Path(config["docs_dir"]).glob("*.md"):
+    """Adds the files beside `docs` that pages link to."""
+    docs = Path(config["docs_dir"])
+    for page in docs.rglob("*.md"):
+        above = len(page.relative_to(docs).parts)  # so many steps up lead out of docs
         for up, target in LINK.findall(page.read_text(encoding="utf-8")):
-            beside = up == "../" and (ROOT / target).is_file()
+            beside = up == "../" * above and (ROOT / target).is_file()
             if beside and files.get_file_from_path(target) is None:
                 files.append(File.generated(config, target, abs_src_path=str(ROOT / target)))
     return files
@@ -29,7 +31,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turns links between the root and `docs` into links within the site."""
     if page.file.generated_by:
         return re.sub(r"\]\(docs/", "](", markdown)
-    return markdown if "/" in page.file.src_uri else re.sub(r"\]\(\.\./", "](", markdown)
+    out = "../" * len(Path(page.file.src_uri).parts)
+    return markdown.replace(f"]({out}", f"]({out.removesuffix('../')}")
 
 
 def on_post_build(config: Any) -> None:

@@ -77,50 +77,24 @@ def waiting() -> Picture:
 
 def one_round() -> Picture:
     """A round beside training."""
-    picture = Picture(860, 330, "While earlier batches train, the ranks and the balancer agree on batch 7")
-    for y, name in ((40, "training"), (120, "rank's worker"), (200, "balancer"), (270, "moving")):
+    picture = Picture(860, 330, "While earlier batches train, the lead decides about batch 7")
+    for y, name in ((40, "training"), (120, "lead (rank 0)"), (200, "balancer"), (270, "moving")):
         picture.text(12, y + 22, name, bold=True)
     for number, x in ((5, 120), (6, 350), (7, 600)):
         picture.box(x, 40, 220 if number < 7 else 230, 34, f"forward and backward of batch {number}", BLUE)
-    picture.box(120, 120, 110, 34, "costs, lengths")
-    picture.box(170, 200, 250, 34, "all ranks' costs → plan → slices")
-    picture.box(420, 120, 110, 34, "agreement", GREEN)
+    picture.box(120, 120, 120, 34, "gathers costs")
+    picture.box(220, 200, 160, 34, "plans, or is late")
+    picture.box(400, 120, 180, 34, "takes the plan, or plans", GREEN)
     picture.box(480, 270, 112, 34, "All2All", GREEN)
     picture.arrow(150, 74, 150, 120)
-    picture.arrow(200, 154, 220, 200)
-    picture.arrow(400, 200, 440, 154)
-    picture.arrow(500, 154, 510, 270)
+    picture.arrow(210, 154, 240, 200)
+    picture.arrow(370, 200, 420, 154)
+    picture.arrow(530, 154, 530, 270)
     picture.arrow(592, 270, 620, 74)
-    picture.text(125, 108, "submit 7", anchor="end")
-    picture.text(405, 190, "decision", anchor="end")
-    picture.text(632, 140, "moves only if")
-    picture.text(632, 158, "all ranks hold the same")
+    picture.text(125, 108, "batch 7", anchor="end")
+    picture.text(632, 140, "each rank is told")
+    picture.text(632, 158, "what to send and get")
     picture.text(120, 24, "time →")
-    return picture
-
-
-def agreement() -> Picture:
-    """From votes to one outcome."""
-    picture = Picture(800, 270, "Every rank evaluates the same function of the same votes")
-    for rank in range(3):
-        y = 30 + 74 * rank
-        picture.box(16, y, 150, 54, f"rank {rank}\nits vote, 96 bytes")
-        picture.arrow(166, y + 27, 236, 128)
-        picture.box(380, y, 130, 54, f"decide(votes)\non rank {rank}", BLUE)
-        picture.arrow(334, 128, 380, y + 27)
-    picture.box(236, 98, 98, 60, "all-gather")
-    for number, (name, what) in enumerate(
-        (
-            ("service", "samples move by its plan"),
-            ("embedded", "the ranks compute the plan"),
-            ("identity", "every sample stays at home"),
-            ("end", "the loops of all ranks end"),
-        )
-    ):
-        y = 22 + 58 * number
-        picture.box(550, y, 234, 46, f"{name}\n{what}", GREEN if number == 0 else PALE)
-    picture.arrow(510, 128, 548, 128)
-    picture.text(530, 262, "one of these, on all ranks alike", anchor="start")
     return picture
 
 
@@ -142,7 +116,7 @@ def keys() -> Picture:
     return picture
 
 
-PICTURES = {"waiting": waiting, "round": one_round, "agreement": agreement, "keys": keys}
+PICTURES = {"waiting": waiting, "round": one_round, "keys": keys}
 
 
 def main(arguments: list[str]) -> int:
