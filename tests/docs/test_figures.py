@@ -1,0 +1,155 @@
+"""Figures of the pages are those of the result files; the tables of these are what their writer writes (test_reference)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/evidence/results.md")
+
+
+def _step(lengths: str, setting: str) -> Callable[[Any], float]:
+    return lambda d: d["workloads"][lengths]["settings"][setting]["step_ms_mean"]
+
+
+def _replayed(lengths: str, ranks: str, setting: str) -> Callable[[Any], float]:
+    return lambda d: d["replays"][ranks]["workloads"][lengths]["settings"][setting]["speedup"]
+
+
+def _shuffled(case: str, setting: str) -> Callable[[Any], float]:
+    return lambda d: next(c for c in d["shuffle"]["cases"] if c["case"] == case)["settings"][setting]["mean_ms"]
+
+
+def _moved(samples: int, lengths: str, strategy: str = "minimal_move") -> Callable[[Any], float]:
+    return lambda d: 100 * mean(
+        cell["moved_share"][strategy]
+        for cell in d["grid"]
+        if (cell["samples"], cell["lengths"]) == (samples, lengths)
+    )
+
+
+def _planned(tables: int, share: float, plan: str) -> Callable[[Any], float]:
+    return lambda d: next(
+        row["ms"] for row in d["rows"] if (row["tables"], row["hbm_share"], row["plan"]) == (tables, share, plan)
+    )
+
+
+def _giant(cell: str, setting: str) -> Callable[[Any], float]:
+    return lambda d: d["cells"][cell][setting]["median_ms"]
+
+
+def _bucketized(choose: Callable[[list[float]], float]) -> Callable[[Any], float]:
+    return lambda d: choose([row["fbgemm_over_ours"] for row in d["results"]])
+
+
+ALIKE = "all cached alike"
+FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
+    "end_to_end_2xh200": {
+        "52.2": _step("zipf", "off"), "44.2": _step("zipf", "grpc"), "26.2": _step("lognormal", "off"),
+        "24.1": _step("lognormal", "grpc"), "1.18": lambda d: d["workloads"]["zipf"]["settings"]["grpc"]["speedup"],
+        "1.09": lambda d: d["workloads"]["lognormal"]["settings"]["grpc"]["speedup"],
+        "1.243": lambda d: d["workloads"]["zipf"]["settings"]["off"]["cost_imbalance"],
+        "1.139": lambda d: d["workloads"]["lognormal"]["settings"]["off"]["cost_imbalance"],
+    },
+    "end_to_end_replay": {
+        text: _replayed(lengths, ranks, setting)
+        for lengths, ranks, texts in (
+            ("zipf", "8", ("1.446", "1.460", "1.419")), ("zipf", "16", ("1.525", "1.531", "1.510")),
+            ("lognormal", "8", ("1.053", "1.076", "0.981")), ("lognormal", "16", ("1.116", "1.140", "1.126")),
+        )
+        for text, setting in zip(texts, ("minimal_move", "window", "kk"), strict=True)
+    },
+    "peers_2xh200": {
+        text: _shuffled(case, setting)
+        for case, texts in (
+            ("zipf", ("58.8", "51.0", "49.2", "49.5")), ("lognormal", ("42.7", "41.7", "39.0", "40.5")),
+            ("equal", ("34.1", "35.9", "34.3", "34.1")),
+        )
+        for text, setting in zip(texts, ("off", "theirs_all_gather", "evenkeel", "evenkeel_drop_in"), strict=True)
+    },
+    "peers": {
+        "41 of 66": lambda d: sum(row["ours_ms"] <= row["theirs_ms"] for row in d["decisions"]["rows"]),
+        "7.6": lambda d: max(row["theirs_ms"] for row in d["decisions"]["rows"] if _wide(row)),
+        "15.0": lambda d: max(row["ours_ms"] for row in d["decisions"]["rows"] if _wide(row)),
+    },
+    "partitioning": {
+        "704": lambda d: len(d["grid"]), "5.5": _moved(32, "uniform"), "12.0": _moved(32, "lognormal"),
+        "24.5": _moved(32, "zipf_1.2"), "75.9": _moved(32, "bimodal"), "2.2": _moved(32, "one_giant"),
+        "2.3": _moved(128, "uniform"), "4.2": _moved(128, "lognormal"), "11.3": _moved(128, "zipf_1.2"),
+        "27.1": _moved(128, "bimodal"), "9.7": _moved(128, "one_giant"),
+        "91.3": _moved(128, "lognormal", "karmarkar_karp"), "87.9": _moved(128, "bimodal", "karmarkar_karp"),
+    },
+    "redistribution_2xh200": {
+        "1.76": lambda d: min(row["ratio"] for row in d["rows"] if row["strategy"] == "minimal_move"),
+        "4.08": lambda d: max(row["ratio"] for row in d["rows"] if row["strategy"] == "minimal_move"),
+        "1.24": lambda d: min(row["ratio"] for row in d["rows"] if row["strategy"] == "shuffle"),
+        "2.55": lambda d: max(row["ratio"] for row in d["rows"] if row["strategy"] == "shuffle"),
+    },
+    "giants_2xh200": {
+        text: _giant(cell, setting)
+        for cell, texts in (
+            ("65536 x 4", ("950.5", "511.3", "486.4")), ("131072 x 4", ("3,749.4", "1,960.2", "1,870.8")),
+            ("long x 2", ("26.1", "33.4", "25.9")), ("long x 4", ("60.2", "64.6", "53.1")),
+            ("long x 32", ("366.3", "365.7", "356.2")),
+        )
+        for text, setting in zip(texts, ("whole", "split", "even"), strict=True)
+    },
+    "bucketize_h200": {"3.4": _bucketized(min), "196": _bucketized(max), "8.9": _bucketized(median)},
+    "faults": {"1,129": lambda d: d["faults"], "0 samples lost": lambda d: sum(d["violations"].values())},
+    "kills": {
+        "1,077": lambda d: sum(d["kills"].values()), "369": lambda d: d["runs_with_another_number_of_ranks"],
+        "173": lambda d: d["jobs_compared_bit_by_bit"], "0 samples lost": lambda d: d["lost"] + d["doubled"],
+    },
+    "programs": {"2,000": lambda d: d["programs"]},
+    "placement_gpu_plans_h200": {
+        text: _planned(tables, share, plan)
+        for tables, share, texts in (
+            (26, 0.5, ("2.1", "3.7", "3.8", "3.0")), (100, 0.5, ("3.1", "4.8", "5.1", "6.2")),
+            (26, 0.2, ("3.0", "4.0", "4.5", "3.4")), (100, 0.2, ("6.8", "7.0", "7.3", "7.6")),
+        )
+        for text, plan in zip(texts, ("evenkeel", "torchrec", "torcheasyrec", ALIKE), strict=True)
+    },
+    "placement_gpu_plans_slow_host_h200": {
+        "5.28": _planned(26, 0.2, "evenkeel"), "3.87": _planned(26, 0.2, ALIKE),
+        "6.73": _planned(100, 0.2, "evenkeel"), "6.66": _planned(100, 0.2, "torcheasyrec"),
+    },
+    "placement_gpu_plans_traces_h200": {
+        "2.24": _planned(26, 0.2, "evenkeel"), "2.09": _planned(26, 0.2, ALIKE), "3.51": _planned(26, 0.2, "torchrec"),
+        "3.77": _planned(60, 0.2, "evenkeel"), "3.53": _planned(60, 0.2, ALIKE),
+    },
+}  # fmt: skip
+"""By result file: a figure as the pages have it, and what the file has."""
+
+
+def _wide(row: dict[str, Any]) -> bool:
+    return (row["ranks"], row["samples"], row["lengths"], row["incomplete"]) == (256, 32, "zipf", False)
+
+
+def _cases() -> Iterator[Any]:
+    for file, figures in FIGURES.items():
+        for text, read in figures.items():
+            yield pytest.param(file, text, read, id=f"{file}-{text}")
+
+
+@pytest.mark.parametrize(("file", "text", "read"), list(_cases()))
+def test_a_figure_is_that_of_its_file(file: str, text: str, read: Callable[[Any], float]) -> None:
+    pages = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    assert re.search(rf"(?<![\d.]){re.escape(text)}(?!\d)", pages)
+    value, (number, *_) = read(json.loads((RESULTS / f"{file}.json").read_text())), text.split()
+    decimals = len(number.partition(".")[2])
+    assert f"{value:,.{decimals}f}" == number
+
+
+def test_files_that_the_pages_name_exist() -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        for name in re.findall(r"`(?:benchmarks/results/)?(\w+\.json)`", page.read_text(encoding="utf-8")):
+            if page.parent.name == "evidence" or name.endswith("h200.json"):
+                assert (RESULTS / name).exists(), f"{page}: {name}"

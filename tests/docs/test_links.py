@@ -1,0 +1,31 @@
+"""What the pages point to exists: pages, sections, pictures, files and programs."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+MADE_BY_READERS = {"deploy/prometheus/alertmanagers/mine.json"}
+
+
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.replace("`", "").lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_points_to_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(((?!https?:)[^)#]*)(?:#([^)]*))?\)", text):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), target
+        assert not anchor or "reference" in target or anchor in _anchors(file), f"{target}#{anchor}"
+    for name in re.findall(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|md|sh|yml|yaml|proto|json|cu))`", text):
+        assert name in MADE_BY_READERS or (ROOT / name).exists(), name
+    for module in re.findall(r"-m ((?:benchmarks|examples|scripts|services)(?:\.\w+)+)", text):
+        assert find_spec(module) is not None, module
