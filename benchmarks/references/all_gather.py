@@ -60,7 +60,7 @@ def redistribute(flat: FlatBatch, piece: Slice, *, group: dist.ProcessGroup | No
 @contextmanager
 def by_gathering() -> Iterator[None]:
     """Rounds of balancers that are used in the block gather where they would exchange."""
-    with mock.patch("trainer_client.balancing.passes.start", start):
+    with mock.patch("trainer_client.balancing.stream.start_moving", start):
         yield
 
 

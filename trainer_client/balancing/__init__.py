@@ -11,8 +11,7 @@ from trainer_client.balancing.errors import (
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import Counters, Mode, Reason, RoundReport
-from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.ticket import Ticket
+from trainer_client.balancing.stream import BatchStream, Ticket
 
 __all__ = [
     "BalanceOptions",

@@ -1,8 +1,9 @@
-"""The lead's way to the balancer service: one unary call a round, and when not to make it."""
+"""The lead's way to the balancer service: one unary call a round, when not to make it, and not to wait for it."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,14 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 from evenkeel import __version__
 from evenkeel.addresses import check_address, grpc_target
-from evenkeel.partitioning.rounds import RoundOptions, RoundPlan
-from evenkeel.partitioning.samples import RoundSamples
-from evenkeel.partitioning.speeds import LearnedSpeeds
 from evenkeel.protocol.plan_round import InvalidMessage, RoundNames, RunFacts, read_response, write_request
 from trainer_client.balancing.errors import ServiceRequiredError
-from trainer_client.balancing.grpc_without_forks import grpc
 from trainer_client.balancing.launchers import read_launch
-from trainer_client.balancing.report import Reason
+from trainer_client.balancing.lead import Round, Stage
+from trainer_client.balancing.report import Counters, Mode, Reason
+
+# gRPC's fork handlers do nothing for a process whose calls are under way, as a lead's are while a DataLoader forks
+# workers, and now and then they end the worker. It reads the variable when it is imported, and never again.
+_FORK_SUPPORT = os.environ.get("GRPC_ENABLE_FORK_SUPPORT")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+try:
+    import grpc
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{error}; a balancer service needs grpcio: pip install 'evenkeel[trainer]'") from error
+finally:
+    if _FORK_SUPPORT is None:
+        del os.environ["GRPC_ENABLE_FORK_SUPPORT"]
 
 if TYPE_CHECKING:
     from evenkeel.credentials import Credentials
@@ -26,14 +36,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SERVICE = "evenkeel.balancer.v2.BalancerService"
+GRACE = 2e-3
+"""Seconds for which a wanted batch waits for an answer that is on its way, or as long as planning here takes."""
 MOST_MISSES = 3
 """Rounds in a row without an answer in time, after which the service is asked now and then only."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 REQUIRED_SECONDS = 30.0
 """How long `BalanceOptions.require_service` waits for a service that may be starting too."""
-_LASTING = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
-_MOST_TOLD = 100  # troubles, each told once
 _REFUSALS = ("INVALID_ARGUMENT", "FAILED_PRECONDITION")  # of this round: they say nothing against the service
+_LASTING = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", *_REFUSALS)
+_MOST_LOGGED = 100  # troubles, each once
 _OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -48,17 +60,11 @@ _OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Whether the service is asked; a function of how earlier calls ended.
+    """Whether the service is asked; a function of how earlier calls ended."""
 
-    Attributes:
-        misses: Rounds in a row that had no answer in time.
-        until: When it is asked again, `time.monotonic` seconds; 0: it is asked.
-        pause: Seconds of the latest pause.
-    """
-
-    misses: int = 0
-    until: float = 0.0
-    pause: float = 0.0
+    misses: int = 0  # rounds in a row that had no answer in time
+    until: float = 0.0  # when it is asked again, `time.monotonic` seconds; 0: it is asked
+    pause: float = 0.0  # seconds of the latest pause
 
     @property
     def closed(self) -> bool:
@@ -73,36 +79,16 @@ class Breaker:
         """After a round has begun to ask: while the breaker is open, no other does until that is answered."""
         return self if self.closed else Breaker(self.misses, now + self.pause, self.pause)
 
-    def served(self) -> Breaker:
-        """After an answer in time."""
-        return Breaker()
-
     def missed(self, now: float) -> Breaker:
-        """After a round without one."""
+        """After a round without an answer in time; after one with, it is a new breaker."""
         if self.misses + 1 < MOST_MISSES:
             return Breaker(self.misses + 1)
         pause = min(max(FIRST_PAUSE, 2 * self.pause), LONGEST_PAUSE)
         return Breaker(self.misses + 1, now + pause, pause)
 
 
-class Call:
-    """A call under way."""
-
-    def __init__(self, future: Any, samples: RoundSamples) -> None:
-        self.future, self.samples = future, samples
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return bool(self.future.done())
-
-    def cancel(self) -> None:
-        """Gives it up; its answer comes to nothing."""
-        self.future.cancel()
-
-
-class Asker:
-    """Asks the service; used by the lead's threads, never by the training thread."""
+class Asker(Stage):
+    """Asks the service for plans; the lead plans what is not there when its own loop comes for the batch."""
 
     def __init__(
         self,
@@ -113,103 +99,114 @@ class Asker:
         group: str,
         loader: str,
         timeout: float,
-        woken: Callable[[], None],
+        counters: Counters,
     ) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            address: Of the balancer; a name of several replicas is asked for one of them.
-            credentials: What the calls show.
-            job: The training job.
-            group: The ranks that balance together, by name.
-            loader: The loader.
-            timeout: Of a call, in seconds.
-            woken: Called when a call has ended, from a thread of gRPC's.
-        """
+        """Connects to nothing yet; a name of several replicas is asked for one of them."""
         launch = read_launch()
         self._names = RoundNames(
             job=job, group=group, loader=loader, run_id=launch.run_id, restart_count=launch.restart_count, round=0,
             client_version=__version__,
         )  # fmt: skip
         self._address, self._credentials = check_address(address), credentials
-        self._name, self._timeout, self._woken = loader, timeout, woken
-        self._lock = threading.Lock()
+        self._name, self._timeout, self._counters = loader, timeout, counters
+        self._changed = threading.Condition()
+        self._wanted = -1
+        self._latest: Round | None = None  # that was asked for
         self._channel: Any = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
+        self._trouble = ""
         self.breaker = Breaker()
-        self.changes = 0
-        self.trouble = ""
 
-    def ask(
-        self,
-        number: int,
-        samples: RoundSamples,
-        options: RoundOptions,
-        *,
-        learned: LearnedSpeeds,
-        rounds_by_lead: int,
-        rounds_unbalanced: int,
-        step_seconds: float,
-    ) -> Call | None:
-        """Begins a call for a round's plan; None while the service is not asked.
+    def want(self, number: int) -> None:
+        """The lead's own loop waits for a round."""
+        with self._changed:
+            self._wanted = max(self._wanted, number)
+            self._changed.notify_all()
 
-        Args:
-            number: Of the round.
-            samples: Of all ranks.
-            options: How to plan it.
-            learned: For people to see there, as what follows.
-            rounds_by_lead: That the lead has planned since it was opened.
-            rounds_unbalanced: In which samples stayed where they were, as no plan could be made.
-            step_seconds: Median of a step's computation; 0: unknown.
-        """
-        with self._lock:
+    def begin(self, round_: Round) -> None:
+        """Asks for the plan of a round, unless the breaker is open."""
+        if round_.decision.mode is not Mode.EMBEDDED or (round_.window is not None and round_.window["plain"]):
+            return
+        round_.reason = Reason.NOT_ASKED
+        with self._changed:
             now = time.monotonic()
             if not self.breaker.asks(now):
-                return None
+                return
             self.breaker = self.breaker.asked(now)
+        learned, rounds = round_.extras.learned, self._counters.rounds
         facts = RunFacts(
-            rounds_by_lead=rounds_by_lead, rounds_unbalanced=rounds_unbalanced, last_trouble=self.trouble,
-            stragglers=learned.stragglers, delays=learned.delays, step_seconds=step_seconds,
+            rounds_by_lead=sum(count for (mode, _), count in rounds.items() if mode is Mode.EMBEDDED),
+            rounds_unbalanced=sum(count for (mode, _), count in rounds.items() if mode is Mode.IDENTITY),
+            last_trouble=self._trouble, stragglers=learned.stragglers, delays=learned.delays,
+            step_seconds=round_.step_seconds,
         )  # fmt: skip
+        assert round_.samples is not None
         try:
-            data = write_request(samples, options, replace(self._names, round=number), facts)
+            data = write_request(round_.samples, round_.options, replace(self._names, round=round_.number), facts)
             metadata = (("evenkeel-job", self._names.job), *self._credentials.metadata(self._address))
-            future = (
-                self._connected()
-                .unary_unary(f"/{SERVICE}/PlanRound")
-                .future(data, timeout=self._timeout, metadata=metadata)
-            )
+            call = self._method("PlanRound").future(data, timeout=self._timeout, metadata=metadata)
         except ValueError as error:  # a file of the credentials, or a channel that has just been closed
-            self._missed("UNAUTHENTICATED", str(error))
-            return None
-        future.add_done_callback(lambda _: self._woken())
-        return Call(future, samples)
+            round_.reason = self._missed("UNAUTHENTICATED", str(error))
+            return
+        call.add_done_callback(lambda _: self.want(-1))
+        round_.call = call
 
-    def answer(self, call: Call) -> tuple[RoundPlan | None, Reason]:
-        """The plan of a call, which is given up where it has not ended; or why there is none."""
-        if not call.done:
-            call.cancel()
-            return None, self._missed("", "no answer when the batch was wanted")
+    def finish(self, round_: Round) -> None:
+        """Takes the service's plan, if it is there before the lead's loop wants the batch, or just after."""
+        call = round_.call
+        if call is None:
+            return
+        planning_seconds = 0.0 if self._latest is None or self._latest.plan is None else self._latest.plan.seconds
+        began, self._latest = time.perf_counter(), round_
+        with self._changed:
+            self._changed.wait_for(lambda: call.done() or self._wanted >= round_.number)
+            self._changed.wait_for(call.done, max(GRACE, planning_seconds))
+        round_.wait_seconds = time.perf_counter() - began
+        round_.reason = self._take(round_)
+        if round_.plan is not None:
+            round_.decision = replace(round_.decision, mode=Mode.SERVICE)
+
+    def _take(self, round_: Round) -> Reason:
+        """The plan of a round's call, which is given up where it has not ended; why there is none."""
+        if not round_.call.done():
+            round_.call.cancel()
+            return self._missed("", "no answer when the batch was wanted")
+        assert round_.samples is not None
         try:
-            plan = read_response(call.future.result(), call.samples)
+            round_.plan = read_response(round_.call.result(), round_.samples)
         except grpc.RpcError as error:
             status = error.code().name
-            return None, self._missed(status, f"{error.details() or 'no details'} ({status})")
+            return self._missed(status, f"{error.details() or 'no details'} ({status})")
         except (InvalidMessage, grpc.FutureCancelledError) as error:
-            return None, self._missed("INTERNAL", f"the answer is no plan of this round: {error}")
-        self._move(lambda breaker: breaker.served())
-        return plan, Reason.NONE
+            return self._missed("INTERNAL", f"the answer is no plan of this round: {error}")
+        self._move(lambda _: Breaker())
+        return Reason.NONE
 
     def _missed(self, status: str, why: str) -> Reason:
-        """Notes that a round has no answer that can be used; says so where it is news. Why, for reports."""
-        self.trouble = why
-        if status in _LASTING and why not in self._told and len(self._told) < _MOST_TOLD:
-            self._told.add(why)
+        """Notes that a round has no answer that can be used; logs it where it is news."""
+        self._trouble = why
+        if status in _LASTING and why not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(why)
             logger.error("%s: the balancer at %s refuses: %s; rank 0 plans meanwhile", self._name, self._address, why)
         if status in _REFUSALS:
             return Reason.REFUSED
         self._move(lambda breaker: breaker.missed(time.monotonic()))
         return Reason.NO_DECISION
+
+    def _move(self, step: Callable[[Breaker], Breaker]) -> None:
+        with self._changed:
+            before, self.breaker = self.breaker, step(self.breaker)
+            breaker = self.breaker
+        if before.closed == breaker.closed:
+            return
+        self._counters.breaker_changes += 1
+        if breaker.closed:
+            logger.warning("%s: the balancer is back", self._name)
+        else:
+            logger.warning(
+                "%s: %d rounds in a row without an answer of the balancer at %s in time (%s); rank 0 plans by itself, "
+                "and asks again from time to time", self._name, breaker.misses, self._address, self._trouble,
+            )  # fmt: skip
 
     def require(self) -> None:
         """Waits until the service has answered once.
@@ -220,8 +217,7 @@ class Asker:
         until, why = time.monotonic() + REQUIRED_SECONDS, "no answer"
         while time.monotonic() < until:
             try:
-                info = self._connected().unary_unary(f"/{SERVICE}/GetServerInfo")
-                info(b"", timeout=5.0, metadata=self._credentials.metadata(self._address))
+                self._method("GetServerInfo")(b"", timeout=5.0, metadata=self._credentials.metadata(self._address))
                 return
             except ValueError as error:
                 why = str(error)
@@ -238,28 +234,15 @@ class Asker:
 
     def close(self) -> None:
         """Ends all calls."""
-        with self._lock:
-            if self._channel is not None:
-                self._channel.close()
+        self.want(1 << 62)
+        with self._changed:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
-    def _connected(self) -> Any:
-        """The channel; gRPC connects when the first call is made."""
-        with self._lock:
+    def _method(self, name: str) -> Any:
+        """A method of the service; gRPC connects when it is first called."""
+        with self._changed:
             if self._channel is None:
                 self._channel = self._credentials.channel(grpc_target(self._address), _OPTIONS)
-            return self._channel
-
-    def _move(self, step: Callable[[Breaker], Breaker]) -> None:
-        with self._lock:
-            before, self.breaker = self.breaker, step(self.breaker)
-            breaker = self.breaker
-        if before.closed == breaker.closed:
-            return
-        self.changes += 1
-        if breaker.closed:
-            logger.warning("%s: the balancer is back", self._name)
-        else:
-            logger.warning(
-                "%s: %d rounds in a row without an answer of the balancer at %s in time (%s); rank 0 plans by itself, "
-                "and asks again from time to time", self._name, breaker.misses, self._address, self.trouble,
-            )  # fmt: skip
+            return self._channel.unary_unary(f"/{SERVICE}/{name}")

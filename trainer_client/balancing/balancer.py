@@ -13,14 +13,13 @@ import torch
 
 from evenkeel.addresses import check_address
 from trainer_client.balancing.batches import BatchSpec, flatten
+from trainer_client.balancing.dividing import Cost
 from trainer_client.balancing.errors import NoDataError
 from trainer_client.balancing.launchers import read_launch
 from trainer_client.balancing.membership import Ranks, read_membership
 from trainer_client.balancing.opening import StreamConfig
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.reading import Cost
-from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.ticket import Ticket
+from trainer_client.balancing.stream import BatchStream, Ticket
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
     from evenkeel.credentials import Credentials

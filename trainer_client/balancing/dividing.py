@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import MOST, SHARE, Divisible, SpanCosts, check_table
+from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.batches.roles import check_alike
+from trainer_client.balancing.lead import Round, Stage
 
-if TYPE_CHECKING:  # which know of costs
-    from trainer_client.balancing.batches import FlatBatch
-    from trainer_client.balancing.reading import Cost
+Cost = Callable[[Any], Any]
+"""From a batch to one number for each sample."""
 
 logger = logging.getLogger(__name__)
+
+
+class Splitting(Stage):
+    """Says to plans what fields are to samples in parts, and to ranks which samples are split."""
+
+    def __init__(self, template: FlatBatch) -> None:
+        self._roles = roles_of(template)
+
+    def begin(self, round_: Round) -> None:
+        """Follows the schema of the round."""
+        if (template := round_.extras.template) is not None:
+            self._roles = roles_of(template)
+        if round_.samples is not None:
+            round_.samples = replace(round_.samples, roles=self._roles)
+
+    def finish(self, round_: Round) -> None:
+        """Tells of the pieces."""
+        if round_.plan is not None and round_.plan.parts is not None:
+            round_.extras.pieces = round_.plan.parts.pieces
+
+
+def roles_of(flat: FlatBatch) -> NDArray[np.int64] | None:
+    """(jagged columns,) what each is to a sample in parts; None where no sequence is declared."""
+    return np.array(flat.structure.roles, np.int64) if flat.structure.roles else None
 
 
 def check_divides(cost: Cost, flat: FlatBatch) -> None:

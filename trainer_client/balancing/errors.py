@@ -32,7 +32,7 @@ class NoDataError(Exception):
     """No rank has had any batch yet, so nobody knows what an empty one looks like."""
 
 
-def out_of_turn(rank: int) -> ProgramOrderError:
+def out_of_order(rank: int) -> ProgramOrderError:
     """The error of all ranks when one has taken its batches in an order of its own."""
     return ProgramOrderError(
         f"rank {rank} redistributes a batch out of turn: redistribute the batches of a loader in the order in which "

@@ -32,27 +32,16 @@ _OBJECT_ROOM = 4096
 
 @dataclass(eq=False)
 class Communicators:
-    """Those of one loader.
+    """Those of one loader."""
 
-    Attributes:
-        up: Gloo, for contributions; used by one thread.
-        down: Gloo, for directives; used by one thread.
-        data: The backend of the data-parallel group, for samples; used in the order of the program.
-        peers: (ranks, peers) the job's ranks, in the order of `up` and `down`: those of a row train copies.
-        rank: This rank among those that balance together.
-        peer: Which of a row this one is; the first contributes.
-        free: Set while no stream uses them.
-        failed: A collective has; they are of no use any more.
-    """
-
-    up: Any
-    down: Any
-    data: dist.ProcessGroup
-    peers: NDArray[np.int64]
-    rank: int
-    peer: int
-    free: threading.Event = field(default_factory=threading.Event)
-    failed: bool = False
+    up: Any  # Gloo, for contributions; used by one thread
+    down: Any  # Gloo, for directives; used by one thread
+    data: dist.ProcessGroup  # for samples, of the data-parallel group's backend; used in the order of the program
+    peers: NDArray[np.int64]  # (ranks, peers) the job's ranks, in the order of `up`: those of a row train copies
+    rank: int  # this one, among those that balance together
+    peer: int  # which of a row this one is; the first contributes
+    free: threading.Event = field(default_factory=threading.Event)  # set while no stream uses them
+    failed: bool = False  # a collective has; they are of no use any more
 
     @property
     def world_size(self) -> int:
@@ -67,11 +56,7 @@ class Communicators:
     def gather(self, row: Bytes, room: int) -> Bytes | None:
         """Byte strings of all ranks at the lead: (ranks × peers, width), None elsewhere. Collective on `up`.
 
-        What is longer than its room goes on to the lead by itself.
-
-        Args:
-            row: This rank's; its first four bytes tell its length.
-            room: Bytes that the collective takes, the same on all ranks.
+        The first four bytes of each tell its length. What is longer than the room goes on to the lead by itself.
         """
         send = np.zeros(room, np.uint8)
         send[: len(row)] = row[:room]
@@ -85,7 +70,7 @@ class Communicators:
                 return None
             table = np.empty((self.peers.size, room), np.uint8)
             self.up.gather([list(torch.from_numpy(table).unbind())], [torch.from_numpy(send)], options).wait()
-            sizes = table[:, :4].copy().view("<u4")[:, 0]
+            sizes = _sizes(table)
             if int(sizes.max()) <= room:
                 return table
             whole = np.zeros((self.peers.size, int(sizes.max())), np.uint8)
@@ -99,12 +84,7 @@ class Communicators:
             return whole
 
     def scatter(self, table: Bytes | None, room: int) -> Bytes:
-        """A byte string of the lead for each rank, the same for its peers. Collective on `down`.
-
-        Args:
-            table: (ranks, width) at the lead; the first four bytes of a row tell its length.
-            room: Bytes that the collective takes, the same on all ranks.
-        """
+        """A row of the lead's table for each rank, the same for its peers; otherwise as `gather`. On `down`."""
         mine = np.empty(room, np.uint8)
         options = dist.ScatterOptions()
         options.rootRank = 0
@@ -117,7 +97,7 @@ class Communicators:
                 rest = np.empty(size - room, np.uint8)
                 self.down.recv([torch.from_numpy(rest)], 0, 0).wait()
                 return np.concatenate([mine, rest])
-            num_peers, sizes = self.peers.shape[1], table[:, :4].copy().view("<u4")[:, 0]
+            num_peers, sizes = self.peers.shape[1], _sizes(table)
             sent = np.zeros((len(table), room), np.uint8)
             sent[:, : min(room, table.shape[1])] = table[:, :room]
             rows = list(torch.from_numpy(np.repeat(sent, num_peers, axis=0)).unbind())
@@ -145,6 +125,10 @@ class Communicators:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def _sizes(table: Bytes) -> NDArray[np.uint32]:
+    return table[:, :4].copy().view("<u4")[:, 0]
+
+
 def _packed(value: Any) -> Bytes:
     data = pickle.dumps(value)
     return np.frombuffer((8 + len(data)).to_bytes(8, "little") + data, np.uint8)
@@ -163,31 +147,26 @@ _grids: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Membership, NDArray[np
 def take_communicators(membership: Membership, key: Key, timeout: timedelta) -> Communicators:
     """Those of a loader, once no earlier stream uses them. Collective: all ranks and their peers call it.
 
-    Args:
-        membership: The ranks, more than one.
-        key: Of the loader.
-        timeout: How long to wait for the other ranks, and for an earlier stream.
-
     Raises:
         ValueError: If the ranks and their peers are not those of one grid; on all ranks.
-        RuntimeError: If not all of them come in time.
-        TimeoutError: If an earlier stream of the loader does not end in time.
+        RuntimeError: If not all of them come within the timeout.
+        TimeoutError: If an earlier stream of the loader does not end within it.
     """
     world = dist.group.WORLD
     assert world is not None
     kept = _kept.setdefault(world, {})
-    found = kept.get((membership, key))
-    if found is not None:
-        if not found.free.wait(timeout.total_seconds()):
+    existing = kept.get((membership, key))
+    if existing is not None:
+        if not existing.free.wait(timeout.total_seconds()):
             raise TimeoutError(f"{key[2]}: an earlier loop of this name has not ended on all ranks")
-        if not found.failed:
-            found.free.clear()
-            return found
+        if not existing.failed:
+            existing.free.clear()
+            return existing
     with _explained():
         peers = _grid(membership, timeout)
         everyone = tuple(peers.ravel().tolist())
         # Named by their number, not by the loader: ranks that begin different loaders meet, and hear of it.
-        found = Communicators(
+        existing = Communicators(
             up=make_group(everyone, "gloo", timeout, use="/up"),
             down=make_group(everyone, "gloo", timeout, use="/down"),
             data=make_group(membership.ranks, membership.backend, timeout, use="/data"),
@@ -195,8 +174,8 @@ def take_communicators(membership: Membership, key: Key, timeout: timedelta) -> 
             rank=membership.ranks.index(membership.own),
             peer=membership.peers.index(membership.own),
         )
-    kept[membership, key] = found
-    return found
+    kept[membership, key] = existing
+    return existing
 
 
 def _grid(membership: Membership, timeout: timedelta) -> NDArray[np.int64]:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, FlatBatch, is_on_device
 from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.dividing import Cost
 from trainer_client.balancing.options import MAX_WINDOW
 from trainer_client.balancing.places import Place, Source
-from trainer_client.balancing.reading import Cost
 
 _AHEAD = 1  # batches that are read before they are needed, so that a training step lies between copy and use
 

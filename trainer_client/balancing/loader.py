@@ -18,17 +18,15 @@ from trainer_client.balancing.balancer import Balancer, check_loader
 from trainer_client.balancing.batches import BatchSpec, FlatBatch
 from trainer_client.balancing.costs.learned import LearnedCost, SummedTerms
 from trainer_client.balancing.directive import Directive
+from trainer_client.balancing.dividing import Cost
 from trainer_client.balancing.errors import NoDataError, ProgramOrderError
 from trainer_client.balancing.incoming import Incoming
 from trainer_client.balancing.latest import Latest, OfLatest
-from trainer_client.balancing.passes import Pass
 from trainer_client.balancing.places import Place, Source, sampler_of, tell_epoch
-from trainer_client.balancing.reading import Cost
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, Reason, RoundReport
 from trainer_client.balancing.resume import LoaderState, Resumed, check_resumed, state_for, states_of
-from trainer_client.balancing.stream import BatchStream
-from trainer_client.balancing.ticket import Ticket, batches_of, splits_in
+from trainer_client.balancing.stream import BatchStream, Pass, Ticket
 from trainer_client.checks import is_whole
 
 logger = logging.getLogger(__name__)
@@ -339,7 +337,7 @@ class BalancedLoader(OfLatest, Generic[B]):
                             has_data |= any(len(one.ticket.samples) for one in (window, *submitted))
                             submitted.clear()
                             continue
-                        window.batches.extend(batches_of(directive))
+                        window.batches.extend(directive.batches)
                         left = len(window.batches)
                         continue
                     assert window is not None and directive is not None  # noqa: PT018
@@ -410,9 +408,9 @@ class BalancedLoader(OfLatest, Generic[B]):
         pending = stream.start(window.flats, window.ticket, directive, self._device, batch=batch)
         position = Position(source=window.end, batches=batches)
         if window.batches:
-            left = {**(directive.notes.window or {}), "left": list(window.batches)}
+            left = {**(directive.extras.window or {}), "left": list(window.batches)}
             position = Position(source=window.begin, batches=batches, window=left)
-        return _Moving(pending, directive.reports[batch], splits_in(directive, batch), position)
+        return _Moving(pending, directive.reports[batch], directive.splits(batch), position)
 
     def _finish_pass(self, place: Place) -> None:
         self._positions[-1] = replace(self._positions[-1], source=place, window=None)

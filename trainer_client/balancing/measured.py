@@ -25,7 +25,7 @@ class Measured:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._batches, self._sums = 0, Measure()
+        self.batches, self._sums = 0, Measure()
         self._rows: deque[NDArray[np.float64]] = deque(maxlen=_MOST_ROWS)
         self._enough = _FIRST_ROWS
         self.learns: LearnedCost | None = None
@@ -58,18 +58,20 @@ class Measured:
             return
         new = Measure(*map(float, values))
         with self._lock:
-            self._batches += 1
+            self.batches += 1
             self._sums = Measure(*(before + more for before, more in zip(self._sums, new, strict=True)))
             if terms is not None:
                 self._rows.append(np.append(terms, 1e3 * new.seconds))
 
+    def learned_cost(self) -> LearnedCost | None:
+        """The cost that is learned, if one is."""
+        return self.learns
+
     def take(self) -> Measure:
-        """The mean of the batches noted since the last call; zeros if there were none."""
-        if not self._batches:
-            return Measure()
+        """The mean of the batches noted since the last call, of which there must be some."""
         with self._lock:
-            number, sums = self._batches, self._sums
-            self._batches, self._sums = 0, Measure()
+            number, sums = self.batches, self._sums
+            self.batches, self._sums = 0, Measure()
         return Measure(*(value / number for value in sums))
 
     def take_rows(self) -> NDArray[np.float64] | None:

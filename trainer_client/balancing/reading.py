@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,7 @@ from evenkeel.partitioning.ranges import share_of_total
 from evenkeel.partitioning.samples import RankSamples
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.dividing import check_divides, divisible_samples
-
-Cost = Callable[[Any], Any]
-"""From a batch to one number for each sample."""
+from trainer_client.balancing.dividing import Cost, check_divides, divisible_samples, roles_of
 
 
 def read_costs(
@@ -152,11 +149,6 @@ def read_round(
         roles=None if split is None else roles_of(first),
     )
     return samples, problem
-
-
-def roles_of(flat: FlatBatch) -> NDArray[np.int64] | None:
-    """(jagged columns,) what each is to a sample in parts; None where no sequence is declared."""
-    return np.array(flat.structure.roles, np.int64) if flat.structure.roles else None
 
 
 def _check_fields(flats: Sequence[FlatBatch]) -> None:

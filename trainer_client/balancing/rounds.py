@@ -15,13 +15,14 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
 
-from trainer_client.balancing.contribution import Contribution, Contributions, State
+from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.contribution import Bytes, Contribution, Contributions, State
+from trainer_client.balancing.costs.fits import Fit
 from trainer_client.balancing.decide import Decision
 from trainer_client.balancing.directive import Directive, read_directive
 from trainer_client.balancing.groups import Communicators
-from trainer_client.balancing.lead import Lead, Open
+from trainer_client.balancing.lead import Lead, Round
 from trainer_client.balancing.report import Counters, Mode, Reason
 
 FIRST_ROOM = 4096
@@ -30,49 +31,37 @@ _NOTHING = Contribution(state=State.NOTHING)
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A rank's contribution to a round, and what becomes of it.
-
-    Attributes:
-        pass_number: Of the pass that it is of.
-        contribution: What it says.
-        number: Of the round, once that is known.
-        wanted: The loop waits for the directive.
-        future: Resolves to the directive.
-    """
+    """A rank's contribution to a round, and what becomes of it."""
 
     pass_number: int
     contribution: Contribution
-    number: int = -1
-    wanted: bool = False
+    number: int = -1  # of the round, once that is known
+    wanted: bool = False  # the loop waits for the directive
     future: Future[Directive] = field(default_factory=Future)
+
+    @property
+    def directive(self) -> Directive | None:
+        """What this rank is to do, if that is known."""
+        return self.future.result() if self.future.done() and self.future.exception() is None else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Until:
-    """Contribute nothing to the rounds before this one."""
+    """Contribute nothing to the rounds before this one, as their pass has ended."""
 
     number: int
 
 
 @dataclass(slots=True)
 class Clock:
-    """Which rounds and passes a rank is in; a state without threads or waiting, of which `tests/model` visits all.
+    """Which rounds and passes a rank is in; a state without threads or waiting, of which `tests/model` visits all."""
 
-    Attributes:
-        depth: Rounds under way at most.
-        next_up: The round to contribute to.
-        done: Rounds below this one have their directives, or take no place.
-        void_until: Rounds from the end of a pass up to here take no place.
-        pass_number: The pass that contributions can be of.
-        first_round: Its first round.
-    """
-
-    depth: int
-    next_up: int = 0
-    done: int = 0
-    void_until: int = 0
-    pass_number: int = 0
-    first_round: int = 0
+    depth: int  # rounds under way at most
+    next_up: int = 0  # the round to contribute to
+    done: int = 0  # rounds below this one have their directives, or take no place
+    void_until: int = 0  # rounds from the end of a pass up to here take no place
+    pass_number: int = 0  # the pass that contributions can be of
+    first_round: int = 0  # of that pass
 
     def is_over(self, pass_number: int) -> bool:
         """Whether a pass has ended on all ranks."""
@@ -100,88 +89,94 @@ class Clock:
             self.pass_number += 1
 
 
-class Rounds(Protocol):
-    """What a stream needs of its rounds.
+class Rounds:
+    """The rounds of a rank; of one without others, which are done at once: no collectives, no threads."""
 
-    Attributes:
-        clock: Where this rank is in them.
-    """
-
-    clock: Clock
+    def __init__(self, lead: Lead | None, counters: Counters, template: FlatBatch, depth: int = 1) -> None:
+        """Begins with round 0; `lead` is None where another rank decides."""
+        self._lead, self._counters = lead, counters
+        self.template = template  # an empty batch of the latest round that this rank knows of
+        self._fits: deque[tuple[int, Fit | None]] = deque([(0, None)])  # from which round on costs follow which fit
+        self._end = Decision(mode=Mode.END)  # what rounds are told that do not take place, as their pass is over
+        self.clock = Clock(depth)
 
     def put(self, item: Item) -> None:
-        """Queues an item; takes no lock, so that a collected generator may call it."""
+        """Contributes to the next round; takes no lock, so that a collected generator may call it."""
+        if self.clock.is_over(item.pass_number):
+            self._settle(item, Directive(decision=self._end))
+            return
+        assert self._lead is not None
+        item.number = self.clock.contributed()
+        round_ = self._lead.begin(item.number, Contributions.of([item.contribution]))
+        directive = self._directed(item, self._lead.directives(round_)[0], rank=0)
+        self._settle(item, directive)
 
     def want(self, item: Item) -> None:
         """The loop waits for an item's directive."""
 
-    def close(self, seconds: float) -> bool:
+    def close(self, seconds: float | None = None) -> bool:  # noqa: ARG002
         """Ends after what has been queued, waiting at most so long; whether it has."""
-
-
-class RoundsAlone:
-    """The rounds of one rank without others: no collectives, no threads."""
-
-    def __init__(self, lead: Lead, counters: Counters) -> None:
-        """Begins with round 0.
-
-        Args:
-            lead: Decides.
-            counters: Of the stream.
-        """
-        self._lead, self._counters = lead, counters
-        self._end = Decision(mode=Mode.END)
-        self.clock = Clock(depth=1)
-
-    def put(self, item: Item) -> None:
-        """Does the round at once."""
-        if self.clock.is_over(item.pass_number):
-            _settle(item, Directive.of_end(self._end), self._counters)
-            return
-        item.number = self.clock.contributed()
-        said = Contributions.of([item.contribution])
-        row = self._lead.directives(self._lead.begin(item.number, said))[0]
-        directive = read_directive(row, number=item.number, rank=0, samples=item.contribution.samples)
-        if directive.decision.ends:
-            self._end = _end_after(directive.decision)
-        self.clock.directed(item.number, ends=directive.decision.ends)
-        _settle(item, directive, self._counters)
-
-    def want(self, item: Item) -> None:
-        """Does nothing: there is nobody to wait for."""
-
-    def close(self, seconds: float) -> bool:  # noqa: ARG002
-        """Does nothing."""
         return True
 
+    def fit_at(self, number: int) -> Fit | None:
+        """What learned costs of a round follow; of rounds in their order."""
+        while len(self._fits) > 1 and self._fits[1][0] <= number:
+            self._fits.popleft()
+        return self._fits[0][1]
 
-class SharedRounds:
+    def _directed(self, item: Item, row: Bytes, rank: int) -> Directive:
+        """Reads a directive, and goes on to where it leads."""
+        samples = item.contribution.samples
+        directive = read_directive(row, number=item.number, rank=rank, samples=samples, template=self.template)
+        assert directive.template is not None
+        self.template = directive.template
+        if directive.extras.fit is not None:
+            self._fits.append((item.number + self.clock.depth, directive.extras.fit[0]))
+        self.clock.directed(item.number, ends=directive.decision.ends)
+        if directive.ended:
+            self._end = directive.decision
+        elif directive.decision.last:
+            self._end = Decision(mode=Mode.END, reason=Reason.TOO_FEW_SAMPLES, batches=())
+        return directive
+
+    def _settle(self, item: Item, directive: Directive) -> None:
+        """Hands a directive over to whoever waits for it, and counts what it says."""
+        decision = directive.decision
+        if item.contribution.state not in (State.LEFT, State.NOTHING) and decision.error is None:
+            self._counters.rounds[decision.mode, decision.reason] += 1
+            self._counters.dropped_samples += _dropped(directive, len(item.contribution.samples))
+        if directive.reports:
+            self._counters.wait_seconds += directive.reports[0].wait_seconds
+        if decision.error is not None:
+            _fail(item, decision.error)
+        elif not item.future.done():
+            item.future.set_result(directive)
+
+
+class SharedRounds(Rounds):
     """The rounds of a rank among others."""
 
     def __init__(
-        self, name: str, communicators: Communicators, *, depth: int, counters: Counters, lead: Lead | None
+        self,
+        name: str,
+        communicators: Communicators,
+        *,
+        depth: int,
+        counters: Counters,
+        template: FlatBatch,
+        lead: Lead | None,
     ) -> None:
-        """Begins with round 0, once something is put.
-
-        Args:
-            name: Of the loader.
-            communicators: With the other ranks.
-            depth: Rounds under way at most.
-            counters: Of the stream.
-            lead: Decides; None where another rank does.
-        """
+        """Begins with round 0, once something is put; `name` is the loader's."""
+        super().__init__(lead, counters, template, depth)
         self._name, self._communicators = name, communicators
-        self._counters, self._lead = counters, lead
         self._items: SimpleQueue[Item | _Until | None] = SimpleQueue()
-        self._gathered: SimpleQueue[tuple[Item, Open | None] | None] = SimpleQueue()
+        self._gathered: SimpleQueue[tuple[Item, Round | None] | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._rooms: deque[tuple[int, int]] = deque()  # from which round on, contributions have how much room
         self._room_up = self._room_down = FIRST_ROOM
-        self._end = Decision(mode=Mode.END)
         self._failure: BaseException | None = None
         self._open: deque[Item] = deque()  # that may not be resolved yet
         self._threads: list[threading.Thread] = []
-        self.clock = Clock(depth)
 
     def put(self, item: Item) -> None:
         """Queues an item; takes no lock, so that a collected generator may call it."""
@@ -190,7 +185,7 @@ class SharedRounds:
         self._open.append(item)
         self._items.put(item)
         if self._failure is not None:
-            _resolve(item, self._failure)
+            _fail(item, self._failure)
         if not self._threads:
             for work in (self._contribute, self._follow):
                 thread = threading.Thread(target=work, name=f"evenkeel-{self._name}-{work.__name__[1:]}", daemon=True)
@@ -203,22 +198,16 @@ class SharedRounds:
         if self._lead is not None and item.number >= 0:
             self._lead.want(item.number)
 
-    def close(self, seconds: float) -> bool:
-        """Ends after what has been queued, waiting at most so long; whether it has."""
-        until = time.monotonic() + seconds
+    def close(self, seconds: float | None = None) -> bool:
+        """Ends after what has been queued, waiting at most so long, or until collectives time out; whether it has."""
+        until = None if seconds is None else time.monotonic() + seconds
         self._items.put(None)
         for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if not (alive := any(thread.is_alive() for thread in self._threads)) and self._lead is not None:
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        ended = not any(thread.is_alive() for thread in self._threads)
+        if ended and self._lead is not None:
             self._lead.close()
-        return not alive
-
-    def join(self) -> None:
-        """Waits until both threads have ended, which the timeouts of collectives bound."""
-        for thread in self._threads:
-            thread.join()
-        if self._lead is not None:
-            self._lead.close()
+        return ended
 
     # ------------------------------------------------------------------ up
 
@@ -244,7 +233,7 @@ class SharedRounds:
                 return False
             over = self.clock.is_over(item.pass_number)
         if over:
-            _settle(item, Directive.of_end(self._end), self._counters)
+            self._settle(item, Directive(decision=self._end))
         return not over
 
     def _gather(self, item: Item) -> None:
@@ -254,46 +243,43 @@ class SharedRounds:
         item.number = number
         packed = item.contribution.pack(arrays=communicators.peer == 0)
         table = communicators.gather(packed, self._room_up)
-        opened = None
+        round_ = None
         if self._lead is not None and table is not None:
             if item.wanted:
                 self._lead.want(number)
             if self.clock.takes_place(number):
-                opened = self._lead.begin(number, Contributions(table, communicators.peers.shape[1]))
+                round_ = self._lead.begin(number, Contributions(table, communicators.peers.shape[1]))
         self.clock.contributed()
-        self._gathered.put((item, opened))
+        self._gathered.put((item, round_))
 
     # ------------------------------------------------------------------ down
 
     def _follow(self) -> None:
         while (entry := self._gathered.get()) is not None:
-            item, opened = entry
+            item, round_ = entry
             try:
                 if self._failure is not None:
                     continue
                 if self.clock.takes_place(item.number):
-                    self._receive(item, opened)
+                    self._receive(item, round_)
                     continue
-                if opened is not None and opened.call is not None:
-                    opened.call.cancel()
-                _settle(item, Directive.of_end(self._end), self._counters)
+                if round_ is not None and round_.call is not None:
+                    round_.call.cancel()
+                self._settle(item, Directive(decision=self._end))
             except BaseException as error:
                 self._fail(error)
 
-    def _receive(self, item: Item, opened: Open | None) -> None:
-        table = None if self._lead is None or opened is None else self._lead.directives(opened)
+    def _receive(self, item: Item, round_: Round | None) -> None:
+        table = None if self._lead is None or round_ is None else self._lead.directives(round_)
         row = self._communicators.scatter(table, self._room_down)
-        rank = self._communicators.rank
-        directive = read_directive(row, number=item.number, rank=rank, samples=item.contribution.samples)
-        self._room_down = directive.room_down
         with self._changed:
+            directive = self._directed(item, row, self._communicators.rank)
+            self._room_down = directive.room_down
             self._rooms.append((item.number + self.clock.depth, directive.room_up))
-            self.clock.directed(item.number, ends=directive.decision.ends)
-            if directive.decision.ends:
-                self._end = _end_after(directive.decision)
+            if directive.decision.ends:  # before the loop hears of it, which may begin the next pass
                 self._items.put(_Until(self.clock.void_until))
             self._changed.notify_all()
-        _settle(item, directive, self._counters)
+        self._settle(item, directive)
 
     def _fail(self, error: BaseException) -> None:
         """Raises the error wherever somebody waits for a round, now or later."""
@@ -304,28 +290,7 @@ class SharedRounds:
         if self._lead is not None:
             self._lead.close()
         for item in list(self._open):
-            _resolve(item, self._failure)
-
-
-def _end_after(decision: Decision) -> Decision:
-    """What rounds are told that do not take place, since a decision has ended their pass."""
-    if decision.mode is Mode.END:
-        return decision
-    return Decision(mode=Mode.END, reason=Reason.TOO_FEW_SAMPLES, batches=())
-
-
-def _settle(item: Item, directive: Directive, counters: Counters) -> None:
-    """Hands a directive over to whoever waits for it, and counts what it says."""
-    decision, samples = directive.decision, item.contribution.samples
-    if item.contribution.state not in (State.LEFT, State.NOTHING) and decision.error is None:
-        counters.rounds[decision.mode, decision.reason] += 1
-        counters.dropped_samples += _dropped(directive, len(samples))
-    if directive.reports:
-        counters.wait_seconds += directive.reports[0].wait_seconds
-    if decision.error is not None:
-        _resolve(item, decision.error)
-    elif not item.future.done():
-        item.future.set_result(directive)
+            _fail(item, self._failure)
 
 
 def _dropped(directive: Directive, num_samples: int) -> int:
@@ -338,6 +303,6 @@ def _dropped(directive: Directive, num_samples: int) -> int:
     return sum(plan.own_in(batch) for batch in range(len(plan.slices)) if batch not in decision.batches)
 
 
-def _resolve(item: Item, error: BaseException) -> None:
+def _fail(item: Item, error: BaseException) -> None:
     with suppress(InvalidStateError):
         item.future.set_exception(error)

@@ -1,46 +1,288 @@
-"""One stream of batches of a group of ranks: submit early, redistribute late."""
+"""One stream of batches of a group of ranks: submit early, redistribute late; in passes, of which each is one loop.
+
+Samples move by collectives, which meet in the order in which each rank starts them. So every round that moves must have
+its move started by every rank, once, in the order of the rounds. A loop does so while it goes on; for a rank that has
+left its loop, `Pass.leave` does it, and drops what arrives.
+"""
 
 from __future__ import annotations
 
 import _thread
-import hashlib
 import logging
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
+from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.splits import SplitSample
+from trainer_client.balancing.batches import BatchSpec, FlatBatch, Schema, flatten
 from trainer_client.balancing.batches.shared import digest as shared_digest
 from trainer_client.balancing.contribution import NO_SAMPLES, Contribution, Extras, State, schema_number
-from trainer_client.balancing.costs.fits import Fit
 from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.decide import Decision
 from trainer_client.balancing.directive import Directive
-from trainer_client.balancing.errors import NoDataError, out_of_turn, used_after, used_closed
+from trainer_client.balancing.dividing import Cost
+from trainer_client.balancing.errors import NoDataError, out_of_order, used_after, used_closed
 from trainer_client.balancing.latest import warn_of_unasked_splits
 from trainer_client.balancing.measured import Measured
 from trainer_client.balancing.opening import Opened, StreamConfig, begin_opening
 from trainer_client.balancing.options import BalanceOptions
-from trainer_client.balancing.passes import Mover, Pass
-from trainer_client.balancing.reading import Cost, read_round
+from trainer_client.balancing.peers import digest_of_copy
+from trainer_client.balancing.reading import read_round
 from trainer_client.balancing.redistribution import Pending, load_on_device
-from trainer_client.balancing.report import Counters, Reason
-from trainer_client.balancing.rounds import Item, SharedRounds
-from trainer_client.balancing.ticket import Ticket
+from trainer_client.balancing.redistribution import start as start_moving
+from trainer_client.balancing.redistribution.copying import pick
+from trainer_client.balancing.redistribution.cutting import cut
+from trainer_client.balancing.report import Counters, Mode, Reason, RoundReport
+from trainer_client.balancing.resume import Resumed
+from trainer_client.balancing.rounds import Item
 
 logger = logging.getLogger(__name__)
 
+Device = torch.device | str | None
+
 CLOSE_SECONDS = 5.0
+LEAVE_SECONDS = 1.0
+"""How long a rank that leaves waits for the others to come to its last rounds, before a thread does it for it.
+
+Within it the last moves come before whatever the program does next, on all ranks alike, which NCCL wants."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ticket:
+    """A submitted round, as the loop sees it."""
+
+    item: Item
+    flats: tuple[FlatBatch, ...]  # the batches, flattened, until all of them have begun to move
+    schema: Schema
+    started: int = 0  # batches whose move has begun
+    measured: Measured = field(default_factory=Measured)  # where the times of its stream's batches are noted
+    unasked: bool = True  # nobody has asked for its `splits`
+
+    @classmethod
+    def of_nothing(cls) -> Ticket:
+        """That of a loop which is over before it has begun, as no rank has had any batch."""
+        item = Item(-1, Contribution(state=State.EXHAUSTED))
+        item.future.set_result(Directive(decision=Decision(mode=Mode.END)))
+        return cls(item=item, flats=(), schema=Schema(fields=()))
+
+    @property
+    def samples(self) -> RankSamples:
+        """This rank's."""
+        return self.item.contribution.samples
+
+    @property
+    def report(self) -> RoundReport:
+        """What balancing did for the batch, which has been redistributed; its `loss_scale` is that of the batch.
+
+        Raises:
+            RuntimeError: If it has not been, or the loops of all ranks were over.
+        """
+        directive = self._directive("report")
+        if directive.ended:
+            raise RuntimeError("the loops of all ranks were over before this batch, of which there is no report")
+        return directive.reports[0]
+
+    @property
+    def splits(self) -> tuple[SplitSample, ...]:
+        """Samples that lie on several ranks, those of all ranks; of a batch that has been redistributed."""
+        self.unasked = False
+        return self._directive("splits").splits(0)
+
+    def took(self, seconds: float) -> None:
+        """Notes how long this rank's own computation of the batch took; see `BalancedLoader.took`."""
+        self.measured.add(self.report.timed_load, seconds)
+
+    def _directive(self, what: str) -> Directive:
+        if not self.item.future.done():
+            raise RuntimeError(f"{what} is known when the batch has been redistributed; ask for it after that")
+        return self.item.future.result()
+
+
+class Pass:
+    """One `iter(loader)`, or one loop of the user's own, on this rank.
+
+    Attributes:
+        opened: What the stream has settled with the other ranks; None before it is open.
+        number: Counts the passes of the stream, on all ranks alike.
+        over: The loop has seen its end, which came on all ranks in the same round.
+        left: This rank has left the loop.
+        resumed: From where it goes on, until its first round; None: it begins at its beginning.
+        problem: What made this rank leave, for the others to hear; empty: nothing.
+        latest: The ticket whose batch was started last.
+        failure: Of its last moves, after it was left.
+    """
+
+    def __init__(self, counters: Counters, patience: float, *, by_hand: bool = False) -> None:
+        """Begins a pass, by an iterator or by submissions by hand, whose rounds may take so many seconds each."""
+        self.opened: Opened | None = None
+        self.number, self.submitted = -1, 0
+        self.by_hand, self.over, self.left, self.problem = by_hand, False, False, ""
+        self.resumed: Resumed | None = None
+        self.latest: Ticket | None = None
+        self.failure: BaseException | None = None
+        self._counters, self._patience = counters, patience
+        self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
+        self._moves: deque[Pending] = deque()  # started, and not waited for when it was last looked
+        self._taken = 0
+        self._device: Device = None
+        self._farewell: Item | None = None  # by which the lead hears that this rank has left
+        self._drained = threading.Event()
+        self._owner, self._process = threading.get_ident(), os.getpid()
+
+    def enter(self, opened: Opened) -> None:
+        """Numbers the pass, on all ranks alike."""
+        self.opened, self.number, self.submitted = opened, opened.rounds.clock.pass_number, 0
+
+    @property
+    def next_round(self) -> int:
+        """The number of the round that is submitted next."""
+        return -1 if self.opened is None else self.opened.rounds.clock.first_round + self.submitted
+
+    @property
+    def taken(self) -> int:
+        """Batches that the loop has got."""
+        while self._moves and self._moves[0].landed:
+            self._moves.popleft()
+            self._taken += 1
+        return self._taken
+
+    def in_flight(self, depth: int) -> Ticket | None:
+        """The ticket that was submitted so many before the next one, if it has not been started."""
+        return self._tickets[-depth] if len(self._tickets) >= depth else None
+
+    def submit(self, ticket: Ticket, device: Device) -> None:
+        """Contributes to the next round."""
+        assert self.opened is not None
+        self.submitted += 1
+        self._tickets.append(ticket)
+        self._device = self._device if device is None else device
+        self.opened.rounds.put(ticket.item)
+
+    def start(
+        self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive, device: Device, batch: int
+    ) -> Pending:
+        """Starts the move of a batch, which must be the next one."""
+        assert self.opened is not None
+        while self._tickets and self._tickets[0] is not ticket and _is_dropped(self._tickets[0]):
+            self._tickets.popleft()
+        if not self._tickets or self._tickets[0] is not ticket or directive.batches[ticket.started] != batch:
+            self.leave(out_of_order=True)
+            raise out_of_order(self.opened.rank)
+        for flat in flats:
+            flat.check_unchanged()
+        self._device = self._goes_to(flats, device)
+        _ = self.taken  # lets go of batches that the loop has got
+        self.latest = ticket
+        # a batch without samples may have other fields than those before it
+        nothing = flats[0].empty() if not directive.reports[batch].samples and flats else directive.template
+        assert nothing is not None
+        pending = self._start(flats, ticket, directive, device, nothing)
+        self._moves.append(pending)
+        return pending
+
+    def leave(self, *, out_of_order: bool = False) -> None:
+        """Leaves the loop: the pass ends on all ranks, and what they agreed on before is done with.
+
+        Returns within about `LEAVE_SECONDS`; what is left to do then is done in the background. Called again, it does
+        nothing. A generator that nothing refers to any more calls it from wherever it is collected: it takes no locks.
+        """
+        if self.left or os.getpid() != self._process:
+            return
+        self.left = True
+        if self.opened is not None and not self.over:
+            contribution = Contribution(
+                state=State.LEFT, taken=self.taken, out_of_order=out_of_order, extras=Extras(problem=self.problem)
+            )
+            self._farewell = Item(self.number, contribution)
+            self.opened.rounds.put(self._farewell)
+        _ = self.taken
+        while self._tickets and _moves_nothing(self._tickets[0]):
+            self._tickets.popleft()
+        if not (self._tickets or self._moves or self._farewell):
+            self._drained.set()
+            return
+        try:
+            if self._device is None:
+                self._device = self._goes_to(self._tickets[0].flats if self._tickets else (), None)
+            since = _queued_by_now(self._device)
+            threading.Thread(target=self._drain, args=(since,), name="evenkeel-leave", daemon=True).start()
+        except RuntimeError:  # the interpreter is ending, and with it the job
+            self._drained.set()
+            return
+        if threading.get_ident() == self._owner:
+            self._drained.wait(LEAVE_SECONDS)
+
+    def settle(self, seconds: float | None = None) -> bool:
+        """Waits until nothing of a pass that was left is in flight on this rank, or its last moves have failed."""
+        return self._drained.wait(seconds)
+
+    def _drain(self, since: tuple[torch.device, torch.cuda.Event] | None) -> None:
+        """Starts and waits for the moves that are left; drops what arrives."""
+        try:
+            with _beside(since):
+                for pending in list(self._moves):
+                    pending.wait()
+                while self._tickets:
+                    ticket = self._tickets[0]
+                    directive = ticket.item.future.result(self._patience)
+                    if directive.ended:
+                        break
+                    if not directive.moves:
+                        self._tickets.popleft()
+                        continue
+                    # with an empty batch that may be another round's, of which nothing is kept here
+                    self._start(ticket.flats, ticket, directive, self._device, ticket.flats[0].empty()).wait()
+            if self._farewell is not None:
+                self._farewell.future.result(self._patience)
+        except BaseException as error:
+            logger.debug("the last moves of a loop that was left: %s", error)
+            self.failure = error
+        finally:
+            self._tickets.clear()
+            self._moves.clear()
+            self._drained.set()
+
+    def _start(
+        self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive, device: Device, template: FlatBatch
+    ) -> Pending:
+        """Starts to move the samples of a ticket's next batch; `template` is an empty batch of the round's schema."""
+        batch = directive.batches[ticket.started]
+        ticket.started += 1
+        if ticket.started == len(directive.batches):
+            self._tickets.popleft()
+            ticket.flats = ()
+        assert self.opened is not None
+        if device is None and self.opened.to_gpu:
+            device = _gpu_of(flats)
+        began = time.perf_counter()
+        samples = _samples_of(directive, flats, batch, template)
+        if (cuts := directive.plan.cuts_in(batch)) is not None:
+            samples = cut(samples, cuts)
+        communicators = self.opened.communicators
+        group = communicators.data if communicators is not None and directive.moves else None
+        pending = start_moving(samples, directive.plan.slices[batch], group=group, device=device)
+        self._counters.redistribution_seconds += time.perf_counter() - began
+        return pending
+
+    def _goes_to(self, flats: Sequence[FlatBatch], device: Device) -> torch.device | None:
+        """Where the result of a move is; None where the batch is, if nobody knows yet where that is."""
+        if device is None:
+            to_gpu = self.opened is not None and self.opened.to_gpu
+            return _gpu_of(flats) if to_gpu else next((one.device for one in flats if one.device is not None), None)
+        where = torch.device(device)
+        return torch.device("cuda", torch.cuda.current_device()) if where == torch.device("cuda") else where
 
 
 class BatchStream:
@@ -61,12 +303,9 @@ class BatchStream:
         self._opened: Opened | None = None
         self._opening: Future[Opened] | None = None
         self._attempted: Pass | None = None  # in which this rank has tried to open the stream
-        self._template: FlatBatch | None = None  # of the latest round whose directive the loop has seen
-        self._fits: deque[tuple[int, Fit | None]] = deque()  # from which round on, learned costs follow which fit
-        self._fit: Fit | None = None
-        self._submitted = 0  # rounds of this pass
-        self._mover: Mover | None = None
-        self._said_end = False
+        self._process = os.getpid()
+        self._patience = config.options.patience  # seconds that a round may take
+        self._logged_end = False
         self.counters, self.measured = Counters(), Measured()
 
     def __del__(self) -> None:
@@ -84,7 +323,8 @@ class BatchStream:
     @property
     def breaker_open(self) -> bool:
         """Whether the lead has stopped asking the service for a while; False on other ranks."""
-        return self._opened is not None and self._opened.lead is not None and not self._opened.lead.breaker_closed
+        asker = None if self._opened is None else self._opened.asker
+        return asker is not None and not asker.breaker.closed
 
     def begin(self, *, by_hand: bool = False) -> Pass:
         """Begins a pass, after leaving the one before if that has not ended; a submission does so where there is none.
@@ -94,14 +334,16 @@ class BatchStream:
         before = self._pass
         if before is not None:
             before.leave()
-            if not before.settle(self.options.patience):
+            if not before.settle(self._patience):
                 raise TimeoutError(f"{self._config.loader}: the loop before has not ended on all ranks")
+            if before.failure is not None:
+                raise before.failure
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._opened is not None and self._opened.world is not world:
             self.close()  # of a process group that is no more, or of the time before there was one
-        self._pass = Pass(self._tell_left, self.directive, self.options.patience, by_hand=by_hand)
+        self._pass = Pass(self.counters, self._patience, by_hand=by_hand)
         if self._opened is not None:
-            self._enter(self._pass)
+            self._pass.enter(self._opened)
         return self._pass
 
     def go_on_by_hand(self) -> None:
@@ -125,7 +367,7 @@ class BatchStream:
         if self._pass is not None:
             self._pass.leave()
 
-    def attend(self, error: Exception, device: torch.device | str | None = None) -> None:
+    def attend(self, error: Exception, device: Device = None) -> None:
         """Tells the other ranks what has ended this rank's loop; opens the stream for that, as they wait for it."""
         current = self._pass
         if current is None or current.left:
@@ -142,7 +384,7 @@ class BatchStream:
         except Exception as other:
             logger.debug("%s: the stream did not open: %s", self._config.loader, other)
 
-    def open(self, first: Any | None, spec: BatchSpec | None, device: torch.device | str | None) -> None:
+    def open(self, first: Any | None, spec: BatchSpec | None, device: Device) -> None:
         """Meets all ranks, which take rank 0's options, unless they have; as the first submission does. Collective.
 
         Args:
@@ -160,7 +402,7 @@ class BatchStream:
         cost: Cost,
         memory: Cost | None = None,
         spec: BatchSpec | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
         drop_last: bool = False,
     ) -> tuple[tuple[FlatBatch, ...], Ticket]:
         """Announces batches that are balanced together: costs and lengths go to the lead, nothing moves yet.
@@ -189,38 +431,57 @@ class BatchStream:
         opened = self._open(next((flat for flat in flats if flat.num_samples), flats[0]) if flats else None, device)
         if not 1 <= len(flats) <= (window := opened.options.window):
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
-        assert self._template is not None
-        self._follow_fit(cost)
+        if isinstance(learned := getattr(cost, "function", cost), LearnedCost):
+            self._follow_fit(learned)
         samples, problem = read_round(
-            batches, flats, template=self._template, cost=cost, memory=memory, caps=opened.options.memory_caps,
+            batches, flats, template=opened.rounds.template, cost=cost, memory=memory, caps=opened.options.memory_caps,
             split=opened.options.split,
             shares=opened.world_size * window,  # sums over all ranks and batches stay exact
         )  # fmt: skip
         contribution = Contribution(
             samples=samples, drop_last=drop_last, invalid=bool(problem), extras=Extras(problem=problem)
         )
-        return flats, self._put(contribution, flats, device)
+        return flats, self._submit(contribution, flats, device)
 
-    def submit_exhausted(
-        self, device: torch.device | str | None = None, *, drop_last: bool = False
-    ) -> tuple[FlatBatch, Ticket]:
+    def submit_exhausted(self, device: Device = None, *, drop_last: bool = False) -> tuple[FlatBatch, Ticket]:
         """Takes part in a round after this rank's data has ended, with no sample.
 
         Raises:
             NoDataError: If none of them has ever had a batch; on all ranks.
         """
-        self._open(None, device)
-        flat = self._template
-        assert flat is not None
+        flat = self._open(None, device).rounds.template
         contribution = Contribution(state=State.EXHAUSTED, samples=NO_SAMPLES, drop_last=drop_last)
-        return flat, self._put(contribution, (flat,), device)
+        return flat, self._submit(contribution, (flat,), device)
+
+    def directive(self, ticket: Ticket) -> Directive:
+        """What this rank is to do with a round; waits for it.
+
+        Raises:
+            RuntimeError: If the process group failed, or what else ended the rounds.
+            TimeoutError: If it did not come within the timeouts of its collectives.
+        """
+        item = ticket.item
+        if not item.future.done() and self._opened is not None:
+            self._opened.rounds.want(item)
+        started = time.perf_counter()
+        try:
+            return item.future.result(self._patience)
+        except TimeoutError:
+            if item.future.done():
+                raise
+            raise TimeoutError(
+                f"{self._config.loader}: the ranks did not come to round {max(item.number, 0)} in time; a rank whose "
+                "data has ended goes on with submit(None), and one that leaves its loop calls leave()"
+            ) from None
+        finally:
+            self.counters.exposed_seconds += time.perf_counter() - started
 
     def start(
         self,
         flat: FlatBatch | Sequence[FlatBatch],
         ticket: Ticket,
         directive: Directive,
-        device: torch.device | str | None = None,
+        device: Device = None,
         *,
         batch: int = 0,
     ) -> Pending:
@@ -243,55 +504,17 @@ class BatchStream:
             raise used_closed(self._config.loader)
         if current.left or ticket.item.pass_number != current.number:
             raise used_after(self._config.loader)
-        if not current.in_turn(ticket, directive, batch):
-            current.leave(out_of_turn=True)
-            assert self._opened is not None
-            raise out_of_turn(self._opened.rank)
         latest = current.latest if current.by_hand else None
         if latest is not None and latest.unasked and latest.item.future.result().plan.splits:
             warn_of_unasked_splits(self._config.loader)
-        assert self._template is not None
-        flats = [flat] if isinstance(flat, FlatBatch) else flat
-        # a batch without samples may have other fields than those before it
-        nothing = flats[0].empty() if not directive.reports[batch].samples and flats else self._template
-        return current.start(flats, ticket, directive, device, nothing)
-
-    def directive(self, ticket: Ticket) -> Directive:
-        """What this rank is to do with a round; waits for it.
-
-        Raises:
-            RuntimeError: If the process group failed, or what else ended the rounds.
-            TimeoutError: If it did not come within the timeouts of its collectives.
-        """
-        item, opened = ticket.item, self._opened
-        if not item.future.done() and opened is not None:
-            opened.rounds.want(item)
-        started = time.perf_counter()
-        try:
-            directive = item.future.result(self.options.patience)
-        except TimeoutError:
-            if item.future.done():
-                raise
-            raise TimeoutError(
-                f"{self._config.loader}: the ranks did not come to round {max(item.number, 0)} in time; a rank whose "
-                "data has ended goes on with submit(None), and one that leaves its loop calls leave()"
-            ) from None
-        finally:
-            self.counters.exposed_seconds += time.perf_counter() - started
-        if not ticket.seen:
-            ticket.seen = True
-            if directive.notes.template is not None:
-                self._template = directive.notes.template
-            if directive.notes.fit is not None:
-                self._fits.append((item.number + self.options.depth, directive.notes.fit[0]))
-        return directive
+        return current.start([flat] if isinstance(flat, FlatBatch) else flat, ticket, directive, device, batch)
 
     def end(self, directive: Directive, ticket: Ticket) -> None:
         """Notes that a loop of the user's own has seen its end, with the round of a ticket."""
         current = self._pass
         if current is not None and current.number == ticket.item.pass_number and not current.over:
             current.over = True
-            if not ticket.exhausted:
+            if ticket.item.contribution.state is not State.EXHAUSTED:
                 self.say_end(directive, current.taken)
 
     def say_end(self, directive: Directive, taken: int) -> None:
@@ -304,63 +527,49 @@ class BatchStream:
             return
         rank = self._opened.rank
         first = next((other for other in range(rank) if other not in decision.ranks), rank)
-        quiet = (self._said_end or rank != first) and not decision.problem
+        quiet = (self._logged_end or rank != first) and not decision.problem
         logger.log(
             logging.INFO if quiet else logging.WARNING,
             "%s: rank %d has left its loop after %d batches%s, which ends the loops of all ranks, this one after %d; "
             "batches loaded ahead are dropped", self._config.loader, decision.ranks[0], decision.taken,
             f" ({decision.problem})" if decision.problem else "", taken,
         )  # fmt: skip
-        self._said_end = True
+        self._logged_end = True
 
     def close(self) -> None:
         """Leaves the loop and ends the threads; the process groups are kept for the next stream of this loader."""
         until = time.monotonic() + CLOSE_SECONDS
         current, self._pass = self._pass, None
         opened, self._opened, self._opening = self._opened, None, None
-        settled = current is None or current.settled_within(CLOSE_SECONDS)
-        self._mover, self._template = None, None
-        self._fits.clear()
+        settled = True
+        if current is not None:
+            current.leave()
+            settled = current.settle(CLOSE_SECONDS)
         if opened is None:
             return
         ended = opened.rounds.close(max(0.1, until - time.monotonic()))
         communicators = opened.communicators
         if communicators is None:
             return
-        communicators.failed |= current is not None and current.failed
-        if settled and ended:
-            communicators.free.set()
-            return
 
-        def rest() -> None:
+        def free() -> None:
+            communicators.failed |= current is not None and current.failure is not None
+            communicators.free.set()
+
+        def wait() -> None:
             if current is not None:
-                current.wait()
-            if isinstance(opened.rounds, SharedRounds):
-                opened.rounds.join()
-            communicators.failed |= current is not None and current.failed
-            communicators.free.set()
+                current.settle()
+            opened.rounds.close()
+            free()
 
-        threading.Thread(target=rest, name=f"evenkeel-{self._config.loader}-close", daemon=True).start()
+        if settled and ended:
+            free()
+        else:
+            threading.Thread(target=wait, name=f"evenkeel-{self._config.loader}-close", daemon=True).start()
 
     # ------------------------------------------------------------------ inside
 
-    def _enter(self, one: Pass) -> None:
-        """Numbers a pass, on all ranks alike."""
-        assert self._opened is not None
-        one.number, one.mover = self._opened.rounds.clock.pass_number, self._mover
-        self._submitted = 0
-
-    def _tell_left(self, one: Pass, out_of_turn: bool) -> Item:
-        assert self._opened is not None
-        assert one.number is not None
-        contribution = Contribution(
-            state=State.LEFT, taken=one.taken, out_of_turn=out_of_turn, extras=Extras(problem=one.problem)
-        )
-        item = Item(one.number, contribution)
-        self._opened.rounds.put(item)
-        return item
-
-    def _open(self, flat: FlatBatch | None, device: torch.device | str | None) -> Opened:
+    def _open(self, flat: FlatBatch | None, device: Device) -> Opened:
         """Meets all ranks once: options, schema; a rank without any batch gets an empty one. Collective."""
         current = self._pass
         if current is None or current.over or current.left:
@@ -371,76 +580,112 @@ class BatchStream:
         if self._opening is None:
             self._process = os.getpid()
             self._opening = begin_opening(
-                self._config, flat, counters=self.counters, measured=self.measured, resumes=current.resumed is not None
-            )
+                self._config, flat, counters=self.counters, learns=self.measured.learned_cost,
+                resumes=current.resumed is not None,
+            )  # fmt: skip
         try:
-            opened = self._opening.result()
+            self._opened = self._opening.result()
         except NoDataError:
             self._opening, current.over = None, True  # on all ranks
             raise
         except Exception:
             self._opening = None
             raise
-        self._opened, self._template, self._opening = opened, opened.template, None
-        data = None if opened.communicators is None else opened.communicators.data
-        self._mover = Mover(data, self.counters, to_gpu=opened.to_gpu)
-        load_on_device("cuda" if device is None and opened.to_gpu else device)
-        self._enter(current)
-        return opened
+        self._opening, self._patience = None, self._opened.options.patience
+        load_on_device("cuda" if device is None and self._opened.to_gpu else device)
+        current.enter(self._opened)
+        return self._opened
 
-    def _put(
-        self, contribution: Contribution, flats: tuple[FlatBatch, ...], device: torch.device | str | None
-    ) -> Ticket:
-        """Completes a contribution by what the stream knows, and queues it."""
+    def _submit(self, contribution: Contribution, flats: tuple[FlatBatch, ...], device: Device) -> Ticket:
+        """Completes a contribution by what the stream knows, and contributes it."""
         current, opened = self._pass, self._opened
-        assert current is not None and current.number is not None and opened is not None  # noqa: PT018
+        assert current is not None and opened is not None  # noqa: PT018
         first = next((flat for flat in flats if flat.num_samples), flats[0])
-        assert self._template is not None
-        extras, samples = contribution.extras, contribution.samples
+        extras, samples, template = contribution.extras, contribution.samples, opened.rounds.template
         if len(samples):
             shared = first.structure.shared
             extras = replace(extras, shared=shared)
-            if first.schema is not self._template.schema and first.schema.hash != self._template.schema.hash:
+            if first.schema is not template.schema and first.schema.hash != template.schema.hash:
                 extras = replace(extras, template=first.empty())
-            contribution = replace(contribution, schema=schema_number(first.schema), shared=shared_digest(shared))
+            contribution = replace(
+                contribution, schema=schema_number(first.schema), shared=shared_digest(shared) if shared else 0
+            )
         if current.resumed is not None:  # the first round after a state was loaded
             resumed, current.resumed = current.resumed, None
             extras = replace(extras, resumed=resumed.checked(len(samples), opened.options.window, first.schema))
-        if (rows := self.measured.take_rows()) is not None and self.measured.learns is not None:
-            extras = replace(extras, term_names=tuple(self.measured.learns.terms.names), term_rows=rows)
+        if (learned := self.measured.learns) is not None and (rows := self.measured.take_rows()) is not None:
+            extras = replace(extras, term_names=tuple(learned.terms.names), term_rows=rows)
         if opened.communicators is not None and opened.communicators.peers.shape[1] > 1:
-            values = opened.rounds.clock.first_round + self._submitted == 0
-            contribution = replace(contribution, copy=_digest(flats, contribution, values=values))
-        contribution = replace(contribution, extras=extras, measured=self.measured.take())
-        ticket = Ticket(
-            item=Item(current.number, contribution), flats=flats, schema=first.schema, measured=self.measured
-        )
-        self._submitted += 1
-        current.submitted(ticket, device)
-        opened.rounds.put(ticket.item)
+            copy = digest_of_copy(flats, contribution, values=current.next_round == 0)
+            contribution = replace(contribution, copy=copy)
+        if self.measured.batches:
+            contribution = replace(contribution, measured=self.measured.take())
+        contribution = replace(contribution, extras=extras)
+        item = Item(current.number, contribution)
+        ticket = Ticket(item=item, flats=flats, schema=first.schema, measured=self.measured)
+        current.submit(ticket, device)
         return ticket
 
-    def _follow_fit(self, cost: object) -> None:
+    def _follow_fit(self, cost: LearnedCost) -> None:
         """Lets a learned cost follow what all ranks' do in the round that is to be submitted."""
-        cost = getattr(cost, "function", cost)
-        if not isinstance(cost, LearnedCost):
-            return
         assert self._opened is not None
         assert self._pass is not None
         if (ticket := self._pass.in_flight(self._opened.options.depth)) is not None:
             self.directive(ticket)  # which may bring the fit of the round to come
-        number = self._opened.rounds.clock.first_round + self._submitted
-        while self._fits and self._fits[0][0] <= number:
-            self._fit = self._fits.popleft()[1]
-        cost.fit = self._fit
+        cost.fit = self._opened.rounds.fit_at(self._pass.next_round)
 
 
-def _digest(flats: Sequence[FlatBatch], contribution: Contribution, *, values: bool) -> int:
-    """64 bits of what ranks that train the same batches must have alike: lengths, and values where asked for."""
-    digest = hashlib.blake2b(np.ascontiguousarray(contribution.samples.lengths).tobytes(), digest_size=8)
-    for flat in flats if values else ():
-        for tensor in flat.tensors:
-            if tensor.device.type == "cpu":
-                plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-                digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return int.from_bytes(digest.digest(), "little") or 1
+def _is_dropped(ticket: Ticket) -> bool:
+    """Whether nobody trains anything of a round that takes place."""
+    directive = ticket.item.directive
+    return directive is not None and not directive.ended and not directive.batches
+
+
+def _moves_nothing(ticket: Ticket) -> bool:
+    """Whether nothing of a round is left to do: it has ended, or every sample stays at home."""
+    directive = ticket.item.directive
+    return directive is not None and (directive.ended or not directive.moves)
+
+
+def _samples_of(directive: Directive, flats: Sequence[FlatBatch], batch: int, template: FlatBatch) -> FlatBatch:
+    """This rank's samples that are trained in a batch of the window, whichever rank trains them."""
+    columns = directive.plan.slices[batch].source_totals.shape[1]
+    if batch < len(flats) and not directive.reports[batch].samples and flats[batch].num_jagged == columns:
+        return flats[batch]  # as it was loaded: no rank knows better
+    steps = directive.plan.steps
+    if steps is None:
+        return flats[batch] if batch < len(flats) and flats[batch].num_samples else template
+    begins = np.cumsum([0, *(flat.num_samples for flat in flats)])
+    chosen = [np.flatnonzero(steps[begins[i] : begins[i + 1]] == batch) for i in range(len(flats))]
+    some = [i for i, samples in enumerate(chosen) if samples.size]
+    return pick([flats[i] for i in some], [chosen[i] for i in some]) if some else template
+
+
+def _gpu_of(flats: Sequence[FlatBatch]) -> torch.device:
+    device = next((flat.device for flat in flats if flat.num_samples), None)
+    if device is not None and device.type == "cuda":
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _queued_by_now(device: Device) -> tuple[torch.device, torch.cuda.Event] | None:
+    """The point that a device's current stream has come to; None on the host."""
+    if device is None or torch.device(device).type != "cuda":
+        return None
+    current = torch.cuda.current_stream(torch.device(device))
+    return current.device, current.record_event()
+
+
+@contextmanager
+def _beside(since: tuple[torch.device, torch.cuda.Event] | None) -> Iterator[None]:
+    """Work on a stream of its own, after what was queued then; what the program has queued since may wait for it."""
+    if since is None:
+        yield
+        return
+    device, event = since
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()  # only then may the batches' memory be used again

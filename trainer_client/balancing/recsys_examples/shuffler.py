@@ -14,7 +14,7 @@ from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec
 from trainer_client.balancing.batches.fields import is_keyed_jagged_tensor
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import RoundReport
-from trainer_client.balancing.ticket import Ticket
+from trainer_client.balancing.stream import Ticket
 
 PREFIX = "evenkeel_"
 _UNBALANCED = "identity"

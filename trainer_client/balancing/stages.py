@@ -1,0 +1,70 @@
+"""A round at the lead, as a list of stages: each capability is one line here, and one file or folder elsewhere.
+
+What a plan takes into account (windows, splits, memory caps, speeds) are stages of `evenkeel.partitioning.rounds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.decide import Rules
+from trainer_client.balancing.dividing import Splitting
+from trainer_client.balancing.kernels import Kernels
+from trainer_client.balancing.lead import Lead, Stage
+from trainer_client.balancing.learned_costs import CostLearner
+from trainer_client.balancing.learned_speeds import SpeedLearner
+from trainer_client.balancing.options import BalanceOptions
+from trainer_client.balancing.planning import Planning
+from trainer_client.balancing.resuming import Resuming
+from trainer_client.balancing.schemas import Templates
+
+if TYPE_CHECKING:  # which needs grpcio
+    from trainer_client.balancing.asking import Asker
+
+
+def make_lead(
+    name: str,
+    options: BalanceOptions,
+    *,
+    balance: bool,
+    template: FlatBatch,
+    nodes: Sequence[str],
+    peers: NDArray[np.int64] | None = None,
+    asker: Asker | None = None,
+    kernels: Kernels | None = None,
+    learns: Callable[[], LearnedCost | None] = lambda: None,
+) -> Lead:
+    """The lead of a stream.
+
+    Args:
+        name: The loader's.
+        options: How to balance.
+        balance: False: every sample stays at home.
+        template: An empty batch.
+        nodes: The host of each rank.
+        peers: (ranks, peers) the job's rank of each that trains copies; None: there are none.
+        asker: Asks the service; None: there is none.
+        kernels: That plans need; None: nothing is planned, or they are there.
+        learns: The lead's own learned cost, if its loader has one.
+    """
+    templates, alone = Templates(template), len(nodes) == 1
+    stages: list[Stage | None] = [
+        Splitting(template) if options.split is not None else None,
+        SpeedLearner(name, nodes=nodes, speeds=options.speeds) if options.learn_speeds and not alone else None,
+        CostLearner(name, len(nodes), learns) if not alone else None,
+        Resuming(options.window) if options.window > 1 else None,
+        Planning(name, kernels, min_samples=options.min_samples),
+        asker,
+    ]
+    rules = Rules(
+        name=name, balance=balance, min_samples=options.min_samples, peers=peers, schema_lines=templates.lines
+    )
+    return Lead(
+        rules, options.of_rounds, templates=templates, nodes=nodes, stages=[one for one in stages if one is not None]
+    )
