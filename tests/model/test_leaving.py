@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from tests.model.threads import World
 from trainer_client import BalancedLoader, BalanceOptions
-from trainer_client.balancing import agreement, passes
-from trainer_client.balancing.passes import Pass
+from trainer_client.balancing import decide, stream
+from trainer_client.balancing.contribution import State
+from trainer_client.balancing.stream import Pass
 
 MOST = 6  # batches of a loop
 
@@ -240,15 +241,17 @@ def test_a_rank_that_does_not_say_that_it_has_left_is_found_out(monkeypatch: pyt
         real(self)
 
     monkeypatch.setattr(Pass, "leave", silent)
-    monkeypatch.setattr(passes, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(stream, "LEAVE_SECONDS", 0.1)
     assert fails(LEAVES) is not None
 
 
 def test_ranks_that_go_on_after_one_has_left_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = agreement.decide
+    real = decide.decide
 
-    def deaf(votes: Any, **options: Any) -> Any:
-        return real([vote for vote in votes if not vote.left] or votes, **options)
+    def deaf(contributions: Any, rules: Any) -> Any:
+        states = contributions.copies["state"]
+        states[states == State.LEFT] = State.EXHAUSTED
+        return real(contributions, rules)
 
-    monkeypatch.setattr("trainer_client.balancing.worker.decide", deaf)
+    monkeypatch.setattr("trainer_client.balancing.lead.decide", deaf)
     assert fails(LEAVES) is not None

@@ -1,8 +1,8 @@
 """Ranks as threads of one process: all that is real but the collectives, which are matched by their order alone.
 
 Programs that leave loops run here a hundred times as fast as on processes, so that many can be tried. What is assumed
-of collectives is all that they do here: an all-gather gives every rank the same list, a move the samples that others
-sent to this rank, and both meet whatever the other ranks started as the same number of their communicator.
+of collectives is all that they do here: a gather gives the lead everybody's bytes, a scatter everybody the lead's, a
+move the samples that others sent to this rank, and all meet whatever the other ranks started as the same number of their communicator.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from trainer_client.balancing.votes import Vote
 
 from benchmarks.references.redistribution import redistribute_reference
 from evenkeel.partitioning.slices import Slice
 from trainer_client import BalanceOptions, Balancer
-from trainer_client.balancing import passes, redistribution
+from trainer_client.balancing import balancer, opening, redistribution, stream
 from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.contribution import Bytes
+from trainer_client.balancing.groups import Communicators
 from trainer_client.balancing.kernels import _preparation
+from trainer_client.balancing.membership import Membership, read_membership
 from trainer_client.balancing.redistribution import Pending
-from trainer_client.balancing.stream import BatchStream
 
 
 class Communicator:
@@ -81,57 +82,46 @@ def start(flat: FlatBatch, piece: Slice, *, group: Any, device: Any = None) -> P
 
 
 # For good: threads that end what a loop has left move samples after the test that began them.
-passes.start = start  # type: ignore[assignment]
+stream.start_moving = start  # type: ignore[assignment]
 
 
-class ThreadGroups:
-    """What `Groups` is to a stream."""
+class ThreadCommunicators(Communicators):
+    """What `Communicators` are to a stream."""
 
-    peers = None
-    leads = True
-    needs_gpu = False
+    def gather(self, row: Bytes, room: int) -> Bytes | None:
+        number = self.up.post(self.rank, row)
+        if not self.leads:
+            return None
+        rows = self.up.collect(number)
+        table = np.zeros((len(rows), max(map(len, rows))), np.uint8)
+        for each, sent in zip(table, rows, strict=True):
+            each[: len(sent)] = sent
+        return table
 
-    def __init__(self, rank: int, control: Communicator, data: Communicator) -> None:
-        self.rank, self.world_size = rank, control.num_ranks
-        self.control, self.data = control, Place(data, rank)
+    def scatter(self, table: Bytes | None, room: int) -> Bytes:
+        posted = self.down.collect(self.down.post(self.rank, table)) if table is None else None
+        if table is not None:
+            self.down.post(self.rank, table)
+        sent = table if posted is None else posted[0]
+        assert sent is not None, "directives of different rounds have met"
+        row: Bytes = sent[self.rank]
+        return row
 
-    @property
-    def leaders(self) -> ThreadGroups:
-        return self
-
-    def led(self, work: Callable[[], Any]) -> Any:
-        return work()
-
-    def broadcast(self, value: Any) -> Any:
-        return self.gather_objects(value)[0]
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self.control.collect(self.control.post(self.rank, value))
-
-    def gather_votes(self, vote: Vote) -> list[Vote]:
-        return [Vote.unpack(row) for row in self.gather_objects(vote.pack())]
-
-    def gather_bytes(self, own: bytes | NDArray[np.uint8], sizes: list[int]) -> list[bytes]:
-        rows = self.gather_objects(bytes(own))
-        assert [len(row) for row in rows] == list(sizes)
-        return rows
-
-    def leave(self, rounds: int, moves: int) -> None:
-        """Nothing is kept."""
+    def set_timeout(self, timeout: timedelta) -> None:
+        """They have one of their own."""
 
 
-class ThreadBalancer(Balancer):
-    """A rank's balancer, whose streams meet those of the other threads of a world."""
+class Member(NamedTuple):
+    """What is given for a process group."""
 
     world: World
     rank: int
 
-    def stream(self, loader: str = "train") -> BatchStream:
-        """As of any balancer, with the communicators of its world."""
-        found = super().stream(loader)
-        if found._groups is None:
-            found._groups = self.world.groups(self.rank, loader)  # type: ignore[assignment]
-        return found
+
+class ThreadMembership(Membership):
+    """A thread among those of its world."""
+
+    world: World
 
 
 class World:
@@ -139,22 +129,36 @@ class World:
 
     def __init__(self, num_ranks: int, seconds: float) -> None:
         self.num_ranks = num_ranks
-        self._pairs: defaultdict[str, tuple[Communicator, Communicator]] = defaultdict(
-            lambda: (Communicator(num_ranks, seconds), Communicator(num_ranks, seconds))
+        self._communicators: defaultdict[str, list[Communicator]] = defaultdict(
+            lambda: [Communicator(num_ranks, seconds) for _ in range(3)]
         )
+        self._kept: dict[tuple[int, str], ThreadCommunicators] = {}
         self._lock = threading.Lock()
 
     def balancer(self, rank: int, options: BalanceOptions) -> Balancer:
         """A rank's balancer, whose streams meet those of the other threads."""
-        balancer = ThreadBalancer.embedded(options=options)
-        assert isinstance(balancer, ThreadBalancer)
-        balancer.world, balancer.rank = self, rank
-        return balancer
+        return Balancer.embedded(group="threads", options=options, process_group=Member(self, rank))  # type: ignore[arg-type]
 
-    def groups(self, rank: int, loader: str) -> ThreadGroups:
-        """A rank's communicators of a stream."""
+    def communicators(self, rank: int, loader: str, timeout: timedelta) -> ThreadCommunicators:
+        """A rank's communicators of a stream, once no earlier one uses them."""
         with self._lock:
-            return ThreadGroups(rank, *self._pairs[loader])
+            kept = self._kept.get((rank, loader))
+            if kept is None:
+                up, down, data = self._communicators[loader]
+                peers = np.arange(self.num_ranks)[:, None]
+                kept = self._kept[rank, loader] = ThreadCommunicators(
+                    up=up,
+                    down=down,
+                    data=Place(data, rank),
+                    peers=peers,
+                    rank=rank,
+                    peer=0,  # type: ignore[arg-type]
+                )
+                kept.free.set()
+        if not kept.free.wait(timeout.total_seconds()):
+            raise TimeoutError("an earlier loop of this name has not ended")
+        kept.free.clear()
+        return kept
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
         """Runs a program on every rank; its results, or what it raised, by rank."""
@@ -177,4 +181,22 @@ class World:
     @property
     def in_flight(self) -> int:
         """Collectives that not all ranks have started."""
-        return sum(each.in_flight for pair in self._pairs.values() for each in pair)
+        return sum(each.in_flight for some in self._communicators.values() for each in some)
+
+
+def _membership(process_group: Any, peers: Any) -> Membership | None:
+    if not isinstance(process_group, Member):
+        return read_membership(process_group, peers)
+    world, rank = process_group
+    membership = ThreadMembership(ranks=tuple(range(world.num_ranks)), peers=(rank,), backend="gloo", own=rank)
+    object.__setattr__(membership, "world", world)
+    return membership
+
+
+def _communicators(membership: Membership, key: tuple[str, str, str], timeout: timedelta) -> Communicators:
+    assert isinstance(membership, ThreadMembership)
+    return membership.world.communicators(membership.own, key[2], timeout)
+
+
+opening.take_communicators = _communicators  # type: ignore[assignment]
+opening.read_membership = balancer.read_membership = _membership  # type: ignore[assignment]

@@ -1,0 +1,97 @@
+"""Rounds at the lead: whatever a stage does, every rank hears of it, and without any of them the others go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.splits import SplitOptions
+from trainer_client import BalanceOptions
+from trainer_client.balancing.batches import flatten
+from trainer_client.balancing.contribution import Contribution, Contributions, Measure, schema_number
+from trainer_client.balancing.directive import Directive, read_directive
+from trainer_client.balancing.lead import Lead, Round, Stage
+from trainer_client.balancing.planning import Planning
+from trainer_client.balancing.report import Mode, Reason
+from trainer_client.balancing.stages import make_lead
+
+TEMPLATE = flatten({"id": torch.arange(2)}).empty()
+RANKS = 3
+
+
+def contributions(seconds: float = 0.0) -> list[Contribution]:
+    """Rank 0 has all the work."""
+    loaded = []
+    for rank in range(RANKS):
+        costs = np.full(4, 1 if rank else 100)
+        samples = RankSamples(
+            costs=costs, lengths=np.zeros((4, 0)), sizes=np.full(4, 8), batch_sizes=(4,), memory=np.ones(4)
+        )
+        measured = Measure(load=1.0, seconds=seconds * (1 + rank)) if seconds else Measure()
+        loaded.append(Contribution(samples=samples, schema=schema_number(TEMPLATE.schema), measured=measured))
+    return loaded
+
+
+def lead(**more: Any) -> Lead:
+    options = BalanceOptions(**more)
+    return make_lead("train", options, balance=True, template=TEMPLATE, nodes=["a"] * RANKS)
+
+
+def directives(one: Lead, number: int = 0, seconds: float = 0.0) -> list[Directive]:
+    given = contributions(seconds)
+    table = one.directives(one.begin(number, Contributions.of(given)))
+    return [read_directive(table[rank], number=number, rank=rank, samples=given[rank].samples) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("moment", ["begin", "finish"])
+def test_a_stage_that_fails_is_the_same_error_on_all_ranks(moment: str) -> None:
+    def fail(round_: Round) -> None:
+        raise KeyError("a cost's fit")
+
+    class Failing(Stage):
+        """Does."""
+
+        begin = staticmethod(fail) if moment == "begin" else Stage.begin
+        finish = staticmethod(fail) if moment == "finish" else Stage.finish
+
+    broken = lead()
+    stages = [*broken._stages, Failing()]
+    broken = Lead(broken._rules, broken._options, templates=broken._templates, nodes=["a"] * RANKS, stages=stages)
+    told = {str(one.decision.error) for one in directives(broken)}
+    assert len(told) == 1
+    assert "the lead (rank 0) could not make a round: KeyError" in told.pop()
+
+
+def test_without_any_one_stage_the_others_go_on() -> None:
+    whole = lead(window=2, split=SplitOptions(), learn_speeds=True)
+    names = [type(stage).__name__ for stage in whole._stages]
+    assert len(names) >= 5
+    for left_out in (stage for stage in whole._stages if not isinstance(stage, Planning)):
+        stages = [stage for stage in whole._stages if stage is not left_out]
+        part = Lead(whole._rules, whole._options, templates=whole._templates, nodes=["a"] * RANKS, stages=stages)
+        for number in range(3):
+            for one in directives(part, number, seconds=0.1):
+                assert one.decision.mode is Mode.EMBEDDED
+                assert one.moves
+
+
+def test_a_slow_rank_gets_less_where_steps_are_measured() -> None:
+    one = lead(move_price=0.0, counts="free")
+    for number in range(60):
+        directed = directives(one, number, seconds=0.1)
+    loads = [each.reports[0].own_load for each in directed]
+    assert one._measured
+    assert loads[0] >= loads[2]
+    assert directed[0].reports[0].learned
+
+
+def test_a_plan_that_cannot_be_made_leaves_samples_at_home_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    (first, *_) = directives(lead(memory_caps=[1.0] * RANKS))
+    assert (first.decision.mode, first.decision.reason) == (Mode.IDENTITY, Reason.PARTITION_FAILED)
+    assert first.reports[0].own_load == first.reports[0].home_load == 400
+    assert first.reports[0].imbalance == pytest.approx(400 / 136)
+    assert "stays unbalanced (1 so far)" in caplog.text
