@@ -34,7 +34,7 @@ FUNCTIONS = (
     "tests/trainer_client/balancing/sampling/test_order.py",
     "tests/examples/datasets/",
     "tests/examples/test_train_routed.py",
-    "tests/trainer_client/embedding/tables/test_dynamicemb.py",
+    "tests/examples/test_dynamicemb_tables.py",
     "tests/trainer_client/balancing/costs/test_fits.py",
     "tests/examples/hstu/test_perf.py",
     "tests/trainer_client/observing/test_metrics.py",

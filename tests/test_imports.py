@@ -4,17 +4,15 @@ import subprocess
 import sys
 
 IMPORT_ALL = """
-import importlib, importlib.util, os, pkgutil, signal
+import importlib, os, pkgutil, signal
 import torch._dynamo  # sets a variable for its own cache
 before = dict(os.environ)
 handlers = [signal.getsignal(number) for number in signal.valid_signals()]
 import evenkeel, services, trainer_client
 PROGRAMS = "__main__", "recsys_examples.everywhere"  # the second is imported to change what its peer has registered
-NEEDED = {"trainer_client.attention.pointwise_kernels": "triton"}  # which is where GPUs are
 for package in (evenkeel, services, trainer_client):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        needed = NEEDED.get(module.name, "sys")
-        if not module.name.endswith(PROGRAMS) and importlib.util.find_spec(needed) is not None:
+        if not module.name.endswith(PROGRAMS):
             importlib.import_module(module.name)
             changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
             assert dict(os.environ) == before, (module.name, changed)

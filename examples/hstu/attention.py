@@ -17,12 +17,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from examples.hstu.pointwise import PointwiseSilu
 from trainer_client.attention import (
     Blocks,
     DenseSilu,
     DenseSoftmax,
     Pieces,
-    PointwiseSilu,
     VarlenSoftmax,
     attend_over_pieces,
 )

@@ -2,10 +2,8 @@
 
 from evenkeel.partitioning.splits import Piece, SplitSample
 from trainer_client.attention.dense import DenseSilu, DenseSoftmax
-from trainer_client.attention.group import PieceGroup
-from trainer_client.attention.over_pieces import Attended, attend_over_pieces
+from trainer_client.attention.over_pieces import Attended, PieceGroup, attend_over_pieces
 from trainer_client.attention.pieces import Blocks, Pieces
-from trainer_client.attention.pointwise import PointwiseSilu
 from trainer_client.attention.varlen import VarlenSoftmax
 
 __all__ = [
@@ -16,7 +14,6 @@ __all__ = [
     "Piece",
     "PieceGroup",
     "Pieces",
-    "PointwiseSilu",
     "SplitSample",
     "VarlenSoftmax",
     "attend_over_pieces",

@@ -32,11 +32,12 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Dense(ABC):
-    """What the kernels have in common."""
+    scale: float | None = None
 
     @abstractmethod
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    def attend(self, scores: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """(heads, …, dim) of one sequence or block; the mask is (queries, keys), None if all are seen."""
 
     def own(
@@ -87,10 +88,13 @@ class _Dense(ABC):
             for part, lengths in ((query, query_lengths), (key, key_lengths), (value, key_lengths))
         )
         with torch.autocast(query.device.type, enabled=False):
-            found = [self.attend(*each) for each in zip(queries, keys, values, masks, strict=True)]
-            if not found:
-                found = [self.attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), None)]
-        sums, *logs = (torch.cat(part, 1).transpose(0, 1) for part in zip(*found, strict=True))
+            scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+            scores = [(q @ k.transpose(1, 2)) * scale for q, k in zip(queries, keys, strict=True)]
+            results = [self.attend(*each) for each in zip(scores, values, masks, strict=True)]
+            if not results:  # still a part of the graph
+                query, key, value = (part.transpose(0, 1) for part in (query, key, value))
+                results = [self.attend(query @ key.transpose(1, 2), value, None)]
+        sums, *logs = (torch.cat(part, 1).transpose(0, 1) for part in zip(*results, strict=True))
         return (sums.to(dtype), logs[0]) if logs else sums.to(dtype)
 
 
@@ -102,12 +106,8 @@ class DenseSoftmax(_Dense):
         scale: Of the scores; default: 1 / √(head dim).
     """
 
-    scale: float | None = None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    def attend(self, scores: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Weighted means of values, and the logarithms of the sums of exponentials."""
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = (query @ key.transpose(1, 2)) * scale
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         return scores.softmax(-1) @ value, scores.logsumexp(-1)
@@ -122,13 +122,11 @@ class DenseSilu(_Dense):
         divisor: Of the sums; a constant such as the longest sequence of all, which no division of samples changes.
     """
 
-    scale: float | None = None
     divisor: float = 1.0
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    def attend(self, scores: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Sums of values."""
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        weights = functional.silu((query @ key.transpose(1, 2)) * scale) / self.divisor
+        weights = functional.silu(scores) / self.divisor
         if mask is not None:
             weights = weights.masked_fill(~mask, 0.0)
         return (weights @ value,)

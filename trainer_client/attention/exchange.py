@@ -50,14 +50,14 @@ class _Transfer:
         for (peer, part), routes in _by_message(leaving, len(sources)).items():
             rows = [_stretch(sources, route) for route in routes]
             message = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows)
-            operations.append(_operation(dist.isend, message, peer, group, part))
+            operations.append(dist.P2POp(dist.isend, message, group=group, tag=part, group_peer=peer))
         for (peer, part), routes in _by_message(arriving, len(targets)).items():
             if len(routes) == 1 and not back:
                 message = _stretch(targets, routes[0])
             else:
                 message = targets[part].new_empty(sum(route.size for route in routes), *targets[part].shape[1:])
                 self._received.append((message, routes))
-            operations.append(_operation(dist.irecv, message, peer, group, part))
+            operations.append(dist.P2POp(dist.irecv, message, group=group, tag=part, group_peer=peer))
         self._messages = [operation.tensor for operation in operations]  # kept until they are sent
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
@@ -69,11 +69,6 @@ class _Transfer:
                 target = _stretch(self._targets, route)
                 target.add_(rows) if self._add else target.copy_(rows)
         self._messages, self._received = [], []
-
-
-def _operation(function: Any, message: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> dist.P2POp:
-    assert group is not None
-    return dist.P2POp(function, message, dist.get_global_rank(group, peer), group, tag)
 
 
 class Exchange:
@@ -210,9 +205,7 @@ class _Anchor(torch.autograd.Function):
         return gradients[0], torch.zeros_like(token)
 
 
-# A token, then keys, values and contextual queries that are arriving; the same, when they have arrived; a token, then
-# results of this rank's contextual queries; rows with the exchange as a part of their graph.
-start: Any = _Start.apply
-wait: Any = _Wait.apply
-send_results: Any = _Return.apply
-anchor: Any = _Anchor.apply
+start: Any = _Start.apply  # gives a token, then keys, values and contextual queries that are arriving
+wait: Any = _Wait.apply  # the same, when they have arrived
+send_results: Any = _Return.apply  # a token, then results of this rank's contextual queries
+anchor: Any = _Anchor.apply  # rows with the exchange as a part of their graph

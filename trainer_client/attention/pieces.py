@@ -14,17 +14,10 @@ from evenkeel.partitioning.splits import Piece, SplitSample
 
 
 class Route(NamedTuple):
-    """Consecutive rows of a tensor that travel to another rank, or arrive from it.
-
-    Attributes:
-        peer: The other rank, in the group.
-        part: Which tensor, in the order in which an exchange names them.
-        begin: The first row.
-        size: Rows.
-    """
+    """Consecutive rows of a tensor that travel to another rank, or arrive from it."""
 
     peer: int
-    part: int
+    part: int  # which tensor, in the order in which an exchange names them
     begin: int
     size: int
 
@@ -36,15 +29,13 @@ class Phase:
     leaving: list[Route] = field(default_factory=list)
     arriving: list[Route] = field(default_factory=list)
 
-    def add(
-        self, rank: int, source: int, target: int, parts: Sequence[int], size: int, begin: int, arrive_at: int
-    ) -> None:
+    def add(self, rank: int, source: int, target: int, parts: Sequence[int], size: int, begin: int, at: int) -> None:
         """Adds rows of some tensors that go from one rank to another, if `rank` is one of the two."""
         for part in parts:
             if rank == source:
                 self.leaving.append(Route(target, part, begin, size))
             if rank == target:
-                self.arriving.append(Route(source, part, arrive_at, size))
+                self.arriving.append(Route(source, part, at, size))
 
 
 class Rows(NamedTuple):
@@ -163,8 +154,7 @@ class Pieces:
     ) -> dict[tuple[int, int], Rows]:
         """Keys go to each node once, an equal share to each of its ranks, which passes it on to the others there.
 
-        Returns:
-            Where pieces of other ranks arrive, by sample and number.
+        Gives where pieces of other ranks arrive, by sample and number.
         """
         arrived: dict[tuple[int, int], Rows] = {}
         for which, sample in enumerate(samples):

@@ -25,21 +25,13 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class Packed(NamedTuple):
-    """Where packed queries and keys begin, (n + 1,) int32 each, and the most of a sequence.
-
-    Attributes:
-        query_offsets: Of queries.
-        key_offsets: Of keys.
-        max_queries: No sequence has more.
-        max_keys: No sequence has more.
-        causal: Each query sees the keys up to its own, of which there are as many; else all.
-    """
+    """Where packed queries and keys begin, (n + 1,) int32 each, and the most of a sequence."""
 
     query_offsets: Tensor
     key_offsets: Tensor
     max_queries: int
     max_keys: int
-    causal: bool
+    causal: bool  # each query sees the keys up to its own, of which there are as many; else all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,15 +142,8 @@ class _Attend(torch.autograd.Function):
     """All of an attention: own blocks, the exchange, and blocks of queries with keys of earlier pieces."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        kernel: VarlenSoftmax,
-        pieces: Pieces | None,
-        offsets: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, kernel: VarlenSoftmax, pieces: Pieces | None, offsets: Tensor, *rows_of: Tensor) -> Tensor:
+        query, key, value = rows_of
         ctx.kernel, ctx.pieces = kernel, pieces
         own = Packed(offsets, offsets, kernel.max_length, kernel.max_length, True)
         if pieces is None:

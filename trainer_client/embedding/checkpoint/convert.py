@@ -1,6 +1,5 @@
 """Re-routing a checkpoint on disk: any routing and number of ranks to any other."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,17 +10,16 @@ from typing import Literal
 from torch import Tensor
 
 from trainer_client.embedding.checkpoint import dcp
-from trainer_client.embedding.checkpoint.dynamicemb import COUNTER, DynamicEmbDump, RawRows, is_dump, write_options
-from trainer_client.embedding.checkpoint.files import Staging, recover
-from trainer_client.embedding.checkpoint.record import (
-    CheckpointError,
-    TableRecord,
-    for_dcp,
-    for_dump,
-    repeated_key,
-    reshape,
-    split_by_owner,
+from trainer_client.embedding.checkpoint.dynamicemb import (
+    COUNTER,
+    DynamicEmbDump,
+    RawRows,
+    check_fits_dump,
+    is_dump,
+    write_options,
 )
+from trainer_client.embedding.checkpoint.files import Staging, recover
+from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord, repeated_key, split_by_owner
 from trainer_client.embedding.routing import RoutingLike, as_routing
 from trainer_client.embedding.routing.ownership import check_world_size
 
@@ -53,7 +51,7 @@ def open_checkpoint(
 
     Args:
         path: Its directory.
-        routing: For DynamicEmb dumps that do not name theirs; see `DynamicEmbDump`.
+        routing: Of DynamicEmb dumps that do not name theirs, which count as roundrobin without it.
         num_embeddings: Sizes of continuous tables that the dump does not give.
 
     Raises:
@@ -101,12 +99,14 @@ def convert(
     """
     check_world_size(world_size)
     to_dump = (target_format or source.format) == "dynamicemb"
-    new: dict[str, TableRecord] = {}
+    new: list[TableRecord] = []
     for name, record in source.records.items():
         chosen = routing.get(name.removesuffix(COUNTER)) if isinstance(routing, Mapping) else routing
         rerouted = record.rerouted(as_routing(chosen) if chosen is not None else record.routing, world_size)
         _ = rerouted.block  # refusals come before anything is written
-        new[name] = for_dump(rerouted) if to_dump else for_dcp(rerouted)
+        if to_dump:
+            check_fits_dump(rerouted)
+        new.append(rerouted)
     total = sum(sum(record.rows) for record in source.records.values())
     done = 0
 
@@ -116,40 +116,40 @@ def convert(
         if progress is not None:
             progress(done, total if to_dump else 2 * total)
 
-    with Staging(Path(target), overwrite=overwrite) as staging:
-        path = staging.path
-        with nullcontext(path) if to_dump else TemporaryDirectory(dir=path) as scratch:
-            files = {name: RawRows(Path(scratch), record, dump=to_dump) for name, record in new.items()}
-            moved = sum(_distribute(source, name, raw, advance) for name, raw in files.items())
-            finished = [raw.counted() for raw in files.values()]
-            if to_dump:
-                for record in finished:
-                    write_options(path, record)
-            else:
+    with (
+        Staging(Path(target), overwrite=overwrite) as path,
+        nullcontext(path) if to_dump else TemporaryDirectory(dir=path) as scratch,
+    ):
+        files = {record.name: RawRows(Path(scratch), record, dump=to_dump) for record in new}
+        moved = sum(_distribute(source, raw, advance) for raw in files.values())
+        finished = [raw.counted() for raw in files.values()]
 
-                def read(name: str, rank: int, array: str, first: int, count: int) -> Tensor:
-                    advance(count if array == "keys" else 0)
-                    return files[name].read(rank, array, first, count)
+        def read(name: str, rank: int, array: str, first: int, count: int) -> Tensor:
+            advance(count if array == "keys" else 0)
+            return files[name].read(rank, array, first, count)
 
-                digests = [tuple(files[r.name].digests(rank) for rank in range(world_size)) for r in finished]
-                finished = [dataclasses.replace(r, digests=d) for r, d in zip(finished, digests, strict=True)]
-                dcp.write(path, finished, range(world_size), read, alone=True)
+        if to_dump:
+            for record in finished:
+                write_options(path, record)
+        else:
+            dcp.write(path, finished, range(world_size), read, alone=True)
     return Conversion(tables=tuple(finished), rows=total, moved=moved)
 
 
-def _distribute(source: Checkpoint, name: str, raw: RawRows, advance: Callable[[int], None]) -> int:
+def _distribute(source: Checkpoint, raw: RawRows, advance: Callable[[int], None]) -> int:
     """Brings a table's rows to the ranks that own them now; returns how many changed their rank."""
-    before, moved = source.records[name], 0
+    after, moved = raw.record, 0
+    before = source.records[after.name]
     for rank in range(before.world_size):
-        for rows in source.rows(name, rank):
-            for owner, part in split_by_owner(reshape(rows, raw.record), raw.record):
+        for rows in source.rows(before.name, rank):
+            for owner, part in split_by_owner(rows, after):
                 raw.append(owner, part)
                 moved += part.keys.numel() if owner != rank else 0
             advance(rows.keys.numel())
-    for rank in range(raw.record.world_size):
-        keys = raw.read(rank, "keys", 0, raw.counts[rank]).sort().values
+    for rank, count in enumerate(raw.counts):
+        keys = raw.read(rank, "keys", 0, count).sort().values
         twice = keys[1:][keys[1:] == keys[:-1]]
         if twice.numel():
-            home = int(before.owners(twice[:1]))
-            raise repeated_key(source.where(name, home), name, int(twice[0]))
+            file = source.where(before.name, int(before.owners(twice[:1])))
+            raise repeated_key(file, before.name, int(twice[0]))
     return moved

@@ -6,7 +6,6 @@ import re
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from trainer_client.embedding.checkpoint.record import CheckpointError
 
@@ -28,7 +27,7 @@ class Staging:
     the next one.
 
     Attributes:
-        path: Where to write.
+        path: Where to write; what the context gives.
     """
 
     def __init__(self, target: Path, *, overwrite: bool) -> None:
@@ -52,14 +51,11 @@ class Staging:
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
-    def __enter__(self) -> Self:
-        return self
+    def __enter__(self) -> Path:
+        return self.path
 
     def __exit__(self, kind: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
-        if kind is None:
-            self.publish()
-        else:
-            self.discard()
+        self.publish() if kind is None else self.discard()
 
     def discard(self) -> None:
         """Removes what was written."""
@@ -108,8 +104,8 @@ def _check_replaceable(target: Path) -> None:
 
 
 def _is_of_checkpoint(name: str) -> bool:
-    suffixes = (".distcp", "_opt_args.json")
-    return name == ".metadata" or name.endswith(suffixes) or DUMP_FILE.fullmatch(name) is not None
+    named = name == ".metadata" or name.endswith((".distcp", "_opt_args.json"))
+    return named or DUMP_FILE.fullmatch(name) is not None
 
 
 def _sync(path: Path) -> None:

@@ -14,24 +14,14 @@ from torch import Tensor
 from trainer_client.embedding.checkpoint import dcp
 from trainer_client.embedding.checkpoint.convert import Checkpoint, open_checkpoint
 from trainer_client.embedding.checkpoint.files import Staging
-from trainer_client.embedding.checkpoint.optimizers import (
-    Layout,
-    Optimizers,
-    check_state,
-    fresh_rows,
-    optimizer_of,
-    prepare_state,
-    read_state,
-)
+from trainer_client.embedding.checkpoint.optimizers import Layout, Optimizers, optimizer_of
 from trainer_client.embedding.checkpoint.record import (
     ArraySpec,
     CheckpointError,
     RoutingMismatchError,
     Rows,
     TableRecord,
-    for_dcp,
     repeated_key,
-    reshape,
 )
 from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
 
@@ -54,27 +44,27 @@ class _Part:
         scalars: dict[str, float] = {}
         if optimizer is not None:
             layout = Layout.of(optimizer, part.weight, table.name)
-            state, scalars = read_state(layout, optimizer.state.get(part.weight, {}))
+            state, scalars = layout.read(optimizer.state.get(part.weight, {}))
         keys = part.held_keys()
-        self._tensors = {"keys": keys, "values": part.weight.detach(), **state}
-        arrays = {name: tensor for name, tensor in self._tensors.items() if name != "keys"}
+        count = keys.numel()
+        arrays = {"values": part.weight.detach(), **state}
+        self._tensors = {"keys": keys, **arrays}
+        # What a row that no key has taken holds, if there is one.
+        free = {name: array[-1].double().flatten().tolist() for name, array in state.items() if len(array) > count}
         self.record = TableRecord(
             name=table.name,
             routing=table.resolved_routing,
             world_size=world_size,
             num_embeddings=table.num_embeddings,
-            rows=(keys.numel(),),
-            arrays={
-                name: ArraySpec(dtype=str(array.dtype).removeprefix("torch."), shape=tuple(array.shape[1:]))
-                for name, array in arrays.items()
-            },
+            rows=(count,),
+            arrays={name: ArraySpec.of(array) for name, array in arrays.items()},
             scalars=scalars,
             optimizer=type(optimizer).__name__ if optimizer else "",
-            fresh=fresh_rows(state, keys.numel()),
+            fresh=free,
         )
         digests = []
-        for first, count in self.record.chunks(0):
-            chunk = {name: self.read(name, first, count) for name in self._tensors}
+        for first, size in self.record.chunks(0):
+            chunk = {name: self.read(name, first, size) for name in self._tensors}
             digests.append(Rows(keys=chunk.pop("keys"), arrays=chunk).digest())
         self.record = dataclasses.replace(self.record, digests=(tuple(digests),))
 
@@ -85,7 +75,6 @@ class _Part:
 
 
 def _of_all_ranks(parts: list[TableRecord]) -> TableRecord:
-    """One record of a table from those of each rank."""
     first = max(parts, key=lambda record: len(record.arrays))
     if any(record.arrays != first.arrays for record in parts):
         raise CheckpointError(f"table {first.name}: ranks hold different optimizer state; step it on all ranks")
@@ -173,7 +162,7 @@ def save(
                 raise CheckpointError(f"{path}: the checkpoint could not be put in place ({error})") from error
 
 
-class _Load:
+class Load:
     """A table of a checkpoint that fits a rank's part; nothing is changed before `run`."""
 
     def __init__(
@@ -181,10 +170,11 @@ class _Load:
         checkpoint: Checkpoint,
         table: RoutedTable,
         part: Any,
+        *,
         rank: int,
         world_size: int,
-        optimizers: Optimizers,
-        convert: bool,
+        optimizer: Optimizers = None,
+        convert: bool = True,
     ) -> None:
         saved, where = checkpoint.records.get(table.name), checkpoint.path
         if saved is None:
@@ -194,12 +184,13 @@ class _Load:
             raise CheckpointError(
                 f"{where}: table {table.name} has rows of shape {shape}, not ({table.embedding_dim},)"
             )
-        now = for_dcp(saved).rerouted(table.resolved_routing, world_size)
-        now = dataclasses.replace(now, num_embeddings=table.num_embeddings)
-        if not now.routes_like(saved) and not convert:
+        local = saved.rerouted(table.resolved_routing, world_size)
+        local = dataclasses.replace(local, num_embeddings=table.num_embeddings)
+        self._same = local.routes_like(saved)
+        if not self._same and not convert:
             raise RoutingMismatchError(
                 f"{where}: table {table.name} was saved under {saved.describe()} and is loaded under "
-                f"{now.describe()}; allow conversion, or convert it first with `evenkeel checkpoint convert`"
+                f"{local.describe()}; allow conversion, or convert it first with `evenkeel checkpoint convert`"
             )
         _check_storage(table, part)
         forgets = hasattr(part, "reset_parameters") or table.resolved_routing.dist_type == "continuous"
@@ -208,35 +199,32 @@ class _Load:
                 f"table {table.name}: it holds keys already, and its storage {type(part).__name__} has no "
                 "reset_parameters() that would make it forget them; load into a newly made collection"
             )
-        self._optimizer, self._layout = optimizer_of(optimizers, part.weight, table.name), None
+        self._optimizer, self._layout = optimizer_of(optimizer, part.weight, table.name), None
         if self._optimizer is not None:
-            self._layout = Layout.of(self._optimizer, part.weight, table.name, now)
-            check_state(self._layout, now, where)
-        self._checkpoint, self._saved, self._now, self._part, self._rank = checkpoint, saved, now, part, rank
+            self._layout = Layout.of(self._optimizer, part.weight, table.name, local)
+            self._layout.check(local, where)
+        self._checkpoint, self._record, self._part, self._rank = checkpoint, local, part, rank
 
     def run(self) -> int:
         """Loads the rows; returns how many."""
-        record, part = self._now, self._part
-        same = record.routes_like(self._saved)
+        record, part = self._record, self._part
         if hasattr(part, "reset_parameters"):
             part.reset_parameters()
         targets: dict[str, Tensor] = {"values": part.weight.data}
         if self._optimizer is not None and self._layout is not None:
-            targets |= prepare_state(self._optimizer, self._layout, part.weight, record)
+            targets |= self._layout.prepare(self._optimizer, part.weight, record)
         filled = torch.zeros(part.weight.shape[0], dtype=torch.bool, device=part.weight.device)
-        loaded = 0
-        for source in [self._rank] if same else range(self._saved.world_size):
-            for read in self._checkpoint.rows(record.name, source):
-                rows = reshape(read, record)
-                mine = rows if same else rows.take(record.owners(rows.keys) == self._rank)
-                if mine.keys.numel() == 0:
+        sources = [self._rank] if self._same else range(self._checkpoint.records[record.name].world_size)
+        for source in sources:
+            for rows in self._checkpoint.rows(record.name, source):
+                local = rows if self._same else rows.take(record.owners(rows.keys) == self._rank)
+                if local.keys.numel() == 0:
                     continue
-                at = part.place(mine.keys.to(filled.device))
-                _check_new(at, filled, mine, record.name)
+                at = part.place(local.keys.to(filled.device))
+                _check_new(at, filled, local, record.name)
                 for array, target in targets.items():
-                    target[at] = mine.arrays[array].to(target.device, target.dtype)
-                loaded += mine.keys.numel()
-        return loaded
+                    target[at] = local.arrays[array].to(target.device, target.dtype)
+        return int(filled.sum())
 
 
 def _check_new(at: Tensor, filled: Tensor, rows: Rows, table: str) -> None:
@@ -247,20 +235,6 @@ def _check_new(at: Tensor, filled: Tensor, rows: Rows, table: str) -> None:
     twice[order[1:]] |= at[order[1:]] == at[order[:-1]]
     if bool(twice.any()):
         raise repeated_key(rows.where, table, int(rows.keys[twice.cpu()][0]))
-
-
-def load_table(
-    checkpoint: Checkpoint,
-    table: RoutedTable,
-    part: Any,
-    *,
-    rank: int,
-    world_size: int,
-    optimizer: Optimizers = None,
-    convert: bool = True,
-) -> int:
-    """Loads the rows that a rank owns into its part of a table, as `load` does; returns how many."""
-    return _Load(checkpoint, table, part, rank, world_size, optimizer, convert).run()
 
 
 def load(
@@ -288,19 +262,25 @@ def load(
             changed, or if it turns out to be damaged; the collection must not be used then. On all ranks.
         RoutingMismatchError: If the routing differs and `convert` is off.
     """
-    rank, world_size = collection.rank, collection.world_size
     with _raised_by_all(collection, path):
         checkpoint = open_checkpoint(os.fspath(path))
         fitting = {
-            table.name: _Load(checkpoint, table, collection.tables[table.name], rank, world_size, optimizer, convert)
+            table.name: Load(
+                checkpoint,
+                table,
+                collection.tables[table.name],
+                rank=collection.rank,
+                world_size=collection.world_size,
+                optimizer=optimizer,
+                convert=convert,
+            )
             for table in collection.configs
         }
     with _raised_by_all(collection, path):
         loaded = {name: one.run() for name, one in fitting.items()}
     totals = {name: sum(each[name] for each in _gather(loaded, collection)) for name in loaded}
     for name, total in totals.items():
-        if total != sum(checkpoint.records[name].rows):
-            raise CheckpointError(
-                f"{path}: table {name} has {sum(checkpoint.records[name].rows)} rows, but {total} reached an owner"
-            )
+        saved = sum(checkpoint.records[name].rows)
+        if total != saved:
+            raise CheckpointError(f"{path}: table {name} has {saved} rows, but {total} reached an owner")
     return totals

@@ -1,8 +1,8 @@
 """What optimizers keep about a table: arrays with a row for each of its rows, and single numbers.
 
-What is row and what is number is read off the optimizer itself: another one of its kind and options takes a step on two
-small tables of different sizes. That also shows how it wants each to be stored (a fused Adam has its step count on the
-device, a plain one on the host), and what it gives to a row that has never had a gradient.
+What is row and what is number is read off the optimizer itself: another one of its kind and options takes a step on a
+small table. That also shows how it wants each to be stored (a fused Adam has its step count on the device, a plain one
+on the host), and what it gives to a row that has never had a gradient.
 """
 
 import inspect
@@ -51,35 +51,73 @@ class Layout:
     @classmethod
     def of(cls, optimizer: Optimizer, weight: nn.Parameter, table: str, record: TableRecord | None = None) -> "Layout":
         """Finds out by trying, or from a checkpoint's record where the optimizer cannot be made anew."""
-        current = dict(optimizer.state.get(weight, {}))
-        trials = [_try(optimizer, weight, rows) for rows in (2, 3)]
-        if None in trials:
-            trials = [current or _recorded(record, weight, optimizer)] * 2
-            tried: set[str] = set()
-        else:
-            tried = set(trials[0] or ())
-        rows, numbers = {}, {}
+        num_rows, few = weight.shape[0], weight.shape[1] + 2  # no statistic over columns is as long
+        trial = _try(optimizer, weight, few)
+        current = optimizer.state.get(weight) or ({} if trial is not None else _recorded(record, weight, optimizer))
         # What only training brings is taken as it is.
-        for key, value in (current | (trials[0] or {})).items():
-            if value is None:
-                continue
+        examples = {name: (value, num_rows) for name, value in current.items()}
+        examples |= {name: (value, few) for name, value in (trial or {}).items()}
+        rows, numbers = {}, {}
+        for name, (value, count) in examples.items():
             if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
-                numbers[key] = value
-                continue
-            pairs = [(trial[key], size) for trial, size in zip(trials, (2, 3), strict=True)] if key in tried else []  # type: ignore[index]
-            if all(_has_rows(v, size) for v, size in pairs or [(value, weight.shape[0])]):
-                rows[key] = value[:1].detach().clone()
-            else:
+                numbers[name] = value
+            elif isinstance(value, Tensor) and value.shape[0] == count:
+                rows[name] = value[:1].detach().clone()
+            elif value is not None:
                 raise CheckpointError(
-                    f"table {table}: {type(optimizer).__name__} keeps {key} for all of its rows together, which no "
+                    f"table {table}: {type(optimizer).__name__} keeps {name} for all of its rows together, which no "
                     "other routing or number of ranks could take over; save without `optimizer`, or train the tables "
                     "with another optimizer"
                 )
         return cls(name=type(optimizer).__name__, rows=rows, numbers=numbers)
 
+    def read(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Arrays under their names in a checkpoint, and numbers, of what an optimizer holds of a table."""
+        rows = {PREFIX + name: state[name] for name in self.rows if isinstance(state.get(name), Tensor)}
+        return rows, {name: float(state[name]) for name in self.numbers if state.get(name) is not None}
 
-def _has_rows(value: Any, count: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == count
+    def check(self, record: TableRecord, where: object) -> None:
+        """Refuses a checkpoint without the optimizer's state, or with that of another kind."""
+        saved, expected = _saved_rows(record) | record.scalars.keys(), {*self.rows, *self.numbers}
+        if not saved and not record.optimizer and expected:
+            raise CheckpointError(
+                f"{where}: table {record.name} was saved without optimizer state; leave `optimizer` out, and it begins "
+                "anew"
+            )
+        if saved and saved != expected:
+            raise CheckpointError(
+                f"{where}: table {record.name} was saved with the optimizer state {', '.join(sorted(saved))}"
+                f"{f' of {record.optimizer}' if record.optimizer else ''}, and this {self.name} keeps "
+                f"{', '.join(sorted(expected)) or 'none'}; give an optimizer with the same options, or leave "
+                "`optimizer` out to begin anew"
+            )
+
+    def prepare(self, optimizer: Optimizer, weight: nn.Parameter, record: TableRecord) -> dict[str, Tensor]:
+        """Gives an optimizer the state of a table on which no row is filled yet; returns the arrays to fill, by name.
+
+        Rows are as those that had no gradient until the checkpoint was saved, so that a key that comes later finds what
+        it would have found without an interruption.
+        """
+        optimizer.state.pop(weight, None)
+        saved = bool(record.scalars or _saved_rows(record))
+        if not saved and type(optimizer) is not torch.optim.Adagrad:  # which keeps state before its first step
+            return {}
+        state: dict[str, Any] = {}
+        for name, row in self.rows.items():
+            fresh = record.fresh.get(PREFIX + name)
+            if fresh is not None:
+                row = torch.tensor(fresh, dtype=torch.float64, device="cpu").to(row.device, row.dtype).view(row.shape)  # noqa: PLW2901
+            spread = row.expand(weight.shape[0], *row.shape[1:])
+            state[name] = spread.clone(memory_format=torch.contiguous_format)
+        for name, example in self.numbers.items():
+            value = record.scalars.get(name, 0.0)
+            state[name] = torch.full_like(example, value) if isinstance(example, Tensor) else type(example)(value)
+        optimizer.state[weight] = state
+        return {PREFIX + name: state[name] for name in self.rows} if saved else {}
+
+
+def _saved_rows(record: TableRecord) -> set[str]:
+    return {name.removeprefix(PREFIX) for name in record.arrays if name.startswith(PREFIX)}
 
 
 def _try(optimizer: Optimizer, weight: nn.Parameter, rows: int) -> dict[str, Any] | None:
@@ -109,68 +147,7 @@ def _recorded(record: TableRecord | None, weight: Tensor, optimizer: Optimizer) 
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     number = torch.zeros((), device=weight.device if on_device else "cpu")
     rows = {
-        name.removeprefix(PREFIX): torch.zeros_like(spec.empty(weight.shape[0]), device=weight.device)
-        for name, spec in record.arrays.items()
-        if name.startswith(PREFIX)
+        name: torch.zeros_like(record.arrays[PREFIX + name].empty(weight.shape[0]), device=weight.device)
+        for name in _saved_rows(record)
     }
     return rows | dict.fromkeys(record.scalars, number)
-
-
-def read_state(layout: Layout, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Arrays under their names in a checkpoint, and numbers, of what an optimizer holds of a table."""
-    rows = {PREFIX + name: state[name] for name in layout.rows if isinstance(state.get(name), Tensor)}
-    return rows, {name: float(state[name]) for name in layout.numbers if state.get(name) is not None}
-
-
-def check_state(layout: Layout, record: TableRecord, where: object) -> None:
-    """Refuses a checkpoint without the optimizer's state, or with that of another kind."""
-    saved = {name.removeprefix(PREFIX) for name in record.arrays if name.startswith(PREFIX)} | record.scalars.keys()
-    names = {*layout.rows, *layout.numbers}
-    if not saved and not record.optimizer and names:
-        raise CheckpointError(
-            f"{where}: table {record.name} was saved without optimizer state; leave `optimizer` out, and it begins anew"
-        )
-    if saved and saved != names:
-        raise CheckpointError(
-            f"{where}: table {record.name} was saved with the optimizer state {', '.join(sorted(saved))}"
-            f"{f' of {record.optimizer}' if record.optimizer else ''}, and this {layout.name} keeps "
-            f"{', '.join(sorted(names)) or 'none'}; give an optimizer with the same options, or leave "
-            "`optimizer` out to begin anew"
-        )
-
-
-def prepare_state(optimizer: Optimizer, layout: Layout, weight: nn.Parameter, record: TableRecord) -> dict[str, Tensor]:
-    """Gives an optimizer the state of a table on which no row is filled yet; returns the arrays to fill, by name.
-
-    Rows are as those that had no gradient until the checkpoint was saved, so that a key that comes later finds what it
-    would have found without an interruption.
-    """
-    optimizer.state.pop(weight, None)
-    if not record.scalars and not any(name.startswith(PREFIX) for name in record.arrays):
-        if type(optimizer) is torch.optim.Adagrad:  # the one that keeps state before its first step
-            rows = {name: _spread(row, weight) for name, row in layout.rows.items()}
-            optimizer.state[weight] = rows | {name: torch.zeros_like(value) for name, value in layout.numbers.items()}
-        return {}
-    arrays: dict[str, Tensor] = {}
-    state: dict[str, Any] = {}
-    for name, example in layout.rows.items():
-        fresh, row = record.fresh.get(PREFIX + name), example
-        if fresh is not None:
-            row = torch.tensor(fresh, dtype=torch.float64, device="cpu").to(row.device, row.dtype).view(row.shape)
-        arrays[PREFIX + name] = state[name] = _spread(row, weight)
-    for name, example in layout.numbers.items():
-        value = record.scalars[name]
-        state[name] = torch.full_like(example, value) if isinstance(example, Tensor) else type(example)(value)
-    optimizer.state[weight] = state
-    return arrays
-
-
-def _spread(row: Tensor, weight: Tensor) -> Tensor:
-    return row.expand(weight.shape[0], *row.shape[1:]).clone(memory_format=torch.contiguous_format)
-
-
-def fresh_rows(arrays: Mapping[str, Tensor], num_rows: int) -> dict[str, list[float]]:
-    """State of a row that no key has taken yet, by array; empty if all rows are taken."""
-    if any(array.shape[0] <= num_rows for array in arrays.values()):
-        return {}
-    return {name: array[-1].double().flatten().tolist() for name, array in arrays.items()}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,11 @@ class ArraySpec:
 
     dtype: str
     shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: Tensor) -> Self:
+        """That of an array's rows."""
+        return cls(dtype=str(array.dtype).removeprefix("torch."), shape=tuple(array.shape[1:]))
 
     def empty(self, rows: int, device: str = "cpu") -> Tensor:
         """Memory for some rows."""
@@ -85,11 +89,7 @@ class TableRecord:
 
     @property
     def block(self) -> int:
-        """Rows a rank under `continuous`.
-
-        Raises:
-            CheckpointError: If the table's size is needed and not known.
-        """
+        """Rows a rank under `continuous`, for which the table's size must be known."""
         if self.routing.dist_type != "continuous":
             return 0
         if self.num_embeddings < 1:
@@ -109,7 +109,7 @@ class TableRecord:
         return (self.routing, self.world_size, self.block) == (other.routing, other.world_size, other.block)
 
     def chunks(self, rank: int) -> list[tuple[int, int]]:
-        """First row and number of rows of each chunk of a rank."""
+        """First row and number of rows of each chunk of a rank's rows."""
         count = self.rows[rank]
         return [(at, min(self.chunk_rows, count - at)) for at in range(0, count, self.chunk_rows)]
 
@@ -120,8 +120,7 @@ class TableRecord:
 
 def to_json(records: Sequence[TableRecord]) -> str:
     """Records as JSON text."""
-    tables = [dataclasses.asdict(record) for record in records]
-    return json.dumps({"format_version": FORMAT_VERSION, "tables": tables})
+    return json.dumps({"format_version": FORMAT_VERSION, "tables": [dataclasses.asdict(record) for record in records]})
 
 
 def from_json(text: str, *, where: str) -> list[TableRecord]:
@@ -153,13 +152,7 @@ def from_json(text: str, *, where: str) -> list[TableRecord]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Some rows of a table.
-
-    Attributes:
-        keys: (n): int64.
-        arrays: By name, (n, ...) values or optimizer state.
-        where: The file that they come from, for errors.
-    """
+    """Some rows of a table: int64 keys (n), by name (n, ...) values and optimizer state, and their file, for errors."""
 
     keys: Tensor
     arrays: dict[str, Tensor]
@@ -214,57 +207,3 @@ def split_by_owner(rows: Rows, record: TableRecord) -> Iterator[tuple[int, Rows]
         if count:
             yield rank, rows.take(order[at : at + count])
         at += count
-
-
-# A DynamicEmb dump has one array of optimizer state. What was joined into it is in `opt_args` under these names.
-_LAYOUT, _SCALARS = "evenkeel_opt_values", "evenkeel_scalars"
-_FRESH, _OPTIMIZER = "evenkeel_fresh", "evenkeel_optimizer"
-_IN_DUMPS = ("values", "scores", "opt_values", "frequencies")
-
-
-def for_dump(record: TableRecord) -> TableRecord:
-    """The record with all optimizer state in one array, which is all that a dump can hold."""
-    state = [name for name in sorted(record.arrays) if name not in _IN_DUMPS]
-    arrays = {name: spec for name, spec in record.arrays.items() if name not in state}
-    if any(record.arrays[name].dtype != "float32" for name in (*state, *({"values"} & set(arrays)))):
-        raise CheckpointError(f"table {record.name}: a DynamicEmb dump holds float32 values and optimizer state only")
-    if record.routing.seed:
-        raise CheckpointError(f"table {record.name}: DynamicEmb has no routing seed; use hash_roundrobin with seed 0")
-    extra = dict(record.extra)
-    if state:
-        layout = {name: list(record.arrays[name].shape) for name in state}
-        extra |= {_LAYOUT: layout, _SCALARS: record.scalars, _FRESH: record.fresh, _OPTIMIZER: record.optimizer}
-        width = sum(math.prod(shape) for shape in layout.values())
-        arrays["opt_values"] = ArraySpec(dtype="float32", shape=(width,))
-    return dataclasses.replace(record, arrays=arrays, extra=extra)
-
-
-def for_dcp(record: TableRecord) -> TableRecord:
-    """The record with the optimizer state apart again, if a dump says how it was joined."""
-    extra = dict(record.extra)
-    layout, scalars = extra.pop(_LAYOUT, None), extra.pop(_SCALARS, None)
-    fresh, optimizer = extra.pop(_FRESH, {}), extra.pop(_OPTIMIZER, "")
-    if layout is None or "opt_values" not in record.arrays:
-        return record
-    arrays = {name: spec for name, spec in record.arrays.items() if name != "opt_values"}
-    arrays |= {name: ArraySpec(dtype="float32", shape=tuple(shape)) for name, shape in layout.items()}
-    return dataclasses.replace(
-        record, arrays=arrays, extra=extra, scalars=scalars or record.scalars, fresh=fresh or record.fresh,
-        optimizer=optimizer or record.optimizer,
-    )  # fmt: skip
-
-
-def reshape(rows: Rows, target: TableRecord) -> Rows:
-    """Rows with the target's arrays: optimizer state joined or taken apart."""
-    if rows.arrays.keys() == target.arrays.keys():
-        return rows
-    arrays = {name: array for name, array in rows.arrays.items() if name in target.arrays}
-    count = rows.keys.numel()
-    if "opt_values" in target.arrays:
-        state = [rows.arrays[name].reshape(count, -1) for name in sorted(rows.arrays) if name not in target.arrays]
-        arrays["opt_values"] = torch.cat(state, dim=1)
-    else:
-        shapes = {name: spec.shape for name, spec in target.arrays.items() if name not in arrays}
-        parts = rows.arrays["opt_values"].split([math.prod(shape) for shape in shapes.values()], dim=1)  # type: ignore[no-untyped-call]
-        arrays |= {name: part.reshape(count, *shapes[name]) for name, part in zip(shapes, parts, strict=True)}
-    return Rows(keys=rows.keys, arrays=arrays, where=rows.where)

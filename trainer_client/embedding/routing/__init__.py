@@ -3,7 +3,6 @@
 from trainer_client.embedding.routing.bucketize import (
     Bucketized,
     block_bucketize,
-    block_bucketize_sparse_features,
     bucketize_kjt,
     torchrec_uses_evenkeel,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "SkewReport",
     "as_routing",
     "block_bucketize",
-    "block_bucketize_sparse_features",
     "block_size",
     "bucketize_kjt",
     "continuous",

@@ -179,61 +179,6 @@ def block_bucketize(
     return result._replace(indices=result.indices.view(torch.uint64)) if indices.dtype == torch.uint64 else result
 
 
-def block_bucketize_sparse_features(
-    lengths: Tensor,
-    indices: Tensor,
-    bucketize_pos: bool,
-    sequence: bool,
-    block_sizes: Tensor,
-    my_size: int,
-    weights: Tensor | None = None,
-    batch_size_per_feature: Tensor | None = None,
-    max_B: int = -1,  # noqa: N803
-    block_bucketize_pos: Sequence[Tensor] | None = None,
-    keep_orig_idx: bool = False,
-    total_num_blocks: Tensor | None = None,
-    keep_orig_idx_per_feature: Tensor | None = None,
-    *,
-    routing: RoutingLike | Sequence[RoutingLike] = "continuous",
-) -> Bucketized:
-    """Drop-in for `torch.ops.fbgemm.block_bucketize_sparse_features`; see `block_bucketize` for what is not named here.
-
-    Args:
-        lengths: (features x batch): indices of each row.
-        indices: (num_indices): keys.
-        bucketize_pos: Return positions.
-        sequence: Return the permutation.
-        block_sizes: (features): rows a rank.
-        my_size: Number of ranks.
-        weights: Carried along.
-        batch_size_per_feature: Rows of each feature where they differ.
-        max_B: Not needed.
-        block_bucketize_pos: Uneven blocks; refused.
-        keep_orig_idx: Send keys instead of rows; refused with `continuous`, what the other routings always do.
-        total_num_blocks: Two-level blocks; refused.
-        keep_orig_idx_per_feature: Refused.
-        routing: One for all features or one per feature, beyond FBGEMM's arguments.
-
-    Raises:
-        ValueError: If an argument that is refused is given.
-    """
-    for name, value in (
-        ("block_bucketize_pos", block_bucketize_pos),
-        ("total_num_blocks", total_num_blocks),
-        ("keep_orig_idx_per_feature", keep_orig_idx_per_feature),
-        ("keep_orig_idx", True if keep_orig_idx and routing == "continuous" else None),
-    ):
-        if value is not None:
-            raise ValueError(
-                f"{name} is given, which Evenkeel's bucketize does not have; call FBGEMM's operator for it"
-            )
-    del max_B
-    return block_bucketize(
-        lengths, indices, block_sizes, my_size, routing, weights=weights, positions=bucketize_pos, permutation=sequence,
-        batch_sizes=batch_size_per_feature,
-    )  # fmt: skip
-
-
 def bucketize_kjt(
     kjt: Any,
     world_size: int,
@@ -295,9 +240,9 @@ def torchrec_uses_evenkeel() -> Iterator[None]:
     """
     from torchrec.distributed.sharding import rw_sharding, twrw_sharding
 
-    theirs = rw_sharding.bucketize_kjt_before_all2all
+    original = rw_sharding.bucketize_kjt_before_all2all
 
-    def ours(
+    def replacement(
         kjt: Any,
         num_buckets: int,
         block_sizes: Tensor,
@@ -308,7 +253,7 @@ def torchrec_uses_evenkeel() -> Iterator[None]:
         keep_original_indices: bool = False,
     ) -> tuple[Any, Tensor | None]:
         if total_num_blocks is not None or block_bucketize_row_pos is not None or keep_original_indices:
-            kept: tuple[Any, Tensor | None] = theirs(
+            kept: tuple[Any, Tensor | None] = original(
                 kjt, num_buckets, block_sizes, total_num_blocks, output_permute, bucketize_pos,
                 block_bucketize_row_pos, keep_original_indices,
             )  # fmt: skip
@@ -320,9 +265,9 @@ def torchrec_uses_evenkeel() -> Iterator[None]:
 
     modules = rw_sharding, twrw_sharding
     for module in modules:
-        module.bucketize_kjt_before_all2all = ours
+        module.bucketize_kjt_before_all2all = replacement
     try:
         yield
     finally:
         for module in modules:
-            module.bucketize_kjt_before_all2all = theirs
+            module.bucketize_kjt_before_all2all = original

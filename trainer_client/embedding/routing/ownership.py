@@ -92,20 +92,17 @@ class Routing:
 
 RoutingLike = str | Routing
 """A routing, or the name of its rule, with seed 0."""
-CONTINUOUS = Routing(dist_type="continuous")
-ROUNDROBIN = Routing(dist_type="roundrobin")
-HASH_ROUNDROBIN = Routing(dist_type="hash_roundrobin")
-_BY_NAME = {routing.dist_type: routing for routing in (CONTINUOUS, ROUNDROBIN, HASH_ROUNDROBIN)}
+_BY_NAME = {dist_type: Routing(dist_type=dist_type) for dist_type in DIST_TYPES}
 
 
 def continuous() -> Routing:
     """Contiguous blocks of rows, as TorchRec's row-wise sharding has them."""
-    return CONTINUOUS
+    return _BY_NAME["continuous"]
 
 
 def roundrobin() -> Routing:
     """Key modulo ranks: the default."""
-    return ROUNDROBIN
+    return _BY_NAME["roundrobin"]
 
 
 def hash_roundrobin(seed: int = 0) -> Routing:
@@ -121,11 +118,10 @@ def as_routing(routing: RoutingLike) -> Routing:
     """
     if isinstance(routing, Routing):
         return routing
-    found = _BY_NAME.get(routing)  # type: ignore[call-overload]
-    if found is None:
-        raise ValueError(f"routing is {routing!r}; choose one of {', '.join(DIST_TYPES)} or pass a Routing")
-    assert isinstance(found, Routing)
-    return found
+    for dist_type, named in _BY_NAME.items():
+        if routing == dist_type:
+            return named
+    raise ValueError(f"routing is {routing!r}; choose one of {', '.join(DIST_TYPES)} or pass a Routing")
 
 
 def as_routings(routing: RoutingLike | Sequence[RoutingLike]) -> tuple[Routing, ...]:

@@ -2,7 +2,7 @@
 
 from trainer_client.embedding.tables.clipping import clip_grad_norm_
 from trainer_client.embedding.tables.collection import RoutedEmbeddingCollection
-from trainer_client.embedding.tables.config import KeyBatch, RoutedTable
+from trainer_client.embedding.tables.config import KeyBatch, RoutedTable, TableFactory
 from trainer_client.embedding.tables.tables import BlockTable, KeyTable, OwnedTable
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "OwnedTable",
     "RoutedEmbeddingCollection",
     "RoutedTable",
+    "TableFactory",
     "clip_grad_norm_",
 ]

@@ -45,7 +45,7 @@ def _as_group(ranks: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup
     return ranks.get_group()
 
 
-def _seat(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def _rank_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank among those that share the tables, and their number."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
@@ -93,7 +93,7 @@ class RoutedEmbeddingCollection(RankLocal):
                 raise ValueError(f"{kind} {twice!r} is named twice; names must be unique")
         self.configs = tuple(tables)
         self.group = _as_group(process_group)
-        self.rank, self.world_size = _seat(self.group)
+        self.rank, self.world_size = _rank_of(self.group)
         if self.world_size > 1:
             exchange_group(self.group)  # made while all ranks are here
         self.deduplicate = deduplicate
@@ -280,17 +280,9 @@ class RoutedEmbeddingCollection(RankLocal):
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
         return new
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.group is not None:
-            raise ValueError(
-                "a collection with a process_group cannot be pickled, as the group cannot; save its state_dict(), or "
-                "its tables with trainer_client.embedding.checkpoint.save"
-            )
-        return self.__dict__
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        rank, world_size = _seat(None)
+        rank, world_size = _rank_of(None)
         if (rank, world_size) != (self.rank, self.world_size):
             raise ValueError(
                 f"the pickled collection has the rows of rank {self.rank} of {self.world_size}, and this is rank "

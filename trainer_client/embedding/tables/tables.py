@@ -1,6 +1,6 @@
 """The part of a table that one rank owns: by blocks of rows, or by keys inserted on first sight."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -132,15 +132,7 @@ class KeyTable(TablePart):
         # As long as the table has rows from the start, so that copies and averages of a model can take them over.
         self.register_buffer("sorted_keys", torch.empty(self.rows, dtype=torch.int64, device=device))
         self.register_buffer("sorted_rows", torch.empty(self.rows, dtype=torch.int64, device=device))
-        self._copied: tuple[int, ...] | None = None  # the map's state when this copy was made with its free rows zero
-        self._looked = 0  # at the free rows of a copy
         self.reset_parameters()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy remembers the map that it was made with, to notice an average that leaves the map behind."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        blank = self.weight.device.type != "meta" and not bool(self.weight.data[self._used :].any())
-        self._copied, self._looked = self._state() if blank else None, 0
 
     def reset_parameters(self) -> None:
         """Forgets all keys."""
@@ -182,21 +174,6 @@ class KeyTable(TablePart):
             )
         return used
 
-    def _check_copy(self) -> None:
-        """Looks now and then whether a copy got rows from elsewhere without their keys.
-
-        Raises:
-            ValueError: If it did: all keys that came since would be read as unknown.
-        """
-        if self._copied is None or self._copied != self._state():
-            return
-        self._looked += 1
-        if self._looked & (self._looked - 1) == 0 and bool(self.weight.data[self._used :].any()):
-            raise ValueError(
-                f"table {self.table.name}: rows that no key holds were written in this copy, as by an average over "
-                "parameters() alone; copy the model's buffers as well, which hold its keys (as AveragedModel does)"
-            )
-
     def find(self, keys: Tensor) -> Tensor:
         """Rows of int64 keys (n); -1 where a key is unknown."""
         used = self.used
@@ -235,7 +212,6 @@ class KeyTable(TablePart):
         keys = as_int64(indices)
         if self.training and torch.is_grad_enabled():
             return functional.embedding(self.place(keys), self.weight)
-        self._check_copy()
         rows = self.find(keys)
         known = functional.embedding(rows.clamp(min=0), self.weight)
         return torch.where((rows < 0)[:, None], initial_rows(keys, self.table).to(known.dtype), known)

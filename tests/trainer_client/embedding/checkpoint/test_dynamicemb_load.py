@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.embedding.checkpoint.dumps import DIM, KEYS, values_of, write_dump
-from trainer_client.embedding.checkpoint import CheckpointError, dynamicemb_loads_by_owner
+from trainer_client.embedding.checkpoint import CheckpointError
+from trainer_client.embedding.dynamicemb import dynamicemb_loads_by_owner
 from trainer_client.embedding.routing import Routing, hash_roundrobin, roundrobin
 
 CPU = torch.device("cpu")

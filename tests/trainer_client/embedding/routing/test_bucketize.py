@@ -1,4 +1,3 @@
-import hashlib
 import os
 
 import fbgemm_gpu  # noqa: F401  (loads the operator that is the independent reference)
@@ -10,8 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.references.bucketize import bucketize as reference
 from tests.trainer_client.embedding.routing.batches import MODES, Batch, make_batch
 from tests.trainer_client.embedding.routing.strategies import batches
-from trainer_client.embedding.routing import Bucketized, block_bucketize, continuous, hash_roundrobin
-from trainer_client.embedding.routing.bucketize import block_bucketize_sparse_features
+from trainer_client.embedding.routing import Bucketized, block_bucketize, continuous
 
 
 def run(batch: Batch, *, positions: bool = True, permutation: bool = True) -> Bucketized:
@@ -56,8 +54,8 @@ def test_equals_the_definition_in_every_mode(batch: Batch) -> None:
 def test_equals_fbgemm_in_continuous_mode(batch: Batch, positions: bool, permutation: bool) -> None:
     if not batch.block_sizes or not batch.lengths.numel():
         return  # FBGEMM divides by the number of features
-    sizes = torch.tensor(batch.batch_sizes) if batch.batch_sizes else None
-    arguments = (
+    sizes = torch.tensor(batch.batch_sizes, dtype=batch.lengths.dtype) if batch.batch_sizes else None
+    theirs = torch.ops.fbgemm.block_bucketize_sparse_features(
         batch.lengths,
         batch.indices,
         positions,
@@ -65,11 +63,10 @@ def test_equals_fbgemm_in_continuous_mode(batch: Batch, positions: bool, permuta
         torch.tensor(batch.block_sizes).to(batch.indices.dtype),
         batch.world_size,
         batch.weights,
-        sizes.to(batch.lengths.dtype) if sizes is not None else None,
+        sizes,
         max(batch.batch_sizes) if batch.batch_sizes else -1,
     )
-    theirs = torch.ops.fbgemm.block_bucketize_sparse_features(*arguments)
-    assert_same(block_bucketize_sparse_features(*arguments), theirs)
+    assert_same(run(batch, positions=positions, permutation=permutation), theirs)
 
 
 def test_a_batch_of_several_chunks_equals_the_definition() -> None:
@@ -127,15 +124,6 @@ def test_no_features() -> None:
     assert [t.numel() for t in result if t is not None] == [0, 0, 0]
 
 
-def test_uint64_keys_go_where_their_bits_go_as_int64() -> None:
-    keys = torch.tensor([3, -3, -(2**63), 2**63 - 1, 0, -1])
-    for mode in MODES:
-        signed = block_bucketize(torch.tensor([4, 2]), keys, [1000], 7, mode)
-        unsigned = block_bucketize(torch.tensor([4, 2]), keys.view(torch.uint64), [1000], 7, mode)
-        assert unsigned.indices.dtype == torch.uint64
-        assert_same(signed, unsigned._replace(indices=unsigned.indices.view(torch.int64)))
-
-
 def test_works_under_torch_compile_and_passes_the_operator_checks() -> None:
     batch = make_batch(3, num_features=2, max_rows=9, max_length=9, world_size=5, routings=list(MODES[1:3]))
     arguments = (batch.lengths, batch.indices, torch.tensor([10, 20]), 5, [0, 2], [0, 99])
@@ -185,21 +173,6 @@ def test_refusals_name_field_and_value(change: dict[str, object], message: str) 
     }
     with pytest.raises(ValueError, match=message):
         block_bucketize(**(arguments | change))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["block_bucketize_pos", "total_num_blocks"])
-def test_the_adapter_refuses_what_it_lacks(name: str) -> None:
-    one = torch.tensor([1])
-    with pytest.raises(ValueError, match=name):
-        block_bucketize_sparse_features(one, one, False, True, one, 2, **{name: one})
-
-
-def test_results_are_the_same_on_every_machine() -> None:
-    batch = make_batch(11, num_features=2, max_rows=50, max_length=30, world_size=9, routings=[hash_roundrobin(5)] * 2)
-    result = run(batch)
-    digest = hashlib.sha256(result.indices.numpy().tobytes()).hexdigest()
-    again = run(batch)
-    assert digest == hashlib.sha256(again.indices.numpy().tobytes()).hexdigest()
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:

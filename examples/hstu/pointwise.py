@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer_client.attention.pieces import Blocks
+from trainer_client.attention import Blocks
 
 # Rows and columns of a block, warps, and blocks that are loaded ahead, by whether heads are wide, so that blocks must
 # be smaller to fit in registers and shared memory, and whether numbers are of 32 bits.
@@ -95,7 +95,7 @@ class _Call(NamedTuple):
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
-        from trainer_client.attention import pointwise_kernels as kernels  # Triton is on machines with a GPU only
+        from examples.hstu import pointwise_kernels as kernels  # Triton is on machines with a GPU only
 
         query_offsets, key_offsets, candidates, *inputs = tensors
         query, key, value = map(_rows, inputs)
@@ -113,7 +113,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from trainer_client.attention import pointwise_kernels as kernels
+        from examples.hstu import pointwise_kernels as kernels
 
         call: _Call = ctx.call
         query_offsets, key_offsets, candidates, query, key, value = ctx.saved_tensors

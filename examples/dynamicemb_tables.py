@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer_client.embedding.checkpoint.dynamicemb import dynamicemb_loads_by_owner
-from trainer_client.embedding.tables.config import RoutedTable, TableFactory
+from trainer_client.embedding.dynamicemb import dynamicemb_loads_by_owner
+from trainer_client.embedding.tables import RoutedTable, TableFactory
 
 BUCKET = 128
 """Rows of a bucket of DynamicEmb's index, to a multiple of which capacities are rounded."""

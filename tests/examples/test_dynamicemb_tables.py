@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from examples.dynamicemb_tables import dynamicemb_tables, table_options
 from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
-from trainer_client.embedding.tables.dynamicemb import dynamicemb_tables, table_options
 
 
 def make_table(**changes: Any) -> RoutedTable:
