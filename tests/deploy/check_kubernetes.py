@@ -46,7 +46,7 @@ def test_without_the_operator_the_same_services_remain(rendered: list[dict[str, 
 
 
 def workloads(rendered: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [document for document in rendered if document["kind"] in ("StatefulSet", "Deployment")]
+    return [document for document in rendered if document["kind"] == "Deployment"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -122,7 +122,7 @@ def test_a_trainer_gets_through_and_each_of_its_ranks_is_scraped(rendered: list[
     assert any(labels.items() <= pod["metadata"]["labels"].items() for labels in allowed)
     service = next(each for each in rendered if each["metadata"]["name"] == "evenkeel-balancer")
     namespace, port = service["metadata"]["namespace"], service["spec"]["ports"][0]["port"]
-    assert variables["EVENKEEL_BALANCER"] == f"spread://evenkeel-balancer.{namespace}.svc:{port}"
+    assert variables["EVENKEEL_BALANCER"] == f"evenkeel-balancer.{namespace}.svc:{port}"
 
 
 def test_services_reach_names_and_a_collector_and_nothing_else(rendered: list[dict[str, Any]]) -> None:

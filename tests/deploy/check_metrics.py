@@ -36,8 +36,8 @@ def test_balancer(tmp_path: Path) -> None:
             job.check(3)
         text = scrape(f"http://127.0.0.1:{int(file.read_text())}/metrics")
     check(
-        text, 'evenkeel_balancer_rounds_total{job="checked"', "evenkeel_balancer_round_wait_seconds_bucket",
-        "evenkeel_balancer_imbalance_excess_ratio_bucket", "evenkeel_balancer_event_loop_lag_seconds",
+        text, 'evenkeel_balancer_rounds_total{job="checked"', "evenkeel_balancer_round_seconds_bucket",
+        'evenkeel_balancer_imbalance_ratio_sum{job="checked"', "evenkeel_balancer_event_loop_lag_seconds",
         "evenkeel_build_info",
     )  # fmt: skip
 

@@ -31,7 +31,9 @@ from tests.deploy.stack import (
     value,
 )
 
-SERVICES = ("balancer", "planner", "prometheus") + (() if OFFLINE else ("grafana",))
+BALANCERS = ("balancer-1", "balancer-2")
+ADDRESS = "127.0.0.1:50051,127.0.0.2:50051"  # on the host's network
+SERVICES = (*BALANCERS, "planner", "prometheus") + (() if OFFLINE else ("grafana",))
 JOB = "stack-test"
 MEGABYTE = 1_000_000
 MAX_BYTES = {"balancer": 400 * MEGABYTE, "planner": 500 * MEGABYTE}
@@ -56,11 +58,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     compose.clear(*SERVICES)
     if OFFLINE:
         compose.build_prometheus(folder)
-    compose.build("balancer", "planner")
+    compose.build("balancer-1", "planner")
     targets = ROOT / "deploy/prometheus/targets"
     try:
         compose("up", "--detach", "--wait", "--wait-timeout", "300", *SERVICES, timeout=400)
-        with two_ranks(folder, "127.0.0.1:50051", JOB, targets) as job:
+        with two_ranks(folder, ADDRESS, JOB, targets) as job:
             both = f'evenkeel_trainer_load{{exported_job="{JOB}",when="after"}}'
             eventually(lambda: job.process.poll() is not None or len(query(both)) == 2, 300, f"two series of {both}")
             job.check_running()
@@ -80,7 +82,8 @@ def test_images_are_small_and_hold_no_torch(stack: Stack) -> None:
         print(f"{image}: {size / MEGABYTE:.0f} MB beyond its base image")
         assert size < most, f"{image} adds {size / MEGABYTE:.0f} MB to its base image"
         unwanted = "import importlib.util as u; print([m for m in ('torch', 'pip') if u.find_spec(m)])"
-        assert stack.compose("exec", "-T", service, "python", "-c", unwanted) == "[]"
+        name = "balancer-1" if service == "balancer" else service
+        assert stack.compose("exec", "-T", name, "python", "-c", unwanted) == "[]"
 
 
 @pytest.mark.parametrize("service", ["balancer", "planner"])
@@ -89,7 +92,8 @@ def test_images_hold_what_is_pinned(stack: Stack, service: str) -> None:
     listing = (
         "import importlib.metadata as m, json; print(json.dumps([[d.name, d.version] for d in m.distributions()]))"
     )
-    installed = json.loads(stack.compose("exec", "-T", service, "python", "-c", listing))
+    name = "balancer-1" if service == "balancer" else service
+    installed = json.loads(stack.compose("exec", "-T", name, "python", "-c", listing))
     check = script("check_sbom")
     wanted, constraints = check.read_pins(ROOT / f"requirements/services-{service}.txt")
     found = {check.canonical(name): version for name, version in installed}
@@ -110,7 +114,7 @@ def test_containers_are_locked_down(stack: Stack, service: str) -> None:
     assert "only-for-this-test" not in inspect(name, "{{.Config.Env}} {{.Config.Cmd}}")
 
 
-@pytest.mark.parametrize("service", ["balancer", "planner"])
+@pytest.mark.parametrize("service", [*BALANCERS, "planner"])
 def test_nothing_can_be_written(stack: Stack, service: str) -> None:
     refused = stack.compose("exec", "-T", service, "sh", "-c", "touch /opt/evenkeel/x 2>&1 || true")
     assert "Read-only file system" in refused
@@ -121,15 +125,12 @@ def test_nothing_can_be_written(stack: Stack, service: str) -> None:
 
 def test_the_kernels_are_those_of_the_image(stack: Stack) -> None:
     """A kernel that had to be compiled would be a new file, and tens of seconds in one of the rounds."""
-    assert "complete.json" in stack.compose("exec", "-T", "balancer", "sh", "-c", "ls /opt/kernels/*")
-    assert stack.compose("exec", "-T", "balancer", "find", "/tmp", "-name", "*.nb?") == ""
-    status, text = get("http://127.0.0.1:9101/metrics")
-    assert status == 200
-    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    rounds = float(samples["evenkeel_balancer_partition_seconds_count"])
-    print(f"mean of {rounds:g} partitions: {float(samples['evenkeel_balancer_partition_seconds_sum']) / rounds:.6f} s")
-    assert rounds > 0
-    assert float(samples['evenkeel_balancer_partition_seconds_bucket{le="2.5"}']) == rounds
+    assert "complete.json" in stack.compose("exec", "-T", "balancer-1", "sh", "-c", "ls /opt/kernels/*")
+    assert stack.compose("exec", "-T", "balancer-1", "find", "/tmp", "-name", "*.nb?") == ""
+    rounds = value("sum(evenkeel_balancer_search_seconds_count) > 0")
+    seconds = value("sum(evenkeel_balancer_search_seconds_sum)")
+    print(f"mean of {rounds:g} searches: {seconds / rounds:.6f} s")
+    assert value('sum(evenkeel_balancer_search_seconds_bucket{le="2.5"})') >= rounds
 
 
 def test_the_planner_answers(stack: Stack) -> None:
@@ -140,7 +141,7 @@ def test_the_planner_answers(stack: Stack) -> None:
 
 
 def test_the_job_is_balanced_by_the_service(stack: Stack) -> None:
-    rounds = f'evenkeel_balancer_rounds_total{{exported_job="{JOB}",outcome="balanced"}}'
+    rounds = f'evenkeel_balancer_rounds_total{{exported_job="{JOB}"}}'
     eventually(lambda: any(float(found["value"][1]) > 50 for found in query(rounds)), 120, f"{rounds} > 50")
     value(f'evenkeel:job_imbalance_over_bound:mean5m{{exported_job="{JOB}"}}')
     before, after = (
@@ -225,7 +226,9 @@ def test_no_alert_fires_beside_a_healthy_job(stack: Stack) -> None:
     assert firing == [], [found["metric"] for found in firing]
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9101/metrics", "http://127.0.0.1:9102/metrics"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:9101/metrics", "http://127.0.0.2:9101/metrics", "http://127.0.0.1:9102/metrics"]
+)
 def test_metrics_follow_the_conventions(stack: Stack, url: str) -> None:
     status, text = get(url)
     assert status == 200
@@ -233,17 +236,17 @@ def test_metrics_follow_the_conventions(stack: Stack, url: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_balancer_may_restart_under_the_job(stack: Stack) -> None:
-    """A rolling restart costs some steps that are balanced on the ranks, and no sample and no step."""
-    service = f'sum(evenkeel_trainer_rounds_total{{exported_job="{JOB}",rank="0",mode="service"}})'
-    others = f'sum(evenkeel_trainer_rounds_total{{exported_job="{JOB}",rank="0",mode!="service"}}) or vector(0)'
-    before = value(others)
-    started = time.monotonic()
-    stack.compose("restart", "--timeout", "20", "balancer")
-    print(f"restarted in {time.monotonic() - started:.1f} s")
-    reached = value(service)
-    eventually(lambda: value(service) > reached + 50, 240, "rounds by the service again")
-    print(f"steps of a rank that were balanced on the ranks meanwhile: {value(others) - before:g}")
+def test_a_balancer_may_go_under_the_job(stack: Stack) -> None:
+    """The lead goes over to the other replica, whichever it was connected to; that costs no sample and no step."""
+    planned = f'sum(evenkeel_trainer_rounds_total{{exported_job="{JOB}",rank="0",mode="service"}})'
+    for name in BALANCERS:
+        stack.compose("stop", "--timeout", "20", name)
+        reached = value(planned)
+        eventually(lambda reached=reached: value(planned) > reached + 50, 240, "rounds by the service again")
+        stack.compose("start", name)
+        eventually(lambda name=name: stack.compose.inspect(stack.compose.container(name), "{{.State.Health.Status}}")
+                   == "healthy", 120, f"{name} to be healthy")  # fmt: skip
+    stack.job.check_running()
 
 
 def test_everything_stops_in_time(stack: Stack) -> None:
@@ -252,11 +255,11 @@ def test_everything_stops_in_time(stack: Stack) -> None:
     for rank, counts in enumerate(ranks):
         print(f"rank {rank}: {counts}")
         assert counts["service"] > 100
-        assert counts.get("identity", 0) <= 5  # the restart above cost no balance: ranks balanced on their own
+        assert counts.get("identity", 0) == 0  # what no service planned, the lead did
     assert sum(counts["trained"] for counts in ranks) == sum(counts["loaded"] for counts in ranks)
     started = time.monotonic()
     stack.compose("stop")
     print(f"stopped in {time.monotonic() - started:.1f} s")
-    for service in ("balancer", "planner"):  # killed at the end of its grace, it would be 137
+    for service in (*BALANCERS, "planner"):  # killed at the end of its grace, it would be 137
         state = stack.compose.inspect(stack.compose.container(service), "{{.State.ExitCode}} {{.State.OOMKilled}}")
         assert state == "0 false"

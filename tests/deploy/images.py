@@ -25,7 +25,7 @@ def main() -> int:
         try:
             if OFFLINE:
                 compose.build_prometheus(Path(folder))
-            compose.build("balancer", "planner")
+            compose.build("balancer-1", "planner")
         except AssertionError as error:
             print(error, file=sys.stderr)
             return 3 if DOWNLOAD_FAILS.search(str(error)) else 1

@@ -23,7 +23,13 @@ ROOT = Path(__file__).parents[2]
 OFFLINE = os.environ.get("EVENKEEL_COMPOSE_OFFLINE") == "1"
 BASE_IMAGE = os.environ.get("EVENKEEL_PYTHON_IMAGE", "python:3.11-slim")
 PROMETHEUS_IMAGE = "evenkeel-prometheus:test"
-PORTS = {"balancer": (50051, 9101), "planner": (8080, 9102), "prometheus": (9090,), "grafana": (3000,)}
+PORTS = {
+    "balancer-1": (50051, 9101),
+    "balancer-2": (),
+    "planner": (8080, 9102),
+    "prometheus": (9090,),
+    "grafana": (3000,),
+}
 PROJECTS = ("evenkeel-test", "evenkeel-secure")
 BUILD_TRIES = 3
 

@@ -11,6 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from evenkeel.protocol.plan_round import RoundLimits
+from services.balancer.access import Occupancy
+from services.balancer.history import History
+from services.balancer.people import build_metrics
+from services.balancer.workers import WorkerPool
+from services.planner.metrics import Metrics as PlannerMetrics
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -37,7 +44,7 @@ def test_no_image_holds_torch() -> None:
         assert "torch" not in path.read_text()
 
 
-@pytest.mark.parametrize("service", ["balancer", "planner", "prometheus", "grafana"])
+@pytest.mark.parametrize("service", ["balancer-1", "balancer-2", "planner", "prometheus", "grafana"])
 def test_services_are_locked_down(service: str) -> None:
     found = compose()["services"][service]
     assert found["read_only"] is True
@@ -46,7 +53,7 @@ def test_services_are_locked_down(service: str) -> None:
     assert all(port.startswith("127.0.0.1:") for port in found["ports"])
     assert set(found["deploy"]["resources"]["limits"]) == {"cpus", "memory", "pids"}
     assert not re.search(r":-?latest|:\s*$", found["image"])
-    if service in ("balancer", "planner"):
+    if "build" in found:
         dockerfile = (ROOT / found["build"]["dockerfile"]).read_text()
         assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", dockerfile, re.MULTILINE)
         assert "HEALTHCHECK" in dockerfile
@@ -56,9 +63,40 @@ def test_services_are_locked_down(service: str) -> None:
 
 @pytest.mark.parametrize(("service", "setting"), [("balancer", "GRACE"), ("planner", "DRAIN")])
 def test_grace_is_longer_than_the_drain(service: str, setting: str) -> None:
-    found = compose()["services"][service]
+    found = compose()["services"]["balancer-1" if service == "balancer" else service]
     drain = float(found["environment"].get(f"EVENKEEL_{service.upper()}_{setting}_SECONDS", 10))
     assert float(found["stop_grace_period"].removesuffix("s")) > drain
+
+
+def test_two_balancers_are_behind_one_name() -> None:
+    """And Prometheus scrapes both."""
+    names = [name for name, found in compose()["services"].items() if "balancer" in found["image"]]
+    assert names == ["balancer-1", "balancer-2"]
+    for name in names:
+        assert compose()["services"][name]["networks"]["default"]["aliases"] == ["balancer"]
+    scraped = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"][0]
+    assert scraped["static_configs"] == [{"targets": [f"{name}:9101" for name in names]}]
+
+
+def test_every_metric_that_is_named_exists() -> None:
+    from trainer_client.observing.measures import RankMeasures
+
+    services = [
+        build_metrics(History(), Occupancy(max_calls=1, max_bytes=1), WorkerPool(RoundLimits(), workers=1, seconds=1)),
+        PlannerMetrics(),
+    ]
+    registries = [*(each.registry for each in services), RankMeasures(job="j", rank=0).registry]
+    known = {name for each in registries for name in each._names_to_collectors}
+    known |= {f"{metric.name}{suffix}" for each in registries for metric in each.collect()
+              for suffix in ("", "_total", "_sum", "_count")}  # fmt: skip
+    files = [
+        *(ROOT / "deploy/prometheus/rules").glob("*.yml"),
+        ROOT / "docs/operate/runbook.md",
+        *(ROOT / "deploy/grafana/dashboards").glob("*.json"),
+    ]
+    for path in files:
+        for name in re.findall(r"\bevenkeel_(?:balancer|planner|trainer)_\w+", path.read_text()):
+            assert name in known, (path.name, name)
 
 
 def test_settings_of_the_stack_exist() -> None:

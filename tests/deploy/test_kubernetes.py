@@ -103,8 +103,10 @@ def test_a_train_job_names_the_runtime() -> None:
 def test_services_are_spread_and_not_disrupted_together() -> None:
     base = documents("base/balancer.yaml", "base/planner.yaml")
     budgets = [one for one in base if one["kind"] == "PodDisruptionBudget"]
-    workloads = [one for one in base if one["kind"] in ("StatefulSet", "Deployment")]
+    workloads = [one for one in base if one["kind"] == "Deployment"]
     assert len(workloads) == 2
+    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in base if one["kind"] == "HorizontalPodAutoscaler"}
+    assert scaled == {one["metadata"]["name"] for one in workloads}
     for workload in workloads:
         labels = workload["spec"]["template"]["metadata"]["labels"]
         spread = workload["spec"]["template"]["spec"]["topologySpreadConstraints"]

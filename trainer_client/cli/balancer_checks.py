@@ -7,20 +7,23 @@ import socket
 import ssl
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import grpc
 
 from evenkeel import __version__
-from evenkeel.addresses import Endpoint, endpoints
+from evenkeel.addresses import Endpoint, check_address, endpoints
 from evenkeel.credentials import Credentials, read_credentials
 from evenkeel.handshakes import shake_hands
 from evenkeel.protocol import balancer_pb2 as pb
-from trainer_client.cli.calls import Calls, connected, explain, home_of, read_address
 from trainer_client.cli.doctor import Finding, Status
 
-PROTOCOL_VERSION = 1
+_SERVICE = pb.DESCRIPTOR.services_by_name["BalancerService"].full_name
 _ROUND_TRIPS = 20
 _DAY = 86_400.0
 _SLOW_SECONDS = 0.05
@@ -29,63 +32,47 @@ _SLOW_SECONDS = 0.05
 def check_balancers(
     balancer: str, job: str | None, ca: Path | None, token_file: Path | None, timeout: float
 ) -> list[Finding]:
-    """Each balancer behind an address, and to which of them a job belongs."""
+    """Each balancer behind an address; with a job, whether the token is for it."""
     try:
-        address = read_address(balancer)
+        address = check_address(balancer)
         credentials = read_credentials(ca, token_file)
-        places = endpoints(address)
-        for place in places:
-            credentials.check(str(place))
+        replicas = endpoints(address)
+        for replica in replicas:
+            credentials.check(str(replica))
     except ValueError as error:
         return [Finding("settings", Status.FAIL, str(error), "set it as the message says")]
     except OSError as error:
         return [Finding("address", Status.FAIL, f"{address} has no address: {error}", "check the name and the DNS")]
-    findings, instances = list[Finding](), dict[int, str]()
-    for place in places:
-        found, instance = _check_one(place, credentials, timeout)
-        if instance is not None:
-            instances[instance] = str(place)
+    findings = list[Finding]()
+    for replica in replicas:
+        found = list(_check_replica(replica, job, credentials, timeout))
         # Of several balancers each finding tells whose it is.
-        findings += [replace(each, check=f"{each.check} {place}") for each in found] if len(places) > 1 else found
-    if job and instances:
-        findings.append(_find_home(address, job, instances, credentials, timeout))
+        findings += [replace(each, check=f"{each.check} {replica}") for each in found] if len(replicas) > 1 else found
     return findings
 
 
-def _check_one(place: Endpoint, credentials: Credentials, timeout: float) -> tuple[list[Finding], int | None]:
-    """Network, TLS, health, token, versions and round trip, as far as one depends on the other; and the instance."""
-    findings: list[Finding] = []
+def _check_replica(replica: Endpoint, job: str | None, credentials: Credentials, timeout: float) -> Iterator[Finding]:
+    """Network, TLS, health, token, versions, round trip and job, as far as one depends on the other."""
     for check in (_reach, _handshake):
-        findings.append(check(place, credentials, timeout))
-        if findings[-1].status == Status.FAIL:
-            return findings, None
-    with connected(place, credentials, timeout) as calls:
+        finding = check(replica, credentials, timeout)
+        yield finding
+        if finding.status == Status.FAIL:
+            return
+    with _Calls.opened(replica, credentials, timeout) as calls:
         try:
             healthy = calls.healthy()
         except grpc.RpcError as error:
-            text = explain(error)
-            return [*findings, Finding("health", Status.FAIL, text, "it is no balancer: check the port")], None
+            yield Finding("health", Status.FAIL, _explain(error), "it is no balancer: check the port")
+            return
         if healthy:
-            findings.append(Finding("health", Status.OK, "serving"))
+            yield Finding("health", Status.OK, "serving")
         else:
-            findings.append(Finding("health", Status.WARN, "not serving", "it starts or drains: try again in a while"))
-        versions, instance = _versions(calls, credentials)
-        return findings + versions, instance
+            yield Finding("health", Status.WARN, "not serving", "it starts or drains: try again in a while")
+        yield from _check_calls(calls, credentials, job)
 
 
-def _find_home(address: str, job: str, instances: dict[int, str], credentials: Credentials, timeout: float) -> Finding:
-    try:
-        home = instances.get(home_of(address, job, credentials, timeout))
-    except (grpc.RpcError, ValueError) as error:
-        text = explain(error) if isinstance(error, grpc.RpcError) else str(error)
-        return Finding("job", Status.FAIL, f"{job}: {text}", "see the findings above")
-    if home is None:
-        return Finding("job", Status.WARN, f"{job} belongs to a balancer that was not there a moment ago", "try again")
-    return Finding("job", Status.OK, f"{job} belongs to the balancer at {home}")
-
-
-def _reach(place: Endpoint, _credentials: Credentials, timeout: float) -> Finding:
-    host, port = place.host, place.port
+def _reach(replica: Endpoint, _credentials: Credentials, timeout: float) -> Finding:
+    host, port = replica.host, replica.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -104,9 +91,9 @@ def _reach(place: Endpoint, _credentials: Credentials, timeout: float) -> Findin
     return Finding("address", Status.OK, f"{found[0][4][0]}:{port}, connected in {taken * 1e3:.1f} ms")
 
 
-def _handshake(place: Endpoint, credentials: Credentials, timeout: float) -> Finding:
+def _handshake(replica: Endpoint, credentials: Credentials, timeout: float) -> Finding:
     try:
-        found = shake_hands(place, credentials, timeout)
+        found = shake_hands(replica, credentials, timeout)
     except OSError as error:
         return Finding("TLS", Status.FAIL, str(error), "try again: it answered a moment ago")
     if found.problem:
@@ -119,34 +106,87 @@ def _handshake(place: Endpoint, credentials: Credentials, timeout: float) -> Fin
     return Finding("TLS", Status.OK, f"{found.version}; the certificate holds for {left:.0f} days")
 
 
-def _versions(calls: Calls, credentials: Credentials) -> tuple[list[Finding], int | None]:
+def _check_calls(calls: _Calls, credentials: Credentials, job: str | None) -> Iterator[Finding]:
     try:
-        info = calls.call("GetServerInfo", pb.GetServerInfoRequest())
-        times = []
+        info, times = calls.server_info(), []
         for _ in range(_ROUND_TRIPS):
             started = time.perf_counter()
-            calls.call("GetServerInfo", pb.GetServerInfoRequest())
+            calls.server_info()
             times.append(time.perf_counter() - started)
     except grpc.RpcError as error:
-        denied = isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAUTHENTICATED
-        remedy = "set EVENKEEL_TOKEN_FILE to a file with a token of this balancer" if denied else "see its log"
-        return [Finding("token" if denied else "call", Status.FAIL, explain(error), remedy)], None
-    findings = [Finding("token", Status.OK, "accepted" if credentials.token_file else "none needed")]
-    spoken = ", ".join(map(str, info.protocol_versions))
-    text = (
-        f"balancer {info.server_version} speaks protocol {spoken}; this is {__version__}, protocol {PROTOCOL_VERSION}"
-    )
-    if PROTOCOL_VERSION in info.protocol_versions:
-        findings.append(Finding("versions", Status.OK, text))
-    else:
-        findings.append(Finding("versions", Status.FAIL, text, "upgrade whichever is older"))
+        yield _of_failed_call(error)
+        return
+    yield Finding("token", Status.OK, "accepted" if credentials.token_file else "none needed")
+    yield Finding("versions", Status.OK, f"balancer {info.server_version}, this is {__version__}; both speak v2")
     if info.draining:
-        findings.append(Finding("draining", Status.WARN, "the balancer shuts down", "use another, or wait"))
+        yield Finding("draining", Status.WARN, "the balancer shuts down", "use another, or wait")
     middle = statistics.median(times)
     slow = middle > _SLOW_SECONDS
-    findings.append(Finding("round trip", Status.WARN if slow else Status.OK,
-                            f"{middle * 1e3:.2f} ms, worst of {_ROUND_TRIPS} {max(times) * 1e3:.2f} ms",
-                            "run the balancer nearer to the job, or give it cores" if slow else ""))  # fmt: skip
-    limits = json.dumps({field.name: getattr(info.limits, field.name) for field in info.limits.DESCRIPTOR.fields})
-    findings.append(Finding("balancer", Status.OK, f"{info.sessions} sessions, {info.streams} streams; {limits}"))
-    return findings, int(info.instance)
+    yield Finding("round trip", Status.WARN if slow else Status.OK,
+                  f"{middle * 1e3:.2f} ms, worst of {_ROUND_TRIPS} {max(times) * 1e3:.2f} ms",
+                  "run the balancer nearer to the job, or give it cores" if slow else "")  # fmt: skip
+    limits = {field.name: getattr(info.limits, field.name) for field in info.limits.DESCRIPTOR.fields}
+    yield Finding("limits", Status.OK, json.dumps(limits))
+    if job is not None:
+        refusal = calls.refusal_of(job)
+        if refusal is None:
+            yield Finding("job", Status.OK, f"{job} may be planned here")
+        else:
+            yield Finding("job", Status.FAIL, f"{job}: {_explain(refusal)}", "use a token whose jobs include it")
+
+
+def _of_failed_call(error: grpc.RpcError) -> Finding:
+    code = error.code() if isinstance(error, grpc.Call) else None
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        remedy = "set EVENKEEL_TOKEN_FILE to a file with a token of this balancer"
+        return Finding("token", Status.FAIL, _explain(error), remedy)
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        text = f"the balancer does not speak {_SERVICE}, which evenkeel {__version__} needs"
+        return Finding("versions", Status.FAIL, text, "run a balancer of the same version")
+    return Finding("call", Status.FAIL, _explain(error), "see its log")
+
+
+class _Calls:
+    """Calls to one replica."""
+
+    def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], timeout: float) -> None:
+        # Health has two fields and needs no stubs of its own: an empty request asks for the whole server.
+        self._health: Any = channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
+        self._info: Any = channel.unary_unary(
+            f"/{_SERVICE}/GetServerInfo",
+            pb.GetServerInfoRequest.SerializeToString,
+            pb.GetServerInfoResponse.FromString,
+        )
+        self._plan: Any = channel.unary_unary(f"/{_SERVICE}/PlanRound")
+        self._metadata, self._timeout = metadata, timeout
+
+    @classmethod
+    @contextmanager
+    def opened(cls, replica: Endpoint, credentials: Credentials, timeout: float) -> Iterator[_Calls]:
+        options: list[tuple[str, Any]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+        if replica.server_name != replica.host:  # one address of a name, which is what its certificate holds
+            options.append(("grpc.default_authority", replica.server_name))
+            options.append(("grpc.ssl_target_name_override", replica.server_name))
+        with credentials.channel(str(replica), options) as channel:
+            yield cls(channel, credentials.metadata(str(replica)), timeout)
+
+    def healthy(self) -> bool:
+        """Whether the balancer reports SERVING."""
+        return bool(self._health(b"", timeout=self._timeout) == b"\x08\x01")
+
+    def server_info(self) -> Any:
+        return self._info(pb.GetServerInfoRequest(), timeout=self._timeout, metadata=self._metadata)
+
+    def refusal_of(self, job: str) -> grpc.RpcError | None:
+        """Why the job's rounds would be refused: an empty request gets as far as its body if they would not be."""
+        try:
+            self._plan(b"", timeout=self._timeout, metadata=(*self._metadata, ("evenkeel-job", quote(job))))
+        except grpc.RpcError as error:
+            admitted = isinstance(error, grpc.Call) and "job is empty" in (error.details() or "")
+            return None if admitted else error
+        return None
+
+
+def _explain(error: grpc.RpcError) -> str:
+    """The status of a failed call in one line."""
+    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)

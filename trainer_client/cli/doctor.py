@@ -74,7 +74,7 @@ def doctor(
         str | None, typer.Option("--planner", envvar="EVENKEEL_PLANNER", help="URL of a planner.")
     ] = None,
     job: Annotated[
-        str | None, typer.Option(envvar="EVENKEEL_JOB", help="A training job: which balancer does it belong to?")
+        str | None, typer.Option(envvar="EVENKEEL_JOB", help="A training job: may it be planned with this token?")
     ] = None,
     tls_ca: CaOption = None,
     token_file: TokenOption = None,

@@ -9,13 +9,16 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
 
 from evenkeel.addresses import Endpoint, endpoints
 from evenkeel.credentials import Credentials, read_credentials
@@ -155,7 +158,99 @@ def _watch(pages: list[Page], job: str | None, interval: float, count: int, *, a
             if as_json:
                 print(json.dumps(documents), flush=True)
             else:
-                live.update(_shown(documents, several=len(pages) > 1), refresh=True)
+                live.update(_Shown(documents, len(pages) > 1), refresh=True)
             if looks == count:
                 return
             time.sleep(interval)
+
+
+class _Lines:
+    """Where there is no terminal: a line a stream and look, for files and pipes."""
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def update(self, shown: _Shown, *, refresh: bool) -> None:
+        del refresh
+        at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        for line in shown.lines():
+            print(at, line, flush=True)
+
+
+def _look(page: Page, job: str | None, timeout: float) -> Document:
+    """What a replica shows; of one job, its streams with their ranks and failures."""
+    try:
+        overview = page.read("/v1/streams", timeout)
+        if job is not None:
+            rows = [row for row in overview["streams"] if row["job"] == job]
+            overview["streams"] = rows
+            overview["details"] = [page.read(_path_of(row), timeout) for row in rows]
+    except OSError as error:
+        return {"replica": str(page.place), "error": str(error)}
+    return {"replica": str(page.place), **overview}
+
+
+def _path_of(row: Document) -> str:
+    return f"/v1/stream?{urlencode({name: row[name] for name in ('job', 'group', 'loader')})}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A look at all replicas, as a table or as lines."""
+
+    documents: list[Document]
+    several: bool
+
+    def lines(self) -> Iterator[str]:
+        for document in self.documents:
+            if "error" in document:
+                yield f"{document['replica']}: no answer: {document['error']}"
+            for row in document.get("streams", ()):
+                values = " ".join(f"{name}={read(row)}" for name, read in _COLUMNS.items())
+                yield f"{document['replica']} {_name(row)} {values}"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=None, pad_edge=False)
+        for column in (*(["replica"] if self.several else []), "stream", *_COLUMNS):
+            table.add_column(column, justify="left" if column in ("replica", "stream", "state") else "right")
+        for document in self.documents:
+            for row in document.get("streams", ()):
+                cells = [_name(row), *(read(row) for read in _COLUMNS.values())]
+                table.add_row(*([document["replica"]] if self.several else []), *map(escape, cells))
+        yield table
+        for document in self.documents:
+            if "error" in document:
+                yield f"[red]{document['replica']}: no answer: {escape(document['error'])}[/red]"
+            for detail in document.get("details", ()):
+                yield from _details(detail)
+
+
+def _details(detail: Document) -> Iterator[str | Table]:
+    """The ranks of a stream, those with most to do or that hold up the others, and the latest failures."""
+    ranks = sorted(detail["ranks"], key=lambda one: (one["delay"] is None, one["speed"], -(one["load_after"] or 0)))
+    most = max([1e-300, *((one["load_after"] or 0.0) for one in ranks)])
+    table = Table(box=None, pad_edge=False, title=_name(detail["stream"]), title_justify="left")
+    for column in ("rank", "load", "", "holds the others up"):
+        table.add_column(column)
+    for one in ranks[:_MOST_RANKS]:
+        load = one["load_after"] or 0.0
+        why = [f"computes at {one['speed']:.2f} of the median"] if one["speed"] < 1 else []
+        why += [f"{one['delay']} +{one['delay_share']:.0%}"] if one["delay"] is not None else []
+        table.add_row(str(one["rank"]), f"{load:.4g}", "█" * round(_BAR * load / most), ", ".join(why))
+    yield table
+    for failure in detail["failures"][-3:]:
+        at = time.strftime("%H:%M:%S", time.localtime(failure["time"]))
+        yield f"{at} a call failed: {failure['status']} ({failure['reason']})"
+    if trouble := detail["stream"]["last_trouble"]:
+        yield f"the lead's latest trouble: {escape(trouble)}"
+
+
+def _name(row: Document) -> str:
+    return "/".join(row[name] for name in ("job", "group", "loader"))
+
+
+def _known(form: str, value: float | None) -> str:
+    return "unknown" if value is None else form.format(value)

@@ -39,7 +39,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 @pytest.fixture(scope="module")
 def secured(files: Files) -> Iterator[ServiceProcess]:
     tokens = files.ca.with_name("tokens.yml")
-    tokens.write_text(yaml.safe_dump({"tokens": [{"name": "d", "sha256": hash_token(TOKEN), "jobs": ["*"]}]}))
+    tokens.write_text(yaml.safe_dump({"tokens": [{"name": "d", "sha256": hash_token(TOKEN), "jobs": ["train-*"]}]}))
     files.ca.with_name("token").write_text(TOKEN)
     with running_balancer(
         "--tls-certificate", str(files.certificate), "--tls-key", str(files.key), "--token-file", str(tokens)
@@ -120,14 +120,25 @@ def test_without_services(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_of_several_balancers_is_checked_with_tls(secured: ServiceProcess, files: Files) -> None:
     """The addresses behind a name are IPs; their certificate holds the name."""
     code, findings = examine(
-        "--balancer", f"spread://localhost:{secured.port}", "--tls-ca", str(files.ca), "--token-file",
+        "--balancer", f"localhost:{secured.port}", "--tls-ca", str(files.ca), "--token-file",
         str(files.ca.with_name("token")), "--job", "train-42",
     )  # fmt: skip
     mine = {check.removesuffix(f" 127.0.0.1:{secured.port}"): finding for check, finding in findings.items()}
     assert mine["TLS"]["status"] == "warn", findings
     assert mine["token"]["text"] == "accepted"
-    assert findings["job"]["text"] == f"train-42 belongs to the balancer at 127.0.0.1:{secured.port}"
+    assert mine["job"]["text"] == "train-42 may be planned here"
     assert code == (1 if any("::1" in check for check in failed(findings)) else 0)
+
+
+def test_a_job_of_others_is_told(secured: ServiceProcess, files: Files) -> None:
+    code, findings = examine(
+        "--balancer", f"localhost:{secured.port}", "--tls-ca", str(files.ca), "--token-file",
+        str(files.ca.with_name("token")), "--job", "others",
+    )  # fmt: skip
+    (check,) = (each for each in failed(findings) if "::1" not in each)
+    assert check.startswith("job")
+    assert "others: PERMISSION_DENIED: token 'd' is for train-*" in findings[check]["text"]
+    assert code == 1
 
 
 def test_proxies_for_the_way_out_are_not_used_for_the_balancer(
