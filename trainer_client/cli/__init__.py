@@ -17,6 +17,7 @@ from evenkeel import __version__
 from trainer_client.cli import checkpoint
 from trainer_client.cli.calibrate import calibrate_command
 from trainer_client.cli.doctor import doctor
+from trainer_client.cli.gain import gain
 from trainer_client.cli.plan import plan_command
 from trainer_client.cli.top import top
 from trainer_client.cli.warm_up import warm_up
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 
 
+app.command("gain")(gain)
 app.command("plan")(plan_command)
 app.command("calibrate")(calibrate_command)
 app.add_typer(checkpoint.app, name="checkpoint")

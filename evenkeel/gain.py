@@ -1,0 +1,146 @@
+"""What balancing would gain a job, from the lengths of its samples alone: nothing is trained, and no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, plan_round
+from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.splits import MOST, SHARE, Divisible, SpanCosts, SplitOptions
+
+WINDOW = 8
+"""Batches of a window, and of what is planned at a time."""
+
+_MOST_PLANNED = 1 << 18  # samples that are planned in each way: more change the figures in the third digit
+_WAYS = ("balanced", f"windows of {WINDOW}", "split samples")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What one way of balancing comes to.
+
+    Attributes:
+        way: Its name.
+        speed_up: By how much the time of a step would fall that takes what its heaviest rank takes, as a ratio.
+        imbalance: Largest load over the mean.
+        moved_share: Of the bytes, those that change rank.
+        loads: (ranks,) loads over their mean, the heaviest rank of each batch first, mean over the batches.
+    """
+
+    way: str
+    speed_up: float
+    imbalance: float
+    moved_share: float
+    loads: NDArray[np.float64]
+
+
+def costs_of(lengths: NDArray[np.int64], linear: float, pairs: float) -> NDArray[np.float64]:
+    """(n,) cost of samples of so many positions: `linear` for each, `pairs` for each that one looks back at, or itself."""
+    sizes = lengths.astype(np.float64)
+    return linear * sizes + pairs * sizes * (sizes + 1) / 2
+
+
+def estimate_gain(
+    lengths: NDArray[np.int64],
+    *,
+    ranks: int,
+    batch: int,
+    linear: float = 1.0,
+    pairs: float = 0.0,
+    progress: Callable[[float], None] = lambda _done: None,
+) -> list[Gain]:
+    """What balancing would come to: as loaded, balanced, with windows, with samples that may be split.
+
+    Args:
+        lengths: (n,) positions of each sample, in the order of loading; at least one batch of all ranks.
+        ranks: Number of ranks.
+        batch: Samples of a rank's batch.
+        linear: Cost of a position.
+        pairs: Cost of a position's look at an earlier one, or itself.
+        progress: Called with the share that is done.
+
+    Raises:
+        ValueError: If there are fewer samples than one batch of all ranks has, or lengths are negative.
+    """
+    size = ranks * batch
+    if len(lengths) < size:
+        raise ValueError(f"there are {len(lengths)} lengths; give {size} at least, or a smaller batch or fewer ranks")
+    if lengths.min() < 0:
+        raise ValueError(f"a length is {lengths.min()}; give lengths of 0 or more")
+    windows = list(_windows(lengths, size))
+    plans: dict[str, list[RoundPlan]] = {way: [] for way in _WAYS}
+    for number, window in enumerate(windows):
+        whole = RoundOptions()
+        for some in np.split(window, len(window) // size):
+            plans[_WAYS[0]].append(plan_round(_samples(some, ranks, 1, linear, pairs, split=False), whole))
+            samples = _samples(some, ranks, 1, linear, pairs, split=True)
+            plans[_WAYS[2]].append(plan_round(samples, RoundOptions(split=SplitOptions())))
+        steps = len(window) // size
+        plans[_WAYS[1]].append(plan_round(_samples(window, ranks, steps, linear, pairs, split=False), whole))
+        progress((number + 1) / len(windows))
+    loaded = np.concatenate([plan.loads_before for plan in plans[_WAYS[0]]])
+    slowest = loaded.max(axis=1).sum()
+    gains = [Gain(way="as loaded", speed_up=1.0, imbalance=_imbalance(loaded), moved_share=0.0, loads=_ordered(loaded))]
+    for way, made in plans.items():
+        loads = np.concatenate([plan.loads_after for plan in made])
+        sizes = sum(plan.figures.size for plan in made)
+        gains.append(
+            Gain(
+                way=way,
+                speed_up=float(slowest / max(loads.max(axis=1).sum(), 1e-300)),
+                imbalance=_imbalance(loads),
+                moved_share=sum(plan.figures.moved_size for plan in made) / max(sizes, 1),
+                loads=_ordered(loads),
+            )
+        )
+    return gains
+
+
+def _windows(lengths: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    """Windows of whole batches, evenly over all lengths, of so many samples in all as are worth planning."""
+    batches = len(lengths) // size
+    steps = min(WINDOW, batches)
+    count = max(1, min(batches // steps, _MOST_PLANNED // (size * steps)))
+    for first in np.linspace(0, batches - steps, count).astype(np.int64):
+        yield lengths[first * size : (first + steps) * size]
+
+
+def _samples(
+    lengths: NDArray[np.int64], ranks: int, batches: int, linear: float, pairs: float, *, split: bool
+) -> RoundSamples:
+    """A round of the lengths: batch by batch as they were loaded, ordered by rank, then by batch."""
+    own = lengths.reshape(batches, ranks, -1).swapaxes(0, 1).ravel()
+    costs = costs_of(own, linear, pairs)
+    return RoundSamples(
+        batch_sizes=np.full((ranks, batches), own.size // (ranks * batches), np.int64),
+        costs=costs,
+        lengths=own.reshape(-1, 1),
+        divisible=_divisible(own, costs.reshape(ranks, -1), linear, pairs) if split else None,
+    )
+
+
+def _divisible(
+    lengths: NDArray[np.int64], costs: NDArray[np.float64], linear: float, pairs: float
+) -> NDArray[np.float64] | None:
+    """The samples that a rank would offer to split: its heaviest, if they are a good part of its batch."""
+    heavy = (costs >= SHARE * costs.sum(axis=1, keepdims=True)) & (lengths.reshape(costs.shape) > 1)
+    order = np.argsort(np.argsort(-costs, axis=1, kind="stable"), axis=1)
+    which = np.flatnonzero(heavy & (order < MOST))
+    if not which.size:
+        return None
+    spans = SpanCosts.of(lengths[which], per_position=linear, per_pair=pairs)
+    return Divisible(samples=which, first_items=np.zeros(which.size), spans=spans).table
+
+
+def _imbalance(loads: NDArray[np.float64]) -> float:
+    """Largest load over the mean, mean over the batches by their time."""
+    return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1e-300))
+
+
+def _ordered(loads: NDArray[np.float64]) -> NDArray[np.float64]:
+    ordered: NDArray[np.float64] = -np.sort(-loads, axis=1).mean(axis=0) / max(float(loads.mean()), 1e-300)
+    return ordered

@@ -1,0 +1,187 @@
+"""`evenkeel gain`: what balancing would gain a job, from the lengths of its samples."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:  # numpy and the kernels are imported when the command runs
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from evenkeel.gain import Gain
+
+_QUIET_SECONDS = 2.0
+_BARS, _WIDTH = 8, 40
+_WORTH = 1.02  # a speed-up below is little beside what else a step's time varies by
+_COSTS = {"linear": (1.0, 0.0), "attention": (0.0, 1.0)}
+
+
+def gain(
+    lengths: Annotated[
+        Path, typer.Argument(help="Lengths of samples: .npy, .csv or .parquet.", exists=True, dir_okay=False)
+    ],
+    ranks: Annotated[int, typer.Option(min=1, max=4096, help="Ranks that train together.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, max=1 << 20, help="Samples of a rank's batch.")] = 128,
+    column: Annotated[
+        str | None,
+        typer.Option(help="Column of a CSV or Parquet file; lists count their items. The only one by default."),
+    ] = None,
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="What a sample of n positions costs: linear, attention (n(n+1)/2), or A,B for A·n + B·n(n+1)/2; of a "
+            "transformer of width W about 6·W,1."
+        ),
+    ] = "linear",
+    in_order: Annotated[bool, typer.Option("--in-order", help="Batches as the file has them, not shuffled.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw the loads here; needs matplotlib.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead.")] = False,
+) -> None:
+    """Estimate what balancing would gain, from the lengths of samples alone: one process, no GPU.
+
+    A step is taken to last as long as its heaviest rank computes: of a job that waits for other things it is a bound.
+    """
+    try:
+        linear, pairs = _cost(cost)
+        found = _estimate(_read(lengths, column), ranks, batch, linear, pairs, shuffle=not in_order)
+        if png is not None:
+            _draw(png, found, ranks)
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        rows = [{name: getattr(one, name) for name in ("way", "speed_up", "imbalance", "moved_share")} for one in found]
+        loads = {one.way: one.loads.round(6).tolist() for one in found}
+        typer.echo(json.dumps({"ranks": ranks, "batch": batch, "cost": cost, "ways": rows, "loads": loads}))
+    else:
+        _show(found, ranks, batch)
+
+
+def _cost(text: str) -> tuple[float, float]:
+    try:
+        linear, pairs = _COSTS.get(text) or map(float, text.split(","))
+    except ValueError:
+        linear = pairs = -1.0
+    if not (0 <= linear < 1e12 and 0 <= pairs < 1e12 and linear + pairs > 0):
+        raise ValueError(f"--cost is {text!r}; use linear, attention, or two numbers such as 6144,1")
+    return linear, pairs
+
+
+def _read(path: Path, column: str | None) -> NDArray[np.int64]:
+    """(n,) the lengths of a file.
+
+    Raises:
+        ValueError: If it holds none; the message says what to give.
+    """
+    import numpy as np
+
+    if path.suffix == ".npy":
+        values: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+    elif path.suffix in (".csv", ".parquet"):
+        values = _column(path, column)
+    else:
+        raise ValueError(f"{path}: the name must end in .npy, .csv or .parquet")
+    if values.ndim != 1 or values.dtype.kind not in "iuf":
+        raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}; give one number for each sample")
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ValueError(f"{path} holds numbers that are not finite; give the positions of each sample")
+    if values.size and (values.min() < 0 or values.max() > 1 << 32):
+        raise ValueError(f"{path} holds {values.min()} to {values.max()}; give lengths of 0 to 2^32")
+    return np.asarray(values, np.int64)
+
+
+def _column(path: Path, column: str | None) -> Any:
+    try:
+        import pyarrow.compute
+        import pyarrow.csv
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ValueError(f"{path}: CSV and Parquet are read with pyarrow: install it, or give a .npy file") from None
+    try:
+        if path.suffix == ".csv":
+            table = pyarrow.csv.read_csv(path)
+        else:
+            table = pyarrow.parquet.read_table(path, columns=None if column is None else [column])
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    names = table.column_names
+    if column not in names if column is not None else len(names) != 1:
+        raise ValueError(f"--column is {column!r}; name one of {', '.join(names)}")
+    values = table.column(names[0] if column is None else column)
+    if pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type):
+        values = pyarrow.compute.list_value_length(values)
+    if values.null_count:
+        raise ValueError(f"{path} has {values.null_count} samples without a length; fill or drop them")
+    return values.to_numpy()
+
+
+def _estimate(
+    lengths: NDArray[np.int64], ranks: int, batch: int, linear: float, pairs: float, *, shuffle: bool
+) -> list[Gain]:
+    """What is gained, with a progress bar from the moment that it takes long."""
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from evenkeel.gain import estimate_gain
+
+    if shuffle:
+        lengths = np.random.default_rng(0).permutation(lengths)
+    began = time.monotonic()
+    with Progress(console=Console(stderr=True), transient=True, disable=None) as bar:
+        task = bar.add_task("planning", total=1.0, visible=False)
+
+        def show(done: float) -> None:
+            bar.update(task, completed=done, visible=time.monotonic() - began > _QUIET_SECONDS)
+
+        return estimate_gain(lengths, ranks=ranks, batch=batch, linear=linear, pairs=pairs, progress=show)
+
+
+def _show(found: list[Gain], ranks: int, batch: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "heaviest / mean rank", "step time", "bytes moved", title=f"{ranks} ranks × {batch} samples")
+    for one in found:
+        share = f"{1 / one.speed_up - 1:+.1%}" if one.speed_up != 1 else ""
+        table.add_row(one.way, f"{one.imbalance:.3f}", share, f"{one.moved_share:.1%}" if share else "")
+    console = Console()
+    console.print(table)
+    most = max(one.loads[0] for one in found)
+    for one in found[:2]:
+        console.print(f"load of the ranks, {one.way}, heaviest first; 1 is the mean")
+        for rank in sorted({round(place * (ranks - 1) / (_BARS - 1)) for place in range(_BARS)}):
+            console.print(f"{rank + 1:5} {one.loads[rank]:6.3f} {'█' * round(_WIDTH * one.loads[rank] / most)}")
+    console.print(_next_step(found))
+
+
+def _next_step(found: list[Gain]) -> str:
+    """What to do, in one line."""
+    _, plain, windows, split = found
+    best = max(plain, windows, split, key=lambda one: one.speed_up)
+    if best.speed_up < _WORTH:
+        return "Next: nothing. These batches are even as they are, or as even as samples of this kind can be."
+    if best.speed_up < _WORTH * plain.speed_up:
+        return "Next: wrap the loader, BalancedLoader(loader, Balancer.embedded(), cost=…): docs/start/tutorial.md"
+    if windows.speed_up * _WORTH >= split.speed_up:
+        return f"Next: wrap the loader, with BalanceOptions(window={found[2].way.split()[-1]}): docs/train/windows.md"
+    return "Next: wrap the loader, and split samples (what their exchange takes is not counted): docs/train/giants.md"
+
+
+def _draw(path: Path, found: list[Gain], ranks: int) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError("--png needs matplotlib: install it, or leave --png away") from None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for one in found:
+        axes.plot(range(1, ranks + 1), one.loads, label=f"{one.way}: {one.imbalance:.3f}", drawstyle="steps-mid")
+    axes.set(xlabel="rank, heaviest first", ylabel="load over the mean", title="load of the ranks")
+    axes.legend()
+    figure.savefig(path, dpi=120)
