@@ -39,7 +39,8 @@ from benchmarks.end_to_end import add_workload
 from benchmarks.end_to_end_ideal import IDEALS, ideal_batches
 from benchmarks.end_to_end_rank import describe_fit, make_data, make_model, sample_lengths
 from benchmarks.end_to_end_report import draw, show, summarize
-from evenkeel.partitioning.windows import partition_window
+from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
+from evenkeel.partitioning.stages import plan_round
 from examples.datasets import SequenceBatch
 from examples.hstu.flops import peak_tflops
 from examples.hstu.training import Run, Trainer
@@ -204,9 +205,11 @@ def plan(
         destinations, steps_of = homes, loaded_steps
         strategy = SETTINGS[setting]
         if strategy is not None:
-            found = partition_window(costs, homes, loaded_steps, ranks, count, strategy=strategy, sizes=sizes)
-            assert found.steps is not None
-            destinations, steps_of = found.destinations, found.steps
+            samples = RoundSamples(
+                batch_sizes=np.array(counts).reshape(ranks, count), costs=costs, lengths=sizes[:, None], sizes=sizes
+            )
+            found = plan_round(samples, RoundOptions(strategy=strategy))
+            destinations, steps_of = found.destinations, loaded_steps if found.steps is None else found.steps
         for step in range(count):
             inside = steps_of == step
             loads = np.bincount(destinations[inside], costs[inside], ranks)

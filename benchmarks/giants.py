@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 
 from benchmarks.references.least_splits import least_time
 from evenkeel.partitioning import warm_up
-from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, plan_round
-from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
 from evenkeel.partitioning.splits import MOST, SHARE, STEP_SECONDS, Divisible, SplitOptions
 from evenkeel.partitioning.splits.parts import read_splits
+from evenkeel.partitioning.stages import plan_round
 from evenkeel.placement.hardware import builtin_profile
 from trainer_client.balancing.costs import HSTUCost
 

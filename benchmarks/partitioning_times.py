@@ -16,8 +16,7 @@ from evenkeel.partitioning import partition
 from evenkeel.partitioning.exchange import exchange_from
 from evenkeel.partitioning.karmarkar_karp import difference
 from evenkeel.partitioning.minimal_move import at_home
-from evenkeel.partitioning.problem import Problem
-from evenkeel.partitioning.sorting import ascending_order
+from evenkeel.partitioning.problem import Problem, ascending_order
 
 STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move")
 # Milliseconds of a C++ Karmarkar-Karp with equal counts on a machine of the same kind, published with its sources.

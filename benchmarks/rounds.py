@@ -26,8 +26,8 @@ import numpy as np
 
 from benchmarks.harness.balancer_process import running_balancer
 from evenkeel.partitioning import warm_up
-from evenkeel.partitioning.rounds import RoundOptions, plan_round, slice_round
-from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
+from evenkeel.partitioning.stages import plan_round, slice_round
 from evenkeel.protocol.plan_round import RoundNames, RunFacts, read_response, write_request
 
 SAMPLES, FIELDS = 128, 4

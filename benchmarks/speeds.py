@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from evenkeel.partitioning.rounds import RoundOptions, plan_round
-from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.speeds import ALL_EQUAL, SpeedEstimator, planned_speeds
+from evenkeel.partitioning.stages import plan_round
 
 SAMPLES = 64  # of a rank
 LAG = 6

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.cutting import pieces_at, table_of
 from evenkeel.partitioning.splits import Divisible
+from evenkeel.partitioning.splits.cutting import pieces_at, table_of
 
 _HALVINGS = 24
 

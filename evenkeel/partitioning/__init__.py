@@ -4,10 +4,9 @@ from evenkeel.partitioning.api import Partition, partition
 from evenkeel.partitioning.errors import ImpossiblePartitionError, PartitionError, PartitionNotFoundError
 from evenkeel.partitioning.registry import strategies
 from evenkeel.partitioning.slices import Slice, Slices, slice_plan
-from evenkeel.partitioning.warming import KERNELS, warm_up
+from evenkeel.partitioning.warming import warm_up
 
 __all__ = [
-    "KERNELS",
     "ImpossiblePartitionError",
     "Partition",
     "PartitionError",

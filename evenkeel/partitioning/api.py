@@ -2,12 +2,13 @@
 
 import operator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.memory import check_fits, check_possible, fill
+from evenkeel.partitioning.filling import fill
+from evenkeel.partitioning.memory import check_fits, with_caps
 from evenkeel.partitioning.plain import PLAIN
 from evenkeel.partitioning.problem import COMPILED, Arithmetic, Problem, make_problem
 from evenkeel.partitioning.registry import strategy_named
@@ -74,22 +75,6 @@ class Partition:
         return evenness(self.home_loads, self.speeds)[1]
 
 
-class Options(TypedDict, total=False):
-    """What `partition` takes beside the samples and ranks; see there."""
-
-    strategy: str
-    sizes: ArrayLike | None
-    counts: str
-    tolerance: float
-    move_price: float
-    speeds: ArrayLike | None
-    memory: ArrayLike | None
-    memory_caps: ArrayLike | None
-    nodes: ArrayLike | None
-    min_samples: int
-    stay: bool
-
-
 def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int, by: Arithmetic) -> Sums:
     if costs.dtype == np.int64:
         return by.counts_and_loads(costs, ranks, num_ranks)[1]
@@ -151,6 +136,9 @@ def partition(
     """
     if operator.index(min_samples) < 0:
         raise ValueError(f"min_samples is {min_samples}; pass a number of samples, 0 or more")
+    if (memory is None) != (memory_caps is None):
+        given, missing = ("memory", "memory_caps") if memory_caps is None else ("memory_caps", "memory")
+        raise ValueError(f"{given} is given without {missing}; pass both or neither")
     chosen = _at_home if stay else strategy_named(strategy)
     by = PLAIN if strategy == "plain" else COMPILED
     problem = make_problem(
@@ -162,12 +150,11 @@ def partition(
         tolerance=tolerance,
         move_price=move_price,
         speeds=speeds,
-        memory=memory,
-        memory_caps=memory_caps,
         nodes=nodes,
         by=by,
     )
-    check_possible(problem, by)
+    if memory is not None and memory_caps is not None:
+        problem = with_caps(problem, memory, memory_caps, by)
     arrays = problem.arrays
     destinations = chosen(problem) if problem.num_ranks > 1 and arrays.costs.size else arrays.homes.copy()
     if min_samples:

@@ -12,8 +12,7 @@ import numpy as np
 from evenkeel.partitioning.compile import kernel, step
 from evenkeel.partitioning.exchange import Integers, Ranks
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
-from evenkeel.partitioning.problem import Problem
-from evenkeel.partitioning.sorting import ascending_order
+from evenkeel.partitioning.problem import Problem, ascending_order
 
 COUNT = 1 << 32  # a set's tie-breaker is number of members * COUNT + first member, so that one comparison serves both
 FEW = 40  # sets up to which they are sorted by insertion

@@ -10,6 +10,8 @@ from evenkeel.partitioning.exchange import Arrays, Groups, Integers, Ranks, pop,
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
 from evenkeel.partitioning.problem import Problem
 
+SKEW = 1.5  # a home whose load is this many times its limit sheds samples in bulk before single ones are looked at
+
 
 @kernel
 def place_longest_first(
@@ -104,3 +106,51 @@ def longest_first(problem: Problem) -> Ranks:
     )  # fmt: skip
     kinds = kinds_of_ranks(problem)
     return match_home(problem, sets, kinds, kinds)
+
+
+@kernel
+def spill(order: Ranks, keep: Integers, destinations: Ranks) -> None:
+    """Takes from ranks that hold more than `keep`, evenly over their sorted costs; what leaves becomes -1."""
+    counts, seen = np.zeros(keep.size, np.int64), np.zeros(keep.size, np.int64)
+    for rank in destinations:
+        if rank >= 0:
+            counts[rank] += 1
+    for i in order:
+        rank = destinations[i]
+        if rank >= 0 and counts[rank] > keep[rank]:
+            surplus = counts[rank] - keep[rank]
+            before = seen[rank] * surplus // counts[rank]
+            seen[rank] += 1
+            if seen[rank] * surplus // counts[rank] > before:
+                destinations[i] = -1
+
+
+def kept_at_home(problem: Problem) -> tuple[Integers, Integers]:
+    """How many of its own samples each rank may keep at the start, and how many samples it may then hold.
+
+    Counts may force some to leave; with free counts, gross overload does.
+    """
+    arrays, counts = problem.arrays, problem.home_counts
+    if problem.free:
+        keep = counts.copy()
+        over = problem.home_loads > SKEW * arrays.limits
+        keep[over] = (counts[over] * (arrays.limits[over] / problem.home_loads[over])).astype(np.int64)
+        return keep, arrays.most
+    keep = arrays.fewest.copy()
+    fuller = np.argsort(-counts, kind="stable")[: max(problem.num_fuller, 0)]
+    keep[fuller] = arrays.most[fuller]
+    return keep, keep
+
+
+def at_home(problem: Problem) -> Ranks:
+    """The homes, after whatever had to leave went where the load is least."""
+    destinations = problem.arrays.homes.copy()
+    if problem.arrays.most is problem.home_counts:  # the homes are as even as counts get
+        return destinations
+    keep, most = kept_at_home(problem)
+    if bool((problem.home_counts <= keep).all()):
+        return destinations
+    spill(problem.order, keep, destinations)
+    pool = problem.order[destinations[problem.order] < 0]
+    place_in_groups(problem, pool, np.array([0, pool.size]), Groups.of_all(problem.num_ranks), most, -1, destinations)
+    return destinations

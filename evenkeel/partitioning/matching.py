@@ -6,8 +6,7 @@ import numpy as np
 
 from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.exchange import ACROSS, Floats, Integers, Ranks
-from evenkeel.partitioning.problem import Problem
-from evenkeel.partitioning.sorting import ascending_order
+from evenkeel.partitioning.problem import Problem, ascending_order
 
 EXACT = 96  # ranks up to which the best matching is found; beyond, a greedy one
 

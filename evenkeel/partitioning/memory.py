@@ -1,4 +1,4 @@
-"""Memory caps and least counts: assignments are made to fit them, or it is said why that cannot be."""
+"""Memory caps: assignments are made to fit them, or it is said why that cannot be."""
 
 from __future__ import annotations
 
@@ -9,14 +9,65 @@ from numpy.typing import ArrayLike
 
 from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.errors import ImpossiblePartitionError, PartitionNotFoundError
-from evenkeel.partitioning.exchange import Integers, Ranks, exchange_from
+from evenkeel.partitioning.exchange import Floats, Integers, Ranks, exchange_from
 from evenkeel.partitioning.karmarkar_karp import differenced
 from evenkeel.partitioning.lpt import longest_first
-from evenkeel.partitioning.problem import COMPILED, ROUNDING, Arithmetic, Problem, bound_on_largest, crowding_bound
-from evenkeel.partitioning.sorting import ascending_order
+from evenkeel.partitioning.problem import (
+    COMPILED,
+    EXACT,
+    ROUNDING,
+    Arithmetic,
+    Problem,
+    ascending_order,
+    bound_on_largest,
+    crowding_bound,
+    exponent_for,
+    numbers,
+    scaled,
+)
 
 COARSENESS = 1e-9  # relative, by which fractions in whole units may exceed a cap
 PLACEMENTS = 30_000_000  # that a search through all assignments tries at most, about a tenth of a second
+
+
+def _memory_units(memory: Floats, caps: Floats) -> tuple[Integers, Integers, int, int]:
+    """Memory and caps in whole units, the exponent of their unit, and how many units each may be off by, 0 or 1."""
+    exponent = exponent_for(float(memory.max(initial=0.0)), memory.size)
+    exact, room = scaled(memory, exponent), scaled(caps, exponent)
+    units = np.ceil(exact).astype(np.int64)
+    units[(units == 0) & (memory > 0)] = 1  # it may be below the smallest double; no rank with a cap of 0 holds it
+    # Sums beyond 2**53 are not exact: what was given as integers is rounded to float64 by then.
+    whole = bool((memory == np.floor(memory)).all()) and float(memory.sum()) <= EXACT
+    room = room if whole else room * (1.0 + ROUNDING)
+    total = int(units.sum())  # which a cap need not exceed; as a float64 it might be less
+    limits = np.full(caps.size, total)
+    below = room < float(total)
+    limits[below] = np.floor(room[below]).astype(np.int64)
+    return units, limits, exponent, 0 if whole and bool((exact == units).all()) else 1
+
+
+def with_caps(problem: Problem, memory: ArrayLike, caps: ArrayLike, by: Arithmetic) -> Problem:
+    """The same problem with memory caps; see `partition`.
+
+    Raises:
+        ImpossiblePartitionError: If plainly no assignment is within them.
+        ValueError: If an argument is wrong.
+    """
+    room = numbers("memory_caps", caps, problem.num_ranks, "rank", infinite=True)
+    amounts = numbers("memory", memory, problem.costs.size, "sample")
+    if not amounts.size:
+        return problem
+    units, limits, exponent, error = _memory_units(amounts, room)
+    capped = replace(
+        problem,
+        arrays=problem.arrays._replace(memory=units, caps=limits),
+        memory_exponent=exponent,
+        memory_error=error,
+        interchangeable=problem.interchangeable and bool((limits == limits[0]).all()),
+        fit=fit_memory,
+    )
+    _check_possible(capped, by)
+    return capped
 
 
 def _amount(problem: Problem, units: float) -> float:
@@ -29,15 +80,13 @@ def _doubt(problem: Problem) -> int:
     return problem.memory_error * (problem.arrays.costs.size + problem.num_ranks)
 
 
-def check_possible(problem: Problem, by: Arithmetic) -> None:
+def _check_possible(problem: Problem, by: Arithmetic) -> None:
     """Refuses what plainly cannot fit.
 
     Raises:
         ImpossiblePartitionError: If the samples need more than all ranks hold, or one more than any rank does.
     """
     memory, caps, fewest = problem.arrays.memory, problem.arrays.caps, problem.arrays.fewest
-    if memory.size == 0:
-        return
     short = sum(memory.tolist()) - sum(caps.tolist())
     if short > _doubt(problem):
         raise ImpossiblePartitionError(
@@ -99,8 +148,6 @@ def fit_memory(problem: Problem, start: Ranks) -> Ranks:
         PartitionNotFoundError: If the search ended without one.
     """
     arrays = problem.arrays
-    if arrays.memory.size == 0:
-        return start
     of_memory = replace(
         problem,
         arrays=arrays._replace(
@@ -213,30 +260,3 @@ def least_overflow(
         if overflow <= 0:
             break
     return overflow, True
-
-
-def fill(problem: Problem, destinations: Ranks, at_least: int) -> Ranks:
-    """The assignment with at least so many samples on each rank, or floor of the mean where there are fewer.
-
-    A rank that has too few takes the lightest sample of those that have more, one after the other; of equal ones the
-    one that is smallest to move. The memory caps come first: a rank on which no sample has room stays as it is.
-    """
-    arrays = problem.arrays
-    counts = np.bincount(destinations, minlength=problem.num_ranks)
-    at_least = min(at_least, destinations.size // problem.num_ranks)
-    short = np.flatnonzero(counts < at_least)
-    if not short.size:
-        return destinations
-    filled, lightest_first = destinations.copy(), np.lexsort((arrays.sizes, arrays.costs))
-    memory = arrays.memory if arrays.caps.size else np.zeros(filled.size, np.int64)
-    room = arrays.caps.copy() if arrays.caps.size else np.zeros(problem.num_ranks, np.int64)
-    np.subtract.at(room, filled, memory)
-    for rank in np.repeat(short, at_least - counts[short]).tolist():
-        spare = (counts[filled] > at_least) & (memory <= room[rank])
-        candidates = lightest_first[spare[lightest_first]]
-        if candidates.size:
-            sample = candidates[0]
-            counts[[filled[sample], rank]] += [-1, 1]
-            np.add.at(room, [filled[sample], rank], [memory[sample], -memory[sample]])
-            filled[sample] = rank
-    return filled

@@ -6,29 +6,22 @@ bound; where there are nodes, between them first, so that only what one node has
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
-
 from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.exchange import (
     ACROSS,
     PATIENCE,
     Floats,
-    Groups,
     Integers,
     Ranks,
     exchange_from,
     give_light_company,
 )
 from evenkeel.partitioning.karmarkar_karp import differenced
-from evenkeel.partitioning.lpt import longest_first, place_in_groups
-from evenkeel.partitioning.matching import kinds_of_ranks, match_home
-from evenkeel.partitioning.memory import fit_memory
-from evenkeel.partitioning.problem import Problem, counts_and_loads, with_crowding, with_limits
+from evenkeel.partitioning.lpt import at_home, longest_first
+from evenkeel.partitioning.nodes import balance_nodes
+from evenkeel.partitioning.problem import Problem, counts_and_loads, with_crowding
 
-SKEW = 1.5  # a home whose load is this many times its limit sheds samples in bulk before single ones are looked at
 HEAVY = 1 / 8  # of what a rank gets: with samples as heavy, what can be had is looked at before anything is tried
 FAR_OFF = 2e-3  # of the bound, above the limits, where a longer search pays
 MANY = 16  # ranks from which on that takes less than trying
@@ -36,12 +29,12 @@ MANY = 16  # ranks from which on that takes less than trying
 
 def lpt(problem: Problem) -> Ranks:
     """Longest first onto the least loaded rank with room."""
-    return fit_memory(problem, longest_first(problem))
+    return problem.fit(problem, longest_first(problem))
 
 
 def karmarkar_karp(problem: Problem) -> Ranks:
     """The largest differencing method; it knows no speeds or caps, which exchanges then see to."""
-    return _evened(problem, fit_memory(problem, differenced(problem)))
+    return _evened(problem, problem.fit(problem, differenced(problem)))
 
 
 def _evened(problem: Problem, start: Ranks) -> Ranks:
@@ -111,7 +104,7 @@ def minimal_move(problem: Problem) -> Ranks:
         if least <= 0:
             break
         try:
-            other = fit_memory(problem, method(problem))
+            other = problem.fit(problem, method(problem))
         except PartitionError:
             continue
         if least <= problem.bound * problem.move_price * (_share(problem, other) - _share(problem, best)):
@@ -136,7 +129,7 @@ def _from_home(problem: Problem) -> tuple[Ranks, float, Problem]:
 
     Where heavy samples do not divide evenly over the ranks, these limits are looked for before much is tried.
     """
-    start = fit_memory(problem, at_home(problem))
+    start = problem.fit(problem, at_home(problem))
     heaviest = float(problem.arrays.costs[problem.order[-1]])
     early = problem.num_ranks >= MANY and heaviest >= HEAVY * problem.bound
     if early:
@@ -159,115 +152,3 @@ def _from_home(problem: Problem) -> tuple[Ranks, float, Problem]:
         if _time(problem, other) < _time(problem, best):
             best, least = other, overload
     return best, least, problem
-
-
-@kernel
-def spill(order: Ranks, keep: Integers, destinations: Ranks) -> None:
-    """Takes from ranks that hold more than `keep`, evenly over their sorted costs; what leaves becomes -1."""
-    counts, seen = np.zeros(keep.size, np.int64), np.zeros(keep.size, np.int64)
-    for rank in destinations:
-        if rank >= 0:
-            counts[rank] += 1
-    for i in order:
-        rank = destinations[i]
-        if rank >= 0 and counts[rank] > keep[rank]:
-            surplus = counts[rank] - keep[rank]
-            before = seen[rank] * surplus // counts[rank]
-            seen[rank] += 1
-            if seen[rank] * surplus // counts[rank] > before:
-                destinations[i] = -1
-
-
-def kept_at_home(problem: Problem) -> tuple[Integers, Integers]:
-    """How many of its own samples each rank may keep at the start, and how many samples it may then hold.
-
-    Counts may force some to leave; with free counts, gross overload does.
-    """
-    arrays, counts = problem.arrays, problem.home_counts
-    if problem.free:
-        keep = counts.copy()
-        over = problem.home_loads > SKEW * arrays.limits
-        keep[over] = (counts[over] * (arrays.limits[over] / problem.home_loads[over])).astype(np.int64)
-        return keep, arrays.most
-    keep = arrays.fewest.copy()
-    fuller = np.argsort(-counts, kind="stable")[: max(problem.num_fuller, 0)]
-    keep[fuller] = arrays.most[fuller]
-    return keep, keep
-
-
-def at_home(problem: Problem) -> Ranks:
-    """The homes, after whatever had to leave went where the load is least."""
-    destinations = problem.arrays.homes.copy()
-    if problem.arrays.most is problem.home_counts:  # the homes are as even as counts get
-        return destinations
-    keep, most = kept_at_home(problem)
-    if bool((problem.home_counts <= keep).all()):
-        return destinations
-    spill(problem.order, keep, destinations)
-    pool = problem.order[destinations[problem.order] < 0]
-    place_in_groups(problem, pool, np.array([0, pool.size]), Groups.of_all(problem.num_ranks), most, -1, destinations)
-    return destinations
-
-
-def _node_sums(problem: Problem, values: Integers) -> Integers:
-    sums = np.zeros(problem.num_nodes, np.int64)
-    np.add.at(sums, problem.arrays.nodes, values)
-    return sums
-
-
-def between_nodes(problem: Problem, keep: Integers) -> Problem:
-    """The same problem with nodes for ranks, their limits half the tolerance above what their ranks should carry."""
-    arrays, num_nodes = problem.arrays, problem.num_nodes
-    counts = _node_sums(problem, keep)
-    of_nodes = arrays._replace(
-        homes=arrays.nodes[arrays.homes],
-        fewest=np.zeros(num_nodes, np.int64) if problem.free else counts,
-        most=np.full(num_nodes, arrays.costs.size) if problem.free else counts,
-        speeds=np.bincount(arrays.nodes, weights=arrays.speeds).astype(np.float64),
-        nodes=np.arange(num_nodes, dtype=np.int32),
-    )
-    return replace(
-        problem,
-        arrays=with_limits(of_nodes, problem.bound, problem.tolerance / 2),
-        num_ranks=num_nodes,
-        num_fuller=-1,
-        home_counts=_node_sums(problem, problem.home_counts),
-        home_loads=_node_sums(problem, problem.home_loads),
-    )
-
-
-def balance_nodes(problem: Problem) -> tuple[Ranks, float]:
-    """Exchanges samples between nodes until none has too much, then between the ranks of each node.
-
-    Where that ends short inside a node, its ranks start again from longest first.
-
-    Returns:
-        The destinations, and the largest overload over speed that is left.
-    """
-    arrays, num_nodes = problem.arrays, problem.num_nodes
-    keep, most = kept_at_home(problem)
-    between = between_nodes(problem, keep)
-    node_of_sample, over_nodes = exchange_from(between, at_home(between), effort=1)
-    groups = Groups.by_node(arrays.nodes, num_nodes)
-
-    def place(destinations: Ranks) -> None:
-        """Places what has no rank yet inside its node."""
-        items = problem.order[destinations[problem.order] < 0]
-        if items.size:
-            by_node = Groups.by_node(node_of_sample[items], num_nodes)
-            place_in_groups(problem, items[by_node.ranks], by_node.begin, groups, most, -1, destinations)
-
-    destinations = np.where(node_of_sample == arrays.nodes[arrays.homes], arrays.homes, np.int32(-1))
-    spill(problem.order, keep, destinations)
-    place(destinations)
-    best, least = exchange_from(problem, destinations, effort=1, groups=groups)
-    if least > 0 and over_nodes <= 0:
-        sets = np.full_like(best, -1)
-        place(sets)
-        kinds = kinds_of_ranks(problem) * np.int32(num_nodes) + arrays.nodes
-        other, overload = exchange_from(
-            problem, match_home(problem, sets, kinds, kinds), plain=False, effort=8, groups=groups
-        )
-        if overload <= 0:
-            return other, overload
-    return best, least

@@ -20,10 +20,10 @@ def plain_partition(problem: Problem) -> Ranks:
     Raises:
         PartitionNotFoundError: If it finds no assignment within the memory caps; there may be one all the same.
     """
-    arrays = problem.arrays
     destinations = _placed(problem, problem.order[::-1].tolist())
     if destinations is None:  # what takes most memory first
-        destinations = _placed(problem, np.argsort(-arrays.memory, kind="stable").tolist(), by_room=True)
+        by_memory = np.argsort(-problem.arrays.memory, kind="stable").tolist()
+        destinations = _placed(problem, by_memory, by_room=True)
     if destinations is None:
         raise PartitionNotFoundError(
             "no assignment within memory_caps was found while kernels are compiled; raise memory_caps, let counts be "
@@ -38,7 +38,7 @@ def _placed(problem: Problem, samples: list[int], *, by_room: bool = False) -> R
     costs, speeds, most = arrays.costs.tolist(), arrays.speeds.tolist(), arrays.most.tolist()
     memory = arrays.memory.tolist() if arrays.caps.size else [0] * len(costs)
     room = arrays.caps.tolist() if arrays.caps.size else [0] * len(most)
-    load, held, destinations = [0] * len(most), [0] * len(most), [0] * len(costs)
+    load, counts, destinations = [0] * len(most), [0] * len(most), [0] * len(costs)
     heap = [(-room[rank] if by_room else 0.0, -speeds[rank], rank) for rank in range(len(most))]
     heapq.heapify(heap)
     for sample in samples:
@@ -46,18 +46,18 @@ def _placed(problem: Problem, samples: list[int], *, by_room: bool = False) -> R
         while heap:
             first = heap[0]
             rank = first[2]
-            if held[rank] < most[rank] - (fuller == 0) and memory[sample] <= room[rank]:
+            if counts[rank] < most[rank] - (fuller == 0) and memory[sample] <= room[rank]:
                 break
             heapq.heappop(heap)
-            if held[rank] < most[rank] - (fuller == 0):
+            if counts[rank] < most[rank] - (fuller == 0):
                 aside.append(first)
         else:
             return None
         destinations[sample] = rank
         load[rank] += costs[sample]
-        held[rank] += 1
+        counts[rank] += 1
         room[rank] -= memory[sample]
-        fuller -= fuller > 0 and held[rank] == most[rank]
+        fuller -= fuller > 0 and counts[rank] == most[rank]
         heapq.heapreplace(heap, (-room[rank] if by_room else load[rank] / speeds[rank], first[1], rank))
         for other in aside:
             heapq.heappush(heap, other)
@@ -68,11 +68,6 @@ def _counts_and_loads(costs: Integers, ranks: Ranks, num_ranks: int) -> tuple[In
     loads = np.zeros(num_ranks, np.int64)
     np.add.at(loads, ranks, costs)
     return np.bincount(ranks, minlength=num_ranks), loads
-
-
-def _first_bad(values: Floats, infinite: bool) -> tuple[int, float]:
-    bad = np.flatnonzero(~((values >= 0) & ((values < np.inf) | infinite)))
-    return (int(bad[0]), 0.0) if bad.size else (-1, float(values.max(initial=0.0)))
 
 
 def _bound(costs: Integers, order: Ranks, speeds: Floats, fewest: Integers, most: Integers) -> float:
@@ -98,8 +93,6 @@ def _moved(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> tu
 PLAIN = Arithmetic(
     ascending_order=lambda values: np.argsort(values, kind="stable").astype(np.int32),
     counts_and_loads=_counts_and_loads,
-    range_of=lambda values: (int(values.min()), int(values.max())),
-    first_bad=_first_bad,
     bound_on_largest=_bound,
     limits=_limits,
     moved=_moved,

@@ -15,21 +15,44 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.compile import kernel, plain_array
 from evenkeel.partitioning.exchange import Arrays, Floats, Integers, Ranks
-from evenkeel.partitioning.ranges import (
-    EXACT,
-    MAX_RANKS,
-    MAX_SAMPLES,
-    MAX_SUM,
-    MAX_TOTAL,
-    MOVE_PRICE,
-    SPEEDS,
-    TOLERANCE,
-)
-from evenkeel.partitioning.sorting import ascending_order
+
+
+class Range(NamedTuple):
+    """Numbers from `least` to `most`, both included."""
+
+    least: float
+    most: float
+
+    def holds(self, value: float) -> bool:
+        """Whether the value is one of them; NaN is not."""
+        return self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"{self.least:g} to {self.most:g}"
+
+
+TOLERANCE = Range(0.0, 1.0)  # share of the lower bound: at 1, loads may be twice of it
+MOVE_PRICE = Range(0.0, 1000.0)  # of a step's time: what moving all samples takes
+SPEEDS = Range(1e-6, 1e6)
+MEMORY_CAPS = Range(0.0, float("inf"))
+SPLIT_ABOVE = Range(0.0, 1000.0)  # of an even division
+SPLIT_PRICE = Range(0.0, 1e100)  # of a position's keys and values, and of a step, in units of cost
+MAX_RANKS = 1 << 16
+MAX_SAMPLES = (1 << 31) - 1  # indices have 32 bits
+MAX_TOTAL = 1 << 62  # above all sums of integers, so that they are exact
+EXACT = 2.0**53  # up to which sums of integers are exact as float64
+MAX_SUM = 1e300  # above all sums of fractions, so that no product of theirs is beyond float64
+
+
+def share_of_total(num_ranks: int) -> float:
+    """What one rank's amounts may add up to: a little less than its part of `MAX_TOTAL`, since sums are rounded."""
+    return MAX_TOTAL * (1.0 - 1e-9) / num_ranks
+
 
 COUNTS = ("equal", "free")
 ROUNDING = 1e-12  # relative, by which sums of fractions may exceed a limit or a cap
 BITS = 61  # all units of a batch add up to less than two to this
+_NOTHING = np.empty(0, np.int64)
 CROWDED = 64  # heavy samples per rank up to which `crowding_bound` looks
 
 
@@ -55,14 +78,13 @@ class Problem:
         bound: No assignment has a smaller maximum of load over speed.
         tolerance: Share of the bound by which a limit lies above it.
         move_price: Share of the bound that moving all samples would take.
+        fit: Brings an assignment within the memory caps, where there are any.
     """
 
     arrays: Arrays
     num_ranks: int
     costs: Integers | Floats
     cost_exponent: int
-    memory_exponent: int
-    memory_error: int
     order: Ranks
     interchangeable: bool
     free: bool
@@ -73,6 +95,9 @@ class Problem:
     bound: float
     tolerance: float
     move_price: float
+    memory_exponent: int = 0
+    memory_error: int = 0
+    fit: Callable[[Problem, Ranks], Ranks] = lambda _, start: start
 
     @property
     def lower_bound(self) -> float:
@@ -86,9 +111,6 @@ class Arithmetic(NamedTuple):
     Attributes:
         ascending_order: Sorts integers.
         counts_and_loads: Adds up the samples of each rank.
-        range_of: Smallest and largest of at least one integer.
-        first_bad: Index of the first number that is negative, NaN or, unless allowed, infinite; -1 if there is none,
-            and the largest.
         bound_on_largest: What no assignment is below.
         limits: Loads of the ranks at a bound and a tolerance.
         moved: All sizes; samples that leave their homes, their sizes, and those that leave their nodes.
@@ -96,8 +118,6 @@ class Arithmetic(NamedTuple):
 
     ascending_order: Callable[[Integers], Ranks]
     counts_and_loads: Callable[[Integers, Ranks, int], tuple[Integers, Integers]]
-    range_of: Callable[[NDArray[Any]], tuple[int, int]]
-    first_bad: Callable[[Floats, bool], tuple[int, float]]
     bound_on_largest: Callable[[Integers, Ranks, Floats, Integers, Integers], float]
     limits: Callable[[Integers, Floats, float, float], Integers]
     moved: Callable[[Floats, Ranks, Ranks, Ranks], tuple[float, int, float, float]]
@@ -108,7 +128,7 @@ def exponent_for(largest: float, count: int) -> int:
     return BITS - int(np.frexp(largest)[1]) - max(count - 1, 0).bit_length() if largest > 0 else 0
 
 
-def _scaled(values: Floats, exponent: int) -> Floats:
+def scaled(values: Floats, exponent: int) -> Floats:
     """The values times two to the `exponent`; exact, but for what falls below the smallest double."""
     half = exponent // 2  # two steps, since the whole power may itself be beyond doubles
     with np.errstate(over="ignore"):  # caps may be far beyond all samples
@@ -117,7 +137,7 @@ def _scaled(values: Floats, exponent: int) -> Floats:
 
 def whole_units(values: Floats, exponent: int) -> Integers:
     """(n,) int64 nearest whole numbers of the scaled values; within 2**-42 of the sum for a million of them."""
-    units: NDArray[Any] = np.rint(_scaled(values, exponent))
+    units: NDArray[Any] = np.rint(scaled(values, exponent))
     return units.astype(np.int64)
 
 
@@ -126,22 +146,6 @@ def _cost_units(costs: NDArray[Any]) -> tuple[Integers, int]:
         return costs, 0
     exponent = exponent_for(float(costs.max(initial=0.0)), costs.size)
     return whole_units(costs, exponent), exponent
-
-
-def _memory_units(memory: Floats, caps: Floats) -> tuple[Integers, Integers, int, int]:
-    """Memory and caps in whole units, the exponent of their unit, and how many units each may be off by, 0 or 1."""
-    exponent = exponent_for(float(memory.max(initial=0.0)), memory.size)
-    exact, room = _scaled(memory, exponent), _scaled(caps, exponent)
-    units = np.ceil(exact).astype(np.int64)
-    units[(units == 0) & (memory > 0)] = 1  # it may be below the smallest double; no rank with a cap of 0 holds it
-    # Sums beyond 2**53 are not exact: what was given as integers is rounded to float64 by then.
-    whole = bool((memory == np.floor(memory)).all()) and float(memory.sum()) <= EXACT
-    room = room if whole else room * (1.0 + ROUNDING)
-    total = int(units.sum())  # which a cap need not exceed; as a float64 it might be less
-    limits = np.full(caps.size, total)
-    below = room < float(total)
-    limits[below] = np.floor(room[below]).astype(np.int64)
-    return units, limits, exponent, 0 if whole and bool((exact == units).all()) else 1
 
 
 def _index_of(field: str, array: NDArray[Any], bad: NDArray[np.bool_]) -> str:
@@ -160,33 +164,19 @@ def _vector(field: str, values: ArrayLike, length: int | None, what: str) -> NDA
     return array
 
 
-@kernel
-def _range_of(values: NDArray[Any]) -> tuple[int, int]:
-    low = high = values[0]
-    for value in values:
-        low = min(low, value)
-        high = max(high, value)
-    return low, high
+def numbers(field: str, values: ArrayLike, length: int, what: str, *, infinite: bool = False) -> Floats:
+    """(length,) float64 amounts, 0 or more.
 
-
-@kernel
-def _first_bad(values: Floats, infinite: bool) -> tuple[int, float]:
-    largest = 0.0
-    for i in range(values.size):
-        value = values[i]
-        if not value >= 0 or (value == np.inf and not infinite):
-            return i, value
-        largest = max(largest, value)
-    return -1, largest
-
-
-def _numbers(
-    field: str, values: ArrayLike, length: int, what: str, by: Arithmetic, *, infinite: bool = False
-) -> Floats:
+    Raises:
+        ValueError: If they are not.
+    """
     array = plain_array(_vector(field, values, length, what), np.float64)
-    bad, largest = by.first_bad(array, infinite)
-    if bad >= 0:
-        raise ValueError(f"{field}[{bad}] is {array[bad]}; pass {'' if infinite else 'finite '}numbers, 0 or more")
+    if not array.size:
+        return array
+    least, largest = float(array.min()), float(array.max())  # NaN if any is
+    if not (least >= 0 and (largest < np.inf or (infinite and largest == np.inf))):
+        bad = _index_of(field, array, ~((array >= 0) & ((array < np.inf) | infinite)))
+        raise ValueError(f"{bad}; pass {'' if infinite else 'finite '}numbers, 0 or more")
     if not infinite and largest * array.size > MAX_SUM and sum(array.tolist()) > MAX_SUM:
         raise ValueError(f"{field} add up to {sum(array.tolist()):g}; scale them, so that it is at most {MAX_SUM:g}")
     return array
@@ -200,17 +190,17 @@ def _speeds(values: ArrayLike, num_ranks: int) -> Floats:
     return array
 
 
-def _costs(values: ArrayLike, by: Arithmetic) -> Integers | Floats:
+def _costs(values: ArrayLike) -> Integers | Floats:
     array = _vector("costs", values, None, "sample")
     if array.size > MAX_SAMPLES:
         raise ValueError(f"costs has {array.size} entries; pass at most {MAX_SAMPLES}")
     if array.dtype.kind == "f":
-        return _numbers("costs", array, array.size, "sample", by)
+        return numbers("costs", array, array.size, "sample")
     if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{_index_of('costs', array, array == array.max())}, beyond int64; pass float64 costs")
     costs = plain_array(array, np.int64)
     if costs.size:
-        least, largest = by.range_of(costs)
+        least, largest = int(costs.min()), int(costs.max())
         if least < 0:
             raise ValueError(f"{_index_of('costs', costs, costs < 0)}; pass numbers, 0 or more")
         if largest * costs.size >= MAX_TOTAL and sum(costs.tolist()) >= MAX_TOTAL:
@@ -218,18 +208,54 @@ def _costs(values: ArrayLike, by: Arithmetic) -> Integers | Floats:
     return costs
 
 
-def _ranks_of(field: str, values: ArrayLike, length: int, what: str, limit: int | None, by: Arithmetic) -> Ranks:
+def _ranks_of(field: str, values: ArrayLike, length: int, what: str, limit: int | None) -> Ranks:
     array = _vector(field, values, length, what)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{field} has dtype {array.dtype}; pass int32 numbers")
     if array.size:
-        array = plain_array(array, array.dtype if array.dtype in (np.int32, np.int64) else np.int64)
-        low, high = by.range_of(array)
+        low, high = int(array.min()), int(array.max())
         top = np.iinfo(np.int32).max if limit is None else limit - 1
         if low < 0 or high > top:
             allowed = f"a rank, 0 to {top}" if limit is not None else "a number, 0 or more"
             raise ValueError(f"{_index_of(field, array, (array < 0) | (array > top))}; it must be {allowed}")
     return plain_array(array, np.int32)
+
+
+@kernel
+def ascending_order(values: NDArray[np.int64]) -> NDArray[np.int32]:
+    """(n,) int32 indices that sort the values ascending, read as unsigned numbers, equal ones by index."""
+    n = values.size
+    keys, order = np.empty(n, np.uint64), np.empty(n, np.int32)
+    spare_keys, spare_order = np.empty(n, np.uint64), np.empty(n, np.int32)
+    varying = np.uint64(0)
+    for i in range(n):
+        keys[i] = values[i]
+        order[i] = i
+        varying |= keys[i] ^ keys[0]
+    width = np.uint64(11 if n >= 8192 else 8)
+    radix = 1 << width
+    mask, shift = np.uint64(radix - 1), np.uint64(0)
+    begin = np.empty(radix, np.int64)
+    while shift < np.uint64(64) and (varying >> shift) != np.uint64(0):
+        if (varying >> shift) & mask != np.uint64(0):  # digits that all keys share are skipped
+            begin[:] = 0
+            for i in range(n):
+                begin[(keys[i] >> shift) & mask] += 1
+            place = 0
+            for digit in range(radix):
+                count = begin[digit]
+                begin[digit] = place
+                place += count
+            for i in range(n):
+                digit_of_i = (keys[i] >> shift) & mask
+                place = begin[digit_of_i]
+                begin[digit_of_i] = place + 1
+                spare_keys[place] = keys[i]
+                spare_order[place] = order[i]
+            keys, spare_keys = spare_keys, keys
+            order, spare_order = spare_order, order
+        shift += width
+    return order
 
 
 @kernel
@@ -325,8 +351,6 @@ def _moved(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> tu
 COMPILED = Arithmetic(
     ascending_order=ascending_order,
     counts_and_loads=counts_and_loads,
-    range_of=_range_of,
-    first_bad=_first_bad,
     bound_on_largest=bound_on_largest,
     limits=_limits,
     moved=_moved,
@@ -374,36 +398,25 @@ def make_problem(
     tolerance: float,
     move_price: float,
     speeds: ArrayLike | None,
-    memory: ArrayLike | None,
-    memory_caps: ArrayLike | None,
     nodes: ArrayLike | None,
     by: Arithmetic = COMPILED,
 ) -> Problem:
     """Checks all arguments of `partition`; see there. `by` is what computes."""
     num_ranks = _check_options(num_ranks, counts, tolerance, move_price)
-    if (memory is None) != (memory_caps is None):
-        given, missing = ("memory", "memory_caps") if memory_caps is None else ("memory_caps", "memory")
-        raise ValueError(f"{given} is given without {missing}; pass both or neither")
-    all_costs = _costs(costs, by)
+    all_costs = _costs(costs)
     n = all_costs.size
     units, cost_exponent = _cost_units(all_costs)
     if all_costs.dtype == np.float64:
         tolerance = max(tolerance, ROUNDING)
-    all_homes = _ranks_of("homes", homes, n, "sample", num_ranks, by)
-    all_sizes = all_costs.astype(np.float64) if sizes is None else _numbers("sizes", sizes, n, "sample", by)
+    all_homes = _ranks_of("homes", homes, n, "sample", num_ranks)
+    all_sizes = all_costs.astype(np.float64) if sizes is None else numbers("sizes", sizes, n, "sample")
     all_speeds = np.ones(num_ranks) if speeds is None else _speeds(speeds, num_ranks)
-    all_memory, caps, memory_exponent, memory_error = np.empty(0, np.int64), np.empty(0, np.int64), 0, 0
-    if memory is not None and memory_caps is not None:
-        given_caps = _numbers("memory_caps", memory_caps, num_ranks, "rank", by, infinite=True)
-        all_memory, caps, memory_exponent, memory_error = _memory_units(
-            _numbers("memory", memory, n, "sample", by), given_caps
-        )
     num_nodes, all_nodes = 1, np.zeros(num_ranks, np.int32)
     if nodes is not None:
-        distinct, places = np.unique(_ranks_of("nodes", nodes, num_ranks, "rank", None, by), return_inverse=True)
+        distinct, places = np.unique(_ranks_of("nodes", nodes, num_ranks, "rank", None), return_inverse=True)
         num_nodes, all_nodes = distinct.size, places.astype(np.int32)
     home_counts, home_loads = by.counts_and_loads(units, all_homes, num_ranks)
-    fewest_at_home, most_at_home = by.range_of(home_counts)
+    fewest_at_home, most_at_home = int(home_counts.min()), int(home_counts.max())
     floor, remainder = divmod(n, num_ranks)
     num_fuller = -1
     if counts == "free":
@@ -417,19 +430,16 @@ def make_problem(
     order = by.ascending_order(units)
     bound = by.bound_on_largest(units, order, all_speeds, fewest, most)
     arrays = Arrays(
-        costs=units, sizes=all_sizes, homes=all_homes, memory=all_memory, caps=caps, fewest=fewest, most=most,
+        costs=units, sizes=all_sizes, homes=all_homes, memory=_NOTHING, caps=_NOTHING, fewest=fewest, most=most,
         speeds=all_speeds, nodes=all_nodes, limits=by.limits(units, all_speeds, bound, tolerance),
     )  # fmt: skip
-    alike = speeds is None or bool((all_speeds == all_speeds[0]).all())
     return Problem(
         arrays=arrays,
         num_ranks=num_ranks,
         costs=all_costs,
         cost_exponent=cost_exponent,
-        memory_exponent=memory_exponent,
-        memory_error=memory_error,
         order=order,
-        interchangeable=alike and (memory_caps is None or bool((caps == caps[0]).all())),
+        interchangeable=speeds is None or bool((all_speeds == all_speeds[0]).all()),
         free=counts == "free",
         num_nodes=num_nodes,
         num_fuller=num_fuller,

@@ -1,6 +1,7 @@
 """The strategies by name."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
@@ -28,6 +29,7 @@ def strategies() -> tuple[str, ...]:
     return STRATEGIES.names
 
 
+@cache
 def strategy_named(name: str) -> Strategy:
     """The strategy of that name.
 

@@ -1,39 +1,142 @@
-"""From the samples of a round to its plan: the one function by which balancer and lead plan.
+"""What a round is: the samples of all ranks, how they are to be partitioned, and the plan; see `stages` for its making.
 
-Every round is a window of one or more batches. `plan_round` decides which rank trains which sample, from what all ranks
-said of their samples; `slice_round` cuts that into what each rank needs, which takes the lengths of the samples too.
+Every round is a window of one or more batches.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import (
     DEFAULT_MOVE_PRICE,
+    DEFAULT_STRATEGY,
     DEFAULT_TOLERANCE,
-    Options,
-    Partition,
     evenness,
     imbalance_of_bound,
+    partition,
 )
 from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.samples import Lengths, RankSamples, RoundSamples
-from evenkeel.partitioning.slices import Slice, Slices, slice_plainly, slice_plan
-from evenkeel.partitioning.splits import (
-    Cuts,
-    RoundParts,
-    SplitOptions,
-    SplitSample,
-    part_lengths,
-    read_parts,
-    read_splits,
-)
-from evenkeel.partitioning.splits.window import SplitBatch, SplitWindow, split_window
-from evenkeel.partitioning.windows import WindowPartition, partition_window
+from evenkeel.partitioning.slices import Slice
+from evenkeel.partitioning.splits import Cuts, RoundParts, SplitOptions, SplitSample
+
+Lengths: TypeAlias = NDArray[np.int64] | NDArray[np.uint32]  # as ranks have them, and as the wire does
+
+_FEW_FIELDS = 8  # up to which sums over a row are fastest column by column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankSamples:
+    """What a rank knows of its own samples of a round, on the host: one batch after the other.
+
+    Attributes:
+        costs: (n,) int64 or float64, predicted work.
+        lengths: (n, jagged fields) int64 or uint32, values of each jagged field.
+        sizes: (n,) int64, bytes that moving each sample takes; None: the sum of its lengths.
+        memory: (n,) float64, what the memory caps count; None: nothing.
+        batch_sizes: Samples of each of the rank's batches, in order; empty: all are of one.
+        divisible: (m, WIDTH) float64, the samples that may be split; see `Divisible.table`. None: there are none.
+        roles: (jagged fields,) int64, what each field is to a sample in parts; see `part_ranges`. None: none is split.
+    """
+
+    costs: NDArray[np.int64] | NDArray[np.float64]
+    lengths: Lengths
+    sizes: NDArray[np.int64] | None = None
+    memory: NDArray[np.float64] | None = None
+    batch_sizes: tuple[int, ...] = ()
+    divisible: NDArray[np.float64] | None = None
+    roles: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    @property
+    def moving_sizes(self) -> NDArray[np.int64]:
+        """(n,) what moving each sample takes."""
+        return row_sums(self.lengths) if self.sizes is None else self.sizes
+
+    @property
+    def sizes_by_batch(self) -> tuple[int, ...]:
+        """Samples of each of the rank's batches."""
+        return self.batch_sizes or (len(self),)
+
+    def in_batch(self, batch: int) -> slice:
+        """Where the samples of a batch are; an empty range for one that the rank does not have."""
+        sizes = self.sizes_by_batch
+        begin = sum(sizes[:batch])
+        return slice(begin, begin + (sizes[batch] if batch < len(sizes) else 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundSamples:
+    """The samples of all ranks: by home rank, then by batch, then as they are in the batch.
+
+    Attributes:
+        batch_sizes: (ranks, batches) int64, samples of each of a rank's batches.
+        costs: (n,) int64 or float64.
+        lengths: (n, jagged fields) int64 or uint32.
+        sizes: (n,) int64, or None for the sum of its lengths.
+        memory: (n,) float64 or None.
+        nodes: (ranks,) int32, number of each rank's host; None when there is at most one.
+        divisible: (m, WIDTH) float64 or None; its samples are numbered among those of all ranks, and ascend.
+        roles: (jagged fields,) int64 or None; see `RankSamples`.
+    """
+
+    batch_sizes: NDArray[np.int64]
+    costs: NDArray[np.int64] | NDArray[np.float64]
+    lengths: Lengths
+    sizes: NDArray[np.int64] | None = None
+    memory: NDArray[np.float64] | None = None
+    nodes: NDArray[np.int32] | None = None
+    divisible: NDArray[np.float64] | None = None
+    roles: NDArray[np.int64] | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.batch_sizes)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the round's window."""
+        return int(self.batch_sizes.shape[1])
+
+    @property
+    def counts_at_home(self) -> NDArray[np.int64]:
+        """(ranks,) samples of each rank."""
+        return self.batch_sizes[:, 0] if self.num_batches == 1 else np.asarray(self.batch_sizes.sum(axis=1))
+
+    @property
+    def homes(self) -> NDArray[np.int32]:
+        """(n,) the rank that loaded each sample."""
+        return np.repeat(np.arange(self.num_ranks, dtype=np.int32), self.counts_at_home)
+
+    @property
+    def moving_sizes(self) -> NDArray[np.int64]:
+        """(n,) what moving each sample takes."""
+        return row_sums(self.lengths) if self.sizes is None else self.sizes
+
+    @property
+    def steps(self) -> NDArray[np.int32] | None:
+        """(n,) the batch in which each sample was loaded; None: all are of one."""
+        if self.num_batches == 1:
+            return None
+        batches = np.tile(np.arange(self.num_batches, dtype=np.int32), self.num_ranks)
+        return np.repeat(batches, self.batch_sizes.ravel())
+
+
+def row_sums(lengths: Lengths) -> NDArray[np.int64]:
+    """(n,) sum of each row of (n, fields) lengths."""
+    num_fields = lengths.shape[1]
+    if not 0 < num_fields <= _FEW_FIELDS:
+        return np.asarray(np.einsum("ij->i", lengths, dtype=np.int64))
+    sums = lengths[:, 0].astype(np.int64)
+    for field in range(1, num_fields):
+        sums += lengths[:, field]
+    return sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +155,7 @@ class RoundOptions:
         split: When samples are split over ranks; None: never.
     """
 
-    strategy: str = "minimal_move"
+    strategy: str = DEFAULT_STRATEGY
     counts: str = "equal"
     tolerance: float = DEFAULT_TOLERANCE
     move_price: float = DEFAULT_MOVE_PRICE
@@ -118,65 +221,6 @@ FIGURES = tuple(field.name for field in fields(Figures))
 """Their names, which are those of the wire too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlan:
-    """What one rank knows of a round's plan.
-
-    Attributes:
-        steps: (n,) int32, the batch of the window that trains each of its own samples; None: as loaded.
-        slices: Its part of each batch, over the own samples that the batch trains, in their order; over their parts
-            where some are split.
-        figures: How even each batch is; empty where nothing was planned.
-        loads: Its load in each batch; empty where nothing was planned.
-        seconds: That the plan took.
-        cuts: Per batch, the parts of the own samples; None where none of them is split. Empty where no rank's is, in
-            no batch.
-        splits: Per batch, the split samples of all ranks, the same on all of them; empty as `cuts`.
-    """
-
-    steps: NDArray[np.int32] | None
-    slices: tuple[Slice, ...]
-    figures: tuple[Figures, ...] = ()
-    loads: tuple[float, ...] = ()
-    seconds: float = 0.0
-    cuts: tuple[Cuts | None, ...] = ()
-    splits: tuple[tuple[SplitSample, ...], ...] = ()
-
-    @classmethod
-    def staying(cls, rank: int, samples: RankSamples, num_batches: int) -> RankPlan:
-        """That of a round in which every sample stays where it is, in the batch in which it was loaded."""
-        lengths = [samples.lengths[samples.in_batch(batch)] for batch in range(num_batches)]
-        return cls(steps=None, slices=tuple(_staying(rank, own) for own in lengths))
-
-    @property
-    def moved_samples(self) -> int:
-        """Samples that change rank, over all ranks and batches."""
-        return sum(figures.moved_samples for figures in self.figures)
-
-    def cuts_in(self, batch: int) -> Cuts | None:
-        """The parts of the own samples that a batch trains; None where none of them is split."""
-        return self.cuts[batch] if self.cuts else None
-
-    def own_in(self, batch: int) -> int:
-        """Own samples that a batch trains, somewhere."""
-        cuts = self.cuts_in(batch)
-        return len(self.slices[batch].destinations) if cuts is None else cuts.num_samples
-
-    def sent_in(self, samples: RankSamples, batch: int) -> Lengths:
-        """(m, jagged fields) lengths of the rank's own samples, or their parts, that are trained in a batch."""
-        lengths = samples.lengths[samples.in_batch(batch) if self.steps is None else self.steps == batch]
-        cuts = self.cuts_in(batch)
-        if cuts is None:
-            return lengths
-        assert samples.roles is not None
-        return part_lengths(lengths, cuts, samples.roles)
-
-    def ranks_in(self, batch: int) -> NDArray[np.int32]:
-        """(own_in,) the rank that trains each own sample of a batch; of one that is split, its first part."""
-        cuts, ranks = self.cuts_in(batch), self.slices[batch].destinations
-        return ranks if cuts is None else ranks[cuts.is_first]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundPlan:
     """Which rank trains which sample of a round, in which batch. Where samples are split, arrays are over their parts.
@@ -217,155 +261,114 @@ class RoundPlan:
         return replace(self.batches[self.worst], **sums)
 
 
-def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
-    """Decides which rank trains which sample of a round.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one rank knows of a round's plan.
 
-    The same arguments give the same plan on every machine; only `seconds` differs.
-
-    Raises:
-        PartitionError: If no assignment within the memory caps was found.
-        ValueError: If an argument is wrong; the message names it and its remedy.
+    Attributes:
+        steps: (n,) int32, the batch of the window that trains each of its own samples; None: as loaded.
+        slices: Its part of each batch, over the own samples that the batch trains, in their order; over their parts
+            where some are split.
+        figures: How even each batch is; empty where nothing was planned.
+        cuts: Per batch, the parts of the own samples; None where none of them is split. Empty where no rank's is, in
+            no batch.
+        splits: Per batch, the split samples of all ranks, the same on all of them; empty as `cuts`.
     """
-    began = time.perf_counter()
-    homes = np.repeat(np.arange(samples.num_ranks, dtype=np.int32), samples.counts_at_home)
-    sizes, split = samples.moving_sizes, None if options.stay else options.split
-    capped = bool(options.memory_caps)
-    how: Options = {
-        "strategy": options.strategy,
-        "sizes": sizes,
-        "counts": options.counts,
-        "tolerance": options.tolerance,
-        "move_price": options.move_price,
-        "speeds": np.array(options.speeds) if options.speeds else None,
-        "memory": samples.memory if capped else None,
-        "memory_caps": np.array(options.memory_caps) if capped else None,
-        "nodes": samples.nodes,
-        "min_samples": options.min_samples,
-        "stay": options.stay,
-    }
-    window: WindowPartition | PartitionError
-    try:
-        window = partition_window(samples.costs, homes, samples.steps, samples.num_ranks, samples.num_batches, **how)
-    except PartitionError as error:
-        if split is None or samples.divisible is None:
-            raise
-        window = error
-    if split is not None and samples.divisible is not None:
-        found = split_window(window, samples, homes, split, how)
-        if found is not None:
-            return _split_plan(found, sizes, samples.num_batches, time.perf_counter() - began)
-    if isinstance(window, PartitionError):
-        raise window
-    parts = window.partitions
-    sums = [sizes.sum()] if window.steps is None else np.bincount(window.steps, sizes, len(parts)).tolist()
+
+    steps: NDArray[np.int32] | None
+    slices: tuple[Slice, ...]
+    figures: tuple[Figures, ...] = ()
+    cuts: tuple[Cuts | None, ...] = ()
+    splits: tuple[tuple[SplitSample, ...], ...] = ()
+
+    @classmethod
+    def staying(cls, rank: int, samples: RankSamples, num_batches: int) -> RankPlan:
+        """That of a round in which every sample stays where it is, in the batch in which it was loaded."""
+        lengths = [samples.lengths[samples.in_batch(batch)] for batch in range(num_batches)]
+        return cls(steps=None, slices=tuple(Slice.staying(rank, own) for own in lengths))
+
+    def cuts_in(self, batch: int) -> Cuts | None:
+        """The parts of the own samples that a batch trains; None where none of them is split."""
+        return self.cuts[batch] if self.cuts else None
+
+    def own_in(self, batch: int) -> int:
+        """Own samples that a batch trains, somewhere."""
+        cuts = self.cuts_in(batch)
+        return len(self.slices[batch].destinations) if cuts is None else cuts.num_samples
+
+
+def partition_batches(
+    samples: RoundSamples,
+    options: RoundOptions,
+    steps: NDArray[np.int32] | None = None,
+    tolerance: float | None = None,
+) -> RoundPlan | PartitionError:
+    """Partitions each batch of a round by itself.
+
+    Args:
+        samples: Of all ranks.
+        options: How they are partitioned; `split` is not looked at.
+        steps: (n,) the batch that trains each sample; None: the one in which it was loaded.
+        tolerance: In place of the options'.
+
+    Returns:
+        The plan; or why there is none within the memory caps.
+    """
+    homes, sizes, loaded = samples.homes, samples.moving_sizes, samples.steps
+    chosen = loaded if steps is None else steps
+    caps = np.array(options.memory_caps) if options.memory_caps else None
+    destinations = np.empty(homes.size, np.int32)
+    loads_before, loads_after, batches = [], [], []
+    for batch in range(samples.num_batches):
+        own = slice(None) if chosen is None else np.flatnonzero(chosen == batch)
+        try:
+            part = partition(
+                samples.costs[own],
+                homes[own],
+                samples.num_ranks,
+                strategy=options.strategy,
+                sizes=sizes[own],
+                counts=options.counts,
+                tolerance=options.tolerance if tolerance is None else tolerance,
+                move_price=options.move_price,
+                speeds=np.array(options.speeds) if options.speeds else None,
+                memory=samples.memory[own] if caps is not None and samples.memory is not None else None,
+                memory_caps=caps,
+                nodes=samples.nodes,
+                min_samples=options.min_samples,
+                stay=options.stay,
+            )
+        except PartitionError as error:
+            return error
+        destinations[own] = part.destinations
+        before = part.home_loads
+        if steps is not None and loaded is not None:
+            at_home = np.flatnonzero(loaded == batch)
+            before = np.bincount(homes[at_home], samples.costs[at_home], samples.num_ranks)
+        max_before, imbalance_before = evenness(before, part.speeds)
+        max_after, imbalance_after = evenness(part.loads, part.speeds)
+        loads_before.append(before)
+        loads_after.append(part.loads)
+        batches.append(
+            Figures(
+                mean_load=float(sum(part.loads.tolist())) / samples.num_ranks,
+                max_load_before=max_before,
+                max_load_after=max_after,
+                imbalance_before=imbalance_before,
+                imbalance_after=imbalance_after,
+                lower_bound=part.lower_bound,
+                samples=part.destinations.size,
+                moved_samples=part.moved_samples,
+                size=int(part.size),
+                moved_size=round(part.moved_size),
+                moved_size_between_nodes=round(part.moved_size_between_nodes),
+            )
+        )
     return RoundPlan(
-        destinations=window.destinations,
-        steps=window.steps,
+        destinations=destinations,
+        steps=chosen,
         parts=None,
-        loads_before=np.array([part.home_loads for part in parts], np.float64),
-        loads_after=np.array([part.loads for part in parts], np.float64),
-        batches=tuple(_figures(part, int(size)) for part, size in zip(parts, sums, strict=True)),
-        seconds=time.perf_counter() - began,
-    )
-
-
-def slice_round(plan: RoundPlan, samples: RoundSamples, *, compiled: bool = True) -> Slices:
-    """Cuts a plan into what each rank needs; the samples are those that it was made of, with their lengths."""
-    counts, lengths = samples.counts_at_home, samples.lengths
-    if plan.parts is not None:
-        assert samples.roles is not None
-        homes = np.repeat(np.arange(samples.num_ranks), counts)
-        of = plan.parts.in_round(counts)
-        counts = np.bincount(homes[of], minlength=samples.num_ranks)
-        lengths = part_lengths(lengths, Cuts(samples=of, begins=plan.parts.begins), samples.roles)
-    cut = slice_plan if compiled else slice_plainly
-    return cut(plan.destinations, counts, lengths, plan.steps, samples.num_batches)
-
-
-def plan_of_rank(plan: RoundPlan, slices: Slices, rank: int) -> RankPlan:
-    """What one rank is sent of a plan and its slices."""
-    one = RankPlan(
-        steps=slices.steps_of(rank),
-        slices=slices.batches_of(rank),
-        figures=plan.batches,
-        loads=tuple(plan.loads_after[:, rank].tolist()),
-        seconds=plan.seconds,
-    )
-    if plan.parts is None:
-        return one
-    further = plan.parts.further_of(rank, slices)
-    parts = int(slices.home_begin[rank + 1] - slices.home_begin[rank])
-    steps, cuts = read_parts(further, parts - len(further), one.steps, len(plan.batches))
-    return replace(one, steps=steps, cuts=cuts, splits=read_splits(plan.parts.pieces, len(plan.batches)))
-
-
-def _figures(part: Partition, size: int) -> Figures:
-    max_before, imbalance_before = evenness(part.home_loads, part.speeds)
-    max_after, imbalance_after = evenness(part.loads, part.speeds)
-    return Figures(
-        mean_load=float(sum(part.loads.tolist())) / part.loads.size,
-        max_load_before=max_before,
-        max_load_after=max_after,
-        imbalance_before=imbalance_before,
-        imbalance_after=imbalance_after,
-        lower_bound=part.lower_bound,
-        samples=part.destinations.size,
-        moved_samples=part.moved_samples,
-        size=size,
-        moved_size=round(part.moved_size),
-        moved_size_between_nodes=round(part.moved_size_between_nodes),
-    )
-
-
-def _split_plan(found: SplitWindow, sizes: NDArray[np.int64], num_batches: int, seconds: float) -> RoundPlan:
-    first = np.diff(found.samples, prepend=-1) > 0
-    steps = None if found.steps is None else found.steps[first]
-    sums = [sizes.sum()] if steps is None else np.bincount(steps, sizes, num_batches).tolist()
-    return RoundPlan(
-        destinations=found.destinations,
-        steps=found.steps,
-        parts=found.parts,
-        loads_before=np.array([batch.home_loads for batch in found.batches], np.float64),
-        loads_after=np.array([batch.loads for batch in found.batches], np.float64),
-        batches=tuple(_split_figures(batch, int(size)) for batch, size in zip(found.batches, sums, strict=True)),
-        seconds=seconds,
-    )
-
-
-def _split_figures(batch: SplitBatch, size: int) -> Figures:
-    split, whole = batch.split, batch.whole
-    if split is None:
-        assert whole is not None
-        return _figures(replace(whole, home_loads=batch.home_loads), size)
-    max_before, imbalance_before = evenness(batch.home_loads, split.speeds)
-    max_whole = 0.0 if whole is None else evenness(whole.loads, split.speeds)[0]
-    largest, imbalance = evenness(split.loads, split.speeds)
-    return Figures(
-        mean_load=float(sum(split.loads.tolist())) / split.loads.size,
-        max_load_before=max_before,
-        max_load_after=split.time,
-        imbalance_before=imbalance_before,
-        imbalance_after=imbalance * (split.time / largest if largest > 0 else 1.0),
-        lower_bound=split.heaviest if whole is None else whole.lower_bound,
-        samples=split.num_samples,
-        moved_samples=split.moved_parts,
-        size=size,
-        moved_size=round(split.moved_size),
-        moved_size_between_nodes=round(split.moved_size_between_nodes),
-        split_samples=split.num_split,
-        pieces=split.num_pieces,
-        exchanged=split.within + split.between,
-        exchanged_between_nodes=split.between,
-        max_load_whole=max_whole,
-    )
-
-
-def _staying(rank: int, lengths: Lengths) -> Slice:
-    held = len(lengths) > 0
-    return Slice(
-        rank=rank,
-        destinations=np.full(len(lengths), rank, dtype=np.int32),
-        sources=np.array([rank] if held else [], dtype=np.int32),
-        source_counts=np.array([len(lengths)] if held else [], dtype=np.int32),
-        source_totals=lengths.sum(axis=0, dtype=np.int64, keepdims=True)[: int(held)],
+        loads_before=np.array(loads_before, np.float64),
+        loads_after=np.array(loads_after, np.float64),
+        batches=tuple(batches),
     )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.delays import Delay
-from evenkeel.partitioning.ranges import SPEEDS
+from evenkeel.partitioning.problem import SPEEDS
 
 Numbers = NDArray[np.float64]
 

@@ -1,46 +1,27 @@
-"""Compilation ahead of use: all kernels, and the parts that take longest, so that processes can share the work."""
+"""Compilation ahead of use: all kernels are called once."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import partition
-from evenkeel.partitioning.cutting import divide, measure, pieces_at, place_pieces, recut, table_of
 from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.exchange import Arrays, build_rows, give_light_company, pass_plainly, search
-from evenkeel.partitioning.karmarkar_karp import difference
+from evenkeel.partitioning.exchange import Arrays, give_light_company
 from evenkeel.partitioning.matching import EXACT
 from evenkeel.partitioning.memory import least_overflow
 from evenkeel.partitioning.minimal_move import largest_load, moved_share
-from evenkeel.partitioning.preparing import KernelSet, ready
-from evenkeel.partitioning.problem import crowding_bound
+from evenkeel.partitioning.problem import ascending_order, crowding_bound
 from evenkeel.partitioning.registry import BUILT_IN
 from evenkeel.partitioning.slices import slice_plan
-from evenkeel.partitioning.sorting import ascending_order
 from evenkeel.partitioning.splits import SpanCosts
-
-KERNELS = KernelSet(
-    sources=Path(__file__).parent,
-    load=f"{__name__}:load_all",
-    parts=tuple(f"{__name__}:{part}" for part in ("compile_exchanges", "compile_starts", "compile_searches")),
-)
-"""What the searches compile, and how."""
+from evenkeel.partitioning.splits.cutting import divide, measure, pieces_at, place_pieces, recut, table_of
 
 
 def warm_up() -> None:
-    """Compile every kernel, or load it from where it is kept, so that no later call has to.
-
-    What is missing is compiled by several processes side by side.
-    """
-    ready([KERNELS])
-
-
-def load_all() -> None:
-    """Call every kernel once, with all types of arguments."""
+    """Compile every kernel, or load it from where it is kept, so that no later call has to."""
     homes = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 0, 1, 0], np.int32)
     costs = np.array([1, 1, 1, 2, 60, 3, 5, 70, 8, 9, 1, 1, 33])
     for strategy in BUILT_IN:
@@ -62,30 +43,6 @@ def load_all() -> None:
             partition(costs[:7], at, 2, memory=tight, memory_caps=caps)
     _least_overflow(tight)
     slice_plan(homes, np.bincount(homes), np.ones((homes.size, 2), np.int64))
-
-
-def compile_exchanges() -> None:
-    """The plain pass, the largest of all."""
-    arrays, order, homes = _example()
-    pass_plainly(arrays, build_rows(arrays, order, homes), np.arange(2), 1, np.ones(2))
-
-
-def compile_searches() -> None:
-    """The searches that go on from where the plain pass ends."""
-    arrays, order, homes = _example()
-    search(arrays, build_rows(arrays, order, homes), np.arange(2), 9, 60, np.zeros(4, np.int64), np.ones(2), homes)
-    _least_overflow(np.array([6, 5, 5, 4, 4, 4, 1]))
-    slice_plan(homes, np.bincount(homes), np.ones((homes.size, 2), np.int64))
-
-
-def compile_starts() -> None:
-    """The constructive methods, and what matches their sets with ranks."""
-    arrays, order, homes = _example()
-    difference(arrays.costs, order, 2, True)
-    give_light_company(arrays, order, homes)
-    for num_ranks in (2, EXACT + 1):
-        partition(arrays.costs, homes, num_ranks, strategy="lpt", nodes=np.arange(num_ranks) // 2)
-    _cut()
 
 
 def _cut() -> None:

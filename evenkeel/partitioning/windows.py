@@ -1,4 +1,4 @@
-"""Partition of a window of batches: heavy samples of several batches meet in one, where they can balance each other.
+"""Windows of batches: heavy samples of several batches meet in one, where they can balance each other.
 
 A sample heavier than a rank's share keeps all other ranks waiting in its batch. In a window of K batches such samples
 are exchanged against light ones until they stand in as few batches as possible, side by side on different ranks. Each
@@ -8,15 +8,13 @@ batch keeps its number of samples, and no batch's lower bound rises.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Unpack
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from evenkeel.partitioning.api import DEFAULT_MOVE_PRICE, DEFAULT_TOLERANCE, Options, Partition, evenness, partition
 from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.slices import checked_steps
+from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples, partition_batches
 
 GIANT = 1.02  # lower bound over mean load above which a batch cannot be balanced by itself
 ENOUGH = 1e-3  # share of a batch's room below which it counts as full
@@ -27,153 +25,46 @@ MISSED = 1.01
 # A batch that is full to the brim of heavy samples is the hardest to partition: the last promille would cost most of
 # the time and gain nothing beside what meeting gains.
 TOLERANCE = 5e-3
-_OF_SAMPLES = ("sizes", "memory")  # of the options of `partition`
+
+Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowPartition:
-    """Which batch of the window, and which rank, trains each sample.
-
-    Attributes:
-        steps: (n,) int32, the batch of the window that trains each sample; None: all are of one batch.
-        loaded: (n,) int32, the batch in which it was loaded; None as well.
-        destinations: (n,) int32, the rank that trains it.
-        partitions: One per batch, over its samples in their order; what they say of loads at home is of the samples
-            that were loaded in the batch.
-    """
-
-    steps: NDArray[np.int32] | None
-    loaded: NDArray[np.int32] | None
-    destinations: NDArray[np.int32]
-    partitions: tuple[Partition, ...]
-
-    @property
-    def changed(self) -> int:
-        """Samples that are trained in another batch than the one they were loaded in."""
-        return 0 if self.steps is None or self.loaded is None else int(np.count_nonzero(self.steps != self.loaded))
-
-    @property
-    def largest(self) -> tuple[float, ...]:
-        """Per batch, the largest load over speed."""
-        return tuple(evenness(part.loads, part.speeds)[0] for part in self.partitions)
-
-    @property
-    def total(self) -> float:
-        """Sum over the batches of the largest load over speed: the time of the window's steps, in units of cost."""
-        return sum(self.largest)
-
-    @property
-    def moved_share(self) -> float:
-        """Share of the samples' sizes that changes rank."""
-        size = sum(part.size for part in self.partitions)
-        return sum(part.moved_size for part in self.partitions) / size if size > 0 else 0.0
-
-    def time(self, move_price: float) -> float:
-        """The time of the window's steps and of its moves, in units of cost; see `partition`."""
-        return self.total + move_price * self.moved_share * sum(part.lower_bound for part in self.partitions)
-
-    @property
-    def moved_samples(self) -> int:
-        """Samples that change rank."""
-        return sum(each.moved_samples for each in self.partitions)
-
-
-def partition_window(
-    costs: ArrayLike,
-    homes: ArrayLike,
-    steps: ArrayLike | None,
-    num_ranks: int,
-    num_steps: int,
-    **options: Unpack[Options],
-) -> WindowPartition:
-    """Assign each sample of a window to one of its batches and a rank.
+def gather_heavy(
+    samples: RoundSamples, options: RoundOptions, found: RoundPlan | PartitionError
+) -> RoundPlan | PartitionError:
+    """The stage of a round: a plan in which samples change their batch, if its steps take less time.
 
     Samples change their batch only where some batch has a lower bound above 1.02 times its mean load, and only when the
-    sum over the batches of the largest load falls by that, and by more than the additional moves take. Otherwise the
-    result is `partition` of each batch.
-
-    Args:
-        costs: (n,) as for `partition`.
-        homes: (n,) rank that holds each sample.
-        steps: (n,) batch of the window, 0 to `num_steps` - 1, in which each sample was loaded; None: in the only one.
-        num_ranks: Number of ranks.
-        num_steps: Number of batches K.
-        **options: As for `partition`; the caps hold in each batch, and with `stay` samples do not change their batch.
-
-    Raises:
-        PartitionError: If no assignment within the memory caps was found.
-        ValueError: If an argument is wrong; the message names it and its remedy.
+    sum over the batches of the largest load falls by that, and by more than the additional moves take.
     """
-    all_costs, all_homes = np.asarray(costs), np.asarray(homes)
-    loaded = checked_steps(steps, all_costs.size, num_steps)
-    if loaded is None:
-        only = partition(all_costs, all_homes, num_ranks, **options)
-        return WindowPartition(steps=None, loaded=None, destinations=only.destinations, partitions=(only,))
-    chosen: dict[str, Any] = {**options}
-    of_samples = {name: np.asarray(chosen[name]) for name in _OF_SAMPLES if chosen.get(name) is not None}
-
-    def attempt(which: NDArray[np.int32], **changes: Any) -> WindowPartition | PartitionError:
-        destinations = np.empty(all_costs.size, np.int32)
-        parts = []
-        for step in range(num_steps):
-            own = np.flatnonzero(which == step)
-            how = {**chosen, **changes, **{name: values[own] for name, values in of_samples.items()}}
-            try:
-                parts.append(partition(all_costs[own], all_homes[own], num_ranks, **how))
-            except PartitionError as error:
-                return error
-            destinations[own] = parts[-1].destinations
-        return WindowPartition(steps=which, loaded=loaded, destinations=destinations, partitions=tuple(parts))
-
-    best = attempt(loaded)  # checks all arguments; only the caps may have failed it
-    if num_steps < 2 or num_ranks < 2 or chosen.get("stay"):
-        return _found(best, all_costs, all_homes, num_ranks)
-    speeds, equal = chosen.get("speeds"), chosen.get("counts", "equal") == "equal"
-    weights = np.ones(num_ranks) if speeds is None else np.asarray(speeds, np.float64)
-    bounds = step_bounds(all_costs, loaded, num_steps, weights, equal=equal)
-    if not (bounds.bound > GIANT * bounds.mean).any():
-        return _found(best, all_costs, all_homes, num_ranks)
-    price = chosen.get("move_price", DEFAULT_MOVE_PRICE)
+    loaded = samples.steps
+    if loaded is None or samples.num_ranks < 2:
+        return found
+    count, equal = samples.num_batches, options.counts == "equal"
+    speeds = np.array(options.speeds, np.float64) if options.speeds else np.ones(samples.num_ranks)
+    mean, bound = step_bounds(samples.costs, loaded, count, speeds, equal=equal)
+    if not (bound > GIANT * mean).any():
+        return found
     for fill in FILLS:
-        which = regroup(all_costs, loaded, num_steps, weights, equal=equal, fill=fill)
-        if (which == loaded).all():
+        steps = regroup(samples.costs, loaded, count, speeds, equal=equal, fill=fill)
+        if (steps == loaded).all():
             continue
-        found = attempt(which, tolerance=max(chosen.get("tolerance", DEFAULT_TOLERANCE), TOLERANCE))
-        if isinstance(found, PartitionError):
+        other = partition_batches(samples, options, steps, max(options.tolerance, TOLERANCE))
+        if isinstance(other, PartitionError):
             continue
-        if isinstance(best, PartitionError) or found.time(price) < best.time(price):
-            best = found
-        reachable = step_bounds(all_costs, which, num_steps, weights, equal=equal).bound.sum()
-        if found.total <= MISSED * reachable:
+        if isinstance(found, PartitionError) or _time(other, options) < _time(found, options):
+            found = other
+        reachable = step_bounds(samples.costs, steps, count, speeds, equal=equal)[1].sum()
+        if sum(figures.max_load_after for figures in other.batches) <= MISSED * reachable:
             break
-    return _found(best, all_costs, all_homes, num_ranks)
+    return found
 
 
-def _found(
-    best: WindowPartition | PartitionError, costs: NDArray[Any], homes: NDArray[Any], num_ranks: int
-) -> WindowPartition:
-    if isinstance(best, PartitionError):
-        raise best
-    if best.loaded is None or not best.changed:
-        return best
-    parts = best.partitions
-    before = np.bincount(best.loaded * num_ranks + homes, costs, len(parts) * num_ranks).reshape(len(parts), -1)
-    return replace(
-        best,
-        partitions=tuple(replace(part, home_loads=loads) for part, loads in zip(parts, before, strict=True)),
-    )
-
-
-class StepBounds(NamedTuple):
-    """Per batch of a window: float64 (num_steps,) each, in units of cost over speed.
-
-    Attributes:
-        mean: Load over the sum of speeds.
-        bound: No assignment of whole samples has a smaller maximum of load over speed.
-    """
-
-    mean: NDArray[np.float64]
-    bound: NDArray[np.float64]
+def _time(plan: RoundPlan, options: RoundOptions) -> float:
+    """The time of the window's steps and of its moves, in units of cost; see `partition`."""
+    size, moved = (sum(getattr(one, name) for one in plan.batches) for name in ("size", "moved_size"))
+    steps, bounds = (sum(getattr(one, name) for one in plan.batches) for name in ("max_load_after", "lower_bound"))
+    return float(steps + options.move_price * (moved / size if size else 0.0) * bounds)
 
 
 def _company(num_samples: int, num_ranks: int, *, equal: bool) -> int:
@@ -181,7 +72,7 @@ def _company(num_samples: int, num_ranks: int, *, equal: bool) -> int:
     return max(num_samples // num_ranks - 1, 0) if equal else 0
 
 
-def _bounds(ascending: list[float], speeds: NDArray[np.float64], *, equal: bool) -> tuple[float, float]:
+def _bounds(ascending: list[float], speeds: Floats, *, equal: bool) -> tuple[float, float]:
     """The mean load over speed, and the larger of it and of the heaviest sample with its lightest company."""
     mean, alone = sum(ascending) / float(speeds.sum()), 0.0  # Python numbers, so that integer sums are exact
     if ascending:
@@ -191,19 +82,19 @@ def _bounds(ascending: list[float], speeds: NDArray[np.float64], *, equal: bool)
 
 
 def step_bounds(
-    costs: NDArray[Any], steps: NDArray[np.int32], num_steps: int, speeds: NDArray[np.float64], *, equal: bool
-) -> StepBounds:
-    """What balancing each batch for itself can reach at best; arguments as for `regroup`."""
+    costs: NDArray[Any], steps: NDArray[np.int32], num_steps: int, speeds: Floats, *, equal: bool
+) -> tuple[Floats, Floats]:
+    """(num_steps,) each: mean load over speed, and a bound on the largest; arguments as for `regroup`."""
     batches = [np.sort(costs[steps == step]).tolist() for step in range(num_steps)]
     mean, bound = np.array([_bounds(each, speeds, equal=equal) for each in batches], np.float64).reshape(-1, 2).T
-    return StepBounds(mean=mean, bound=bound)
+    return mean, bound
 
 
 def regroup(
     costs: NDArray[np.int64] | NDArray[np.float64],
     steps: NDArray[np.int32],
     num_steps: int,
-    speeds: NDArray[np.float64],
+    speeds: Floats,
     *,
     equal: bool,
     fill: float = 1.0,
@@ -246,7 +137,7 @@ def _fill(
     host: int,
     donors: list[int],
     bound: float,
-    speeds: NDArray[np.float64],
+    speeds: Floats,
     fill: float,
     *,
     equal: bool,

@@ -17,9 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenkeel.partitioning.delays import MOST as MOST_DELAY
 from evenkeel.partitioning.delays import Cause, Delay
-from evenkeel.partitioning.ranges import MAX_SUM, MAX_TOTAL, MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range
-from evenkeel.partitioning.rounds import FIGURES, Figures, RoundOptions, RoundPlan
-from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.problem import MAX_SUM, MAX_TOTAL, MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range
+from evenkeel.partitioning.rounds import FIGURES, Figures, RoundOptions, RoundPlan, RoundSamples
 from evenkeel.partitioning.speeds import Straggler
 from evenkeel.partitioning.splits import MOST as MOST_DIVISIBLE
 from evenkeel.partitioning.splits import (

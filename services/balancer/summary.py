@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan
-from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
 from evenkeel.protocol.plan_round import RoundNames, RunFacts
 
 

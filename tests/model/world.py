@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.rounds import RankSamples
 from trainer_client.balancing.contribution import Contribution, Contributions, State
 from trainer_client.balancing.decide import Decision, Rules, decide
 from trainer_client.balancing.report import Mode

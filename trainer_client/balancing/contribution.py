@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.samples import RankSamples, RoundSamples
+from evenkeel.partitioning.rounds import RankSamples, RoundSamples
 from evenkeel.partitioning.splits import WIDTH
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.rounds import Figures, RankPlan, RoundPlan
-from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.rounds import Figures, RankPlan, RankSamples, RoundPlan
 from evenkeel.partitioning.slices import Slice, Slices
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from evenkeel.partitioning.splits import SplitSample, read_parts, read_splits

@@ -6,18 +6,18 @@ import logging
 from functools import cache
 
 from evenkeel import partitioning
-from evenkeel.partitioning.preparing import PATIENCE, Preparation
+from evenkeel.partitioning.compile import Preparation
 
 logger = logging.getLogger(__name__)
 
 
 @cache
 def _preparation() -> Preparation:
-    return Preparation([partitioning.KERNELS])
+    return Preparation(partitioning.warm_up)
 
 
 class Kernels:
-    """What plans need on the lead, which a thread loads, and processes beside this one compile where they must."""
+    """What plans need on the lead, which a thread loads, and a process beside this one compiles where it must."""
 
     def __init__(self, name: str, *, wait: bool) -> None:
         """Begins to get them ready.
@@ -52,4 +52,4 @@ class Kernels:
             logger.warning(
                 "%s: compiling kernels for this machine; `evenkeel warm-up` does it ahead of time", self._name
             )
-            self._preparation.wait(2 * PATIENCE)
+            self._preparation.wait()

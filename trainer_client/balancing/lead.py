@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan
-from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
 from evenkeel.partitioning.slices import Slices
 from trainer_client.balancing.contribution import Bytes, Contributions
 from trainer_client.balancing.decide import Decision, Rules, decide

@@ -8,7 +8,7 @@ from datetime import timedelta
 from numbers import Real
 from typing import Literal, get_args
 
-from evenkeel.partitioning.ranges import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE
+from evenkeel.partitioning.problem import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client.checks import is_number, is_whole

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.api import evenness
-from evenkeel.partitioning.rounds import Figures, RoundOptions, plan_round, slice_round
-from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundSamples
+from evenkeel.partitioning.stages import plan_round, slice_round
 from trainer_client.balancing.decide import Decision, spread
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.lead import Round, Stage

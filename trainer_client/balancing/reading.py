@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.ranges import share_of_total
-from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.problem import share_of_total
+from evenkeel.partitioning.rounds import RankSamples
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.dividing import Cost, check_divides, divisible_samples, roles_of

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.rounds import RankSamples
 from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, Schema, flatten
 from trainer_client.balancing.batches.shared import digest as shared_digest

@@ -1,4 +1,4 @@
-"""Samples that outweigh a rank's share, split into parts on several ranks; `window.split_window` plans them."""
+"""Samples that outweigh a rank's share, split into parts on several ranks; `stage.split_heavy` plans them."""
 
 from evenkeel.partitioning.splits.parts import (
     ALL,
@@ -9,7 +9,6 @@ from evenkeel.partitioning.splits.parts import (
     Piece,
     RoundParts,
     SplitSample,
-    check_further,
     check_splits,
     part_lengths,
     part_ranges,
@@ -43,7 +42,6 @@ __all__ = [
     "SpanCosts",
     "SplitOptions",
     "SplitSample",
-    "check_further",
     "check_splits",
     "check_table",
     "part_lengths",

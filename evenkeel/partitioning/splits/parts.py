@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from evenkeel.partitioning.samples import Lengths
-    from evenkeel.partitioning.slices import Slices
+    from evenkeel.partitioning.rounds import Lengths
 
 Integers = NDArray[np.int64]
 PIECE_WIDTH = 8
@@ -220,20 +219,14 @@ class RoundParts:
     begins: Integers
     pieces: Integers
 
-    def in_round(self, counts_at_home: Integers) -> Integers:
-        """(parts,) the sample of each part, numbered among those of all ranks, of which each has so many."""
-        first = self.begins == 0
+    def cut(
+        self, counts_at_home: Integers, lengths: Lengths, roles: NDArray[np.int64]
+    ) -> tuple[Integers, NDArray[np.int64]]:
+        """(parts,) the sample of each part, numbered among those of all ranks; (parts, fields) what it has of them."""
+        of: Integers = np.cumsum(self.begins == 0) - 1
         homes = np.repeat(np.arange(counts_at_home.size), counts_at_home)
-        of: Integers = np.cumsum(first) - 1
         assert (self.samples == of - (np.cumsum(counts_at_home) - counts_at_home)[homes[of]]).all()
-        return of
-
-    def further_of(self, rank: int, slices: Slices) -> Integers:
-        """(c, 2) of each part of a rank's own samples but each one's first: own sample, and first item."""
-        own = slice(int(slices.home_begin[rank]), int(slices.home_begin[rank + 1]))
-        samples, begins = self.samples[own], self.begins[own]
-        further = begins > 0
-        return np.stack([samples[further], begins[further]], axis=1)
+        return of, part_lengths(lengths, Cuts(samples=of, begins=self.begins), roles)
 
 
 def read_parts(
@@ -242,7 +235,7 @@ def read_parts(
     """What a rank's own samples are cut into.
 
     Args:
-        further: (c, 2) see `RoundParts.further_of`.
+        further: (c, 2) of each part but each sample's first: own sample, and first item.
         num_samples: Own samples n.
         steps: (n + c,) the batch that trains each part; None: all are of one.
         num_batches: Batches of the round.
@@ -264,16 +257,6 @@ def read_parts(
         whole = numbers.size == 0 or int(numbers[-1]) + 1 == numbers.size
         cuts.append(None if whole else Cuts(samples=numbers.astype(np.int64), begins=begins[own]))
     return steps[begins == 0], tuple(cuts)
-
-
-def check_further(further: Integers, num_samples: int) -> bool:
-    """Whether cuts that came from elsewhere are of these samples, and ascend."""
-    samples, begins = further[:, 0], further[:, 1]
-    if not len(further):
-        return True
-    inside = int(samples.min()) >= 0 and int(samples.max()) < num_samples and int(begins.min()) > 0
-    steps = np.diff(samples)
-    return inside and bool(((steps > 0) | ((steps == 0) & (np.diff(begins) > 0))).all())
 
 
 def read_splits(pieces: Integers, num_batches: int) -> tuple[tuple[SplitSample, ...], ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.ranges import SPLIT_ABOVE, SPLIT_PRICE
+from evenkeel.partitioning.problem import SPLIT_ABOVE, SPLIT_PRICE
 
 Numbers = NDArray[np.float64]
 MOST = 32  # samples of a rank's batch that it offers, the heaviest

@@ -3,8 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import partition
-from evenkeel.partitioning.problem import crowding_bound
-from evenkeel.partitioning.sorting import ascending_order
+from evenkeel.partitioning.problem import ascending_order, crowding_bound
 from tests.evenkeel.partitioning.reference import allowed_counts, assignments
 
 

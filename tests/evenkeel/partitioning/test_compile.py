@@ -1,4 +1,9 @@
+"""Kernels: compiled once, kept in Numba's cache, exact; and what is there until they are."""
+
+from __future__ import annotations
+
 import importlib
+import os
 import pkgutil
 import subprocess
 import sys
@@ -7,18 +12,84 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numba.core.dispatcher import Dispatcher
 
 import evenkeel.partitioning
-from evenkeel.partitioning import PartitionError, partition, plan_digest, slice_plan, strategies, warm_up
-from evenkeel.partitioning.kernel_cache import digest_of_kernels
+from evenkeel.partitioning import PartitionError, partition, slice_plan, strategies, warm_up
+from evenkeel.partitioning import compile as compiling
 
-SOURCES = digest_of_kernels(Path(evenkeel.partitioning.__file__).parent)
+SMALL = """
+import os, time
+from pathlib import Path
+import numpy as np
+from evenkeel.partitioning.compile import Preparation, kernel
+@kernel
+def add(a, b):
+    return a + b
+def load():
+    if os.environ.get("SLOW"):
+        Path(__file__).with_name("began").touch()
+        time.sleep(600)
+    assert add(1, 2) == 3
+def state():
+    begun = Preparation(load)
+    early = begun.ready
+    assert begun.wait(100)
+    return early, sum(add.stats.cache_hits.values()), sum(add.stats.cache_misses.values())
+"""
+
+
+def run(program: str, folder: Path, **environment: str) -> str:
+    (folder / "package").mkdir(exist_ok=True)
+    (folder / "package" / "__init__.py").write_text("")
+    (folder / "package" / "small.py").write_text(SMALL)
+    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200,
+        env=os.environ | {"PYTHONPATH": path, "EVENKEEL_CACHE_DIR": str(folder / "cache")} | environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_what_is_compiled_once_is_loaded_before_the_first_round(tmp_path: Path) -> None:
+    program = "from package.small import state; print(*state())"
+    assert run(program, tmp_path) == "False 1 0"  # another process has compiled it
+    assert run(program, tmp_path) == "True 1 0"
+    for file in (tmp_path / "cache").rglob("*.nb?"):
+        file.write_bytes(b"damaged")
+    assert run("from package.small import load; load(); print('works')", tmp_path) == "works"
+
+
+def test_a_read_only_folder_serves_what_it_has(tmp_path: Path) -> None:
+    run("from package.small import load; load()", tmp_path)
+    folder = next((tmp_path / "cache").iterdir())
+    program = (
+        "import os\nmakedirs = os.makedirs\n"
+        "def refuse(path, *_, **__):\n    raise OSError(30, 'read-only', path)\n"
+        "os.makedirs = refuse\nfrom package.small import state; print(*state())"
+    )
+    assert run(program, tmp_path) == "True 1 0"
+    assert folder.is_dir()
+
+
+def test_a_process_that_ends_does_not_wait_for_its_compiler(tmp_path: Path) -> None:
+    program = (
+        "import time\nfrom pathlib import Path\nfrom package import small\n"
+        "from evenkeel.partitioning.compile import Preparation\n"
+        "process = []\nimport subprocess\nmade = subprocess.Popen\n"
+        "subprocess.Popen = lambda *a, **k: process.append(made(*a, **k)) or process[0]\n"
+        "preparation = Preparation(small.load)\n"
+        "while not Path(small.__file__).with_name('began').exists(): time.sleep(0.01)\n"
+        "assert not preparation.ready\nprocess[0].kill()\n"
+    )
+    run(program, tmp_path, SLOW="1")
 
 
 def _kernels() -> dict[str, Any]:
     found = {}
-    for module in pkgutil.iter_modules(evenkeel.partitioning.__path__, "evenkeel.partitioning."):
+    for module in pkgutil.walk_packages(evenkeel.partitioning.__path__, "evenkeel.partitioning."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, Dispatcher):
                 found[f"{value.py_func.__module__}.{value.py_func.__name__}"] = value
@@ -56,7 +127,6 @@ def exercise_everything() -> None:
     for dtype in (np.int16, np.int32, np.uint32, np.int64):
         lengths = np.frombuffer(np.ones((60, 3), dtype).tobytes(), dtype).reshape(60, 3)
         slice_plan(np.arange(60) % 5, np.full(5, 12), lengths)
-        plan_digest(np.arange(60) % 5, np.full(5, 12), lengths)
     assert {name: len(dispatcher.signatures) for name, dispatcher in _kernels().items()} == before
 
 
@@ -68,34 +138,25 @@ def test_nothing_compiles_after_warm_up() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_kernels_work_where_no_folder_can_be_written() -> None:
-    program = (
-        "from evenkeel.partitioning import kernel_cache\n"
-        "kernel_cache.roots = lambda: iter(())\n"
-        "import numpy as np\n"
-        "from evenkeel.partitioning.sorting import ascending_order\n"
-        "print(ascending_order(np.array([3, 1, 2])).tolist())\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert result.stdout.strip() == "[1, 2, 0]", result.stderr
-
-
-def test_cached_kernels_are_stamped_with_all_sources() -> None:
-    """A kernel that calls another one, in another file, must not outlive a change of that file."""
-    for name, dispatcher in _kernels().items():
-        assert dispatcher._cache._cache_file._source_stamp == SOURCES, name
-
-
-def test_kernels_of_another_folder_are_stamped_with_its_sources_too(tmp_path: Path) -> None:
-    from trainer_client.balancing.redistribution import moves
-
-    stamps = {value._cache._cache_file._source_stamp for value in vars(moves).values() if isinstance(value, Dispatcher)}
-    assert stamps == {digest_of_kernels(Path(moves.__file__).parent)}
+def test_a_kernel_is_compiled_again_when_one_that_it_calls_has_changed(tmp_path: Path) -> None:
     (tmp_path / "adding.py").write_text("@kernel\ndef add(a, b):\n    return a + b\n")
     (tmp_path / "other.py").write_text("nothing compiled")
-    digest = digest_of_kernels.__wrapped__
+    digest = compiling._digest.__wrapped__
     before = digest(tmp_path)
     (tmp_path / "other.py").write_text("nothing compiled either")
     assert digest(tmp_path) == before
     (tmp_path / "adding.py").write_text("@kernel\ndef add(a, b):\n    return a - b\n")
-    assert digest(tmp_path) != before != SOURCES
+    assert digest(tmp_path) != before
+    stamps = {dispatcher._cache._cache_file._source_stamp for dispatcher in _kernels().values()}
+    assert stamps == {compiling._digest(Path(compiling.__file__).parent)} | {
+        compiling._digest(Path(compiling.__file__).parent / "splits")
+    }
+
+
+@pytest.mark.parametrize("name", ["kernel", "step"])
+def test_kernels_work_where_no_folder_can_be_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("no locator available")
+
+    monkeypatch.setattr(compiling, "_Cache", refuse)
+    assert getattr(compiling, name)(lambda a: a + 1)(1) == 2

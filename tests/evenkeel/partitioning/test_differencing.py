@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning.karmarkar_karp import difference
-from evenkeel.partitioning.sorting import ascending_order
+from evenkeel.partitioning.problem import ascending_order
 from tests.evenkeel.partitioning.reference import karmarkar_karp_sets
 
 INTEGERS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 2**40)), max_size=40)

@@ -7,8 +7,7 @@ import pytest
 
 from evenkeel.partitioning import PartitionNotFoundError, partition, slice_plan
 from evenkeel.partitioning.minimal_move import between_nodes, kept_at_home
-from evenkeel.partitioning.problem import Problem, make_problem, with_crowding
-from evenkeel.partitioning.ranges import MAX_RANKS, MAX_SUM
+from evenkeel.partitioning.problem import MAX_RANKS, MAX_SUM, Problem, make_problem, with_crowding
 from tests.evenkeel.partitioning.reference import allowed_counts
 
 STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move")

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import partition, strategies
-from evenkeel.partitioning.windows import partition_window
+from evenkeel.partitioning.stages import plan_round
+from tests.evenkeel.partitioning.rounds import round_of
 
 GIANTS = np.array([1000, 1, 1, 1, 1, 1, 1, 1])
 
@@ -60,9 +61,12 @@ def test_every_batch_of_any_size(samples: list[tuple[int, int]], at_least: int, 
     found = partition(costs, homes, 4, counts=counts, min_samples=at_least, stay=stay)
     assert min(counts_of(found.destinations, 4)) >= min(at_least, len(samples) // 4)
     steps = np.arange(len(samples)) % 2
-    window = partition_window(costs, homes, steps, 4, 2, counts=counts, min_samples=at_least, stay=stay)
-    for step, part in enumerate(window.partitions):
-        size = int(np.count_nonzero(window.steps == step))
-        assert min(counts_of(part.destinations, 4)) >= min(at_least, size // 4)
-    if stay:
-        assert (window.steps == steps).all()
+    order = np.lexsort((steps, homes))
+    costs, homes, steps = costs[order], homes[order], steps[order]
+    call = {"steps": steps, "num_steps": 2, "counts": counts, "min_samples": at_least, "stay": stay}
+    plan = plan_round(*round_of(costs, homes, 4, **call))
+    assert plan.steps is not None
+    for step in range(2):
+        mine = plan.steps == step
+        assert min(counts_of(plan.destinations[mine], 4)) >= min(at_least, int(mine.sum()) // 4)
+    assert not stay or (plan.steps == steps).all()

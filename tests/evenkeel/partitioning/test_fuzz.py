@@ -18,11 +18,13 @@ import pytest
 from numpy.typing import NDArray
 
 from evenkeel.partitioning import ImpossiblePartitionError, Partition, PartitionError, memory, partition
-from evenkeel.partitioning.ranges import MAX_SUM, MAX_TOTAL, share_of_total
+from evenkeel.partitioning.problem import MAX_SUM, MAX_TOTAL, share_of_total
+from evenkeel.partitioning.rounds import partition_batches
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions, check_table
-from evenkeel.partitioning.splits.search import SplitPartition, split_partition
-from evenkeel.partitioning.windows import partition_window
+from evenkeel.partitioning.splits.search import SplitPartition, split_batch
+from evenkeel.partitioning.stages import plan_round
 from tests.evenkeel.partitioning.reference import allowed_counts, assignments
+from tests.evenkeel.partitioning.rounds import round_of
 
 Rng = np.random.Generator
 STRATEGIES = ("minimal_move", "minimal_move", "karmarkar_karp", "lpt", "plain")
@@ -163,16 +165,19 @@ def check_window(rng: Rng) -> None:
     """Several batches together: each keeps its number of samples, and is a partition."""
     num_steps, num_ranks, n = int(rng.integers(1, 5)), int(rng.integers(1, 9)), int(rng.integers(0, 40))
     costs, homes, steps = _amounts(rng, n), _homes(rng, n, num_ranks), rng.integers(0, num_steps, n)
+    steps = steps[np.lexsort((steps, homes))]
     given = _options(rng, costs, homes, num_ranks)
     try:
-        found = partition_window(costs, homes, steps, num_ranks, num_steps, **given)
+        found = plan_round(*round_of(costs, homes, num_ranks, steps=steps, num_steps=num_steps, **given))
     except PartitionError:
         return
-    assert found.steps is not None
-    for step, part in enumerate(found.partitions):
-        own = found.steps == step
+    of = steps if found.steps is None else found.steps
+    for step in range(num_steps):
+        own = of == step
         assert own.sum() == (steps == step).sum()
-        assert (found.destinations[own] == part.destinations).all()
+        loads = np.zeros(num_ranks)
+        np.add.at(loads, found.destinations[own], costs[own])
+        assert np.allclose(loads, found.loads_after[step])
 
 
 def check_split(rng: Rng) -> None:
@@ -186,7 +191,7 @@ def check_split(rng: Rng) -> None:
     shape = {"context": context, "candidates": candidates, "granule": rng.integers(1, 5, n)}
     most = float(SpanCosts.of(total, **how, **shape).whole.sum()) / (share_of_total(num_ranks) / 2)
     spans = SpanCosts.of(total, **{name: value / max(most, 1.0) for name, value in how.items()}, **shape)
-    homes = rng.integers(0, num_ranks, n).astype(np.int32)
+    homes = np.sort(rng.integers(0, num_ranks, n)).astype(np.int32)
     options: dict[str, Any] = {"counts": _one(rng, "free", "equal"), "sizes": spans.positions}
     if rng.random() < 0.3:
         options["speeds"] = 10.0 ** rng.uniform(-3, 3, num_ranks)
@@ -200,15 +205,12 @@ def check_split(rng: Rng) -> None:
     assert check_table(divisible.table, spans.whole) == ""
     prices = np.where(rng.random(3) < 0.5, 0.0, 10.0 ** rng.uniform(-20, 20, 3)).tolist()
     split = SplitOptions(above=_one(rng, 0.0, 0.05, 1.0), within=prices[0], between=prices[1], fixed=prices[2])
-    found: Any
-    try:
-        found = partition(spans.whole, homes, num_ranks, **options)
-    except PartitionError as error:
-        found = error
-    plan = split_partition(found, spans.whole, homes, num_ranks, divisible, split, options)
+    samples, how_ = round_of(spans.whole, homes, num_ranks, divisible=divisible.table, split=split, **options)
+    found = partition_batches(samples, how_)
+    plan = split_batch(samples, how_, found)
     if plan is not None:
         _check_parts(plan, spans, set(which.tolist()), options, num_ranks)
-        assert isinstance(found, PartitionError) or plan.time < float((found.loads / plan.speeds).max())
+        assert isinstance(found, PartitionError) or plan.time < found.batches[0].max_load_after
 
 
 def _check_parts(plan: SplitPartition, spans: SpanCosts, which: set[int], options: Any, num_ranks: int) -> None:

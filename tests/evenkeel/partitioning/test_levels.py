@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.partitioning.cutting import place_pieces
+from evenkeel.partitioning.splits.cutting import place_pieces
 
 
 @st.composite

@@ -7,7 +7,7 @@ from scipy.optimize import linear_sum_assignment
 from evenkeel.partitioning import partition
 from evenkeel.partitioning.karmarkar_karp import difference
 from evenkeel.partitioning.matching import EXACT, heaviest_assignment
-from evenkeel.partitioning.sorting import ascending_order
+from evenkeel.partitioning.problem import ascending_order
 
 
 @settings(max_examples=100, deadline=None)

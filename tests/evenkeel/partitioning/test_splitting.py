@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from benchmarks.references.least_splits import least_time
-from evenkeel.partitioning import Partition, PartitionError, partition
+from evenkeel.partitioning import PartitionError
+from evenkeel.partitioning.rounds import RoundPlan, partition_batches
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions
-from evenkeel.partitioning.splits.search import SplitPartition, split_partition
+from evenkeel.partitioning.splits.search import SplitPartition, split_batch
+from tests.evenkeel.partitioning.rounds import round_of
 
 
 def divisible_of(spans: SpanCosts, which: list[int] | None = None) -> Divisible:
@@ -30,18 +32,13 @@ def planned(
     split: SplitOptions,
     which: list[int] | None = None,
     **options: Any,
-) -> tuple[Partition | PartitionError, SplitPartition | None]:
+) -> tuple[RoundPlan | PartitionError, SplitPartition | None]:
     """The best assignment of whole samples, and what is made of it."""
-    plain = ("counts", "min_samples")
-    options = {name: value if name in plain else np.asarray(value) for name, value in options.items()}
-    where, costs = np.asarray(homes, np.int32), spans.whole
-    found: Partition | PartitionError
-    try:
-        found = partition(costs, where, num_ranks, **options)
-    except PartitionError as error:
-        found = error
-    divisible = divisible_of(spans, which)
-    return found, split_partition(found, costs, where, num_ranks, divisible, split, options)
+    samples, how = round_of(
+        spans.whole, homes, num_ranks, divisible=divisible_of(spans, which).table, split=split, **options
+    )
+    found = partition_batches(samples, how)
+    return found, split_batch(samples, how, found)
 
 
 @st.composite
@@ -63,7 +60,7 @@ def rounds(draw: st.DrawFn) -> dict[str, Any]:
     )
     call: dict[str, Any] = {
         "spans": spans,
-        "homes": rng.integers(0, num_ranks, n),
+        "homes": np.sort(rng.integers(0, num_ranks, n)),
         "num_ranks": num_ranks,
         "which": np.flatnonzero(rng.random(n) < draw(st.sampled_from([1.0, 0.5]))).tolist(),
         "split": SplitOptions(
@@ -153,8 +150,7 @@ def test_every_position_once_and_never_longer_than_whole(call: dict[str, Any]) -
             assert sample in call["which"]
     assert [covered[sample] for sample in range(len(spans))] == spans.positions.tolist()
     assert len(set(zip(plan.samples.tolist(), plan.ranks.tolist(), strict=True))) == plan.samples.size
-    assert plan.num_samples == len(spans)
-    assert plan.num_pieces - plan.num_split == plan.samples.size - len(spans) > 0
+    assert plan.samples.size > len(spans)
 
     sequences = np.bincount(plan.ranks, minlength=call["num_ranks"])
     assert sequences.min() >= call["min_samples"] or len(spans) < call["min_samples"] * call["num_ranks"]
@@ -163,13 +159,13 @@ def test_every_position_once_and_never_longer_than_whole(call: dict[str, Any]) -
     np.testing.assert_allclose(plan.loads, loads, rtol=1e-9)
     np.testing.assert_allclose(plan.exchange, exchange, rtol=1e-9)
     assert (plan.within, plan.between) == (within, between)
-    assert isinstance(found, Partition)
-    speeds = np.ones(call["num_ranks"]) if found.speeds is None else found.speeds
+    assert isinstance(found, RoundPlan)
+    speeds = np.asarray(call.get("speeds", np.ones(call["num_ranks"])))
     even = spans.whole.sum() / speeds.sum()
     fixed = call["split"].fixed
     np.testing.assert_allclose(plan.time, (plan.loads / speeds + plan.exchange).max() + fixed, rtol=1e-9)
-    assert even * (1 - 1e-9) <= plan.time < float((found.loads / speeds).max())
-    assert found.lower_bound > (1 + call["split"].above) * even * (1 - 1e-9)
+    assert even * (1 - 1e-9) <= plan.time < found.batches[0].max_load_after
+    assert found.batches[0].lower_bound > (1 + call["split"].above) * even * (1 - 1e-9)
     again = planned(**call)[1]
     assert again is not None
     names = ("samples", "begins", "ends", "ranks")
@@ -222,9 +218,9 @@ def test_small_rounds_are_near_the_best_plan(
         spans, np.zeros(len(lengths)), num_ranks, SplitOptions(above=0.0, within=price, between=far * price),
         nodes=nodes, counts="free", move_price=0.0,
     )  # fmt: skip
-    assert isinstance(found, Partition)
+    assert isinstance(found, RoundPlan)
     best = exhaustive(spans, num_ranks, nodes, price, far * price)
-    time = float(found.loads.max()) if plan is None else plan.time
+    time = found.batches[0].max_load_after if plan is None else plan.time
     assert time >= best * (1 - 1e-12)
     assert time <= 1.3 * best + 4 + 9 * per_pair  # a position is the least that can be moved
     divisible = divisible_of(spans)
@@ -239,12 +235,12 @@ def test_giants_are_shared_evenly_inside_a_node() -> None:
         spans, np.repeat(np.arange(16), 4), 16, SplitOptions(within=100, between=50_000), nodes=np.arange(16) // 8,
         counts="free",
     )  # fmt: skip
-    assert isinstance(found, Partition)
+    assert isinstance(found, RoundPlan)
     assert plan is not None
     even = spans.whole.sum() / 16
-    assert plan.num_split == 2
+    assert np.count_nonzero((plan.ends > 0) & (plan.begins == 0)) == 2
     assert plan.between == 0
-    assert found.lower_bound > 6 * even
+    assert found.batches[0].lower_bound > 6 * even
     assert plan.loads.max() < 1.05 * even
 
 

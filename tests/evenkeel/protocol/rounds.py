@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evenkeel.partitioning.delays import Cause, Delay
-from evenkeel.partitioning.rounds import RoundOptions
-from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.speeds import Straggler
 from evenkeel.partitioning.splits import ALL, FIRST, LAST, Divisible, SpanCosts, SplitOptions
 from evenkeel.protocol.plan_round import RoundNames, RunFacts

@@ -12,7 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import PartitionError
-from evenkeel.partitioning.rounds import RoundPlan, plan_round, slice_round
+from evenkeel.partitioning.rounds import RoundPlan
+from evenkeel.partitioning.stages import plan_round, slice_round
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol.plan_round import (
     InvalidMessage,

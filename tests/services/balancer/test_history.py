@@ -13,8 +13,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from evenkeel.partitioning.delays import Cause, Delay
-from evenkeel.partitioning.rounds import plan_round
 from evenkeel.partitioning.speeds import Straggler
+from evenkeel.partitioning.stages import plan_round
 from evenkeel.protocol.plan_round import RoundNames, RunFacts
 from services.balancer.history import (
     FORGOTTEN_SECONDS,

@@ -9,8 +9,7 @@ import numpy as np
 
 from benchmarks.harness.authorities import channel
 from evenkeel.partitioning.delays import Cause, Delay
-from evenkeel.partitioning.rounds import RoundOptions
-from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.speeds import Straggler
 from evenkeel.protocol.plan_round import RoundNames, RunFacts, write_request
 

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness.ranks import run_ranks
-from evenkeel.partitioning.preparing import Preparation
+from evenkeel.partitioning.compile import Preparation
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import kernels
@@ -22,7 +22,6 @@ class _Late(Preparation):
     """Kernels that are compiled when the test says so."""
 
     def __init__(self) -> None:
-        self._sets = ()
         self._done = threading.Event()
 
     def finish(self) -> None:
@@ -109,16 +108,11 @@ def test_with_memory_caps_the_first_batch_waits_since_as_loaded_it_might_not_fit
         assert all("compiling" in line for line in told if "kernels" in line)
 
 
-def test_what_cannot_be_prepared_is_compiled_when_it_is_called(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("no space")
+def _fail() -> None:
+    raise OSError("no space")
 
-    class Missing:
-        complete = False
 
-    monkeypatch.setattr("evenkeel.partitioning.preparing.ready", fail)
-    assert Preparation([Missing()]).wait(10)  # type: ignore[list-item]
+def test_what_cannot_be_prepared_is_compiled_when_it_is_called(caplog: pytest.LogCaptureFixture) -> None:
+    assert Preparation(_fail).wait(10)
     assert "could not be prepared" in caplog.text
     assert "no space" in caplog.text

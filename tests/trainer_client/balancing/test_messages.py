@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenkeel.partitioning.rounds import RoundOptions, plan_round, slice_round
-from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.rounds import RankSamples, RoundOptions
+from evenkeel.partitioning.stages import plan_round, slice_round
 from trainer_client.balancing.contribution import Contribution, Contributions, Extras, Measure, State
 from trainer_client.balancing.decide import Decision, Rules, decide
 from trainer_client.balancing.directive import Directive, pack_directives, read_directive, set_room

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.partitioning.samples import RankSamples
+from evenkeel.partitioning.rounds import RankSamples
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client import BalanceOptions
 from trainer_client.balancing.batches import flatten

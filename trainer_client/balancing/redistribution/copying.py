@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.preparing import KernelSet, ready
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.redistribution.copies import WHOLE, Copies, FieldTable, Job, describe_samples
@@ -98,7 +97,7 @@ def copy_described(copies: Copies, job: Job, device: torch.device) -> None:
 
 def warm_up(device: torch.device | str | None = None) -> None:
     """Compiles the kernels of the host and of a CUDA device, if that is given, or loads them, so that no step does."""
-    ready([KERNELS])
+    load_on_host()
     load_on_device(device)
 
 
@@ -130,9 +129,6 @@ def load_on_host() -> None:
         nothing, begin, table, begin, fields, np.zeros((1, 0), np.int64), nothing, nothing, most=WHOLE
     )
     copy_described(*described, torch.device("cpu"))
-
-
-KERNELS = KernelSet(sources=Path(__file__).parent, load=f"{__name__}:load_on_host", parts=(f"{__name__}:load_on_host",))
 
 
 def pick(batches: Sequence[FlatBatch], chosen: Sequence[NDArray[np.int64]]) -> FlatBatch:

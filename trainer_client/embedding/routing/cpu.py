@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from evenkeel.partitioning.compile import kernel
-from evenkeel.partitioning.preparing import KernelSet, ready
 
 _KEYS_PER_THREAD = 1 << 17
 """Below this, handing work to another thread costs more than it saves."""
@@ -273,14 +271,6 @@ def _spans(
 
 def warm_up() -> None:
     """Compiles the kernels, or loads them from where they are kept, for int64 keys with lengths of either width."""
-    ready([KERNELS])
-
-
-def load_all() -> None:
-    """Calls every kernel once."""
     key, block = torch.ones(1, dtype=torch.int64, device="cpu"), torch.ones(1, dtype=torch.int64, device="cpu")
     for dtype in (torch.int64, torch.int32):
         block_bucketize(torch.ones(1, dtype=dtype, device="cpu"), key, block, 2, [0], [0])
-
-
-KERNELS = KernelSet(sources=Path(__file__).parent, load=f"{__name__}:load_all", parts=(f"{__name__}:load_all",))

@@ -1,0 +1,70 @@
+"""From the samples of a round to its plan: the stages by which balancer and lead plan, in their order.
+
+A stage takes the plan of the stage before it, or why there is none within the memory caps, and returns a better one.
+Without its line in `STAGES`, rounds are planned without what it does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from evenkeel.partitioning.errors import PartitionError
+from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples, partition_batches
+from evenkeel.partitioning.slices import Slices, slice_plainly, slice_plan
+from evenkeel.partitioning.splits.stage import split_heavy
+from evenkeel.partitioning.windows import gather_heavy
+
+Found: TypeAlias = RoundPlan | PartitionError
+
+
+class Stage(NamedTuple):
+    """A step on the way to a plan.
+
+    Attributes:
+        is_needed: Whether it has anything to do in a round.
+        improve: A better plan, or the one that it is given.
+    """
+
+    is_needed: Callable[[RoundSamples, RoundOptions], bool]
+    improve: Callable[[RoundSamples, RoundOptions, Found], Found]
+
+
+STAGES = (
+    Stage(lambda samples, options: samples.num_batches > 1 and not options.stay, gather_heavy),
+    Stage(lambda samples, options: options.split is not None and samples.divisible is not None, split_heavy),
+)
+
+
+def plan_round(samples: RoundSamples, options: RoundOptions) -> RoundPlan:
+    """Decides which rank trains which sample of a round.
+
+    The same arguments give the same plan on every machine; only `seconds` differs.
+
+    Raises:
+        PartitionError: If no assignment within the memory caps was found.
+        ValueError: If an argument is wrong; the message names it and its remedy.
+    """
+    began = time.perf_counter()
+    found: Found = partition_batches(samples, options)
+    for stage in STAGES:
+        if stage.is_needed(samples, options):
+            found = stage.improve(samples, options, found)
+    if isinstance(found, PartitionError):
+        raise found
+    return replace(found, seconds=time.perf_counter() - began)
+
+
+def slice_round(plan: RoundPlan, samples: RoundSamples, *, compiled: bool = True) -> Slices:
+    """Cuts a plan into what each rank needs; the samples are those that it was made of, with their lengths."""
+    counts, lengths = samples.counts_at_home, samples.lengths
+    if plan.parts is not None:
+        assert samples.roles is not None
+        of, lengths = plan.parts.cut(counts, lengths, samples.roles)
+        counts = np.bincount(samples.homes[of], minlength=samples.num_ranks)
+    cut = slice_plan if compiled else slice_plainly
+    return cut(plan.destinations, counts, lengths, plan.steps, samples.num_batches)
