@@ -54,5 +54,5 @@ COSTS: dict[str, Callable[[Lengths], NDArray[Any]]] = {
 def as_problem(costs: NDArray[Any], homes: NDArray[np.int32], ranks: int, sizes: Lengths) -> Problem:
     return make_problem(
         costs, homes, ranks, sizes=sizes, counts="equal", tolerance=1e-3, move_price=0.01,
-        speeds=None, memory=None, memory_caps=None, nodes=None,
+        speeds=None, nodes=None,
     )  # fmt: skip

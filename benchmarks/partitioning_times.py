@@ -15,7 +15,7 @@ from benchmarks.partitioning_draws import COSTS, LENGTHS, as_problem
 from evenkeel.partitioning import partition
 from evenkeel.partitioning.exchange import exchange_from
 from evenkeel.partitioning.karmarkar_karp import difference
-from evenkeel.partitioning.minimal_move import at_home
+from evenkeel.partitioning.lpt import at_home
 from evenkeel.partitioning.problem import Problem, ascending_order
 
 STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move")

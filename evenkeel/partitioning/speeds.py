@@ -19,28 +19,20 @@ from evenkeel.partitioning.problem import SPEEDS
 
 Numbers = NDArray[np.float64]
 
-WINDOW = 9  # of a rank's latest rates the median counts: four slow steps in a row change nothing
+WINDOW = 11  # of a rank's latest rates the median counts: five slow steps in a row change nothing
 SURE = 3  # rounds in a row in which a rank's speed must differ before a plan follows
 BAND = 0.05  # by which it must differ at least, as a share
-NEAR = 0.03  # of the median rank's speed, within which a slow rank counts as even again
 NOISE = 5.0  # standard errors of the median, by which it must differ too
-SEEN = WINDOW // 2 + 1  # rates that are surely of after a change, when a plan follows it
-REFINED = (6, 7, 8, 9, 10, 11, 12, 14, 16, 19, 23, 32, 45, 64)  # rates since then, after which that is put right
-KEPT = REFINED[-1]  # rates of each rank
-LONG = 32  # latest rates, whose mean tells of changes that noise hides from the median
-LOOKED = 4  # rounds from one look at these to the next
-FAR = 4.0  # standard deviations from the median, beyond which a rate is left out of a mean
-FORGOTTEN = 4 * WINDOW  # rounds without a time of a rank, after which its latest rates no longer count
+NEAR = 0.03  # of the median rank's speed, within which a slow rank counts as even again
+REFINED = (WINDOW, 32)  # rates since a change, after which it is put right by the median of them
+FORGOTTEN = 48  # rounds without a time of a rank, after which nothing is known of it
 LOWEST = 0.3  # a rank's speed is taken to be no lower, as a share of the median rank's
 STEPS = 256  # speeds are multiples of one over this
-HISTORY = 64  # rounds from which the fixed share of a step is learned
-FIT_EVERY = 16
-OTHER_UNIT = 1e3  # times a step's load: the cost has begun to count in another unit, as where it is fitted
+HISTORY = 64  # rounds from which the fixed share of a step is learned, a quarter of them later again
 SPREAD = 1.15  # of the loads of these rounds, ninth to first decile, below which nothing is learned about it
 MOST_FIXED = 4.0  # times the mean load
-_DEVIATION = 1.0483  # standard deviation of rates, from the median of the steps from each to the next
-_MEDIAN_ERROR = 1.2533 * _DEVIATION / math.sqrt(WINDOW)  # standard error of a median
-_MEAN_ERROR = _DEVIATION / math.sqrt(LONG)  # and of a mean
+OTHER_UNIT = 1e3  # times a step's load: the cost has begun to count in another unit, as where it is fitted
+_ERROR = 1.2533 * 1.0483 / math.sqrt(WINDOW)  # standard error of a median, from the median of steps from rate to rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +133,9 @@ class SpeedEstimator:
             raise ValueError(f"num_ranks is {num_ranks}; pass 1 or more")
         self.rounds = 0
         self.fixed = 0.0
-        self._rates = np.full((num_ranks, KEPT), np.nan)
-        self._noted = np.full((num_ranks, KEPT), -FORGOTTEN - 1, np.int64)  # the round of each rate
-        self._next = np.zeros(num_ranks, np.int64)
-        self._seen = np.full(num_ranks, KEPT + 1, np.int64)  # rates since the latest change
-        self._noise = np.full(num_ranks, np.nan)  # median of the steps from each rate to the next, as a share
+        self._rates = np.full((num_ranks, REFINED[-1]), np.nan)  # the latest first
+        self._heard = np.zeros(num_ranks, np.int64)  # the round of the latest
+        self._seen = np.zeros(num_ranks, np.int64)  # rates since the latest change
         self._speeds = np.ones(num_ranks)
         self._differs = np.zeros(num_ranks, np.int64)
         self._since = np.full(num_ranks, -1, np.int64)
@@ -176,7 +166,11 @@ class SpeedEstimator:
             self._note_step(load[known], time[known])
             rates = (load[known] + self.fixed) / time[known]
             # Of two ranks, the faster one would be the median, and each look slow half of the time: the other one is.
-            self._note_rates(np.flatnonzero(known), rates / (rates[::-1] if rates.size == 2 else _upper_median(rates)))
+            relative = rates / (rates[::-1] if rates.size == 2 else _upper_median(rates))
+            self._rates[known] = np.column_stack([relative, self._rates[known, :-1]])
+            self._heard[known] = self.rounds
+            self._seen[known] += 1
+        self._rates[self._heard <= self.rounds - FORGOTTEN] = np.nan
         return self._follow(number)
 
     @property
@@ -212,7 +206,7 @@ class SpeedEstimator:
         if load[median] > OTHER_UNIT * before or before > OTHER_UNIT * load[median]:
             self._steps[:], self.fixed = np.nan, 0.0
         self._steps[self.rounds % HISTORY] = load[median], time[median]
-        if self.rounds % FIT_EVERY or np.isnan(self._steps).any():
+        if self.rounds % (HISTORY // 4) or np.isnan(self._steps).any():
             return
         by_load = self._steps[np.argsort(self._steps[:, 0], kind="stable")]
         low, high = by_load[HISTORY // 10, 0], by_load[-1 - HISTORY // 10, 0]
@@ -229,87 +223,42 @@ class SpeedEstimator:
         rests = by_load[:, 1] - slope * by_load[:, 0]
         self.fixed = min(max(_upper_median(rests) / slope, 0.0), MOST_FIXED * float(by_load[half, 0]))
 
-    def _note_rates(self, ranks: NDArray[np.int64], rates: Numbers) -> None:
-        places = self._next[ranks]
-        self._rates[ranks, places] = rates
-        self._noted[ranks, places] = self.rounds
-        self._next[ranks] = (places + 1) % KEPT
-        self._seen[ranks] += 1
-
-    def _places(self, count: int) -> NDArray[np.int64]:
-        """(ranks, count) where the latest rates of each rank are, the latest first."""
-        return (self._next[:, None] - 1 - np.arange(count)) % KEPT
-
     def _follow(self, number: int) -> bool:
-        """Lets the speeds of ranks that surely differ follow; whether any did."""
-        latest = self._places(WINDOW)
-        fresh = np.take_along_axis(self._noted, latest, axis=1) > self.rounds - FORGOTTEN
-        full = fresh.all(axis=1)
-        found = np.sort(np.take_along_axis(self._rates, latest, axis=1), axis=1)[:, WINDOW // 2]
-        target = _targets(found)
-        target[~full] = np.where(fresh.any(axis=1), self._speeds, 1.0)[~full]  # too little is known to change it
-        off = np.abs(target - self._speeds)
-        looks = self.rounds % LOOKED == 0
-        if self.rounds % (2 * WINDOW) == 0 or self.rounds < 2 * WINDOW:
-            self._learn_noise(found)
-        # Ranks have much the same noise: that of the median rank at least, since some rates tell little of it.
-        noise = np.maximum(self._noise, _upper_median(self._noise[full]) if full.any() else 0.0)
-        band = np.maximum(BAND * self._speeds, NOISE * _MEDIAN_ERROR * noise * found)
-        band[~full | (target == 1.0)] = 0.0  # evenness needs no proof
-        self._differs = np.where(off > band, self._differs + 1, 0)
+        """Lets the speeds of ranks that surely differ follow the medians of their rates; whether any did."""
+        latest = self._rates[:, :WINDOW]
+        known = ~np.isnan(latest).any(axis=1)
+        target = _targets(_medians(latest))
+        target[~known] = np.where(np.isnan(latest[:, 0]), 1.0, self._speeds)[~known]
+        noise = _medians(np.abs(np.diff(latest, axis=1)))
+        if known.any():  # ranks have much the same noise: that of the median rank at least
+            noise = np.maximum(noise, _upper_median(noise[known]))
+        band = np.where(known & (target < 1), np.maximum(BAND * self._speeds, NOISE * _ERROR * noise), 0.0)
+        self._differs = np.where(np.abs(target - self._speeds) > band, self._differs + 1, 0)
         follows = self._differs >= SURE
-        seen = np.where(follows, SEEN, self._seen)
-        if looks:
-            long = np.take_along_axis(self._rates, self._places(LONG), axis=1)
-            differs = np.abs(_targets(_mean(long, noise)) - self._speeds)
-            late = differs > np.maximum(BAND * self._speeds, NOISE * _MEAN_ERROR * noise * found)
-            late &= full & ~follows & (self._seen > LONG)
-            seen[late] = LONG // 2
-            follows |= late
-        refined = full & ~follows & (self._speeds < 1) & np.isin(seen, REFINED)
-        for rank in np.flatnonzero((follows & (target < 1)) | refined).tolist():
-            since = (self._next[rank] - 1 - np.arange(seen[rank])) % KEPT
-            target[rank] = _targets(_mean(self._rates[rank, since][None], noise[rank]))[0]
-        off = np.abs(target - self._speeds)
-        follows &= (off > BAND * self._speeds) | (target == 1.0)  # two long steps and some chance are no change
-        self._seen[follows] = seen[follows]
-        follows |= refined & (off > 0)
+        self._seen[follows] = WINDOW // 2 + SURE  # that are surely of after the change
+        for count in REFINED:
+            refined = known & ~follows & (self._speeds < 1) & (self._seen == count)
+            target[refined] = _targets(_medians(self._rates[refined, :count]))
+            follows |= refined & (target != self._speeds)
         if not follows.any():
             return False
-        begun = follows & (self._speeds >= 1) & (target < 1)
-        self._since[begun] = number
+        self._since[follows & (self._speeds >= 1)] = number
         self._speeds[follows] = target[follows]
         self._since[self._speeds >= 1] = -1
         self._differs[follows] = 0
         return True
 
-    def _learn_noise(self, found: Numbers) -> None:
-        latest = np.take_along_axis(self._rates, self._places(LONG + 1), axis=1)
-        steps = np.sort(np.abs(latest[:, 1:] - latest[:, :-1]), axis=1)  # what is unknown comes last
-        known = np.maximum(np.count_nonzero(np.isfinite(steps), axis=1), WINDOW - 1)
-        self._noise = np.take_along_axis(steps, known[:, None] // 2, axis=1)[:, 0] / found
+
+def _medians(rates: Numbers) -> Numbers:
+    """(n,) of each row; NaN where one is unknown."""
+    ordered: Numbers = np.sort(rates, axis=1)
+    return np.where(np.isnan(ordered[:, -1]), np.nan, ordered[:, ordered.shape[1] // 2])
 
 
 def _targets(found: Numbers) -> Numbers:
-    target = np.clip(_in_steps(found), LOWEST, 1.0)
+    target: Numbers = np.clip(_in_steps(found), LOWEST, 1.0)
     target[target > 1.0 - NEAR] = 1.0
     return target
-
-
-def _mean(rates: Numbers, noise: ArrayLike) -> Numbers:
-    """(n,) mean of each row of (n, rates), without those that are far from its median.
-
-    Args:
-        rates: Rates of each rank; unknown where any is.
-        noise: (n,) median of the steps from rate to rate, as a share.
-    """
-    middle = np.sort(rates, axis=1)[:, [rates.shape[1] // 2]]
-    counts = np.abs(rates - middle) <= FAR * _DEVIATION * np.reshape(noise, (-1, 1)) * middle
-    total, number = np.zeros(len(rates)), np.zeros(len(rates))
-    for column in range(rates.shape[1]):  # in this order on every machine
-        total += np.where(counts[:, column], rates[:, column], 0.0)
-        number += counts[:, column]
-    return np.where(number > 0, total / np.maximum(number, 1.0), np.nan)
 
 
 def _in_steps(values: Numbers) -> Numbers:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from evenkeel.partitioning import PartitionNotFoundError, partition, slice_plan
-from evenkeel.partitioning.minimal_move import between_nodes, kept_at_home
+from evenkeel.partitioning.lpt import kept_at_home
+from evenkeel.partitioning.nodes import between_nodes
 from evenkeel.partitioning.problem import MAX_RANKS, MAX_SUM, Problem, make_problem, with_crowding
 from tests.evenkeel.partitioning.reference import allowed_counts
 
@@ -24,7 +25,7 @@ def problem(costs: Any, homes: Any, num_ranks: int, **options: Any) -> Problem:
         "speeds": None,
         "nodes": None,
     }
-    return make_problem(costs, homes, num_ranks, memory=None, memory_caps=None, **(given | options))
+    return make_problem(costs, homes, num_ranks, **(given | options))
 
 
 EXTREMES = [
@@ -106,9 +107,9 @@ def test_memory_caps_hold_to_the_last_unit() -> None:
 @pytest.mark.parametrize(
     ("destinations", "counts", "words"),
     [
-        ([0, 1], [2**62, 2**62, 2**62, 2**62, 2], "counts_at_home.0. is 4611686018427387904, but there are 2 dest"),
-        ([0, 2**32], [1, 1], "destinations contains 4294967296, beyond int32"),
-        ([0, 1], np.array([2**64 - 1, 3], np.uint64), "counts_at_home contains 18446744073709551615, beyond int64"),
+        ([0, 1], [2**62, 2**62, 2**62, 2**62, 2], "counts_at_home.0. is 4611686018427387904; it must be 0 to 2"),
+        ([0, 2**32], [1, 1], "destinations.1. is 4294967296; it must be 0 to 1"),
+        ([0, 1], np.array([2**64 - 1, 3], np.uint64), "counts_at_home.0. is 18446744073709551615; it must be 0 to 2"),
         ([0.0, 1.5], [1, 1], "destinations has dtype float64"),
     ],
 )
