@@ -35,8 +35,7 @@ from benchmarks.partitioning_times import STRATEGIES, measure_times
 from evenkeel.partitioning import partition, slice_plan, warm_up
 from evenkeel.partitioning.exchange import exchange_from
 from evenkeel.partitioning.karmarkar_karp import differenced
-from evenkeel.partitioning.lpt import longest_first
-from evenkeel.partitioning.lpt import at_home
+from evenkeel.partitioning.lpt import at_home, longest_first
 from evenkeel.partitioning.problem import Problem, crowding_bound, with_crowding
 
 PARTS = ("grid", "nodes", "memory", "times")

@@ -191,9 +191,8 @@ def slice_plan(
     values = plain_array(values, values.dtype if values.dtype in _LENGTHS else np.int64)
     places, batches = ranks, None
     if num_steps < 1 or (num_steps > 1 if steps is None else np.shape(steps) != (n,)):
-        raise ValueError(
-            f"num_steps is {num_steps} and steps has {np.size(steps)} entries; pass the batch of each sample"
-        )
+        shape = None if steps is None else np.shape(steps)
+        raise ValueError(f"num_steps is {num_steps}, the shape of steps {shape}; pass the batch of each of {n} samples")
     if steps is not None:
         of = _whole_numbers("steps", steps, 0, num_steps - 1, "batch of the window for each sample")
         places, batches = ranks * num_steps + of, of.astype(np.int32)

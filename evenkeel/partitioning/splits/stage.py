@@ -110,7 +110,8 @@ def _loads(whole: RoundPlan | PartitionError, split: SplitPartition | None) -> N
     if split is not None:
         return split.loads
     assert isinstance(whole, RoundPlan)
-    return whole.loads_after[0]
+    loads: NDArray[np.float64] = whole.loads_after[0]
+    return loads
 
 
 def _home_loads(samples: RoundSamples) -> NDArray[np.float64]:
