@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, plan_round
-from evenkeel.partitioning.samples import RoundSamples
+from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples
 from evenkeel.partitioning.splits import MOST, SHARE, Divisible, SpanCosts, SplitOptions
+from evenkeel.partitioning.stages import plan_round
 
 WINDOW = 8
 """Batches of a window, and of what is planned at a time."""
@@ -39,7 +39,7 @@ class Gain:
 
 
 def costs_of(lengths: NDArray[np.int64], linear: float, pairs: float) -> NDArray[np.float64]:
-    """(n,) cost of samples of so many positions: `linear` for each, `pairs` for each that one looks back at, or itself."""
+    """(n,) cost of samples of so many positions: `linear` for each, `pairs` for each that one sees, or itself."""
     sizes = lengths.astype(np.float64)
     return linear * sizes + pairs * sizes * (sizes + 1) / 2
 
