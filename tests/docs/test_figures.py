@@ -1,4 +1,4 @@
-"""Figures of the pages are those of the result files; the tables of these are what their writer writes (test_reference)."""
+"""Figures of the pages are those of the result files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ def _shuffled(case: str, setting: str) -> Callable[[Any], float]:
 
 
 def _moved(samples: int, lengths: str, strategy: str = "minimal_move") -> Callable[[Any], float]:
-    return lambda d: 100 * mean(
-        cell["moved_share"][strategy]
-        for cell in d["grid"]
-        if (cell["samples"], cell["lengths"]) == (samples, lengths)
+    return lambda d: (
+        100
+        * mean(
+            cell["moved_share"][strategy]
+            for cell in d["grid"]
+            if (cell["samples"], cell["lengths"]) == (samples, lengths)
+        )
     )
 
 
