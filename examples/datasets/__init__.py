@@ -2,8 +2,6 @@
 
 from examples.datasets.amazon import read_amazon
 from examples.datasets.batch import SequenceBatch
-from examples.datasets.clicks import ClickOptions, Clicks, draw_clicks
-from examples.datasets.criteo import read_criteo
 from examples.datasets.gowalla import read_gowalla
 from examples.datasets.histories import Histories, HistoryBatches
 from examples.datasets.keys import Keys
@@ -18,7 +16,6 @@ from examples.datasets.lengths import (
     lengths_named,
 )
 from examples.datasets.movielens import read_movielens
-from examples.datasets.predictions import Predictions, split_last
 from examples.datasets.published import identify, read_histories
 from examples.datasets.semantic_ids import SemanticIds, read_semantic_ids
 from examples.datasets.synthetic import SyntheticSequences
@@ -26,30 +23,24 @@ from examples.datasets.yambda import read_yambda
 
 __all__ = [
     "DISTRIBUTIONS",
-    "ClickOptions",
-    "Clicks",
     "Histories",
     "HistoryBatches",
     "Keys",
     "Lengths",
     "LogNormalLengths",
     "NormalLengths",
-    "Predictions",
     "SemanticIds",
     "SequenceBatch",
     "SyntheticSequences",
     "UniformLengths",
     "ZipfLengths",
-    "draw_clicks",
     "identify",
     "lengths_named",
     "read_amazon",
-    "read_criteo",
     "read_gowalla",
     "read_histories",
     "read_kuairand",
     "read_movielens",
     "read_semantic_ids",
     "read_yambda",
-    "split_last",
 ]

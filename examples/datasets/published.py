@@ -8,7 +8,6 @@ from pathlib import Path
 
 from examples.datasets.amazon import HEADERS as AMAZON_HEADERS
 from examples.datasets.amazon import read_amazon
-from examples.datasets.criteo import NUM_COUNTS, NUM_FEATURES
 from examples.datasets.gowalla import read_gowalla
 from examples.datasets.histories import Histories
 from examples.datasets.kuairand import read_kuairand
@@ -20,7 +19,7 @@ from examples.datasets.yambda import read_yambda
 KNOWN = (
     "a MovieLens folder (ratings.dat or ratings.csv), a KuaiRand folder (log_standard_*.csv), "
     "loc-gowalla_totalCheckins.txt, an Amazon category (ratings as .csv, reviews as .jsonl or .json), "
-    "a Yambda .parquet, or one of Criteo's click logs (day_0, train.txt); text files may be packed as .gz"
+    "or a Yambda .parquet; text files may be packed as .gz"
 )
 _READERS: dict[str, Callable[..., Histories]] = {
     "MovieLens": read_movielens, "KuaiRand": read_kuairand, "Gowalla": read_gowalla, "Amazon": read_amazon,
@@ -29,7 +28,7 @@ _READERS: dict[str, Callable[..., Histories]] = {
 
 
 def identify(path: str | Path) -> str:
-    """Which data set it is: `MovieLens`, `KuaiRand`, `Gowalla`, `Amazon`, `Yambda` or `Criteo`.
+    """Which data set it is: `MovieLens`, `KuaiRand`, `Gowalla`, `Amazon` or `Yambda`.
 
     Raises:
         FileNotFoundError: If there is nothing, or a folder lacks the files.
@@ -64,10 +63,7 @@ def _file(path: Path) -> str | None:
     ):
         return "MovieLens"
     line = _first_line(path)
-    tabs = line.count("\t")
-    if tabs in (NUM_COUNTS + NUM_FEATURES, NUM_COUNTS + NUM_FEATURES - 1):
-        return "Criteo"
-    if tabs == 4:
+    if line.count("\t") == 4:
         return "Gowalla"
     if line in AMAZON_HEADERS or line.startswith("{") or (line.count(",") == 3 and not line.startswith("userId")):
         return "Amazon"
@@ -91,9 +87,6 @@ def read_histories(path: str | Path, *, watch: Watch | None = None) -> Histories
         ValueError: If it is no such data set, or a file is not in its published format.
     """
     path, name = Path(path), identify(path)
-    if name == "Criteo":
-        raise ValueError(f"{path} is one of Criteo's click logs, whose rows have 26 keys each and no history; "
-                         "their lengths are all alike")  # fmt: skip
     if name == "MovieLens" and path.is_file():
         path = path.parent
     return _READERS[name](path, watch=watch)

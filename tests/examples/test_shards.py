@@ -63,24 +63,6 @@ def test_a_rank_goes_on_alone_and_epochs_begin_anew(tmp_path: Path) -> None:
     assert sorted(_read(again)) == sorted(everything)
 
 
-def test_states_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    write_shards(tmp_path, 4)
-    first, second = _ranks(tmp_path, 2)
-    states = [first.state_dict(), second.state_dict()]
-    with pytest.raises(ValueError, match=r"state\['world_size'\] is 2 and should be 1; load the state of this rank"):
-        first.load_state_dicts(states[:1])
-    with pytest.raises(ValueError, match=r"state\['rank'\] is 1 and should be 0"):
-        first.load_state_dicts(states[::-1])
-    with pytest.raises(ValueError, match=r"state\['epoch'\] is 1 and should be 0"):
-        first.load_state_dicts([states[0], {**states[1], "epoch": 1}])
-    with pytest.raises(ValueError, match=r"shard \d is in two states, the later of rank 1"):
-        first.load_state_dicts([states[0], {**states[1], "offsets": states[0]["offsets"]}])
-    with pytest.raises(ValueError, match=r"state\['rank'\] is 1 and should be 0"):
-        first.load_state_dict(states[1])
-    with pytest.raises(ValueError, match=r"state\['seed'\] is 0 and should be 7"):
-        _ranks(tmp_path, 2, seed=7)[0].load_state_dict(states[0])
-
-
 def _train(_: int, folder: str, max_steps: int | None) -> Counter[int]:
     return train(Path(folder), batch_size=16, max_steps=max_steps)
 

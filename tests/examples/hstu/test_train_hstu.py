@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import sys
 from pathlib import Path
@@ -11,11 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
-from torch.distributed.run import get_args_parser as torchrun_parser
 from typer.testing import CliRunner
 
 from benchmarks.harness.ranks import run_ranks
@@ -129,51 +124,6 @@ def test_one_process_takes_the_same_flags(tmp_path: Path) -> None:
     assert (tmp_path / "log.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--steps", "0"], "--steps is 0; use at least 1"),
-        (["--plan", "plan.json"], "--plan is for --embeddings torchrec, not local"),
-        (["--dist-type", "roundrobin"], "--dist-type roundrobin is for --embeddings routed, not local"),
-        (["--kernel", "varlen", "--device", "cpu"], "--kernel varlen needs a GPU"),
-        (["--kernel", "flex", "--attention", "silu"], "--kernel flex is of softmax attention; use auto or dense"),
-        (["--split", "--fit-cost"], "--fit-cost and --track-layers read lengths of whole samples"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_hstu", *flags])
-    with pytest.raises(SystemExit):
-        train_hstu.main()
-    assert message in capsys.readouterr().err
-
-
-def test_torchrun_leaves_every_flag_to_the_example() -> None:
-    for action in train_hstu.make_parser()._actions:
-        for flag in action.option_strings:
-            taken = torchrun_parser().parse_args(["-m", "examples.train_hstu", flag, "7"])
-            assert taken.training_script_args == [flag, "7"]
-
-
-def test_a_sequence_holds_at_least_one_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_hstu", "--max-length", "5", "--candidates", "2"])
-    with pytest.raises(ValueError, match="--max-length is 5; use at least 6, for 2 context features"):
-        train_hstu.model_options(train_hstu.parse_arguments(), torch.device("cpu"), None)
-
-
-def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has neither ratings\.dat .* nor log_standard_\*\.csv \(KuaiRand\)"):
-        train_hstu.read_histories(tmp_path)
-
-
-def test_a_pipeline_in_the_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "balance.yaml"
-    path.write_text("pipeline: base\n")
-    with pytest.raises(ValueError, match="pipeline is 'base', but this example has a loop of its own"):
-        train_hstu.choose(argparse.Namespace(config=path))
-
-
 def test_flags_and_files_that_are_no_good_end_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,20 +138,3 @@ def test_flags_and_files_that_are_no_good_end_in_a_sentence(
             train_hstu.main()
         assert message in str(ended.value)
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_the_end_says_what_is_a_median_and_what_fitting_came_to() -> None:
-    times = {f"{name}_ms": 1.0 for name in ("compute", "waiting", "communication", "data", "optimizer")}
-    summary = times | {
-        "steps": 9, "step_ms_median": 5.0, "step_ms_mean": 6.0, "step_ms_p99": 7.0, "tflops_per_rank": 1.0, "mfu": None,
-        "imbalance_before": 1.5, "imbalance": 1.01, "first_loss": None, "last_loss": None,
-    }  # fmt: skip
-    texts = {}
-    for explained in (None, 0.97):
-        console = Console(record=True, file=io.StringIO(), width=200)
-        train_hstu.report(summary | {"fit_explained": explained}, console)
-        texts[explained] = console.export_text()
-    assert "9 steps of 5.00 ms in the median (mean 6.00, p99 7.00)" in texts[None]
-    assert "Means over steps and ranks, in ms: compute 1.00" in texts[None]
-    assert "too few steps were measured" in texts[None]
-    assert "97% of the variance of compute time; batches were balanced by it" in texts[0.97]
