@@ -54,7 +54,7 @@ def run(job: Job, status: Console) -> None:
     """Trains on all ranks, each a process, and shows how far they are."""
     (job.folder / "ranks").unlink(missing_ok=True)
     told = torch.multiprocessing.get_context("fork").SimpleQueue()
-    training = torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
+    training = torch.multiprocessing.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         run_rank, (job, told), nprocs=job.ranks, join=False, start_method="fork"
     )
     columns = TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

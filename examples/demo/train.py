@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,14 @@ def run_rank(rank: int, job: Job, told: Any) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{job.folder}/ranks", rank=rank, world_size=job.ranks)
+
+    def tell(name: str, done: int) -> None:
+        told.put((name, done))
+
     results = {}
     for name in ("off", "on"):
         with Balancer.off() if name == "off" else Balancer.connect(job.balancer, job="demo") as balancer:
-            steps = train(job.histories(rank), balancer, lambda done, name=name: rank or told.put((name, done)))
+            steps = train(job.histories(rank), balancer, partial(tell, name) if rank == 0 else int)
         everyone: list[Any] = [None] * job.ranks
         dist.all_gather_object(everyone, steps)
         results[name] = everyone
