@@ -1,4 +1,8 @@
-"""Processes that plan rounds: one that dies or takes too long fails the call that it had, and is replaced."""
+"""Processes that plan rounds: one that dies or takes too long fails the call that it had, and is replaced.
+
+A library's pool that can end a worker at its deadline (pebble) took twice as long here: 8 ranks 3.4 ms where this takes
+1.7, and 500 rounds a second of 100 jobs where this plans 1,230 (`python -m benchmarks.rounds --quick`, two cores).
+"""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ def check(text: str, *names: str) -> None:
 def test_balancer(tmp_path: Path) -> None:
     file = tmp_path / "port"
     with running_balancer("--metrics-port", "0", "--metrics-port-file", str(file)) as balancer:
-        with RunningJob(lambda: channel(balancer.address, None), job="checked") as job:
-            job.check(3)
+        with RunningJob(lambda: channel(balancer.address, None), job="checked"):
+            pass
         text = scrape(f"http://127.0.0.1:{int(file.read_text())}/metrics")
     check(
         text, 'evenkeel_balancer_rounds_total{job="checked"', "evenkeel_balancer_round_seconds_bucket",
