@@ -16,8 +16,7 @@ from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol.plan_round import MAX_TEXT
 from services.balancer.planning import CallError
 from services.security.addresses import network_of
-from services.security.identity import Identity
-from services.security.tokens import AuthenticationError, TokenStore
+from services.security.tokens import AuthenticationError, Identity, TokenStore
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BalancerService"].full_name
 PLAN_ROUND = f"/{SERVICE}/PlanRound"

@@ -22,9 +22,8 @@ from services.balancer.history import StreamName
 from services.balancer.views import Views
 from services.operations.http import Request, Response
 from services.security.addresses import network_of
-from services.security.identity import Identity
 from services.security.rates import Buckets
-from services.security.tokens import AuthenticationError, TokenStore
+from services.security.tokens import AuthenticationError, Identity, TokenStore
 from services.security.transport import Renewals, Transport
 
 _FOLDER = Path(__file__).parent / "page"

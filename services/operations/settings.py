@@ -1,15 +1,20 @@
-"""What an operator can set on either service: by flag, else by environment variable, else by file."""
+"""What an operator can set on either service: by flag, else by environment variable, else by file.
+
+An unknown setting is an error, wherever it stands; the message names the nearest known one.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, PositiveInt, PrivateAttr, ValidationError, field_validator
+from pydantic import Field, PositiveInt, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
@@ -19,7 +24,6 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from services.operations.environment import read_variables
 from services.security.transport import Transport, is_ipv6
 
 
@@ -60,8 +64,6 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["auto", "console", "json"] = "auto"
     """How to log; auto: console on a terminal, JSON lines otherwise."""
 
-    _service_links: tuple[str, ...] = PrivateAttr(())
-
     @field_validator("host", "metrics_host")
     @classmethod
     def _bare_host(cls, host: str) -> str:
@@ -70,11 +72,6 @@ class ServiceSettings(BaseSettings):
         if not bare.strip() or "/" in host or (":" in bare and not is_ipv6(bare)):
             raise PydanticCustomError("host", "it must be an address or a name alone, without scheme, port or path")
         return bare
-
-    @property
-    def service_links(self) -> tuple[str, ...]:
-        """Variables that Kubernetes made for a Service of this name; they are no settings and are ignored."""
-        return self._service_links
 
     def transport(self) -> Transport:
         """How the service may be reached."""
@@ -87,6 +84,10 @@ class ServiceSettings(BaseSettings):
 
 
 AnySettings = TypeVar("AnySettings", bound=ServiceSettings)
+
+# What Kubernetes puts into every pod of a namespace for a Service of that name, unless `enableServiceLinks: false`.
+_SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?")
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S*")
 
 
 def load(
@@ -108,8 +109,8 @@ def load(
         SystemExit: If `--help` was asked for.
     """
     prefix = kind.model_config["env_prefix"]
-    variables = read_variables(prefix, kind.model_fields, os.environ if environment is None else environment)
-    path = _config_path(arguments, variables.values.get("config"))
+    variables = _read_variables(prefix, kind.model_fields, os.environ if environment is None else environment)
+    path = _config_path(arguments, variables.get("config"))
     filed = {} if path is None else _read_file(path)
     flagged: dict[str, Any] = {}
 
@@ -124,21 +125,38 @@ def load(
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             flags = CliSettingsSource[BaseSettings](settings_cls, cli_parse_args=list(arguments), cli_prog_name=program)
             flagged.update(flags())
-            named = (InitSettingsSource(settings_cls, init_kwargs=values) for values in (variables.values, filed))
+            named = (InitSettingsSource(settings_cls, init_kwargs=values) for values in (variables, filed))
             return flags, *named
 
     def written(name: str) -> str:
         """A setting as whoever set it wrote it."""
         if name in flagged:
             return f"--{name.replace('_', '-')}"
-        return f"{prefix}{name.upper()}" if name in variables.values else f"{name} in {path}"
+        return f"{prefix}{name.upper()}" if name in variables else f"{name} in {path}"
 
     try:
-        settings: AnySettings = _Sourced()
+        return _Sourced()  # type: ignore[no-any-return]
     except ValidationError as error:
         raise ValueError("\n".join(_sentence(each, written) for each in error.errors())) from None
-    settings._service_links = variables.links
-    return settings
+
+
+def _read_variables(prefix: str, settings: Collection[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The text of each setting that a variable names."""
+    values: dict[str, str] = {}
+    for variable, value in environment.items():
+        if not variable.upper().startswith(prefix):
+            continue
+        rest = variable[len(prefix) :].upper()
+        if _SERVICE_LINK.fullmatch(rest) or (rest == "PORT" and _LINK_VALUE.fullmatch(value)):
+            continue
+        if rest.lower() not in settings:
+            near = difflib.get_close_matches(rest.lower(), settings, n=1)
+            meant = f"did you mean {prefix}{near[0].upper()}?" if near else "--help lists the settings"
+            raise ValueError(f"{variable} is set, but there is no such setting; {meant}")
+        if not value.strip():
+            raise ValueError(f"{variable} is set and empty; give it a value, or unset it")
+        values[rest.lower()] = value
+    return values
 
 
 def _sentence(error: Any, written: Callable[[str], str]) -> str:

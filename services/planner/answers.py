@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import json
 import os
-import pickle
 import resource
 import signal
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Status, Table, Topology, plan, what_if
+from evenkeel.placement import Plan, PlanRequest, Table, Topology, plan, what_if
 from evenkeel.placement.codec import encode
 from evenkeel.placement.hit_rates import step_keys
 from evenkeel.placement.pasted_lines import lines_to_paste
@@ -29,8 +28,6 @@ _NICE = 10
 _PR_SET_PDEATHSIG = 1
 _OUT_OF_MEMORY_FIRST = 900
 """Of 1000: the kernel ends workers before their service."""
-_FIRST_SHARE = 0.25
-"""Of the time limit, for a first plan that is kept in case that the search for a better one is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +56,11 @@ class Job:
     Attributes:
         request: The request.
         deadline: When its time is over, by the monotonic clock of the machine.
-        kept: File for an answer that is given if the worker is ended before a better one.
         plan_cache: Folder of plans that were made before.
     """
 
     request: AnyRequest
     deadline: float
-    kept: Path
     plan_cache: Path | None = None
 
 
@@ -101,49 +96,22 @@ def answer(job: Job) -> Answer:
             return _plan(job, request)
 
 
-def _timed(job: Job, share: float = 1.0) -> Any:
-    """The request, to be answered in a share of what is left of its time."""
+def _timed(job: Job) -> Any:
+    """The request, to be answered in what is left of its time."""
     assert isinstance(job.request, PlanRequest)
-    return with_time(job.request, share * (job.deadline - time.monotonic()))
+    return with_time(job.request, job.deadline - time.monotonic())
 
 
 def _plan(job: Job, request: PlanRequest) -> Answer:
     begin = time.monotonic()
 
     def search() -> Plan:
-        first = _in_time(_timed(job, _FIRST_SHARE))
-        if first is None:
-            return plan(_timed(job))
-        if first.status in (Status.OPTIMAL, Status.INFEASIBLE):
-            return first
-        if first.placements:
-            partial = job.kept.with_suffix(".part")
-            partial.write_bytes(pickle.dumps(_answered(request, first, begin)))
-            partial.replace(job.kept)
-        better = _in_time(_timed(job))
-        if better is None or better.seconds is None:
-            return first
-        return first if (first.seconds or np.inf) < better.seconds else better
+        return plan(_timed(job))
 
     found = search() if job.plan_cache is None else PlanCache(folder=job.plan_cache).plan(request, search)
-    return _answered(request, found, begin)
-
-
-def _in_time(request: PlanRequest) -> Plan | None:
-    """The plan of a request; None where its time is over before anything is searched."""
-    try:
-        return plan(request)
-    except InvalidInputError as error:
-        if error.field == "solver.time_limit_s":
-            return None
-        raise
-
-
-def _answered(request: PlanRequest, found: Plan, begin: float) -> Answer:
+    answer = PlanAnswer(plan=found, code=lines_to_paste(request, found), report=make_report(request, found))
     return Answer(
-        document=_written(
-            PlanAnswer(plan=found, code=lines_to_paste(request, found), report=make_report(request, found))
-        ).document,
+        document=_written(answer).document,
         plan_status=found.status.value,
         gap=found.gap,
         binding=None if found.shortage is None else found.shortage.binding,

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import multiprocessing
 import os
-import pickle
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -30,7 +26,7 @@ from services.planner.settings import Settings
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-_GRACE_SECONDS = 0.8
+_GRACE_SECONDS = 1.0
 _LONGEST_RETRY = 60
 _SMOOTHING = 0.1
 _MAX_TASKS = 100
@@ -53,8 +49,6 @@ class Pool:
         self._settings, self._metrics = settings, metrics
         self._slots = asyncio.Semaphore(settings.workers)
         self._reader = ThreadPoolExecutor(1, "reader")  # one body at a time: parsed, it takes many times its size
-        self._folder = tempfile.TemporaryDirectory(prefix=f"evenkeel-planner-{os.getpid()}-")
-        self._numbers = itertools.count()
         self._waiting = self._running = 0
         self._mean_seconds = 0.2
         self.is_ready = False
@@ -85,7 +79,6 @@ class Pool:
         with contextlib.suppress(TimeoutError):
             self._processes.join(5)
         self._reader.shutdown(wait=False, cancel_futures=True)
-        self._folder.cleanup()
 
     async def read(self, parse: Callable[[], T]) -> T:
         """What `parse` gives, in a thread beside the event loop."""
@@ -131,8 +124,7 @@ class Pool:
 
     async def _solve(self, request: AnyRequest, limit: float, spent: float, gone: asyncio.Future[None]) -> Answer:
         began = time.monotonic() - spent
-        kept = Path(self._folder.name) / str(next(self._numbers))
-        job = Job(request=request, deadline=began + limit, kept=kept, plan_cache=self._settings.plan_cache)
+        job = Job(request=request, deadline=began + limit, plan_cache=self._settings.plan_cache)
         try:
             working = asyncio.wrap_future(self._processes.schedule(answers.answer, args=[job]))
         except RuntimeError as error:  # its processes ended, and could not be replaced
@@ -147,7 +139,7 @@ class Pool:
             if gone.done():
                 self._metrics.cancelled.inc()
                 raise ClientGoneError
-            return _kept(kept) or _raise(_too_slow(limit))
+            raise _too_slow(limit)
         except InvalidInputError as error:
             raise ServiceError.of_input(error) from None
         except OverflowError as error:
@@ -162,10 +154,9 @@ class Pool:
         except ProcessExpired as error:
             log.error("planner worker ended", error=repr(error), ran_seconds=time.monotonic() - began)
             detail = "the process that worked at this request ended; send fewer tables, or try again"
-            return _kept(kept) or _raise(ServiceError(503, "Worker ended", detail, headers={"Retry-After": "1"}))
+            raise ServiceError(503, "Worker ended", detail, headers={"Retry-After": "1"}) from None
         finally:
             working.cancel()  # ends the process, if it still works
-            kept.unlink(missing_ok=True)
             self._mean_seconds += _SMOOTHING * (time.monotonic() - began - self._mean_seconds)
 
     def _overloaded(self, detail: str) -> ServiceError:
@@ -184,18 +175,6 @@ class Pool:
         finally:
             setattr(self, name, getattr(self, name) - 1)
             gauge.dec()
-
-
-def _kept(path: Path) -> Answer | None:
-    """The plan that a process had when it was ended."""
-    with contextlib.suppress(FileNotFoundError):
-        found: Answer = pickle.loads(path.read_bytes())
-        return found
-    return None
-
-
-def _raise(error: ServiceError) -> Answer:
-    raise error
 
 
 def _too_slow(limit: float) -> ServiceError:

@@ -7,14 +7,15 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import structlog
 import yaml
 
-from services.security.identity import Identity
 from services.security.transport import stamp_of
 
 log = structlog.get_logger(__name__)
@@ -24,6 +25,27 @@ MAX_TOKEN_LENGTH = 512
 _MAX_FILE_BYTES = 4 << 20
 _KEYS = {"name", "sha256", "jobs", "services", "expires"}
 _HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """The holder of a token.
+
+    Attributes:
+        name: For logs and messages; never the token itself.
+        jobs: Patterns (`*`, `?`, `[…]`) of the training jobs that it may join and read.
+        services: The services that it may use: `balancer`, `planner`.
+        expires: From when on the token is refused; None: never.
+    """
+
+    name: str
+    jobs: tuple[str, ...] = ()
+    services: tuple[str, ...] = ("balancer", "planner")
+    expires: datetime | None = None
+
+    def allows(self, job: str) -> bool:
+        """Whether the holder may join and read this job."""
+        return any(fnmatchcase(job, pattern) for pattern in self.jobs)
 
 
 class AuthenticationError(Exception):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -11,6 +13,7 @@ import grpc
 import pytest
 
 from benchmarks.harness.authorities import channel
+from benchmarks.harness.balancer_process import ServiceProcess
 from evenkeel.partitioning.rounds import RoundPlan
 from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.protocol.plan_round import read_response, write_request
@@ -64,3 +67,28 @@ def refused(code: str, *texts: str) -> Iterator[None]:
     assert caught.value.code().name == code, caught.value
     for text in texts:
         assert text in caught.value.details()
+
+
+def workers_of(balancer: ServiceProcess) -> list[int]:
+    """Process ids of the workers: what has been forked by the balancer's fork server."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(path.parent.name)] = int(fields[1])
+    children = {pid for pid, parent in parents.items() if parent == balancer.running.pid}
+    return [pid for pid, parent in parents.items() if parent in children]
+
+
+def wait_for_workers(balancer: ServiceProcess) -> list[int]:
+    """Process ids of both workers, which are ready."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        pids, log = workers_of(balancer), balancer.log
+        if len(pids) == 2 and all(f'"pid": {pid},' in log for pid in pids):
+            return pids
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -92,5 +92,3 @@ LINKS = {
 def test_what_kubernetes_makes_for_a_service_of_this_name_is_no_setting() -> None:
     settings = load_settings([], LINKS | {f"{PREFIX}MAX_RANKS": "7"})
     assert (settings.port, settings.max_ranks) == (50051, 7)
-    assert settings.service_links == tuple(sorted(LINKS))
-    assert load_settings([], {f"{PREFIX}PORT": "6000"}).service_links == ()

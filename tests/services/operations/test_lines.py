@@ -3,7 +3,7 @@ import time
 import pytest
 import structlog
 
-from services.operations.lines import Sparing
+from services.operations.program import Sparing
 
 
 def test_lines_about_one_caller_are_spared_and_those_about_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
