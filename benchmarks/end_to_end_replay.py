@@ -48,7 +48,7 @@ from trainer_client.balancing import Balancer
 from trainer_client.balancing.batches import FlatBatch, flatten
 from trainer_client.balancing.costs import Fit, LearnedCost
 from trainer_client.balancing.costs.fits import fit_in_force, fit_ranks
-from trainer_client.balancing.reading import Cost
+from trainer_client.balancing.dividing import Cost
 from trainer_client.balancing.redistribution.copying import pick
 
 SETTINGS = {

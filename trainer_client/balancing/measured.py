@@ -9,7 +9,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_client.balancing.contribution import Measure
+from trainer_client.balancing.contribution import NO_MEASURE, Measure
 from trainer_client.balancing.costs.learned import LearnedCost
 
 _MOST_ROWS = 1000
@@ -68,7 +68,9 @@ class Measured:
         return self.learns
 
     def take(self) -> Measure:
-        """The mean of the batches noted since the last call, of which there must be some."""
+        """The mean of the batches noted since the last call; zeros if there were none."""
+        if not self.batches:
+            return NO_MEASURE
         with self._lock:
             number, sums = self.batches, self._sums
             self.batches, self._sums = 0, Measure()

@@ -92,7 +92,7 @@ def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer_client.balancing.speeds").addHandler(handler)
+    logging.getLogger("trainer_client.balancing.learned_speeds").addHandler(handler)
     options = BalanceOptions(timeout=timedelta(seconds=20), counts="free")
     measures = RankMeasures(job=slow_in, rank=rank)
     with Balancer.connect(address, job=slow_in, options=options) as balancer:
@@ -102,7 +102,7 @@ def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
         for step, _ in enumerate(itertools.islice(loader, STEPS)):
             timer.batch_ready()
             slowness = 2.0 if (rank, slow_in) == (SLOW, "compute") else 1.0
-            time.sleep(COMPUTES * slowness * loader.report.own_load / float(loader.report.home_loads.mean()))
+            time.sleep(COMPUTES * slowness * loader.report.own_load / loader.report.mean_load)
             timer.compute_done()
             shown = torch.tensor([float(bool(document) and is_shown(document, loader.report, slow_in))])
             dist.all_reduce(shown)  # as gradients are

@@ -16,9 +16,7 @@ from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import incoming
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device
 from trainer_client.balancing.costs import TokenCost
-from trainer_client.balancing.groups import Groups
 from trainer_client.balancing.incoming import Incoming
-from trainer_client.balancing.membership import Membership
 from trainer_client.balancing.places import Source
 
 
@@ -119,11 +117,3 @@ def test_a_default_device_of_the_program_changes_nothing() -> None:
     with running_balancer() as balancer:
         found = run_ranks(2, train, balancer.address, False, "meta")
     assert found == run_ranks(2, train, None, False, None)
-
-
-def test_ranks_that_exchange_on_gpus_only_need_one() -> None:
-    needs = {}
-    for backend in ("nccl", "gloo", "cpu:gloo,cuda:nccl", "undefined"):
-        membership = Membership(ranks=(0, 1), peers=(0,), backend=backend, own=0)
-        needs[backend] = Groups(rank=0, world_size=2, membership=membership).needs_gpu
-    assert [backend for backend, needed in needs.items() if needed] == ["nccl"]

@@ -92,7 +92,9 @@ def leave_in_many_ways(rank: int, address: str | None, options: dict[str, Any]) 
         take(next(old), "9 train")
         for batch in loader(8):
             take(batch, "8 train")
-        assert all(mode.value in ("service", "end") for mode, _ in loader(9).counters.rounds) or address in (
+        assert all(
+            mode.value in ("service", "embedded", "end") for mode, _ in loader(9).counters.rounds
+        ) or address in (
             None,
             "off",
         )

@@ -13,7 +13,6 @@ from trainer_client.balancing.options import BalanceOptions
     ("field", "value"),
     [
         ("counts", "even"),
-        ("fallback", "none"),
         ("strategy", ""),
         ("tolerance", -0.1),
         ("tolerance", float("nan")),

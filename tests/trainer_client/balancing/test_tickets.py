@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from trainer_client.balancing.tickets import read_costs
 
 from evenkeel.partitioning import partition
+from trainer_client.balancing.reading import read_costs
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def run_job(rank: int, job: Job) -> dict[str, Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("trainer_client.balancing.learning")
+    log = logging.getLogger("trainer_client.balancing.learned_costs")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     if job.address is None:
