@@ -179,10 +179,6 @@ def test_where_parts_do_not_fit_either_the_batch_stays_and_that_is_said(balancer
         assert "with samples split over ranks no assignment was found either" in said
 
 
-def test_rounds_that_nobody_balances_have_whole_samples(balancer: ServiceProcess) -> None:
-    _ = balancer
-
-
 def _stopped(rank: int, job: Splits) -> list[tuple[list[int], list[list[int]], int, int]]:
     """Takes the first batch of a window, and the others from its state; what the rank trained in each."""
     batches = [job.batch(rank, step) for step in range(job.steps)]
