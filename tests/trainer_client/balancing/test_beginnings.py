@@ -89,7 +89,7 @@ def submit_ahead_of_the_end(rank: int, address: str) -> list[tuple[str, int]]:
                     first, ticket = waiting.pop(0)
                     if balancer.redistribute(first, ticket, spec=SPEC) is None:
                         break
-                    told.append((ticket.future.result().report.mode.value, len(first["id"]) if first else 0))
+                    told.append((ticket.report.mode.value, len(first["id"]) if first else 0))
         loader = BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)
         told += [(loader.report.mode.value, len(batch["id"])) for batch in loader]
     return told
