@@ -28,7 +28,7 @@ from examples.datasets import Keys, SyntheticSequences, UniformLengths, lengths_
 from examples.hstu.model import loss_of
 from examples.hstu.training import Trainer
 from trainer_client.balancing import BalanceOptions, Balancer
-from trainer_client.balancing.recsys_examples import evenkeel_shuffler
+from trainer_client.balancing.adapters.recsys_examples import evenkeel_shuffler
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from examples.resume import job
 from examples.resume.checkpoints import Progress
-from trainer_client.balancing.trainers import JobState
+from trainer_client.balancing.adapters.job_state import JobState
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.resume import job
 from examples.resume.checkpoints import Progress, load, newest, save
 from examples.resume.preemption import Preemption
-from trainer_client.balancing.trainers import JobState
+from trainer_client.balancing.adapters.job_state import JobState
 
 SECONDS = 25.0  # from SIGTERM to the end; Kubernetes gives 30
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from examples.resume import job
 from trainer_client import BalancedLoader
-from trainer_client.balancing.trainers import LightningLoader
+from trainer_client.balancing.adapters.lightning import LightningLoader
 
 
 class Data(LightningDataModule):

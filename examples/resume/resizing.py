@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.resume import job
 from examples.resume.checkpoints import Progress
-from trainer_client.balancing.trainers import JobState
+from trainer_client.balancing.adapters.job_state import JobState
 
 GRACE = 2.0  # seconds in which survivors must have noticed that somebody has died
 PATIENCE = timedelta(minutes=10)  # for enough ranks to come, or to be taken in

@@ -17,7 +17,7 @@ from examples.resume import job
 from examples.resume.checkpoints import load, newest, save
 from examples.resume.ddp import Training
 from trainer_client import BalancedLoader
-from trainer_client.balancing.trainers import JobState
+from trainer_client.balancing.adapters.job_state import JobState
 
 TitanBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 

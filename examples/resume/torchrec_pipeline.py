@@ -25,9 +25,9 @@ from examples.demo.histories import NUM_ITEMS
 from examples.resume import job
 from examples.resume.checkpoints import Progress, load, newest, save
 from trainer_client import BalancedLoader, TokenCost
+from trainer_client.balancing.adapters.job_state import JobState
 from trainer_client.balancing.pipelines import PipelineSteps
 from trainer_client.balancing.sampling import GlobalBatchSampler
-from trainer_client.balancing.trainers import JobState
 
 WIDTH = 8
 

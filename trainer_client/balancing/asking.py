@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from evenkeel import __version__
 from evenkeel.addresses import check_address, grpc_target
 from evenkeel.protocol.plan_round import InvalidMessage, RoundNames, RunFacts, read_response, write_request
+from trainer_client.balancing.adapters.launchers import read_launch
 from trainer_client.balancing.errors import ServiceRequiredError
-from trainer_client.balancing.launchers import read_launch
 from trainer_client.balancing.lead import Round, Stage
 from trainer_client.balancing.report import Counters, Mode, Reason
 

@@ -163,3 +163,14 @@ def _first_items(spans: SpanCosts, items: NDArray[np.int64]) -> tuple[NDArray[np
 def _warn(why: str) -> None:
     """Once a process for each reason: a loop asks at every step."""
     logger.warning("samples of this loader's batches are not split, although split is set: of the cost, %s", why)
+
+
+@cache
+def warn_of_unasked_splits(name: str) -> None:
+    """Once a process for each loader: a loop that does not ask for them trains every step so."""
+    logger.warning(
+        "%s: some samples of a batch lay on several ranks (BalanceOptions.split), but the loop went on to the next one "
+        "without having asked for its splits: a model that takes pieces for whole samples computes other losses and "
+        "gradients; give it PieceGroup.pieces(loader.splits), or leave split out, as for evaluation by a balancer of "
+        "its own (docs/train/giants.md)", name,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -15,17 +15,15 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.balancer import Balancer, check_loader
-from trainer_client.balancing.batches import BatchSpec, FlatBatch
+from trainer_client.balancing.batches import BatchSpec
 from trainer_client.balancing.costs.learned import LearnedCost, SummedTerms
 from trainer_client.balancing.directive import Directive
-from trainer_client.balancing.dividing import Cost
+from trainer_client.balancing.dividing import Cost, warn_of_unasked_splits
 from trainer_client.balancing.errors import NoDataError, ProgramOrderError
-from trainer_client.balancing.incoming import Incoming
-from trainer_client.balancing.latest import Latest, OfLatest
-from trainer_client.balancing.places import Place, Source, sampler_of, tell_epoch
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, Reason, RoundReport
-from trainer_client.balancing.resume import LoaderState, Resumed, check_resumed, state_for, states_of
+from trainer_client.balancing.resume import LoaderState, Position, Resumed, check_resumed, read_states, state_for
+from trainer_client.balancing.source import Source, sampler_of, tell_epoch
 from trainer_client.balancing.stream import BatchStream, Pass, Ticket
 from trainer_client.checks import is_whole
 
@@ -37,44 +35,49 @@ MAX_AHEAD = 64
 """Batches that a pipeline may hold, so far back that a state can be asked for."""
 
 
-@dataclass(slots=True)
-class Position:
+@dataclass(frozen=True, slots=True)
+class _Progress:
     """What has been yielded of a pass.
 
     Attributes:
-        source: Where the wrapped loader was before the first window that was not wholly yielded.
+        position: The wrapped loader's before the first window that was not wholly yielded.
         batches: Of this pass.
         window: What a state keeps of that window, if some of it was yielded; None between two windows.
-        fields: Of the window to come, or left, as `Schema.constant_lines`; empty: this rank has no sample of it.
     """
 
-    source: Place | None = None
+    position: Position | None = None
     batches: int = 0
     window: dict[str, Any] | None = None
-    fields: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Window:
-    """A window in flight, with those of its batches that have not been started yet, once that is known."""
+    """A window in flight, between two positions of the loader, and its directive once that is known.
+
+    Attributes:
+        left: Batches of it that have not been started yet.
+        done: Batches of it that have, here or before the state that the loop went on from.
+    """
 
     ticket: Ticket
-    flats: tuple[FlatBatch, ...]
-    begin: Place | None
-    end: Place
-    batches: deque[int] = field(default_factory=deque)
+    begin: Position
+    end: Position
+    directive: Directive | None = None
+    left: deque[int] = field(default_factory=deque)
+    done: int = 0
 
 
-class _Moving(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Moving:
     """A batch on its way to the loop."""
 
     pending: Pending
     report: RoundReport
     splits: tuple[SplitSample, ...]
-    position: Position
+    progress: _Progress
 
 
-class BalancedLoader(OfLatest, Generic[B]):
+class BalancedLoader(Generic[B]):
     """Wraps a loader: the same batches, with the samples of all ranks spread evenly over the ranks.
 
     Costs are submitted `depth` batches ahead and samples move one batch ahead, so that with enough work in a training
@@ -124,23 +127,21 @@ class BalancedLoader(OfLatest, Generic[B]):
         """
         check_loader(balancer, cost, memory, name)
         self.loader = loader
-        self._balancer = balancer
-        self._cost = cost
+        self.balancer = balancer
+        self.name = name
         self.summed_terms = SummedTerms(cost.terms) if isinstance(cost, LearnedCost) else None
-        self._memory = memory
-        self._spec = spec
-        self._device = device
-        self._name = name
+        self._cost, self._memory, self._spec, self._device = cost, memory, spec, device
         self._drop_last = drop_last
-        self._latest = Latest(name)
         self._requested: Callable[[], None] = lambda: None
         self._used: BatchStream | None = None  # by the latest loop
+        self._report: RoundReport | None = None  # of the latest batch
+        self._splits: tuple[SplitSample, ...] = ()
+        self._splits_asked = True
         self._resume: LoaderState | None = None  # which the next loop goes on from
-        self._positions: deque[Position] = deque([Position()], maxlen=MAX_AHEAD + 1)  # after each batch
+        self._progress: deque[_Progress] = deque([_Progress()], maxlen=MAX_AHEAD + 1)  # after each batch
         self._finished = False
         self._named_epoch: int | None = None
         self._epoch: int | None = None  # of the latest loop
-        self._constant: dict[str, Any] = {}  # what all states of this loop have in common
 
     def on_request(self, call: Callable[[], None]) -> None:
         """Calls this whenever the loop asks for a batch, in place of what was given before; a `StepTimer` does it."""
@@ -178,6 +179,36 @@ class BalancedLoader(OfLatest, Generic[B]):
         self._stream.measured.add(load, seconds, late, loading, loop, terms=terms)
 
     @property
+    def report(self) -> RoundReport:
+        """What balancing did for the batch that was yielded last."""
+        if self._report is None:
+            raise RuntimeError("no batch has been yielded yet; report tells about the latest batch")
+        return self._report
+
+    @property
+    def splits(self) -> tuple[SplitSample, ...]:
+        """Samples of the batch that was yielded last that lie on several ranks, those of all ranks; mostly none.
+
+        See `BalanceOptions.split`, and `PieceGroup.pieces` of `trainer_client.attention`, which takes them. A loop that
+        does not ask for them is warned.
+        """
+        self._splits_asked = True
+        return self._splits
+
+    @property
+    def loss_scale(self) -> float:
+        """World size over the samples of the global batch: the factor for a loss that is a sum over samples.
+
+        It is that of the batch that was yielded last: what fetches batches ahead takes `balanced_batches(loader)`.
+        """
+        return self.report.loss_scale
+
+    @property
+    def mean_loss_scale(self) -> float:
+        """The factor for a loss that is a mean over this rank's samples; see `RoundReport.mean_loss_scale`."""
+        return self.report.mean_loss_scale
+
+    @property
     def counters(self) -> Counters:
         """Running totals of the stream, also after the balancer was closed."""
         return self._stream.counters
@@ -189,7 +220,7 @@ class BalancedLoader(OfLatest, Generic[B]):
 
     @property
     def _stream(self) -> BatchStream:
-        return self._used if self._used is not None else self._balancer.stream(self._name)
+        return self._used if self._used is not None else self.balancer.stream(self.name)
 
     def __len__(self) -> int:
         """Steps that all ranks take together, where the sampler is of this library; else this rank's own batches.
@@ -222,8 +253,7 @@ class BalancedLoader(OfLatest, Generic[B]):
         """What has been yielded of this rank's data, as plain values: what is needed to go on from there.
 
         At any time, from the loop's thread; what was read ahead or is in flight counts as not yielded. A batch counts
-        as soon as the loop has it. Of a pass that is over, the state is the beginning of the next. States share what
-        they have in common, so change none of them, but a deep copy.
+        as soon as the loop has it. Of a pass that is over, the state is the beginning of the next.
 
         Args:
             ahead: How many of the batches yielded have not been trained: what a pipeline holds. Where fewer have been
@@ -232,27 +262,17 @@ class BalancedLoader(OfLatest, Generic[B]):
         Raises:
             ValueError: If `ahead` is not 0 to 64.
         """
+        if not 0 <= ahead <= MAX_AHEAD:
+            raise ValueError(f"ahead is {ahead}; use 0 to {MAX_AHEAD} batches that a pipeline holds")
         if self._resume is not None:
             return self._resume.to_state()
-        if not self._constant:
-            rank, world_size = self._balancer.place
-            self._constant = LoaderState(
-                name=self._name, rank=rank, world_size=world_size, epoch=self._epoch
-            ).to_state()
-        # A step's work has thrown all of this out of the caches, so each object that is not touched is time saved.
-        position, latest = self._positions[-1], True
-        if ahead:
-            if not 0 <= ahead <= MAX_AHEAD:
-                raise ValueError(f"ahead is {ahead}; use 0 to {MAX_AHEAD} batches that a pipeline holds")
-            latest = len(self._positions) == 1
-            position = self._positions[max(0, len(self._positions) - 1 - ahead)]
-        state = self._constant.copy()
-        state["batches"], state["fields"], state["window"] = position.batches, position.fields, position.window
-        if (source := position.source) is not None:
-            state["source"] = source.plain or source.to_state()
-        if self._finished and latest:
-            state["finished"] = True
-        return state
+        progress = self._progress[max(0, len(self._progress) - 1 - ahead)]
+        rank, world_size = self.balancer.place
+        return LoaderState(
+            name=self.name, rank=rank, world_size=world_size, epoch=self._epoch, batches=progress.batches,
+            finished=self._finished and progress is self._progress[-1], source=progress.position,
+            window=progress.window,
+        ).to_state()  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, repeat_window: bool = False) -> None:
         """Lets the next loop go on from a state: the first batch is the one that would have come next.
@@ -271,10 +291,10 @@ class BalancedLoader(OfLatest, Generic[B]):
         Raises:
             ResumeError: If it is not the state of a loader of this name, or this rank cannot go on from it.
         """
-        states = states_of(state, self._name)
+        states = read_states(state, self.name)
         if repeat_window:
             states = [one.repeating() for one in states]
-        rank, world_size = self._balancer.place
+        rank, world_size = self.balancer.place
         self._resume = state_for(states, self.loader, rank=rank, world_size=world_size)
 
     @property
@@ -293,138 +313,155 @@ class BalancedLoader(OfLatest, Generic[B]):
         return self.loader.batch_sampler  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[B]:
-        return self._loop()
-
-    def _loop(self) -> Iterator[B]:
         self._requested()
-        self._used = stream = self._balancer.stream(self._name)
-        current, source = self._begin(stream)
-        submitted: deque[_Window] = deque()
-        collected: list[Any] = []  # for the next window
-        here = self._positions[-1].source  # where the next window begins
-        window: _Window | None = None  # the one that is being trained
-        directive: Directive | None = None  # of its round
+        loop = _Loop(self)
         moving: _Moving | None = None
-        batches = self._positions[-1].batches  # whose moves have begun
-        has_data = True
-        end: Directive | None = None
         try:
             while True:
-                stream.check(current)
-                left = 0 if window is None else len(window.batches)
-                while end is None:
-                    held = left + len(collected) + len(submitted) * stream.options.window
-                    if held >= stream.options.depth * stream.options.window:
-                        break
-                    started = time.perf_counter()
-                    batch: Any = next(source, _NO_MORE)
-                    stream.counters.loading_seconds += time.perf_counter() - started
-                    has_data = batch is not _NO_MORE
-                    stream.open(batch if has_data else None, self._spec, self._device)
-                    collected.append(batch)  # also nothing: a rank that has ended submits when the others do
-                    if len(collected) == stream.options.window:
-                        begin, here = here, source.place
-                        ticket = self._submit(stream, source, [one for one in collected if one is not _NO_MORE])
-                        submitted.append(_Window(ticket, ticket.flats, begin, here))
-                        collected = []
-                upcoming: _Moving | None = None
-                while upcoming is None and (left or submitted):
-                    if not left:
-                        window = submitted.popleft()
-                        directive = stream.directive(window.ticket)
-                        if directive.ended:  # on all ranks in this round, and so has what was submitted after it
-                            current.over, end = True, directive
-                            has_data |= any(len(one.ticket.samples) for one in (window, *submitted))
-                            submitted.clear()
-                            continue
-                        window.batches.extend(directive.batches)
-                        left = len(window.batches)
-                        continue
-                    assert window is not None and directive is not None  # noqa: PT018
-                    batches += 1
-                    upcoming = self._start_next(stream, window, directive, batches)
-                    left = len(window.batches)
+                loop.read_ahead()
+                following = loop.start_next()
                 if moving is not None:
-                    yield self._finish(stream, moving, None if upcoming is None else window)
+                    yield self._finish(loop.stream, moving)
                     self._requested()
-                    self._latest.leave()
-                elif upcoming is None and end is not None:  # else all that was in flight has been dropped
-                    if end.decision.reason is not Reason.LEFT:
-                        self._finish_pass(source.place)
-                    if has_data:
-                        stream.say_end(end, current.taken)
+                    if self._splits and not self._splits_asked:
+                        warn_of_unasked_splits(self.name)
+                elif following is None and loop.end is not None:  # else all that was in flight has been dropped
+                    if loop.end.decision.reason is not Reason.LEFT:
+                        self._finish_pass(loop.source)
+                    if loop.has_data:
+                        loop.stream.say_end(loop.end, loop.current.taken)
                     return
-                moving = upcoming
+                moving = following
         except NoDataError:  # on all ranks
-            check_resumed(self._name, [current.resumed])
-            self._finish_pass(source.place)
-            return
+            check_resumed(self.name, [loop.current.resumed])
+            self._finish_pass(loop.source)
         except ProgramOrderError:  # of this rank's loop alone: nobody waits for its first batch
             raise
         except Exception as error:
-            stream.attend(error, self._device)
+            loop.stream.attend(error, self._device)
             raise
         finally:
-            current.leave()
+            loop.current.leave()
 
-    def _begin(self, stream: BatchStream) -> tuple[Pass, Incoming]:
-        state, self._resume = self._resume, None
-        resumed = None if state is None else state.resumed
-        try:
-            # forks its workers here, before the stream's first threads start
-            batches = Source(self.loader, None if state is None else state.start)
-        except Exception as error:
-            if resumed is None:
-                current = stream.begin()
-                stream.attend(error, self._device)
-                current.leave()
-                raise
-            logger.warning("%s: the loader cannot go on from its state", self._name, exc_info=True)
-            resumed = Resumed(problem=f"{type(error).__name__}: {error}")  # which all ranks hear of
-            batches = Source(())
-        current = stream.begin()
-        stream.measured.learns = self._cost if isinstance(self._cost, LearnedCost) else None
-        self._epoch = self._named_epoch if state is None or self._named_epoch is not None else state.epoch
-        self._constant = {}
-        current.resumed = resumed
-        first = Position(source=batches.place(0))
-        if state is not None and resumed is not None and not state.finished:
-            first = replace(first, batches=state.batches, fields=list(state.fields), window=state.window)
-        self._positions.clear()
-        self._positions.append(first)
-        self._finished = False
-        return current, Incoming(batches, cost=self._cost, memory=self._memory, spec=self._spec)
-
-    def _submit(self, stream: BatchStream, source: Incoming, batches: list[Any]) -> Ticket:
-        if not batches:
-            return stream.submit_exhausted(self._device, drop_last=self._drop_last)[1]
-        return stream.submit_window(
-            batches, cost=source.cost, memory=source.memory, spec=self._spec, device=self._device,
-            drop_last=self._drop_last,
-        )[1]  # fmt: skip
-
-    def _start_next(self, stream: BatchStream, window: _Window, directive: Directive, batches: int) -> _Moving:
-        batch = window.batches.popleft()
-        pending = stream.start(window.flats, window.ticket, directive, self._device, batch=batch)
-        position = Position(source=window.end, batches=batches)
-        if window.batches:
-            left = {**(directive.extras.window or {}), "left": list(window.batches)}
-            position = Position(source=window.begin, batches=batches, window=left)
-        return _Moving(pending, directive.reports[batch], directive.splits(batch), position)
-
-    def _finish_pass(self, place: Place) -> None:
-        self._positions[-1] = replace(self._positions[-1], source=place, window=None)
-        self._finished = True
-
-    def _finish(self, stream: BatchStream, moving: _Moving, following: _Window | None) -> B:
-        if following is not None and len(following.ticket.samples):
-            moving.position.fields = list(following.ticket.schema.constant_lines)
+    def _finish(self, stream: BatchStream, moving: _Moving) -> B:
         started = time.perf_counter()
         batch: B = moving.pending.wait().unflatten(self._spec)
         stream.counters.redistribution_seconds += time.perf_counter() - started
         stream.counters.count(moving.report)
         if self.summed_terms is not None:
             self.summed_terms.add(batch)
-        self._latest.give(moving.report, moving.splits)
-        self._positions.append(moving.position)
+        self._report, self._splits, self._splits_asked = moving.report, moving.splits, False
+        self._progress.append(moving.progress)
         return batch
+
+    def _finish_pass(self, source: Source) -> None:
+        self._progress[-1] = replace(self._progress[-1], position=source.position, window=None)
+        self._finished = True
+
+
+class _Loop:
+    """One iteration over a loader: windows are read and submitted ahead, and moves are started a batch ahead.
+
+    Attributes:
+        stream: The stream.
+        current: Its pass.
+        source: This rank's own batches.
+        end: The directive that has ended the pass; None before that.
+        has_data: This rank's data had not ended when it last looked.
+    """
+
+    def __init__(self, loader: BalancedLoader[Any]) -> None:
+        self._loader = loader
+        self.stream = loader._used = loader.balancer.stream(loader.name)
+        self.end: Directive | None = None
+        self.has_data = True
+        self._submitted: deque[_Window] = deque()
+        self._collected: list[Any] = []  # for the next window; also nothing, as a rank that has ended submits too
+        self._window: _Window | None = None  # the one whose batches are being started
+        state, loader._resume = loader._resume, None
+        resumed = None if state is None else state.resumed
+        try:
+            # forks its workers here, before the stream's first threads start
+            self.source = self._source(loader.loader, None if state is None else state.start)
+        except Exception as error:
+            if resumed is None:
+                current = self.stream.begin()
+                self.stream.attend(error, loader._device)
+                current.leave()
+                raise
+            logger.warning("%s: the loader cannot go on from its state", loader.name, exc_info=True)
+            resumed = Resumed(problem=f"{type(error).__name__}: {error}")  # which all ranks hear of
+            self.source = self._source((), None)
+        self.current: Pass = self.stream.begin()
+        self.current.resumed = resumed
+        self.stream.measured.learns = loader._cost if isinstance(loader._cost, LearnedCost) else None
+        loader._epoch = loader._named_epoch if state is None or loader._named_epoch is not None else state.epoch
+        loader._finished = False
+        self._here = self.source.position  # where the next window begins
+        progress = _Progress(position=self._here)
+        if state is not None and resumed is not None and not state.finished:
+            progress = replace(progress, batches=state.batches, window=state.window)
+        loader._progress.clear()
+        loader._progress.append(progress)
+        self._batches = progress.batches  # whose moves have begun
+        self._skipped = 0 if progress.window is None else int(progress.window["done"])  # of the first window
+
+    def _source(self, batches: Any, start: Position | None) -> Source:
+        loader = self._loader
+        return Source(batches, start, cost=loader._cost, memory=loader._memory, spec=loader._spec)
+
+    def read_ahead(self) -> None:
+        """Reads and submits until `depth` windows are in flight; raises if this loop is no longer the stream's."""
+        stream, loader, source = self.stream, self._loader, self.source
+        stream.check(self.current)
+        left = 0 if self._window is None else len(self._window.left)
+        while self.end is None:
+            options = stream.options
+            ahead = left + len(self._collected) + len(self._submitted) * options.window
+            if ahead >= options.depth * options.window:
+                return
+            started = time.perf_counter()
+            batch: Any = next(source, _NO_MORE)
+            stream.counters.loading_seconds += time.perf_counter() - started
+            self.has_data = batch is not _NO_MORE
+            stream.open(batch if self.has_data else None, loader._spec, loader._device)
+            self._collected.append(batch)
+            if len(self._collected) < stream.options.window:
+                continue
+            ticket = self._submit([one for one in self._collected if one is not _NO_MORE])
+            begin, self._here, self._collected = self._here, source.position, []
+            self._submitted.append(_Window(ticket, begin, self._here))
+
+    def _submit(self, batches: list[Any]) -> Ticket:
+        loader, source = self._loader, self.source
+        if not batches:
+            return self.stream.submit_exhausted(loader._device, drop_last=loader._drop_last)[1]
+        return self.stream.submit_window(
+            batches, cost=source.cost, memory=source.memory, spec=loader._spec, device=loader._device,
+            drop_last=loader._drop_last,
+        )[1]  # fmt: skip
+
+    def start_next(self) -> _Moving | None:
+        """Starts to move the batch that is next; None if nothing is left that was submitted."""
+        while self._window is None or not self._window.left:
+            if not self._submitted:
+                return None
+            self._window = window = self._submitted.popleft()
+            window.directive = self.stream.directive(window.ticket)
+            if window.directive.ended:  # on all ranks in this round, and so has what was submitted after it
+                self.current.over, self.end = True, window.directive
+                self.has_data |= any(len(one.ticket.samples) for one in (window, *self._submitted))
+                self._submitted.clear()
+                return None
+            window.left.extend(window.directive.batches)
+            window.done, self._skipped = self._skipped, 0
+        window, directive = self._window, self._window.directive
+        assert directive is not None
+        batch = window.left.popleft()
+        pending = self.stream.start(window.ticket.flats, window.ticket, directive, self._loader._device, batch=batch)
+        self._batches += 1
+        window.done += 1
+        progress = _Progress(window.end, self._batches)
+        if window.left:
+            progress = _Progress(window.begin, self._batches, {**(directive.extras.window or {}), "done": window.done})
+        return _Moving(pending, directive.reports[batch], directive.splits(batch), progress)

@@ -17,7 +17,7 @@ from torch import nn
 from evenkeel.partitioning.splits import SplitSample
 from evenkeel.plugins import Plugins
 from trainer_client.balancing import BalancedLoader, RoundReport
-from trainer_client.balancing.latest import warn_of_unasked_splits
+from trainer_client.balancing.dividing import warn_of_unasked_splits
 
 B = TypeVar("B")
 
@@ -137,7 +137,7 @@ def balanced_batches(loader: BalancedLoader[B]) -> Iterator[BalancedBatch[B]]:
     fetched: WeakSet[_Splits] = WeakSet()
     try:
         for batch in loader:
-            splits = _Splits(loader.splits, loader._name)
+            splits = _Splits(loader.splits, loader.name)
             fetched.add(splits)
             yield BalancedBatch(batch=batch, loss_scale=loader.loss_scale, report=loader.report, _splits=splits)
             del batch, splits

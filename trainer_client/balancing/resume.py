@@ -1,27 +1,56 @@
 """What a rank has trained of its data, as plain values, and going on from there.
 
-A state names where in its data a rank was before the first window that was not wholly yielded, and how much of that
-window was. What was read ahead or is in flight is read, planned and moved again, and comes out the same: the same ranks
-make the same plan of a window and skip what is done of it.
+A state names the position in this rank's data before the first window that was not wholly yielded, and how many batches
+of that window were. What was read ahead or is in flight is read, planned and moved again, and comes out the same: the
+same ranks make the same plan of a window and skip the batches that are done.
 """
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, Literal, get_args
 
 from trainer_client.balancing.errors import ResumeError
-from trainer_client.balancing.places import Place
-
-if TYPE_CHECKING:
-    from trainer_client.balancing.batches.structure import Schema
 
 VERSION = 2
-_CANNOT = 1  # the token of a rank that cannot go on; others are larger
-_WINDOW = {"size": int, "last": bool, "digest": str, "speeds": list, "plain": bool, "left": list}
+_WINDOW = {"size": int, "done": int, "digest": str, "speeds": list, "plain": bool}
+_ONE_CHECKPOINT = "load the states of one checkpoint, on all ranks"
+
+Way = Literal["sampler", "loader", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A point between two batches of a rank's own loader.
+
+    Attributes:
+        way: How it is found again.
+        at: The sampler's state, the loader's state (pickled, as loaders go on changing theirs), or the batches read.
+        ended: The loader has no batch left; of a sampler the state says it.
+        last: With `skip`, what the batch before it looked like.
+        of_all: `at` is a list of the loader's states on all ranks of a job of another size, to be dealt out again.
+    """
+
+    way: Way
+    at: Any
+    ended: bool = False
+    last: int = 0
+    of_all: bool = False
+
+    def to_state(self) -> dict[str, Any]:
+        """As plain values."""
+        at = pickle.loads(self.at) if self.way == "loader" else self.at
+        return {"way": self.way, "at": at, "ended": self.ended, "last": self.last}
+
+    @classmethod
+    def from_state(cls, state: Any) -> Position:
+        """Reads what `to_state` wrote; `ValueError` if it is something else."""
+        if not isinstance(state, dict) or state.get("way") not in get_args(Way) or "at" not in state:
+            raise ValueError(f"state['source'] is {state!r}; load what BalancedLoader.state_dict gave")
+        at = pickle.dumps(state["at"]) if state["way"] == "loader" else state["at"]
+        return cls(state["way"], at, bool(state.get("ended")), int(state.get("last", 0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,89 +60,49 @@ class Resumed:
     Attributes:
         lines: What must be the same on all ranks, one readable line each.
         problem: Why this rank cannot go on; empty if it can.
-        window: What is known of the window to go on in; None at its beginning.
-        fields: Of the batches to come, as `Schema.constant_lines`; empty where they are unknown.
+        window: What is known of the window to go on in: its `size` in batches, how many are `done`, and what its plan
+            followed; None at its beginning.
     """
 
     lines: tuple[str, ...] = ()
     problem: str = ""
     window: dict[str, Any] | None = None
-    fields: tuple[str, ...] = ()
 
-    @property
-    def token(self) -> int:
-        """64 bits that are the same on ranks that go on from the same point."""
-        if self.problem:
-            return _CANNOT
-        digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).digest()
-        return max(_CANNOT + 1, int.from_bytes(digest, "little"))
-
-    def checked(self, num_samples: int, window: int, schema: Schema) -> Resumed:
-        """With a problem, if the job's windows or batches are not those of before.
-
-        Args:
-            num_samples: Of the first round.
-            window: Batches of a window in this job.
-            schema: Of the batches; where there are no samples it says nothing.
-        """
-        problem = self.problem or (self._other_fields(schema) if num_samples else "")
-        if not problem and self.window is not None and self.window["size"] != window:
-            problem = (
-                f"the state was taken within a window of {self.window['size']} batches, and this job has "
-                f"window={window}; go on with BalanceOptions(window={self.window['size']}), from a state between "
-                "windows, or with load_state_dict(…, repeat_window=True), which trains the whole window again"
-            )
-        return replace(self, problem=problem) if problem else self
-
-    def _other_fields(self, schema: Schema) -> str:
-        found = schema.constant_lines
-        if not self.fields or found == self.fields:
-            return ""
-        before = "; ".join(line for line in self.fields if line not in found)
-        now = "; ".join(line for line in found if line not in self.fields)
-        had, have = f"its batches had {before} before", f"have {now} now"
-        told = (f"{had}, and {have}" if now else f"{had}, and lack that now") if before else f"its batches {have}"
-        return (
-            f"{told}, unlike when the state was taken; go on with batches of the same fields and dtypes, or begin the "
-            "epoch anew, without the state"
+    def checked(self, window: int) -> Resumed:
+        """With a problem, if the job's windows are not those of before."""
+        if self.problem or self.window is None or self.window["size"] == window:
+            return self
+        size = self.window["size"]
+        return replace(
+            self,
+            problem=f"the state was taken within a window of {size} batches, and this job has window={window}; go on "
+            f"with BalanceOptions(window={size}), from a state between windows, or with load_state_dict(…, "
+            "repeat_window=True), which trains the whole window again",
         )
-
-
-def tokens_differ(tokens: Sequence[int]) -> bool:
-    """Whether ranks go on from different points, or one cannot."""
-    return _CANNOT in tokens or len(set(tokens)) > 1
 
 
 def check_resumed(name: str, ranks: Sequence[Resumed | None]) -> None:
     """Checks that all ranks go on from one point.
-
-    Raises:
-        ResumeError: If one cannot, or they do not.
-    """
-    if tokens_differ([0 if one is None else one.token for one in ranks]):
-        raise_differing(name, ranks)
-
-
-def raise_differing(name: str, ranks: Sequence[Resumed | None]) -> NoReturn:
-    """Raises the error that says which rank cannot go on, or how the first two differ.
 
     Args:
         name: The loader's name.
         ranks: What each rank goes on from; None: from the beginning.
 
     Raises:
-        ResumeError: If it is called; it does nothing else.
+        ResumeError: Which says which rank cannot go on, or how the first two differ.
     """
     for rank, one in enumerate(ranks):
         if one is not None and one.problem:
             raise ResumeError(f"rank {rank} cannot go on with the loader {name!r}: {one.problem}")
-    lines = [one.lines if one is not None else ("no state was loaded",) for one in ranks]
-    other = next((rank for rank, of_rank in enumerate(lines) if of_rank != lines[0]), 0)
+    lines = [("no state was loaded",) if one is None else one.lines for one in ranks]
+    other = next((rank for rank, of_rank in enumerate(lines) if of_rank != lines[0]), None)
+    if other is None:
+        return
     here = "; ".join(line for line in lines[0] if line not in lines[other])
     there = "; ".join(line for line in lines[other] if line not in lines[0])
     raise ResumeError(
-        f"ranks do not go on with the loader {name!r} from the same point: rank 0: {here}; rank {other}: {there}; load "
-        "the states of one checkpoint, on all ranks"
+        f"ranks do not go on with the loader {name!r} from the same point: rank 0: {here}; rank {other}: {there}; "
+        + _ONE_CHECKPOINT
     )
 
 
@@ -128,10 +117,8 @@ class LoaderState:
         epoch: Of this pass, as `set_epoch` named it; None if it did not.
         batches: That were yielded in this pass.
         finished: The pass is over; the next begins at the loader's own beginning.
-        source: Where the wrapped loader was before the first window that was not wholly yielded; None: at its
-            beginning.
-        window: What is known of that window if it was yielded in part.
-        fields: Of that window's batches, as `Schema.constant_lines`; empty where this rank had no sample of it.
+        source: The wrapped loader's position before the first window that was not wholly yielded; None: its beginning.
+        window: What is known of that window if it was yielded in part; see `Resumed`.
     """
 
     name: str
@@ -140,9 +127,8 @@ class LoaderState:
     epoch: int | None = None
     batches: int = 0
     finished: bool = False
-    source: Place | None = None
+    source: Position | None = None
     window: dict[str, Any] | None = None
-    fields: tuple[str, ...] = ()
 
     def to_state(self) -> dict[str, Any]:
         """As plain values."""
@@ -151,7 +137,6 @@ class LoaderState:
             "epoch": self.epoch, "batches": self.batches, "finished": self.finished,
             "source": None if self.source is None else self.source.to_state(),
             "window": None if self.window is None else dict(self.window),
-            "fields": list(self.fields),
         }  # fmt: skip
 
     @classmethod
@@ -174,7 +159,10 @@ class LoaderState:
                 "this name, or name this one so (BalancedLoader(name=…))"
             )
         try:
-            window = state["window"]
+            window = None if state["window"] is None else {name: kind(state["window"][name])
+                                                           for name, kind in _WINDOW.items()}  # fmt: skip
+            if window is not None and not 0 < window["done"] < window["size"]:
+                raise ValueError(f"{window['done']} batches are done of a window of {window['size']}")
             return cls(
                 name=name,
                 rank=int(state["rank"]),
@@ -182,9 +170,8 @@ class LoaderState:
                 epoch=None if state["epoch"] is None else int(state["epoch"]),
                 batches=int(state["batches"]),
                 finished=bool(state["finished"]),
-                source=None if state["source"] is None else Place.from_state(state["source"]),
-                window=None if window is None else {name: kind(window[name]) for name, kind in _WINDOW.items()},
-                fields=tuple(map(str, state["fields"])),
+                source=None if state["source"] is None else Position.from_state(state["source"]),
+                window=window,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ResumeError(f"state is damaged ({error}); load what BalancedLoader.state_dict gave") from error
@@ -208,11 +195,10 @@ class LoaderState:
         """The state of the beginning of its window, which is trained again."""
         if self.window is None:
             return self
-        done = int(self.window["size"]) - len(self.window["left"])
-        return replace(self, window=None, batches=max(0, self.batches - done))
+        return replace(self, window=None, batches=max(0, self.batches - int(self.window["done"])))
 
     @property
-    def start(self) -> Place | None:
+    def start(self) -> Position | None:
         """Where the loader begins its next iteration; None: as it does by itself.
 
         A loader with a state of its own also knows by it that its epoch is over. One that had batches left when the
@@ -224,7 +210,7 @@ class LoaderState:
 
     @property
     def resumed(self) -> Resumed | None:
-        """What votes tell of it; None where nothing had been trained."""
+        """What the first round tells of it; None where nothing had been trained."""
         if self.source is None and self.batches == 0:
             return None
         lines = [f"{self.batches} batches trained in this epoch", f"states of {self.world_size} ranks"]
@@ -233,28 +219,15 @@ class LoaderState:
         if self.finished:
             lines.append("the epoch was over")
         if self.window is not None:
-            lines.append(
-                f"within a window of {self.window['size']}, of which the batches {self.window['left']} are left"
-            )
+            lines.append(f"within a window of {self.window['size']}, of which {self.window['done']} batches are done")
         if self.source is not None:
-            lines.append(f"the loader's place is found by {self.source.way}")
+            lines.append(f"the loader's position is found by {self.source.way}")
             if self.source.way == "sampler":
-                lines.append(f"the sampler at {_short(self.source.at)}")
-        return Resumed(lines=tuple(lines), window=self.window, fields=self.fields)
+                lines.append(f"the sampler at {dict(sorted(self.source.at.items()))}")
+        return Resumed(lines=tuple(lines), window=self.window)
 
 
-def _short(state: Any) -> str:
-    """A sampler's state in one line, the same for the same state."""
-    if not isinstance(state, dict):
-        return repr(state)
-    shown = {
-        key: hashlib.blake2b(value, digest_size=8).hexdigest() if isinstance(value, bytes) else value
-        for key, value in sorted(state.items())
-    }
-    return repr(shown)
-
-
-def states_of(given: object, name: str) -> list[LoaderState]:
+def read_states(given: object, name: str) -> list[LoaderState]:
     """Reads one state, or those of all ranks.
 
     Raises:
@@ -283,35 +256,32 @@ def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_si
         _check_all(states)
     by_sampler = first.source is None or first.source.way == "sampler"
     if first.world_size == world_size:
-        if len(states) > 1:
-            return states[rank]
-        if first.rank != rank and not by_sampler:
+        if len(states) == 1 and first.rank != rank and not by_sampler:
             raise ResumeError(
                 f"state['rank'] is {first.rank}, and this is rank {rank}; load the state that this rank saved, or "
                 "those of all ranks as a list; where one value is saved for all ranks, save JobState(loader)"
             )
-        return replace(first, rank=rank)
-    first = replace(first, fields=next((one.fields for one in states if one.fields), ()))
+        return replace(states[rank] if len(states) > 1 else first, rank=rank)
+    other = f"state['world_size'] is {first.world_size}, and this job has {world_size}"
     if first.window is not None and not first.finished:
         raise ResumeError(
-            f"state['world_size'] is {first.world_size}, this job has {world_size}, and the state was taken within a "
-            "window, which only as many ranks can divide as before; go on from a state between windows, or with "
-            "load_state_dict(…, repeat_window=True), which trains the whole window again"
+            f"{other}; the state was taken within a window, which only as many ranks can divide as before; go on from "
+            "a state between windows, or with load_state_dict(…, repeat_window=True), which trains the whole window "
+            "again"
         )
     if first.finished or by_sampler:
         return replace(first, rank=rank, world_size=world_size)
     if len(states) < first.world_size:
+        raise ResumeError(f"{other}; load the states of all {first.world_size} ranks as a list")
+    if not hasattr(loader, "load_state_dicts"):
         raise ResumeError(
-            f"state['world_size'] is {first.world_size}, and this job has {world_size}; load the states of all "
-            f"{first.world_size} ranks as a list"
+            f"{other}, for which the loader's data must be of the whole job: use "
+            "trainer_client.balancing.sampling.GlobalBatchSampler, or give the loader load_state_dicts(states of all "
+            "ranks)"
         )
-    if hasattr(loader, "load_state_dicts"):
-        return replace(first, rank=rank, world_size=world_size, source=_all(states))
-    raise ResumeError(
-        f"state['world_size'] is {first.world_size}, and this job has {world_size}, for which the loader's data must "
-        "be of the whole job: use trainer_client.balancing.sampling.GlobalBatchSampler, or give the loader "
-        "load_state_dicts(states of all ranks)"
-    )
+    positions = [pickle.loads(one.source.at) for one in states if one.source is not None]
+    all_of_them = Position("loader", pickle.dumps(positions), of_all=True)
+    return replace(first, rank=rank, world_size=world_size, source=all_of_them)
 
 
 def _check_all(states: Sequence[LoaderState]) -> None:
@@ -322,9 +292,3 @@ def _check_all(states: Sequence[LoaderState]) -> None:
                 f"{states[0].world_size} ranks of one checkpoint, in the order of the ranks"
             )
     check_resumed(states[0].name, [one.resumed for one in states])
-
-
-def _all(states: Sequence[LoaderState]) -> Place:
-    """The places of all ranks in one, for a loader that deals them out again."""
-    places = [one.source for one in states if one.source is not None]
-    return Place("loader", pickle.dumps([pickle.loads(place.at) for place in places]), of_all=True)

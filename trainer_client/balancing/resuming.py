@@ -38,12 +38,16 @@ class Resuming(Stage):
                     "options and version of evenkeel, from a state between windows, or with load_state_dict(…, "
                     "repeat_window=True), which trains the whole window again"
                 )
-            batches, last = tuple(window["left"]), bool(window["last"])
-            round_.decision = replace(round_.decision, batches=batches, last=last, resumed=True)
+            assert round_.samples is not None
+            batches = round_.decision.batches
+            batches = tuple(range(round_.samples.num_batches)) if batches is None else batches
+            round_.decision = replace(round_.decision, batches=batches[window["done"] :], resumed=True)
         round_.extras.window = {
-            "size": self._window, "last": round_.decision.last, "digest": digest,
-            "speeds": list(round_.options.speeds), "plain": round_.decision.reason is Reason.COMPILING,
-        }  # fmt: skip
+            "size": self._window,
+            "digest": digest,
+            "speeds": list(round_.options.speeds),
+            "plain": round_.decision.reason is Reason.COMPILING,
+        }
 
 
 def _digest(plan: RoundPlan | None) -> str:

@@ -32,9 +32,8 @@ from trainer_client.balancing.contribution import NO_SAMPLES, Contribution, Extr
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.decide import Decision
 from trainer_client.balancing.directive import Directive
-from trainer_client.balancing.dividing import Cost
+from trainer_client.balancing.dividing import Cost, warn_of_unasked_splits
 from trainer_client.balancing.errors import NoDataError, out_of_order, used_after, used_closed
-from trainer_client.balancing.latest import warn_of_unasked_splits
 from trainer_client.balancing.measured import Measured
 from trainer_client.balancing.opening import Opened, StreamConfig, begin_opening
 from trainer_client.balancing.options import BalanceOptions
@@ -612,7 +611,7 @@ class BatchStream:
             )
         if current.resumed is not None:  # the first round after a state was loaded
             resumed, current.resumed = current.resumed, None
-            extras = replace(extras, resumed=resumed.checked(len(samples), opened.options.window, first.schema))
+            extras = replace(extras, resumed=resumed.checked(opened.options.window))
         if (learned := self.measured.learns) is not None and (rows := self.measured.take_rows()) is not None:
             extras = replace(extras, term_names=tuple(learned.terms.names), term_rows=rows)
         if opened.communicators is not None and opened.communicators.peers.shape[1] > 1:

@@ -22,7 +22,7 @@ import torch
 from prometheus_client import start_http_server
 
 from trainer_client.balancing import BalancedLoader, Counters, RoundReport
-from trainer_client.balancing.launchers import local_rank
+from trainer_client.balancing.adapters.launchers import local_rank
 from trainer_client.embedding.routing.ownership import RoutingLike
 from trainer_client.embedding.routing.skew import feature_skew
 from trainer_client.observing.measurement import Mark

@@ -13,11 +13,10 @@ from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
-from trainer_client.balancing import incoming
+from trainer_client.balancing import source as incoming
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device
 from trainer_client.balancing.costs import TokenCost
-from trainer_client.balancing.incoming import Incoming
-from trainer_client.balancing.places import Source
+from trainer_client.balancing.source import Source
 
 
 class OnDevice(torch.Tensor):
@@ -70,7 +69,7 @@ def test_a_batch_on_a_device_is_fetched_one_ahead_and_comes_with_its_cost(monkey
             raise BatchError("'count' is on cuda:0")
         return batch.lengths_of("count")
 
-    came = Incoming(Source(source()), cost=cost_of, memory=on_the_host, spec=SPEC)
+    came = Source(source(), None, cost=cost_of, memory=on_the_host, spec=SPEC)
     for step in range(4):
         flat = next(came)
         assert fetched == list(range(min(step + 2, 4)))
@@ -85,7 +84,7 @@ def test_a_batch_on_a_device_is_fetched_one_ahead_and_comes_with_its_cost(monkey
             raise BatchError("'count' is on cuda:0")
         return batch["count"]
 
-    came = Incoming(Source(source()), cost=on_the_host_only, memory=None, spec=SPEC)
+    came = Source(source(), None, cost=on_the_host_only, memory=None, spec=SPEC)
     with pytest.raises(BatchError, match="'count' is on cuda:0; compute it with torch on the device"):
         came.cost(next(came))
 

@@ -8,7 +8,7 @@ import torch
 from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, Balancer
 from trainer_client.balancing.batches import BatchError
-from trainer_client.balancing.places import fingerprint
+from trainer_client.balancing.source import fingerprint
 
 LAYOUTS = {
     "plain": torch.arange(6),

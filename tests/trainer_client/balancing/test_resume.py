@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import pickle
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -227,7 +225,7 @@ def state_after(batches: int, *, window: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 7}, r"state\['version'\] is 7, and this release reads 1"),
+        ({"version": 7}, r"state\['version'\] is 7, and this release reads 2"),
         ({"name": "eval"}, r"state\['name'\] is 'eval', and this loader is 'train'"),
         ({"world_size": 3}, r"state\['world_size'\] is 3, and this job has 1; load the states of all 3 ranks"),
         ({"rank": 2, "world_size": 1}, r"state\['rank'\] is 2, and this is rank 0"),
@@ -244,24 +242,16 @@ def test_a_state_that_cannot_be_read_is_refused_by_field_and_value(change: dict[
             alone().load_state_dict(nothing)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"plan": ""}, {"plan": "?"}, {"left": []}, {"left": [2, 1]}, {"left": [1, 3]}, {"batch_sizes": [8, 8]},
-        {"batch_sizes": [8, 8, 9, -8]}, {"size": 2}, {"size": 99},
-        {"plan": base64.b64encode(zlib.compress(bytes([3] * 51))).decode()},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [{"done": 0}, {"done": 3}, {"size": 1}, {"size": "?"}, {"speeds": None}])
 def test_a_damaged_window_is_refused_before_anything_is_read(change: dict[str, Any]) -> None:
     state = state_after(4, window=3)
-    assert state["window"]["batch_sizes"] == [8, 8, 1]
+    assert (state["window"]["size"], state["window"]["done"]) == (3, 1)
     with pytest.raises(ResumeError, match="state is damaged"):
         alone(3).load_state_dict({**state, "window": {**state["window"], **change}})
 
 
 def test_within_a_window_the_window_stays_as_it_was() -> None:
     state = state_after(4, window=3)
-    assert state["window"]["left"] == [1, 2]
     loader = alone(2)
     loader.load_state_dict(state)
     with pytest.raises(ResumeError, match=r"within a window of 3 batches, and this job has window=2; go on with"):
@@ -279,7 +269,7 @@ def test_another_way_to_find_the_place_is_refused() -> None:
     job = Job(steps=(6,))
     loader: BalancedLoader[Any] = BalancedLoader(Stateful(job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
     loader.load_state_dict(state)
-    with pytest.raises(ResumeError, match=r"is 'skip', and this loader's place is found by 'loader'"):
+    with pytest.raises(ResumeError, match=r"is 'skip', and this loader's position is found by 'loader'"):
         list(loader)
 
 

@@ -58,28 +58,39 @@ def go_on(
 def test_another_number_of_ranks_trains_each_sample_once(window: int, workers: int) -> None:
     states: list[dict[str, Any]] | None = None
     trained: list[int] = []
-    for world_size, stop in ((3, 2), (1, 3), (4, 1), (2, 100)):
+    for world_size, stop in ((3, 2), (1, 3), (4, 1), (2, 100)) if window == 1 else ((3, 4), (1, 4), (2, 100)):
         results = run_ranks(world_size, go_on, window, stop, states, workers)
         trained += [sample for steps, _ in results for step in steps for sample in step]
-        states = [state for _, state in results]
-        if window == 1:
-            states = states[-1:]  # that of any rank will do
+        states = [results[-1][1]]  # between two windows that of any rank will do
     assert sorted(trained) == list(range(101))
 
 
-def test_states_of_some_ranks_are_refused_within_a_window_by_another_number_of_ranks() -> None:
-    (_, state), _ = run_ranks(2, go_on, 4, 2, None)
-    loader = BalancedLoader(
-        torch.utils.data.DataLoader(
-            Numbers(), batch_sampler=GlobalBatchSampler(Numbers(), global_batch_size=11, seed=5)
-        ),
-        Balancer.embedded(options=options(window=4)),
-        cost=cost_of,
-    )
-    with pytest.raises(ResumeError, match=r"is 2, and this job has 1; load the states of all 2 ranks as a list"):
-        loader.load_state_dict(state)
-    with pytest.raises(ResumeError, match=r"states\[1\] is of rank 0 of 2; give the states of all 2 ranks"):
-        loader.load_state_dict([state, state])
+@pytest.mark.parametrize("world_sizes", [(2, 1), (1, 2), (2, 3)])
+def test_within_a_window_another_number_of_ranks_is_refused_or_trains_it_again(world_sizes: tuple[int, int]) -> None:
+    before, after = world_sizes
+    results = run_ranks(before, go_on, 4, 6, None)
+    for refused, steps in run_ranks(after, repeat, results[0][1]):
+        assert f"state['world_size'] is {before}, and this job has {after}; the state was taken within a" in refused
+        assert "repeat_window=True" in refused
+        whole = sorted(sample for rank_steps, _ in results for step in rank_steps[:4] for sample in step)
+        assert len(whole) == 44
+        assert not {sample for step in steps for sample in step} & set(whole)
+    again = [sample for _, steps in run_ranks(after, repeat, results[0][1]) for step in steps for sample in step]
+    assert sorted(whole + again) == list(range(101))
+
+
+def repeat(rank: int, state: dict[str, Any]) -> tuple[str, list[list[int]]]:
+    """What loading the state says, and what is trained when its window is repeated."""
+    del rank
+    with Balancer.embedded(options=options(window=4)) as balancer:
+        sampler = GlobalBatchSampler(Numbers(), global_batch_size=11, seed=5)
+        data = torch.utils.data.DataLoader(Numbers(), batch_sampler=sampler, collate_fn=gather)
+        loader = BalancedLoader(data, balancer, cost=cost_of, spec=SPEC)
+        with pytest.raises(ResumeError) as refused:
+            loader.load_state_dict(state)
+        loader.load_state_dict(state, repeat_window=True)
+        loader.set_epoch(3)
+        return str(refused.value), [batch["id"].tolist() for batch in loader]
 
 
 def sampled_everywhere(rank: int, window: int) -> None:

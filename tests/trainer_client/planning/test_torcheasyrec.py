@@ -183,13 +183,13 @@ def test_the_page_says_what_works(tzrec: Any) -> None:
     page = (ROOT / "docs/train/torcheasyrec.md").read_text("utf-8")
     start, cost = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(re.sub("^    ", "", start, flags=re.MULTILINE), {})
-    wrapped = ["examples.plan_torcheasyrec", "trainer_client.balancing.torcheasyrec"]
+    wrapped = ["examples.plan_torcheasyrec", "trainer_client.balancing.adapters.torcheasyrec"]
     assert [sys.modules[one].__name__ for one in wrapped] == wrapped
     assert hasattr(tzrec.create_planner, "__wrapped__")
     assert hasattr(tzrec.create_dataloader, "__wrapped__")
     assert len(tzrec.started) == 2
     from trainer_client import HSTUCost
-    from trainer_client.balancing.torcheasyrec import balance_training
+    from trainer_client.balancing.adapters.torcheasyrec import balance_training
 
     exec(cost, {"HSTUCost": HSTUCost, "balance_training": balance_training})
     assert isinstance(sys.modules["tzrec.main"], ModuleType)

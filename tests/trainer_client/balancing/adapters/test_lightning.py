@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client import BalancedLoader, Balancer
+from trainer_client.balancing.adapters.job_state import JobState
+from trainer_client.balancing.adapters.lightning import LightningLoader
 from trainer_client.balancing.resume import ResumeError
 from trainer_client.balancing.sampling import GlobalBatchSampler
-from trainer_client.balancing.trainers import JobState, LightningLoader
 
 SAMPLES, STEPS, EPOCHS = 20, 4, 3
 

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-from pathlib import Path
-from typing import Any
-
 import pytest
-from trainer_client.cli.calls import connected
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
-from benchmarks.harness.ranks import run_ranks
-from evenkeel.addresses import endpoints
-from evenkeel.credentials import Credentials
-from evenkeel.protocol import balancer_pb2 as pb
 from evenkeel.restarts import restart_text
-from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from trainer_client import BalancedLoader, Balancer
-from trainer_client.balancing.launchers import Launch, local_rank, read_launch
+from trainer_client import Balancer
+from trainer_client.balancing.adapters.launchers import Launch, local_rank, read_launch
 
 # What `srun` gives a task of a job of two nodes, as `env | grep SLURM` tells.
 SLURM = {
@@ -45,7 +32,6 @@ JOBSET = {
     "PET_MASTER_ADDR": "a-train-node-0-0.a-train", "PET_MASTER_PORT": "29400", "PET_NNODES": "2", "PET_NODE_RANK": "0",
     "PET_NPROC_PER_NODE": "8",
 }  # fmt: skip
-VARIABLES = {*SLURM, *TORCHRUN, *JOBSET, "SLURM_RESTART_COUNT"}
 
 
 @pytest.mark.parametrize(
@@ -111,76 +97,3 @@ def test_what_is_wrong_is_refused_by_name_on_every_rank(monkeypatch: pytest.Monk
         for make in (Balancer.from_env, Balancer.embedded):
             with pytest.raises(ValueError, match=f"EVENKEEL_RESTART_COUNT is '{value}'; give the number of restarts"):
                 make()
-
-
-@pytest.fixture(scope="module")
-def balancer() -> Any:
-    with running_balancer("--abandoned-expiry-seconds", "300") as running:
-        yield running
-
-
-def train(rank: int, environment: dict[str, str], address: str, rounds: int, hangs: Path | None) -> list[str]:
-    """Some rounds of a rank that its launcher has started; returns how each was decided.
-
-    Args:
-        rank: Its number.
-        environment: What its launcher has set.
-        address: Of the balancer.
-        rounds: How many.
-        hangs: The rank hangs then, its streams open, until this file is gone.
-    """
-    for name in VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(environment, EVENKEEL_BALANCER=address)
-    balancer = Balancer.from_env()
-    batches = [make_batch(rank, step, 4) for step in range(rounds if hangs is None else 1000)]
-    modes = []
-    for _ in (loader := BalancedLoader(batches, balancer, cost=cost_of, spec=SPEC)):
-        modes.append(loader.report.mode.value)
-        if hangs is not None and len(modes) == rounds:
-            hangs.with_name(f"rank-{rank}").touch()
-            while hangs.exists():
-                time.sleep(0.02)
-            os._exit(1)
-    balancer.close()
-    return modes
-
-
-def sessions(balancer: ServiceProcess) -> list[tuple[str, str, int]]:
-    (place,) = endpoints(balancer.address)
-    with connected(place, Credentials(), timeout=30) as calls:
-        found = calls.call("GetSessionStats", pb.GetSessionStatsRequest()).sessions
-    return [(one.job, one.run_id, one.restart_count) for one in found]
-
-
-@pytest.mark.parametrize(
-    ("first", "again", "job"),
-    [
-        (SLURM, {**SLURM, "SLURM_RESTART_COUNT": "1"}, ("a-train-4711", "slurm-4711.0", 10000)),
-        (JOBSET, {**JOBSET, "EVENKEEL_RESTART_COUNT": "2"}, ("a-train", JOBSET["EVENKEEL_RUN_ID"], 20000)),
-    ],
-    ids=["slurm", "jobset"],
-)
-def test_a_job_started_again_takes_over_its_name_at_once(
-    balancer: ServiceProcess, first: dict[str, str], again: dict[str, str], job: tuple[str, str, int], tmp_path: Path
-) -> None:
-    """Also while the ranks that it replaces hang, their streams open."""
-    hangs = tmp_path / "hangs"
-    hangs.touch()
-    hung = threading.Thread(
-        target=run_ranks, args=(2, train, first, balancer.address, 3, hangs), kwargs={"check": False}
-    )
-    hung.start()
-    try:
-        deadline = time.monotonic() + 120
-        while not all((tmp_path / f"rank-{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        (before,) = sessions(balancer)
-        assert before[:2] == job[:2]
-        assert before[2] < job[2]
-        assert run_ranks(2, train, again, balancer.address, 3, None) == [["service"] * 3] * 2
-    finally:
-        hangs.unlink()
-        hung.join()
-    assert job not in sessions(balancer)  # it ended in order

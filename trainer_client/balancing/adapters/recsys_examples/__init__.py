@@ -1,8 +1,10 @@
-"""Shufflers of recsys-examples with Evenkeel behind them: their two phases, and their names."""
+"""Evenkeel behind the batch shufflers of NVIDIA's recsys-examples: its training scripts balance through Evenkeel.
+
+Nothing of theirs is imported before `register_shufflers` is called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,7 +19,6 @@ from trainer_client.balancing.report import RoundReport
 from trainer_client.balancing.stream import Ticket
 
 PREFIX = "evenkeel_"
-_UNBALANCED = "identity"
 INDICES = "global_indices"  # beside the fields of a batch, where a caller asks for them
 
 
@@ -34,9 +35,8 @@ class Handle:
 class EvenkeelShuffling:
     """What comes before a shuffler class of recsys-examples to balance through Evenkeel; see `evenkeel_shuffler`.
 
-    Samples that only fill a batch up (from `actual_batch_size` to `batch_size`) stay where they are: the real ones are
-    spread, and every rank's batch is filled up to its size again, jagged fields by samples of length 0. As theirs do,
-    fields of plain tensors come back flat, one row for each real sample.
+    The real samples of a batch (below `actual_batch_size`) are spread, and every rank's batch is filled up to its size
+    again, jagged fields by samples of length 0. As theirs do, plain tensors come back flat, one row for each real one.
 
     Attributes:
         balancer: What balances; None: one from the environment for each process group.
@@ -55,10 +55,6 @@ class EvenkeelShuffling:
         self._balancers: dict[Any, Balancer] = {}
         self._specs: dict[tuple[tuple[str, int], ...], BatchSpec] = {}
 
-    def get_workloads(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """(batch_size,) predicted work of each sample: the shuffler's own."""
-        return super().get_workloads(batch, *args, **kwargs)  # type: ignore[misc]
-
     def start_shuffle_async(self, batch: Any, pg_group: Any = None, *args: Any, **kwargs: Any) -> Handle:
         """Phase 1: announces a batch. Waits for its lengths and workloads to be on the host, and for no other rank.
 
@@ -71,7 +67,7 @@ class EvenkeelShuffling:
         Returns:
             For `finish_shuffle`. Several batches may be in flight; phase 2 takes them in the order of phase 1.
         """
-        return self._start(batch, pg_group, self.get_workloads(batch, *args, **kwargs), indices=False)
+        return self._start(batch, pg_group, self._workloads(batch, *args, **kwargs), indices=False)
 
     def finish_shuffle(
         self,
@@ -109,7 +105,7 @@ class EvenkeelShuffling:
             The batch; with the (real samples,) positions in the global batch, and with the workloads of the batch that
             was given, where they are asked for.
         """
-        workloads = self.get_workloads(batch, *args, **kwargs)
+        workloads = self._workloads(batch, *args, **kwargs)
         shuffled, indices = self._finish(batch, self._start(batch, pg_group, workloads, indices=return_indices))
         extra = [*([indices] if return_indices else []), *([workloads] if return_workloads else [])]
         return (shuffled, *extra) if extra else shuffled
@@ -120,19 +116,26 @@ class EvenkeelShuffling:
             balancer.close()
         self._balancers.clear()
 
+    def _workloads(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        workloads: torch.Tensor = self.get_workloads(batch, *args, **kwargs)  # type: ignore[attr-defined]  # theirs
+        return workloads
+
     def _start(self, batch: Any, group: Any, workloads: torch.Tensor, *, indices: bool) -> Handle:
         size = int(batch.batch_size)
         real = size if batch.actual_batch_size is None else int(batch.actual_batch_size)
         if tuple(workloads.shape) != (size,):
             raise BatchError(f"get_workloads returned shape {tuple(workloads.shape)}; give one for each of {size} rows")
         parts = {field.name: getattr(batch, field.name) for field in fields(batch)}
-        parts = {name: value for name, value in parts.items() if _travels(value)}
         if indices:
             first = dist.get_rank(group) * size
             parts[INDICES] = torch.arange(first, first + size, device=workloads.device)
-        rows = tuple((name, _rows(name, value, size)) for name, value in parts.items() if torch.is_tensor(value))
-        cut = {name: _cut(value, dict(rows), name, size, real) for name, value in parts.items()}
-        spec = self._spec(tuple((name, each) for name, each in rows if each > 1))
+        rows = {name: _rows(name, value, size) for name, value in parts.items() if torch.is_tensor(value)}
+        jagged = {name: value for name, value in parts.items() if is_keyed_jagged_tensor(value)}
+        cut = {name: parts[name][: real * each] for name, each in rows.items()}
+        cut |= {name: _resized(value, real) for name, value in jagged.items()}
+        several = tuple((name, each) for name, each in rows.items() if each > 1)
+        # one object for batches of a kind, which are recognised by it
+        spec = self._specs.setdefault(several, BatchSpec(rows_per_sample=dict(several)))
         flat, (costs,) = Arriving(cut, spec, [workloads[:real]]).get()
         balancer, stream = self._balancer_of(group), f"{self.name}.indices" if indices else self.name
         ticket = balancer.submit(flat, cost=lambda _: costs, spec=spec, loader=stream)
@@ -142,13 +145,14 @@ class EvenkeelShuffling:
         moved = handle.balancer.redistribute(None, handle.ticket, spec=handle.spec, loader=handle.stream)
         if moved is None:
             raise RuntimeError(f"the loops of all ranks over {handle.stream!r} have ended, as a rank has left its own")
-        self.report = handle.ticket.report  # which redistributing has waited for
+        self.report = handle.ticket.report
         indices = moved.pop(INDICES, None)
         jagged = next(value for value in moved.values() if is_keyed_jagged_tensor(value))
         real = jagged.lengths().numel() // len(jagged.keys())
         size = max(int(batch.batch_size), real)
         filled = {
-            name: value.reshape(-1) if torch.is_tensor(value) else _fill(value, size) for name, value in moved.items()
+            name: value.reshape(-1) if torch.is_tensor(value) else _resized(value, size)
+            for name, value in moved.items()
         }
         return replace(batch, **filled, batch_size=size, actual_batch_size=real), indices
 
@@ -160,14 +164,6 @@ class EvenkeelShuffling:
             self._balancers[group] = Balancer.from_env(options=self.options, process_group=group)
         return self._balancers[group]
 
-    def _spec(self, rows: tuple[tuple[str, int], ...]) -> BatchSpec:
-        """One object for batches of a kind, which are recognised by it."""
-        return self._specs.setdefault(rows, BatchSpec(rows_per_sample=dict(rows)))
-
-
-def _travels(value: Any) -> bool:
-    return torch.is_tensor(value) or is_keyed_jagged_tensor(value)
-
 
 def _rows(name: str, value: torch.Tensor, size: int) -> int:
     if value.dim() == 0 or value.shape[0] == 0 or value.shape[0] % size:
@@ -175,34 +171,17 @@ def _rows(name: str, value: torch.Tensor, size: int) -> int:
     return value.shape[0] // size
 
 
-def _cut(value: Any, rows: Mapping[str, int], name: str, size: int, real: int) -> Any:
-    """Without what fills a batch up: of a jagged field those are lengths of 0, and no values."""
-    if real == size:
-        return value
-    if torch.is_tensor(value):
-        return value[: real * rows[name]]
-    lengths = value.lengths().view(len(value.keys()), size)[:, :real]
-    return _jagged(value, lengths, real)
-
-
-def _fill(value: Any, size: int) -> Any:
-    """A jagged field with samples of length 0 up to `size`."""
+def _resized(value: Any, size: int) -> Any:
+    """A jagged field with so many samples: without those that fill it up, or with more of length 0."""
     lengths = value.lengths().view(len(value.keys()), -1)
     missing = size - lengths.shape[1]
     if not missing:
         return value
-    return _jagged(value, torch.cat([lengths, lengths.new_zeros(lengths.shape[0], missing)], dim=1), size)
-
-
-def _jagged(value: Any, lengths: torch.Tensor, size: int) -> Any:
+    resized = lengths[:, :size] if missing < 0 else torch.nn.functional.pad(lengths, (0, missing))
     return type(value)(
-        value.keys(),
-        value.values(),
-        weights=value.weights_or_none(),
-        lengths=lengths.reshape(-1),
-        stride=size,
+        value.keys(), value.values(), weights=value.weights_or_none(), lengths=resized.reshape(-1), stride=size,
         length_per_key=value.length_per_key_or_none(),
-    )
+    )  # fmt: skip
 
 
 def evenkeel_shuffler(
@@ -229,13 +208,13 @@ def evenkeel_shuffler(
 def register_shufflers(
     *, replace: bool = False, balancer: Balancer | None = None, options: BalanceOptions | None = None
 ) -> tuple[str, ...]:
-    """Registers Evenkeel's twin of each shuffler that is registered: `evenkeel_hstu` beside `hstu`.
+    """Registers Evenkeel's version of each shuffler that is registered: `evenkeel_hstu` beside `hstu`.
 
     Call it after what registers theirs has been imported (`utils` in their HSTU example) and before the script creates
     its shuffler.
 
     Args:
-        replace: Also puts the twin in the shuffler's own place, so that nothing else in a script changes.
+        replace: Also registers it under the shuffler's own name, so that nothing else in a script changes.
         balancer: See `evenkeel_shuffler`.
         options: See `evenkeel_shuffler`.
 
@@ -249,24 +228,17 @@ def register_shufflers(
     from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 
     registered: dict[str, type[Any]] = BatchShufflerFactory.list_available()
-    theirs = {
-        name: kind
-        for name, kind in registered.items()
-        if name != _UNBALANCED and not issubclass(kind, EvenkeelShuffling)
-    }
-    ours = [name for name, kind in registered.items() if issubclass(kind, EvenkeelShuffling)]
+    ours = {name for name, kind in registered.items() if issubclass(kind, EvenkeelShuffling)}
+    theirs = {name: kind for name, kind in registered.items() if name not in {*ours, "identity"}}
     if not theirs and not ours:
         raise RuntimeError(
             "no batch shuffler is registered; first import what registers it, such as utils.hstu_batch_balancer"
         )
     for name, kind in theirs.items():
-        twin = evenkeel_shuffler(kind, balancer=balancer, options=options)
-        places = [name] if replace else []
-        if not name.startswith(PREFIX):
-            places.append(PREFIX + name)
-        for place in places:
-            if place in registered:
-                BatchShufflerFactory.unregister(place)
-            BatchShufflerFactory.register(place, twin)
-            ours.append(place)
-    return tuple(sorted(set(ours)))
+        shuffler = evenkeel_shuffler(kind, balancer=balancer, options=options)
+        for as_name in {name, PREFIX + name} if replace else {PREFIX + name}:
+            if as_name in registered:
+                BatchShufflerFactory.unregister(as_name)
+            BatchShufflerFactory.register(as_name, shuffler)
+            ours.add(as_name)
+    return tuple(sorted(ours))

@@ -1,104 +1,23 @@
-"""Balanced loaders in the hands of trainers and checkpointers: states of whole jobs, and loops that read ahead."""
+"""A balanced loader as Lightning takes it: with its checkpoints, its epochs and its way to fetch batches."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-import torch.distributed as dist
-
-from trainer_client.balancing.errors import ResumeError
+from trainer_client.balancing.adapters.job_state import JobState
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.pipelines import BalancedBatch, balanced_batches
-from trainer_client.process_groups import make_group
 
 B = TypeVar("B")
 _NO_MORE: Any = object()
-_KEY = "ranks"
-
-
-class JobState:
-    """The state of a loader on all ranks as one value, for checkpoints that keep one value for the whole job.
-
-    A loader's state is that of its rank. Lightning, Accelerate and many loops of one's own write what rank 0 has, and
-    load it on every rank; `torch.distributed.checkpoint` writes the value of one of the ranks that save it under the
-    same name. This has the methods that all of them look for, and what is saved serves any number of ranks.
-
-    The ranks that balance together share a value. Where a job has several such groups, which train different batches,
-    save each group's under a name of its own.
-    """
-
-    def __init__(self, loader: BalancedLoader[Any], *, ahead: Callable[[], int] = int) -> None:
-        """Stands for the loader.
-
-        Args:
-            loader: This rank's; every rank of the job makes a `JobState` of its own.
-            ahead: How many of the batches that the loader has handed over are not trained yet, where something
-                fetches ahead of training, such as a pipeline; default: none.
-        """
-        self._loader = loader
-        self._ahead = ahead
-        self._group: dist.ProcessGroup | None = None  # of the ranks that balance, where these are not the whole job
-
-    def state_dict(self) -> dict[str, Any]:
-        """What all ranks have handed over and trained, the same value on all of them; a few KB for each rank.
-
-        The ranks that balance together call it together: it gathers their states.
-
-        Raises:
-            RuntimeError: If a rank cannot tell its state; on all ranks, with what that rank said.
-        """
-        own: Any = None
-        problem = ""
-        try:
-            own = self._loader.state_dict(ahead=self._ahead())
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            if self._loader._balancer.place[1] == 1:
-                raise
-        found = [(rank, state, problem) for rank, (state, problem) in self._gathered((own, problem))]
-        problems = [f"rank {rank}: {problem}" for rank, _, problem in found if problem]
-        if problems:
-            raise RuntimeError("the loader's state cannot be saved; " + "; ".join(problems))
-        # One value, which checkpoints neither take apart nor look into: before loading nobody knows how many ranks.
-        return {_KEY: pickle.dumps([state for _, state, _ in found])}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what was saved, before a loop begins; on as many ranks as there were or on any other number.
-
-        Args:
-            state: From `state_dict`; empty where a checkpoint holds none: nothing changes.
-
-        Raises:
-            ResumeError: If it is something else, or does not fit the loader.
-        """
-        if not state:
-            return
-        if _KEY not in state:
-            raise ResumeError(
-                f"the loader's state has the fields {sorted(state)} and not {_KEY!r}; load what JobState.state_dict "
-                "gave, and what BalancedLoader.state_dict gave with BalancedLoader.load_state_dict"
-            )
-        self._loader.load_state_dict(pickle.loads(state[_KEY]))
-
-    def _gathered(self, own: Any) -> list[tuple[int, Any]]:
-        """What each rank has that balances with this one, with its number in the job."""
-        ranks = self._loader._balancer.ranks
-        if len(ranks) == 1:
-            return [(ranks[0], own)]
-        if self._group is None and len(ranks) < dist.get_world_size():
-            self._group = make_group(ranks, "gloo", use="/state")
-        gathered: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(gathered, own, group=self._group)
-        return [(rank, gathered[rank if self._group is None else place]) for place, rank in enumerate(ranks)]
 
 
 class LightningLoader(Generic[B]):
     """A balanced loader as `LightningModule` and `Trainer` take it: for `train_dataloader`.
 
     Batches come as `BalancedBatch`, each with its own loss scale: Lightning may fetch a batch before it has trained the
-    one before. Lightning keeps the state in its checkpoints, also in those of the middle of an epoch, and loads it with
+    one before. Lightning keeps the state in its checkpoints, also in the middle of an epoch, and loads it with
     `ckpt_path`.
     """
 
@@ -159,8 +78,8 @@ class LightningLoader(Generic[B]):
         # With a length Lightning does not ask for more after the last batch. So the end is seen here, and what is saved
         # then is the beginning of the next epoch.
         given = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        held = self._take(batches)
-        while held is not _NO_MORE:
+        batch = self._take(batches)
+        while batch is not _NO_MORE:
             following = self._take(batches)
             given += 1
             if (given == self._length) != self._over:
@@ -169,8 +88,8 @@ class LightningLoader(Generic[B]):
                     f"length is {self._length}, but the epoch {what} {given} batches; give LightningLoader the number "
                     "of batches that all ranks have, or no length"
                 )
-            yield held
-            held = following
+            yield batch
+            batch = following
 
     def _take(self, batches: Iterator[BalancedBatch[B]]) -> Any:
         batch = next(batches, _NO_MORE)

@@ -46,10 +46,8 @@ def balance_training(
 
     Raises:
         ModuleNotFoundError: If TorchEasyRec is not installed.
-        ValueError: If options are given for a balancer that has its own. From `train_and_evaluate`: if the job has a
-            sampler of negatives.
+        ValueError: From `train_and_evaluate`: if the job has a sampler of negatives, or as `balance_dataloader`.
     """
-    _check(balancer, options)
     main: Any = importlib.import_module("tzrec.main")
     theirs: Callable[..., Any] = inspect.unwrap(main.create_dataloader)
     arguments = inspect.signature(theirs)
@@ -100,7 +98,8 @@ def balance_dataloader(
         ValueError: If batches are to be balanced in windows, across which its checkpoints could not tell what is
             trained, or options are given for a balancer that has its own.
     """
-    _check(balancer, options)
+    if balancer is not None and options is not None:
+        raise ValueError("options are given beside a balancer, which has its own; give one of them")
     balancer = balancer or Balancer.from_env(options=options or BalanceOptions(min_samples=1))
     if balancer.options.window > 1:
         raise ValueError(
@@ -129,17 +128,8 @@ def count_keys(batch: dict[str, Any]) -> NDArray[np.int64]:
     return np.asarray(total.cpu().numpy(), dtype=np.int64)
 
 
-def _check(balancer: Balancer | None, options: BalanceOptions | None) -> None:
-    if balancer is not None and options is not None:
-        raise ValueError("options are given beside a balancer, which has its own; give one of them")
-
-
 class _Source(Iterable[Any]):
-    """This rank's batches, taken apart for the balancer, and put together again afterwards.
-
-    Args:
-        batches: What begins a pass over this rank's batches.
-    """
+    """This rank's batches, taken apart for the balancer, and put together again afterwards."""
 
     def __init__(self, batches: Callable[[], Iterator[Any]]) -> None:
         self._batches = batches
@@ -150,8 +140,7 @@ class _Source(Iterable[Any]):
         homes = self._homes = deque()
         for batch in self._batches():
             parts = take_apart(batch)
-            if self._template is None:
-                self._template = batch
+            self._template = self._template or batch
             homes.append({"checkpoint_info": batch.checkpoint_info, "data_timestamp": batch.data_timestamp})
             yield parts
 

@@ -33,13 +33,9 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """What the launcher of this process says.
+    """What the launcher of this process says: `EVENKEEL_…` go first, then Ray Train, Slurm and torchrun.
 
-    `EVENKEEL_JOB`, `EVENKEEL_RUN_ID` and `EVENKEEL_RESTART_COUNT` go first: where the launcher is a controller of
-    Kubernetes, a pod takes them from its labels. Then come Ray Train's context, Slurm's variables (`SLURM_JOB_NAME`,
-    `SLURM_JOB_ID`, `SLURM_STEP_ID`, `SLURM_RESTART_COUNT`) and torchrun's (`TORCHELASTIC_RUN_ID`,
-    `TORCHELASTIC_RESTART_COUNT`). torchrun counts from 0 again whenever it is started: below another launcher, both
-    counts make one.
+    torchrun counts from 0 again whenever it is started: below another launcher, both counts make one.
 
     Args:
         environment: Variables to look at; None: the process's own.
@@ -55,15 +51,13 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         # Ray starts workers again without telling them how often: the clock tells which start is the later one.
         counted = int(time.time()) if starts is None else restart_number(starts)
         return Launch(job=job or ray[0], run_id=run_id or ray[1], restart_count=counted)
-    slurm = _slurm_run(variables)
-    if slurm and starts is None:
+    slurm_job, slurm_run = _slurm_run(variables)
+    if slurm_job and starts is None:
         starts = _count(variables, "SLURM_RESTART_COUNT")
     elastic = _count(variables, "TORCHELASTIC_RESTART_COUNT")
-    if not run_id:
-        run_id = slurm[1] if slurm else _torchrun_run(variables, is_agent=elastic is not None)
     return Launch(
-        job=job or (slurm[0] if slurm else ""),
-        run_id=run_id,
+        job=job or slurm_job,
+        run_id=run_id or slurm_run or _torchrun_run(variables, is_agent=elastic is not None),
         restart_count=restart_number(starts or 0, elastic or 0),
     )
 
@@ -98,17 +92,15 @@ def _ray_run() -> tuple[str, str] | None:
     return name[:_NAME_CHARACTERS], f"ray-{ray.get_runtime_context().get_job_id()}-{name}"[:_NAME_CHARACTERS]
 
 
-def _slurm_run(variables: Mapping[str, str]) -> tuple[str, str] | None:
-    """Name and id of the step of a Slurm job; the steps of one allocation are different jobs."""
-    job_id = _text(variables, "SLURM_JOB_ID")
+def _slurm_run(variables: Mapping[str, str]) -> tuple[str, str]:
+    """Name and id of the step of a Slurm job, empty without; the steps of one allocation are different jobs."""
+    job_id, step = _text(variables, "SLURM_JOB_ID"), _text(variables, "SLURM_STEP_ID")
     if not job_id:
-        return None
-    step = _text(variables, "SLURM_STEP_ID")
+        return "", ""
     if not step.isdecimal() or int(step) >= _UNNUMBERED_STEPS:
-        step = ""
+        step = "0"
     name = _text(variables, "SLURM_JOB_NAME")[:_NAME_CHARACTERS] or "slurm"
-    later = f".{step}" if step not in ("", "0") else ""
-    return f"{name}-{job_id}{later}", f"slurm-{job_id}.{step or 0}"
+    return f"{name}-{job_id}" if step == "0" else f"{name}-{job_id}.{step}", f"slurm-{job_id}.{step}"
 
 
 def _torchrun_run(variables: Mapping[str, str], *, is_agent: bool) -> str:
@@ -116,10 +108,8 @@ def _torchrun_run(variables: Mapping[str, str], *, is_agent: bool) -> str:
     run_id = _text(variables, "TORCHELASTIC_RUN_ID")
     if run_id not in ("", "none"):
         return run_id
-    return _agent() if is_agent else uuid.uuid4().hex
-
-
-def _agent() -> str:
+    if not is_agent:
+        return uuid.uuid4().hex
     parent = os.getppid()
     try:
         # Field 22 of /proc/PID/stat, counted after the parenthesised name: the start time, unlike a PID never reused.

@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client.balancing import BalanceOptions, Balancer
+from trainer_client.balancing.adapters.torcheasyrec import balance_dataloader, balance_training, count_keys, take_apart
 from trainer_client.balancing.batches import BatchError
-from trainer_client.balancing.torcheasyrec import balance_dataloader, balance_training, count_keys, take_apart
 
 SIZE = 8
 Mode = Enum("Mode", "TRAIN EVAL PREDICT")

@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness.ranks import run_ranks
 from trainer_client.balancing import BalanceOptions, Balancer
+from trainer_client.balancing.adapters.recsys_examples import EvenkeelShuffling, evenkeel_shuffler, register_shufflers
 from trainer_client.balancing.batches import BatchError
-from trainer_client.balancing.recsys_examples import EvenkeelShuffling, evenkeel_shuffler, register_shufflers
 
 SIZE = 6
 
@@ -263,12 +263,12 @@ def test_the_page_says_what_works(registry: dict[str, type[Any]]) -> None:
     assert names["batch_shuffler"].scale == 4 * 256 * 2
     assert names["batch_shuffler"].options.tolerance == 0.0005
     assert registry["hstu"] is HSTU
-    assert "\n    import trainer_client.balancing.recsys_examples.everywhere\n" in page
+    assert "\n    import trainer_client.balancing.adapters.recsys_examples.everywhere\n" in page
 
 
 def test_importing_one_module_puts_evenkeel_everywhere(registry: dict[str, type[Any]]) -> None:
     registry["hstu"] = Shuffler
-    sys.modules.pop("trainer_client.balancing.recsys_examples.everywhere", None)
-    __import__("trainer_client.balancing.recsys_examples.everywhere")
+    sys.modules.pop("trainer_client.balancing.adapters.recsys_examples.everywhere", None)
+    __import__("trainer_client.balancing.adapters.recsys_examples.everywhere")
     assert issubclass(registry["hstu"], EvenkeelShuffling)
     assert registry["hstu"](num_heads=3).scale == 6

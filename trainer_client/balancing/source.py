@@ -1,0 +1,304 @@
+"""What a loader's own data is read through: its batches, and the position in them that a state names.
+
+A position is found again in one of three ways, the first that a loader allows: the project's own sampler, whose state
+is one small value for all ranks; the loader's own `state_dict` and `load_state_dict`; counting batches, which are read
+again and skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pickle
+import sys
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from rich.progress import Progress
+from torch.utils._pytree import tree_leaves
+
+from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, FlatBatch, is_on_device
+from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.dividing import Cost
+from trainer_client.balancing.options import MAX_WINDOW
+from trainer_client.balancing.resume import Position, Way
+
+logger = logging.getLogger(__name__)
+
+_BYTES_LOOKED_AT = 256  # of a tensor, to tell one batch from another
+_TENSORS_LOOKED_AT = 4
+_OVER = "_iterator_finished"  # in the states of torchdata's StatefulDataLoader
+
+
+class GlobalSampler(Protocol):
+    """A sampler whose position is one small value for the whole job; those of `…balancing.sampling` are."""
+
+    def count_steps(self) -> int:
+        """Global batches of the whole of the present epoch."""
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        """The position after so many batches of the current iteration, the same on all ranks."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration begins at a position; at its epoch's end, with the first sample again."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of `epoch`, the `"epoch"` of states: what is left of it after `load_state_dict`."""
+
+
+def sampler_of(loader: Any) -> GlobalSampler | None:
+    """The project's own sampler in a loader, if it has one."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inside = (batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+    return next((one for one in inside if hasattr(one, "state_after") and hasattr(one, "count_steps")), None)
+
+
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Tells a loader which epoch begins, or its samplers and data set, as far as they want to know."""
+    parts: list[Any] = [loader]
+    if not hasattr(loader, "set_epoch"):
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        parts = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+        parts.append(getattr(loader, "dataset", None))
+    for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
+        part.set_epoch(epoch)
+
+
+class Source:
+    """The batches of a loader in one pass, and the position in them.
+
+    Batches on the host pass as they are. One that is on a device is read a batch earlier than it is needed, so that a
+    training step lies between copy and use; its lengths, its integers and what the cost says are copied meanwhile, and
+    it comes flattened.
+    """
+
+    def __init__(
+        self, loader: Any, start: Position | None, *, cost: Cost, memory: Cost | None, spec: BatchSpec | None
+    ) -> None:
+        """Begins an iteration, which may fork workers.
+
+        Args:
+            loader: Any iterable of batches.
+            start: Where to go on; None: at the loader's own beginning.
+            cost: From a batch to one number per sample. It is given a batch on a device as it is, and may return a
+                tensor on the device; one that needs lengths on the host gets the flattened batch.
+            memory: The same for memory.
+            spec: The batches' declarations.
+
+        Raises:
+            ValueError: If the position is not one of this loader's.
+        """
+        self._loader, self._spec = loader, spec
+        self._cost = _AskedAhead(cost)
+        self._memory = None if memory is None else _AskedAhead(memory)
+        self._asked_ahead = [one for one in (self._cost, self._memory) if one is not None]
+        self._on_device: bool | None = None
+        self._arriving: deque[_OnTheWay] = deque()
+        self._asked = 0  # batches that were asked for here, also after the end
+        self._read = 0  # batches that were read
+        self._last = 0  # what the latest looked like
+        self._ended = start is not None and start.ended
+        self._sampler = sampler_of(loader)
+        self._way: Way = "skip"
+        if self._sampler is not None:
+            self._way = "sampler"
+        elif hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            # Accelerate's loaders have the pair, and it works only with this.
+            self._way = "loader" if getattr(loader, "use_stateful_dataloader", True) else "skip"
+        if start is not None:
+            self._load(start)
+        self._batches: Iterator[Any] = iter(()) if self._ended else iter(loader)
+        if start is not None and self._way == "skip":
+            self._skip(start)
+
+    @property
+    def cost(self) -> Cost:
+        """The cost of what comes out here: the user's own, where batches are on the host."""
+        return self._cost.function if self._on_device is False else self._cost
+
+    @property
+    def memory(self) -> Cost | None:
+        """The memory of what comes out here."""
+        if self._memory is None or self._on_device is False:
+            return None if self._memory is None else self._memory.function
+        return self._memory
+
+    @property
+    def position(self) -> Position:
+        """Where the loader was before the batch that comes out next."""
+        return self._arriving[0].position if self._arriving else self._position(self._asked)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._asked += 1
+        if self._on_device is False:
+            return self._next()
+        while len(self._arriving) < 2:
+            position = self._position(self._asked - 1 + len(self._arriving))
+            try:
+                batch = self._next()
+            except StopIteration:
+                break
+            if self._on_device is None:
+                self._on_device = is_on_device(batch, self._spec)
+            if not self._on_device:
+                return batch
+            self._arriving.append(_OnTheWay(position, batch, self._spec, self._asked_ahead))
+        if not self._arriving:
+            raise StopIteration
+        return self._arriving.popleft().get()
+
+    def _next(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._ended, self._batches = True, iter(())
+            raise
+        self._read += 1
+        if self._way == "skip":
+            self._last = fingerprint(batch)
+        return batch
+
+    def _position(self, batches: int) -> Position:
+        """A sampler's after so many batches, also where this rank had none any more; else that after what was read."""
+        if self._sampler is not None:
+            return Position("sampler", self._sampler.state_after(batches))
+        if self._way == "loader":
+            state = self._loader.state_dict()
+            # One that reads ahead, as Accelerate's, has seen its end with its last batch, and would begin anew.
+            ended = self._ended or (self._read > 0 and isinstance(state, dict) and bool(state.get(_OVER)))
+            return Position("loader", pickle.dumps(state), ended)
+        return Position("skip", self._read, self._ended, self._last)
+
+    def _load(self, start: Position) -> None:
+        if start.way != self._way:
+            raise ValueError(
+                f"state['source']['way'] is {start.way!r}, and this loader's position is found by {self._way!r}; go on "
+                "with the kind of loader and sampler that the state was taken from"
+            )
+        if self._sampler is not None:
+            self._sampler.load_state_dict(start.at)
+            self._sampler.set_epoch(start.at["epoch"])  # else another pass would begin where nothing of it is left
+            return
+        if start.of_all:
+            self._loader.load_state_dicts(pickle.loads(start.at))
+        elif self._way == "loader":
+            self._loader.load_state_dict(pickle.loads(start.at))
+        elif not isinstance(start.at, int) or start.at < 0:
+            raise ValueError(f"state['source']['at'] is {start.at!r}; with 'skip' it is a number of batches")
+        sampler: Any = getattr(self._loader, "sampler", None)
+        drawn = torch.utils.data.RandomSampler
+        # a sampler derived from it, as torchdata's, keeps its generator in the loader's state
+        is_drawn = isinstance(sampler, drawn) if self._way == "skip" else type(sampler) is drawn
+        if is_drawn and sampler.generator is None:
+            logger.warning(
+                "the loader draws its order from torch's own generator, which must be where it was when that order was "
+                "drawn; trainer_client.balancing.sampling.GlobalBatchSampler needs neither that nor skipping"
+            )
+
+    def _skip(self, start: Position) -> None:
+        if self._ended:
+            self._read, self._last = start.at, start.last
+            return
+        for _ in _with_progress(start.at):
+            try:
+                self._next()
+            except StopIteration:
+                raise ValueError(
+                    f"the loader ended after {self._read} batches, and the state was taken after {start.at}; go on "
+                    "with the data that the state was taken from"
+                ) from None
+        if start.at and start.last != self._last:
+            raise ValueError(
+                f"batch {start.at - 1} of the loader is not the one that was trained there before: batches come in "
+                "another order, or are others; seed the loader's order (set_epoch, generator=), or use "
+                "trainer_client.balancing.sampling.GlobalBatchSampler"
+            )
+
+
+class _OnTheWay:
+    """A batch on a device whose numbers are being copied to the host, and the position before it."""
+
+    def __init__(self, position: Position, batch: Any, spec: BatchSpec | None, functions: list[_AskedAhead]) -> None:
+        self.position, self._functions = position, functions
+        self._values = [one.ask(batch) for one in functions]
+        self._arriving = Arriving(batch, spec, [values for values in self._values if _is_on_device(values)])
+
+    def get(self) -> FlatBatch:
+        """The flattened batch, when its numbers have come."""
+        flat, copied = self._arriving.get()
+        for function, values in zip(self._functions, self._values, strict=True):
+            on_host = copied.pop(0).reshape(values.shape) if _is_on_device(values) else values
+            function.answers.append((flat, on_host))
+        return flat
+
+
+def _is_on_device(values: Any) -> bool:
+    return isinstance(values, torch.Tensor) and values.device.type != "cpu"
+
+
+class _AskedAhead:
+    """A cost that is asked when a batch arrives on a device, and known when it is submitted."""
+
+    def __init__(self, function: Cost) -> None:
+        self.function = function
+        self.answers: deque[tuple[FlatBatch, Any]] = deque(maxlen=MAX_WINDOW)  # those of a window that fills
+
+    @property
+    def spans(self) -> Any:
+        """What says what positions cost; None if the function does not."""
+        return getattr(self.function, "spans", None)
+
+    def ask(self, batch: Any) -> Any:
+        """What the function says of a batch on a device; the error if it needs lengths on the host."""
+        if isinstance(self.function, LearnedCost):
+            return BatchError("a learned cost follows what is known when the batch is submitted")
+        try:
+            return self.function(batch)
+        except BatchError as error:
+            return error
+
+    def __call__(self, batch: Any) -> Any:
+        """The values of a batch that has arrived, or of one on the host."""
+        answer = next((values for flat, values in self.answers if flat is batch), None)
+        if answer is not None and not isinstance(answer, BatchError):
+            return answer
+        try:
+            return self.function(batch)
+        except BatchError:
+            raise
+        except Exception as error:
+            if answer is None:
+                raise
+            raise BatchError(
+                f"the cost cannot be computed from a batch on a device: {answer}; compute it with torch on the device, "
+                "or with the costs of trainer_client.balancing.costs"
+            ) from error
+
+
+def _with_progress(count: int) -> Iterator[int]:
+    """Counts up, with a bar for people where this is the rank that talks to them."""
+    if not (count and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"):
+        yield from range(count)
+        return
+    with Progress(transient=True) as progress:
+        yield from progress.track(range(count), description="skipping trained batches")
+
+
+def fingerprint(batch: Any) -> int:
+    """A number that tells batches apart, from the first values of their first tensors."""
+    value = 0
+    plain = (leaf for leaf in tree_leaves(batch) if type(leaf) is torch.Tensor and leaf.layout is torch.strided)
+    tensors = (leaf for leaf in plain if leaf.device.type == "cpu" and not leaf.is_nested)
+    for tensor in itertools.islice(tensors, _TENSORS_LOOKED_AT):
+        value = zlib.crc32(str((tensor.dtype, tuple(tensor.shape))).encode(), value)
+        first = tensor.detach().reshape(-1)[: _BYTES_LOOKED_AT // max(1, tensor.element_size())]
+        first = first.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)  # an expanded one too
+        value = zlib.crc32(first.view(torch.uint8).numpy().tobytes(), value)
+    return value
