@@ -166,19 +166,9 @@ def results_page() -> str:
             machine = ", ".join(
                 [*machine.get("gpus", []), *filter(None, [machine.get("device", "")]), f"{cores} cores"]
             )
-        program = re.search(r"benchmarks\.\w+", str(made.get("command", made.get("commands", ""))))
-        rows.append(
-            (
-                made.get("date", "")[:10],
-                made.get("commit", "")[:12],
-                f"`{path.name}`",
-                program[0] if program else "",
-                machine,
-            )
-        )
-    rows.sort(key=lambda row: row[0], reverse=True)
-    ordered = ((name, date, commit, program, machine) for date, commit, name, program, machine in rows)
-    return RESULTS.format(files=_table(("file", "date", "commit", "program", "machine"), ordered))
+        rows.append((f"`{path.name}`", made.get("date", "")[:10], made.get("commit", "")[:12], machine))
+    rows.sort(key=lambda row: row[1], reverse=True)
+    return RESULTS.format(files=_table(("file", "date", "commit", "machine"), rows))
 
 
 def metrics_page() -> str:
