@@ -234,6 +234,7 @@ def read_directive(
     figures = tuple(_figures(values) for values in take("<f8", count, _NUM_FIGURES).tolist())
     packed = take("u1", int(header["extras"]))
     extras = Extras(**pickle.loads(packed.tobytes())) if packed.size else NO_EXTRAS
+    template = extras.template or template
     loads = take("<f8", count, 2).tolist()
     if header["planned"]:
         num_parts, num_cuts, num_sources = (int(header[name]) for name in ("num_parts", "num_cuts", "num_sources"))
@@ -255,6 +256,8 @@ def read_directive(
             steps, parts = read_parts(cuts, num_parts - num_cuts, steps, count)
             plan = replace(plan, steps=steps, cuts=parts, splits=read_splits(extras.pieces, count))
     else:
+        if not len(samples) and template is not None:  # a rank whose data has ended has samples of no fields
+            samples = replace(samples, lengths=template.lengths)
         plan = RankPlan.staying(rank, samples, count)
     decision = extras.decision or Decision(
         mode=_MODES[header["mode"]], reason=_REASONS[header["reason"]], last=bool(header["last"])
@@ -273,7 +276,7 @@ def read_directive(
         for batch, (one, (home_load, own_load)) in enumerate(zip(figures, loads, strict=True))
     )  # fmt: skip
     return Directive(
-        decision=decision, plan=plan, reports=reports, template=extras.template or template, extras=extras,
+        decision=decision, plan=plan, reports=reports, template=template, extras=extras,
         room_up=int(header["room_up"]), room_down=int(header["room_down"]),
     )  # fmt: skip
 

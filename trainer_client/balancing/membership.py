@@ -14,28 +14,16 @@ Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """A rank among the ranks of its job; all numbers are those of the default process group.
+    """A rank among the ranks of its job; all numbers are those of the default process group."""
 
-    Attributes:
-        ranks: That balance together, ascending, this one among them: a data-parallel group.
-        peers: That train the same batches as this rank, in the order of their group or mesh, this one among them: its
-            ranks of tensor, pipeline or context parallelism. The first leads: it decides for all of them.
-        backend: Of the data-parallel group.
-        own: This rank.
-    """
-
-    ranks: tuple[int, ...]
-    peers: tuple[int, ...]
-    backend: str
-    own: int
+    ranks: tuple[int, ...]  # that balance together, ascending, this one among them: a data-parallel group
+    peers: tuple[int, ...]  # that train the same batches, in the order of their group or mesh; the first contributes
+    backend: str  # of the data-parallel group
+    own: int  # this rank
 
     @property
     def group_name(self) -> str:
-        """What the service calls these ranks unless the user does.
-
-        Only the peers that lead speak to the service, so one name serves all their data-parallel groups. Groups that
-        have nothing to do with each other are told apart by their first ranks.
-        """
+        """What the service calls these ranks unless the user does: groups of their own by their first ranks."""
         everyone = len(self.ranks) * len(self.peers) == dist.get_world_size()
         return "default" if everyone else f"from-rank-{self.ranks[0]}"
 
@@ -88,15 +76,9 @@ def read_membership(process_group: Ranks | None, peers: Ranks | None) -> Members
 
 
 def check_grid(mine: Membership, peers_of_ranks: list[tuple[int, ...]], ranks_of_peers: list[tuple[int, ...]]) -> str:
-    """What is wrong if data-parallel groups and peers do not cross like the rows and columns of one grid.
+    """What is wrong if data-parallel groups and peers do not cross like rows and columns of one grid; empty: nothing.
 
-    Args:
-        mine: This rank's.
-        peers_of_ranks: `peers` of each of `mine.ranks`.
-        ranks_of_peers: `ranks` of each of `mine.peers`.
-
-    Returns:
-        The problem; empty if there is none.
+    Given are `peers` of each of `mine.ranks`, and `ranks` of each of `mine.peers`.
     """
     if len({len(peers) for peers in peers_of_ranks}) == 1:
         across = [tuple(peers[place] for peers in peers_of_ranks) for place in range(len(mine.peers))]
