@@ -13,9 +13,12 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import grpc
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.harness import zygote
+from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.relay import Ask, Hook, Refused, Relay
 from benchmarks.programs import rank as ranks
 from benchmarks.programs.language import Kind, Program
 
@@ -190,8 +193,8 @@ class Services:
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self._balancer: Any = None
-        self._relay: Any = None
+        self._balancer: ServiceProcess | None = None
+        self._relay: Relay | None = None
 
     def start(self, kinds: set[Kind], seed: int) -> dict[str, str]:
         """Addresses by kind of balancer, for those that a program asks."""
@@ -199,41 +202,39 @@ class Services:
         if not kinds & {"service", "faulty"}:
             return addresses
         if self._balancer is None:
-            from benchmarks.harness.balancer_process import running_balancer
-            from benchmarks.harness.relay import Relay
-
             self._balancer = self._stack.enter_context(running_balancer())
             self._relay = self._stack.enter_context(Relay(self._balancer.port))
-        self._harm(random.Random(seed))
+        assert self._relay is not None
+        self._relay.hook = _harm(random.Random(seed))
         return addresses | {"service": self._balancer.address, "faulty": self._relay.address}
 
     def check(self, kinds: set[Kind]) -> list[str]:
         """Whether the balancer lives; another is started in its place."""
-        if self._balancer is None or not kinds & {"service", "faulty"}:
+        if self._balancer is None or self._relay is None or not kinds & {"service", "faulty"}:
             return []
         self._relay.heal()
-        code = self._balancer.process.poll()
+        code = self._balancer.running.poll()
         if code is None:
             return []
         self._balancer.start()
         return [f"died: the balancer with exit code {code}"]
 
-    def _harm(self, rng: random.Random) -> None:
-        relay = self._relay
 
-        def answers(rank: int, answer: Any) -> list[Any]:
-            with relay.lock:
-                chosen = rng.random()
-            if chosen < 0.10:
-                return []
-            if chosen < 0.15:
-                time.sleep(2 * ranks.FAULTY_SECONDS)
-            elif chosen < 0.20:
-                answer.decision.digest = bytes(16)
-            elif chosen < 0.25:
-                return [answer, answer]
-            elif chosen < 0.28:
-                relay.cancel(rank)
-            return [answer]
+def _harm(rng: random.Random) -> Hook:
+    """Loses, holds, garbles and cuts answers."""
 
-        relay.answers = answers
+    def harm(request: bytes, ask: Ask) -> bytes:
+        chosen = rng.random()
+        if chosen < 0.10:
+            raise Refused(grpc.StatusCode.UNAVAILABLE)
+        answer = ask(request)
+        if chosen < 0.20:
+            time.sleep(2 * ranks.FAULTY_SECONDS)
+        elif chosen < 0.30:
+            at = rng.randrange(len(answer))
+            answer = answer[:at] + bytes([answer[at] ^ rng.randint(1, 255)]) + answer[at + 1 :]
+        elif chosen < 0.35:
+            answer = answer[: rng.randrange(len(answer))]
+        return answer
+
+    return harm

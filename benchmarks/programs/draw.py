@@ -88,7 +88,6 @@ class _Draw:
             window=self.weigh({1: 70, 2: 20, 3: 10}),
             depth=self.weigh({1: 20, 2: 55, 3: 15, 5: 10}),
             counts="free" if self.chance(0.3) else "equal",
-            fallback="identity" if self.chance(0.15) else "embedded",
             strategy=self.weigh({"minimal_move": 80, "karmarkar_karp": 10, "lpt": 10}),
             speeds=self.chance(0.15),
             caps=self.weigh({"none": 84, "wide": 8, "tight": 4, "narrow": 4}),

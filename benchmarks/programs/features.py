@@ -10,7 +10,7 @@ def features(program: Program) -> set[str]:
     found = {f"{program.ranks} ranks"} | ({"mesh of data and tensor parallel ranks"} if program.peers > 1 else set())
     for plan in program.balancers:
         found |= {f"balancer {plan.kind}", f"counts {plan.counts}", f"depth {plan.depth}"}
-        found |= {f"strategy {plan.strategy}", f"fallback {plan.fallback}", f"caps {plan.caps}"}
+        found |= {f"strategy {plan.strategy}", f"caps {plan.caps}"}
         found.add("window" if plan.window > 1 else "no window")
         if plan.min_samples:
             found.add("min_samples")

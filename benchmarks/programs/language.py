@@ -20,7 +20,7 @@ class BalancerPlan:
 
     Attributes:
         kind: `faulty` is a service behind a relay that loses, holds, forges and cuts; at `gone` there is none.
-        window, depth, counts, fallback, strategy: Its options.
+        window, depth, counts, strategy: Its options.
         speeds: Whether the ranks' speeds differ.
         caps: Memory caps: none, some that can be met, some that a large sample does not, or some that nothing does.
         min_samples: That each rank trains at least.
@@ -31,7 +31,6 @@ class BalancerPlan:
     window: int = 1
     depth: int = 2
     counts: Literal["equal", "free"] = "equal"
-    fallback: Literal["embedded", "identity"] = "embedded"
     strategy: Literal["minimal_move", "karmarkar_karp", "lpt"] = "minimal_move"
     speeds: bool = False
     caps: Literal["none", "wide", "tight", "narrow"] = "none"

@@ -42,9 +42,12 @@ from benchmarks.programs.data import (
 from benchmarks.programs.training import Training
 from evenkeel.partitioning.splits import SplitSample
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, RoundReport, SplitOptions
+from trainer_client.balancing import lead
 
-SERVICE_SECONDS = 20.0  # a service without faults is waited for, so that its word is what is tested
+SERVICE_SECONDS = 20.0
 FAULTY_SECONDS = 0.25
+# How long a lead that wants a batch waits for an answer: long, so that it is the service's plans that are tested.
+GRACE_SECONDS = {"service": 5.0, "faulty": 0.1}
 MANUAL = -100  # at the end of a path: a loop of the program's own
 
 
@@ -265,7 +268,7 @@ class Runner:
                 moved = balancer.redistribute(batch, ticket, spec=spec, device=device, loader=plan.name)
                 if moved is None:
                     break
-                report = ticket.future.result().report
+                report = ticket.report
                 self._note((*path, MANUAL), manual.loader, epoch, number - manual.lag, moved, report, ticket.splits)
 
     def _note(
@@ -337,6 +340,7 @@ def serve(rank: int, end: Connection, port: int, backend: str, log: Path, stacks
 
 def _run_one(rank: int, program: lang.Program, setting: Setting, store: Store, backend: str) -> dict[str, Any]:
     started = time.perf_counter()
+    lead.GRACE = max(GRACE_SECONDS.get(plan.kind, 0.002) for plan in program.balancers)
     try:
         on_gpu = backend == "nccl"
         if on_gpu:
