@@ -210,7 +210,8 @@ class Contributions:
         if has_float and not is_float[n > 0].all():
             whole = np.repeat(~is_float, n)
             costs[whole] = costs[whole].view(np.int64)
-        num_fields = int(self.headers["num_fields"][self.holders[0]]) if self.holders else 0
+        fields = self.headers["num_fields"]
+        num_fields = int(fields[self.holders[0]] if self.holders else fields.max())
         lengths = self._joined("lengths", "<u4") if num_fields else np.zeros(0, np.uint32)
         divisible = None
         if (counts := self.headers["num_divisible"].astype(np.int64)).any():

@@ -184,10 +184,7 @@ class Pass:
         self._device = self._goes_to(flats, device)
         _ = self.taken  # lets go of batches that the loop has got
         self.latest = ticket
-        # a batch without samples may have other fields than those before it
-        nothing = flats[0].empty() if not directive.reports[batch].samples and flats else directive.template
-        assert nothing is not None
-        pending = self._start(flats, ticket, directive, device, nothing)
+        pending = self._start(flats, ticket, directive, device)
         self._moves.append(pending)
         return pending
 
@@ -241,8 +238,7 @@ class Pass:
                     if not directive.moves:
                         self._tickets.popleft()
                         continue
-                    # with an empty batch that may be another round's, of which nothing is kept here
-                    self._start(ticket.flats, ticket, directive, self._device, ticket.flats[0].empty()).wait()
+                    self._start(ticket.flats, ticket, directive, self._device).wait()
             if self._farewell is not None:
                 self._farewell.future.result(self._patience)
         except BaseException as error:
@@ -253,11 +249,12 @@ class Pass:
             self._moves.clear()
             self._drained.set()
 
-    def _start(
-        self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive, device: Device, template: FlatBatch
-    ) -> Pending:
-        """Starts to move the samples of a ticket's next batch; `template` is an empty batch of the round's schema."""
+    def _start(self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive, device: Device) -> Pending:
+        """Starts to move the samples of a ticket's next batch."""
         batch = directive.batches[ticket.started]
+        # a batch without samples may have other fields than those before it
+        template = flats[0].empty() if not directive.reports[batch].samples and flats else directive.template
+        assert template is not None
         ticket.started += 1
         if ticket.started == len(directive.batches):
             self._tickets.popleft()
