@@ -1,6 +1,6 @@
 """Random programs of users on real ranks: nothing lost, nothing doubled, gradients right, errors clear, no hang.
 
-    python -m benchmarks.programs --count 2000 --ranks 2-4 --jobs 2 --json benchmarks/results/programs.json
+    python -m benchmarks.programs --count 2000 --ranks 2-4 --json benchmarks/results/programs.json
     python -m benchmarks.programs --seed 17 --count 1 --show          # one program again, printed
     python -m benchmarks.programs --backend nccl --ranks 2 --minutes 4
 
@@ -14,12 +14,9 @@ the same on all ranks. What is neither is shortened, printed, and written into a
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import inspect
 import json
-import os
-import platform
 import sys
 import time
 from collections import Counter
@@ -29,16 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.harness.results import write
+from benchmarks.programs.crew import Crew
 from benchmarks.programs.draw import Means, draw
 from benchmarks.programs.features import features
 from benchmarks.programs.judge import Verdict
 from benchmarks.programs.language import Kind, Program, listing
-from benchmarks.programs.searching import search
+from benchmarks.programs.searching import Search
 from trainer_client import Balancer
-
-PACKAGES = ("torch", "torchrec", "numpy", "numba", "grpcio")
 
 
 @dataclass(slots=True)
@@ -89,8 +84,11 @@ def main() -> int:
     programs = (draw(seed, means) for seed in seeds)
     if options.only:
         programs = (program for program in programs if set(options.only) <= features(program))
-    with progress(options.count, tally.programs) as advance:
-        for program, verdict, found in search(programs, options, options.jobs, options.minutes):
+    crew = Crew(backend=options.backend, group_seconds=options.group_seconds)
+    with crew, progress(options.count, tally.programs) as advance:
+        search = Search(crew, tries=options.tries, folder=options.findings)
+        for program in programs:
+            verdict, found = search.take(program)
             tally.add(program, verdict)
             if options.show:
                 print(listing(program), flush=True)
@@ -99,20 +97,16 @@ def main() -> int:
                 print(f"\n{found['listing']}\n-> " + "\n-> ".join(found["findings"]) + "\n", flush=True)
             tally.seconds = before + time.monotonic() - started
             advance(len(tally.findings))
-            if options.json is not None and (tally.programs % 50 == 0 or found is not None):
+            if tally.programs % 50 == 0 or found is not None:
                 write(options.json, report(tally, options, means))
+            if tally.seconds > 60 * options.minutes:
+                break
     print(
         f"{tally.programs} programs in {tally.seconds:.0f} s: {tally.right} right, {tally.refused} refused, "
         f"{len(tally.findings)} wrong; {tally.samples} samples followed, {tally.compared} training steps compared"
     )
-    if options.json is not None:
-        write(options.json, report(tally, options, means))
+    write(options.json, report(tally, options, means))
     return int(bool(tally.findings))
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def find_means(options: argparse.Namespace) -> Means:
@@ -132,14 +126,8 @@ def find_means(options: argparse.Namespace) -> Means:
 
 def report(tally: Tally, options: argparse.Namespace, means: Means) -> dict[str, Any]:
     """The result file."""
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(_module(name))}
-    gpu = torch.cuda.get_device_name() if options.backend == "nccl" else ""
     return {
-        "command": " ".join(["python -m benchmarks.programs", *(flag for flag in sys.argv[1:] if flag != "--go-on")]),
-        "machine": gpu or platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
         "backend": options.backend,
-        "versions": versions | {"python": platform.python_version()},
         "kinds_of_balancers": means.kinds,
         "seed": options.seed, "programs": tally.programs, "seconds": round(tally.seconds, 1),
         "right": tally.right, "refused": tally.refused, "wrong": len(tally.findings),
@@ -147,10 +135,6 @@ def report(tally: Tally, options: argparse.Namespace, means: Means) -> dict[str,
         "features": dict(tally.features.most_common()), "rounds": dict(tally.rounds.most_common()),
         "findings": tally.findings,
     }  # fmt: skip
-
-
-def _module(package: str) -> str:
-    return {"grpcio": "grpc"}.get(package, package)
 
 
 @contextmanager
@@ -183,8 +167,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--ranks", default="2-4", help="processes, or a range of them")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    parser.add_argument("--jobs", type=int, default=1, help="programs at the same time, each on ranks of its own")
-    parser.add_argument("--minutes", type=float, help="after which no further program begins")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no further program begins")
     parser.add_argument("--group-seconds", type=float, default=12.0, help="after which a collective fails")
     parser.add_argument("--tries", type=int, default=60, help="runs to shorten a program that goes wrong")
     parser.add_argument("--findings", type=Path, default=Path("out/programs"), help="where programs go that went wrong")

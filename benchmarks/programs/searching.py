@@ -1,14 +1,8 @@
-"""Programs run one after the other or several at a time, and those that go wrong made short."""
+"""Programs run one after the other, and those that go wrong made short."""
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import multiprocessing.util
-import time
-from collections import Counter, deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -53,45 +47,3 @@ class Search:
         traces = [answer["trace"] for answer in outcome.answers if answer is not None and "trace" in answer]
         parts = [found["listing"], "", *verdict.findings, "", "as drawn:", listing(program), "", *traces, outcome.logs]
         (self.folder / f"seed{program.seed}.txt").write_text("\n".join(parts) + "\n")
-
-
-_search: list[Search] = []  # one in a process that searches
-
-
-def _begin_search(options: argparse.Namespace) -> None:
-    crew = Crew(backend=options.backend, group_seconds=options.group_seconds)
-    multiprocessing.util.Finalize(None, crew.__exit__, exitpriority=10)  # with the process
-    _search.append(Search(crew, tries=options.tries, folder=options.findings))
-
-
-def _take(program: Program) -> tuple[Verdict, dict[str, Any] | None]:
-    return _search[0].take(program)
-
-
-def search(
-    programs: Iterator[Program], options: argparse.Namespace, jobs: int, minutes: float | None
-) -> Iterator[tuple[Program, Verdict, dict[str, Any] | None]]:
-    """What programs come to, in their order.
-
-    Args:
-        programs: In any number.
-        options: How each of the jobs runs them: `backend`, `group_seconds`, `tries`, `findings`.
-        jobs: Programs at the same time.
-        minutes: After which none begins.
-    """
-    until = time.monotonic() + 60 * (minutes or 1e9)
-    pool = ProcessPoolExecutor(
-        jobs, multiprocessing.get_context("spawn"), initializer=_begin_search, initargs=(options,)
-    )
-    with pool:
-        running: deque[tuple[Program, Future[Any]]] = deque()
-        while True:
-            while len(running) < 2 * jobs and time.monotonic() < until:
-                program = next(programs, None)
-                if program is None:
-                    break
-                running.append((program, pool.submit(_take, program)))
-            if not running:
-                return
-            program, future = running.popleft()
-            yield program, *future.result()
