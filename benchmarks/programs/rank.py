@@ -42,7 +42,7 @@ from benchmarks.programs.data import (
 from benchmarks.programs.training import Training
 from evenkeel.partitioning.splits import SplitSample
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, RoundReport, SplitOptions
-from trainer_client.balancing import lead
+from trainer_client.balancing import asking
 
 SERVICE_SECONDS = 20.0
 FAULTY_SECONDS = 0.25
@@ -340,7 +340,7 @@ def serve(rank: int, end: Connection, port: int, backend: str, log: Path, stacks
 
 def _run_one(rank: int, program: lang.Program, setting: Setting, store: Store, backend: str) -> dict[str, Any]:
     started = time.perf_counter()
-    lead.GRACE = max(GRACE_SECONDS.get(plan.kind, 0.002) for plan in program.balancers)
+    asking.GRACE = max(GRACE_SECONDS.get(plan.kind, 0.002) for plan in program.balancers)
     try:
         on_gpu = backend == "nccl"
         if on_gpu:
