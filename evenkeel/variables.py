@@ -9,7 +9,7 @@ _PREFIX = "EVENKEEL_"
 _OF_OTHERS = ("EVENKEEL_BALANCER_", "EVENKEEL_PLANNER_")  # the services', which read their own
 KNOWN = {
     "BALANCER": "Where the balancer is: `host:port`, `IP:port,IP:port`, `embedded` (the default) or `off`.",
-    "CACHE_DIR": "Folder of compiled kernels; by default beside the package, then `~/.cache/evenkeel`.",
+    "CACHE_DIR": "Folder of compiled kernels; by default beside the package, then `~/.cache/numba`.",
     "JOB": "Name of the training job, where the program gives none; by default as Ray Train or Slurm has it.",
     "METRICS_ADVERTISE": "Host under which Prometheus finds a rank's metrics; by default this machine's name.",
     "METRICS_HOST": "Address on which `RankExporter.from_env` serves a rank's metrics; 127.0.0.1 by default.",

@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 from numba.core import caching, registry
-from numpy.typing import DTypeLike, NDArray
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., object])
@@ -62,7 +61,7 @@ def _digest(folder: Path) -> str:
     digest = hashlib.sha256((_digest(_HERE) if folder != _HERE else str(numba.config.BOUNDSCHECK)).encode())  # type: ignore[attr-defined]
     for path in sorted(folder.rglob("*.py")):
         source = path.read_bytes()
-        if b"@kernel" in source or b"@step" in source:
+        if b"\n@kernel" in source or b"\n@step" in source:
             digest.update(path.name.encode() + source)
     return digest.hexdigest()
 
@@ -178,10 +177,3 @@ def _are_compiled(package: str) -> bool:
         return all(each._cache.has_any() for each in own)
     except Exception:  # a damaged index
         return False
-
-
-def plain_array(array: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
-    """The array as kernels are compiled for: of `dtype`, contiguous, aligned and writable; copied unless it is."""
-    if array.dtype == dtype and array.flags.carray:
-        return array
-    return np.array(array, dtype, order="C")

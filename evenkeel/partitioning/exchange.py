@@ -285,10 +285,6 @@ def _cheapest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_take
     It takes at least half of what the giver, above its limit, has too much of, or of what the taker has room for, and
     puts no taker above its limit. For each of the giver's samples, from the last one below the right cost on, the
     cheapest partner is the taker's lightest that keeps it within its limit. The first taker has most slack.
-
-    Returns:
-        Place of the taker, entry of the giver's row, entry of the taker's row (negative: a plain move); a negative
-        place if there is none.
     """
     excess = rows.load[giver] - arrays.limits[giver]
     g, num_g = rows.start[giver], rows.length[giver]
@@ -347,11 +343,7 @@ def _cheapest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_take
 
 @step
 def _fullest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_takers: int) -> tuple[int, int, int]:
-    """Where nothing fits: with each taker the exchange that fills it most, of these the one that moves least for it.
-
-    Returns:
-        As `_cheapest` does.
-    """
+    """Where nothing fits: with each taker the exchange that fills it most, of these the one that moves least for it."""
     g, num_g = rows.start[giver], rows.length[giver]
     best_place, best_i, best_j, best_rate = -1, -1, -1, np.inf
     for place in range(num_takers):
@@ -409,10 +401,6 @@ def _evenest(
 
     Where both can get within their limits, it is the one that moves least. The overload is `most` at most. Samples for
     which `barred` is above `now` stay where they are.
-
-    Returns:
-        Entry of the giver's row (negative: there is none), entry of the taker's row (negative: a plain move), the
-        larger overload over speed that remains (0.0 when both are within their limits), and what it moves.
     """
     excess = rows.load[giver] - arrays.limits[giver]
     slack = arrays.limits[taker] - rows.load[taker]
@@ -597,21 +585,10 @@ def exchange_in_groups(
     patience: int,
     best: Ranks,
 ) -> tuple[float, bool]:
-    """Exchanges inside each group of ranks, `ranks[begin[g]:begin[g + 1]]`.
+    """Exchanges inside each group of ranks: a plain pass if there are `choices`, a search if there is any `effort`.
 
-    Args:
-        arrays: What to respect.
-        order: (n,) sorts the costs ascending.
-        ranks: Ranks by group.
-        begin: Where each group begins.
-        choices: Ranks that the plain pass chooses from; 0: none is made.
-        effort: Entries that the search looks at, in units of 200,000 with 20 more a sample; 0: there is no search.
-        patience: Steps that bring no smaller maximum before a group's search ends.
-        best: (n,) destinations to start from; takes those with the smallest maximum.
-
-    Returns:
-        The overload over speed of the worst rank, 0.0 or less when all are within their limits; and whether a rank ran
-        out of room for more samples, which starting again from `best` gives it.
+    `best` are the destinations to start from, and takes those with the smallest maximum. Returns the overload over
+    speed of the worst rank, and whether a rank ran out of room, which starting again from `best` gives it.
     """
     rows = build_rows(arrays, order, best)
     slack, barred = np.empty(arrays.limits.size, np.float64), np.zeros(arrays.costs.size if effort else 0, np.int64)
@@ -640,9 +617,6 @@ def give_light_company(arrays: Arrays, order: Ranks, destinations: Ranks) -> boo
 
     Such a rank, where it is above its limit, needs the lightest of all ranks, of each a few. Takers stay within their
     limits. Memory is not looked at.
-
-    Returns:
-        Whether any were exchanged.
     """
     rows = build_rows(arrays, order, destinations)
     load, limits, budget, changed = rows.load, arrays.limits, LIGHT * order.size, False
@@ -681,19 +655,7 @@ def exchange_from(
     patience: int = 0,
     groups: Groups | None = None,
 ) -> tuple[Ranks, float]:
-    """Exchanges from an assignment on, inside each group of ranks.
-
-    Args:
-        problem: What to respect.
-        start: (n,) where the samples are.
-        plain: Whether the plain pass comes first.
-        effort: Of the search; 0: only the plain pass is made.
-        patience: Of the search, in steps; 0: as many as the effort is worth.
-        groups: Ranks that exchange with each other; None: all.
-
-    Returns:
-        (n,) destinations, and the largest overload over speed that is left, 0.0 or less if there is none.
-    """
+    """Exchanges from an assignment on, inside each group of ranks; the destinations, and the overload that is left."""
     destinations, least = start.copy(), np.inf
     choices = max(1, min(MOST_CHOICES, CHOICES * problem.num_ranks // max(start.size, 1))) if plain else 0
     for _ in range(12 if effort else 1):

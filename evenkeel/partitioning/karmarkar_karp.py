@@ -62,14 +62,10 @@ def _sort_descending(sets: Ranks, sums: Integers, ties: Integers, nearly: bool) 
 
 @kernel
 def difference(costs: Integers, order: Ranks, num_sets: int, equal: bool) -> Ranks:
-    """(n,) int32 set of each sample.
+    """(n,) int32 set of each sample; `order` sorts the costs ascending.
 
-    Args:
-        costs: (n,) of the samples.
-        order: (n,) sorts them ascending.
-        num_sets: Number of sets k.
-        equal: Every set gets floor or ceil of n/k samples: each run of k consecutive samples is a state with one sample
-            a set, the lightest run the one that may be short. Else every sample starts as a state of its own.
+    With `equal`, every set gets floor or ceil of n/k samples: each run of k consecutive samples is a state with one
+    sample a set, the lightest run the one that may be short. Else every sample starts as a state of its own.
     """
     n, k = costs.size, num_sets
     result = np.zeros(n, np.int32)

@@ -145,8 +145,6 @@ def kept_at_home(problem: Problem) -> tuple[Integers, Integers]:
 def at_home(problem: Problem) -> Ranks:
     """The homes, after whatever had to leave went where the load is least."""
     destinations = problem.arrays.homes.copy()
-    if problem.arrays.most is problem.home_counts:  # the homes are as even as counts get
-        return destinations
     keep, most = kept_at_home(problem)
     if bool((problem.home_counts <= keep).all()):
         return destinations

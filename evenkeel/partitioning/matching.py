@@ -58,16 +58,7 @@ def heaviest_assignment(weights: Floats) -> Ranks:
 def match_greedily(
     sets: Ranks, places: Integers, sizes: Floats, set_kinds: Ranks, place_kinds: Ranks, room: Integers
 ) -> Ranks:
-    """(num_sets,) int32 place of each set, the pair that shares most size first.
-
-    Args:
-        sets: (n,) set of each sample.
-        places: (n,) place that is each sample's own.
-        sizes: (n,) of the samples.
-        set_kinds: (num_sets,) kind of each set, which goes to a place of its kind.
-        place_kinds: (num_places,) kind of each place.
-        room: (num_places,) sets that each place takes; together as many as there are sets of its kind.
-    """
+    """(num_sets,) int32 place of each set, of its kind and with `room`, the pair that shares most size first."""
     pairs, room, chosen = np.empty(sets.size, np.int64), room.copy(), np.full(set_kinds.size, -1, np.int32)
     for i in range(sets.size):
         pairs[i] = np.int64(sets[i]) * place_kinds.size + places[i]
@@ -121,14 +112,7 @@ def kinds_of_ranks(problem: Problem) -> Ranks:
 
 
 def match_home(problem: Problem, sets: Ranks, kinds: Ranks, set_kinds: Ranks) -> Ranks:
-    """(n,) int32 rank of each sample, if sets go to ranks of their kind where most stays home, or in its node.
-
-    Args:
-        problem: Whose samples.
-        sets: (n,) set of each, of as many sets as there are ranks.
-        kinds: (num_ranks,) kind of each rank.
-        set_kinds: (num_ranks,) kind of each set.
-    """
+    """(n,) int32 rank of each sample, if sets go to ranks of their kind where most stays home, or in its node."""
     arrays, num_ranks = problem.arrays, problem.num_ranks
     if num_ranks <= EXACT:
         return heaviest_assignment(_saved(problem, sets, kinds, set_kinds))[sets]

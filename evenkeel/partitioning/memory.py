@@ -47,12 +47,7 @@ def _memory_units(memory: Floats, caps: Floats) -> tuple[Integers, Integers, int
 
 
 def with_caps(problem: Problem, memory: ArrayLike, caps: ArrayLike, by: Arithmetic) -> Problem:
-    """The same problem with memory caps; see `partition`.
-
-    Raises:
-        ImpossiblePartitionError: If plainly no assignment is within them.
-        ValueError: If an argument is wrong.
-    """
+    """The same problem with memory caps; see `partition`."""
     room = numbers("memory_caps", caps, problem.num_ranks, "rank", infinite=True)
     amounts = numbers("memory", memory, problem.costs.size, "sample")
     if not amounts.size:
@@ -81,11 +76,7 @@ def _doubt(problem: Problem) -> int:
 
 
 def _check_possible(problem: Problem, by: Arithmetic) -> None:
-    """Refuses what plainly cannot fit.
-
-    Raises:
-        ImpossiblePartitionError: If the samples need more than all ranks hold, or one more than any rank does.
-    """
+    """Refuses what plainly cannot fit."""
     memory, caps, fewest = problem.arrays.memory, problem.arrays.caps, problem.arrays.fewest
     short = sum(memory.tolist()) - sum(caps.tolist())
     if short > _doubt(problem):
@@ -121,12 +112,7 @@ def _check_possible(problem: Problem, by: Arithmetic) -> None:
 
 
 def check_fits(memory: ArrayLike, caps: ArrayLike, destinations: Ranks) -> None:
-    """Checks an assignment against the caps in the numbers that were given, of which the units are roundings.
-
-    Raises:
-        PartitionNotFoundError: If a rank holds more than rounding explains: where some samples take many billion times
-            the memory of others, units that hold them all are too coarse for the smallest.
-    """
+    """Checks an assignment against the caps in the numbers that were given, of which the units are roundings."""
     room = np.asarray(caps, np.float64)
     used = np.bincount(destinations, weights=np.asarray(memory, np.float64), minlength=room.size)
     over = np.flatnonzero(used > room * (1.0 + COARSENESS))
@@ -142,10 +128,6 @@ def fit_memory(problem: Problem, start: Ranks) -> Ranks:
     """The start if it is within the caps, else the nearest assignment found that is.
 
     Memory is searched as costs are, with the caps as limits; small instances are searched through to the end.
-
-    Raises:
-        ImpossiblePartitionError: If there is provably none.
-        PartitionNotFoundError: If the search ended without one.
     """
     arrays = problem.arrays
     of_memory = replace(
@@ -194,19 +176,10 @@ def _search_through(problem: Problem, best: Ranks) -> Ranks:
 def least_overflow(
     memory: Integers, caps: Integers, fewest: Integers, most: Integers, budget: int, overflow: int, best: Ranks
 ) -> tuple[int, bool]:
-    """The least memory above the caps that any assignment has, by branch and bound.
+    """The least memory above the caps that any assignment has, by branch and bound over descending samples.
 
-    Args:
-        memory: (n,) of the samples, descending.
-        caps: (num_ranks,) memory of each rank.
-        fewest: (num_ranks,) samples of each rank at least.
-        most: (num_ranks,) samples of each rank at most.
-        budget: Placements to try.
-        overflow: Of an assignment that there is.
-        best: (n,) takes the ranks of a better one.
-
-    Returns:
-        The least overflow found, and whether that is proven to be the least there is. It ends at the first of 0.
+    `overflow` is that of an assignment that there is, `budget` how many placements are tried, and `best` takes the
+    ranks of a better one. Returns the least found, and whether that is proven to be the least there is; it ends at 0.
     """
     n, num_ranks = memory.size, caps.size
     used, counts = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)

@@ -43,6 +43,12 @@ def _evened(problem: Problem, start: Ranks) -> Ranks:
     return exchange_from(problem, start, effort=1)[0]
 
 
+def _start(problem: Problem) -> Ranks:
+    if problem.arrays.most is problem.home_counts:  # the homes are as even as counts get
+        return problem.arrays.homes.copy()
+    return at_home(problem)
+
+
 @kernel
 def largest_load(costs: Integers, ranks: Ranks, speeds: Floats) -> float:
     """The load over speed of the rank that takes longest."""
@@ -129,7 +135,7 @@ def _from_home(problem: Problem) -> tuple[Ranks, float, Problem]:
 
     Where heavy samples do not divide evenly over the ranks, these limits are looked for before much is tried.
     """
-    start = problem.fit(problem, at_home(problem))
+    start = problem.fit(problem, _start(problem))
     heaviest = float(problem.arrays.costs[problem.order[-1]])
     early = problem.num_ranks >= MANY and heaviest >= HEAVY * problem.bound
     if early:

@@ -43,9 +43,6 @@ def balance_nodes(problem: Problem) -> tuple[Ranks, float]:
     """Exchanges samples between nodes until none has too much, then between the ranks of each node.
 
     Where that ends short inside a node, its ranks start again from longest first.
-
-    Returns:
-        The destinations, and the largest overload over speed that is left.
     """
     arrays, num_nodes = problem.arrays, problem.num_nodes
     keep, most = kept_at_home(problem)

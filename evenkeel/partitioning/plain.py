@@ -16,9 +16,6 @@ def plain_partition(problem: Problem) -> Ranks:
 
     Counts and memory caps are respected. It takes 1 ms for 8 ranks of 128 samples, 0.2 s for 1,024. It moves nearly
     everything, and it calls no kernel.
-
-    Raises:
-        PartitionNotFoundError: If it finds no assignment within the memory caps; there may be one all the same.
     """
     destinations = _placed(problem, problem.order[::-1].tolist())
     if destinations is None:  # what takes most memory first

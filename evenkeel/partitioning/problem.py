@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from evenkeel.partitioning.compile import kernel, plain_array
+from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.exchange import Arrays, Floats, Integers, Ranks
 
 
@@ -106,15 +106,7 @@ class Problem:
 
 
 class Arithmetic(NamedTuple):
-    """What a problem is made with: compiled kernels, or what stands for them while these are compiled.
-
-    Attributes:
-        ascending_order: Sorts integers.
-        counts_and_loads: Adds up the samples of each rank.
-        bound_on_largest: What no assignment is below.
-        limits: Loads of the ranks at a bound and a tolerance.
-        moved: All sizes; samples that leave their homes, their sizes, and those that leave their nodes.
-    """
+    """What a problem is made with: compiled kernels, or what stands for them while these are compiled."""
 
     ascending_order: Callable[[Integers], Ranks]
     counts_and_loads: Callable[[Integers, Ranks, int], tuple[Integers, Integers]]
@@ -148,6 +140,13 @@ def _cost_units(costs: NDArray[Any]) -> tuple[Integers, int]:
     return whole_units(costs, exponent), exponent
 
 
+def plain_array(array: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
+    """The array as kernels are compiled for: of `dtype`, contiguous, aligned and writable; copied unless it is."""
+    if array.dtype == dtype and array.flags.carray:
+        return array
+    return np.array(array, dtype, order="C")
+
+
 def _index_of(field: str, array: NDArray[Any], bad: NDArray[np.bool_]) -> str:
     index = int(np.flatnonzero(bad)[0])
     return f"{field}[{index}] is {array[index]}"
@@ -165,11 +164,7 @@ def _vector(field: str, values: ArrayLike, length: int | None, what: str) -> NDA
 
 
 def numbers(field: str, values: ArrayLike, length: int, what: str, *, infinite: bool = False) -> Floats:
-    """(length,) float64 amounts, 0 or more.
-
-    Raises:
-        ValueError: If they are not.
-    """
+    """(length,) float64 amounts, 0 or more."""
     array = plain_array(_vector(field, values, length, what), np.float64)
     if not array.size:
         return array

@@ -303,17 +303,7 @@ def partition_batches(
     steps: NDArray[np.int32] | None = None,
     tolerance: float | None = None,
 ) -> RoundPlan | PartitionError:
-    """Partitions each batch of a round by itself.
-
-    Args:
-        samples: Of all ranks.
-        options: How they are partitioned; `split` is not looked at.
-        steps: (n,) the batch that trains each sample; None: the one in which it was loaded.
-        tolerance: In place of the options'.
-
-    Returns:
-        The plan; or why there is none within the memory caps.
-    """
+    """Partitions each batch of a round by itself."""
     homes, sizes, loaded = samples.homes, samples.moving_sizes, samples.steps
     chosen = loaded if steps is None else steps
     caps = np.array(options.memory_caps) if options.memory_caps else None

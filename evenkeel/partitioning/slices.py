@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.compile import kernel, plain_array
+from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.problem import plain_array
 
 _LENGTHS = (np.int64, np.uint32)  # the others become int64
 

@@ -68,11 +68,6 @@ class LearnedSpeeds:
         """Whether plans differ from those for equal ranks."""
         return bool(self.stragglers)
 
-    @property
-    def num_slow(self) -> int:
-        """Ranks that are slow in anything."""
-        return len({one.rank for one in self.stragglers} | {one.rank for one in self.delays})
-
     def to_plan(self, mean_load: float, num_ranks: int) -> Numbers:
         """(ranks,) speeds to plan a batch with: loads over them are to be equal, so that all ranks take as long.
 

@@ -104,17 +104,6 @@ def regroup(
     The batch of the largest bound takes the heaviest samples of the others while its load stays within `fill` of what
     its bound leaves room for, then the next one, until every bound is near its mean. Batches keep their numbers of
     samples, and no bound rises. Deterministic; at most 4 × ranks exchanges a batch.
-
-    Args:
-        costs: (n,) work of each sample.
-        steps: (n,) int32, batch of each sample as loaded.
-        num_steps: Number of batches.
-        speeds: (ranks,) relative speeds.
-        equal: Whether ranks hold equal numbers of samples.
-        fill: Share of its bound up to which a batch's mean load is raised.
-
-    Returns:
-        (n,) int32, batch of each sample.
     """
     result = steps.copy()
     batches = [

@@ -112,19 +112,7 @@ def measure(
     within: float,
     between: float,
 ) -> tuple[Floats, Floats, int, int]:
-    """Loads and exchange of each rank, and the positions whose keys and values travel within nodes and between them.
-
-    Args:
-        base: (num_ranks,) load of what stays.
-        table: (s, 11) see `table_of`, of the samples in pieces.
-        firsts: (s + 1,) where their pieces begin.
-        ranks: (pieces,) rank of each.
-        begins: (pieces,) first position of each.
-        ends: (pieces,) the one after its last.
-        nodes: (num_ranks,) node of each rank.
-        within: Price of a position's keys and values that go to a rank of the same node.
-        between: Price of those that go to another, once for all of its ranks.
-    """
+    """Loads and exchange of each rank, and the positions whose keys and values travel within nodes and between them."""
     loads, found = base.copy(), np.zeros((8, base.size))
     for s in range(firsts.size - 1):
         for i in range(firsts[s], firsts[s + 1]):
@@ -176,9 +164,6 @@ def recut(
 
     Args as for `measure`; `speeds` are the ranks', `begins` and `ends` take the best cuts, and `costs` are what the
     pieces had better cost in the first turn. A sample in p pieces can be cut in p - 1 places at least.
-
-    Returns:
-        The largest time of a rank.
     """
     num_ranks = base.size
     found, busy = np.zeros((8, num_ranks)), np.zeros(num_ranks)
@@ -243,18 +228,6 @@ def pieces_at(table: Floats, sample: int, level: float, price: float, most: int,
 
     From the end, each piece begins as early as the level allows. Any pieces within the level begin where these do or
     later, counted from the end, so no others are fewer, or receive less.
-
-    Args:
-        table: See `recutting.table_of`.
-        sample: Which.
-        level: In units of cost.
-        price: What it takes to send a position's keys and values to a rank.
-        most: Pieces.
-        times: (most,) takes the time of each, the last piece first.
-        begins: (most,) takes the first position of each, as a number that need not be whole.
-
-    Returns:
-        How many; `most` + 1 if more would be needed, or none are enough.
     """
     end = table[sample, 0]
     for later in range(most):
@@ -317,20 +290,6 @@ def place_pieces(
     The last pieces of a sample come first. What finds no room in their node goes to another one, so that the keys and
     values of few positions cross between them, and to many ranks. A sample's first piece, which may be the smallest,
     is placed when all others are.
-
-    Args:
-        order: (s,) the samples, in the order in which they are placed.
-        homes: (s,) rank that holds each.
-        firsts: (s + 1,) where their pieces begin.
-        times: (pieces,) of each, on a rank of speed 1.
-        speeds: (num_ranks,) of the ranks.
-        room: (num_ranks,) work that each rank may get beside what it has.
-        nodes: (num_ranks,) node of each, from 0.
-        sizes: (num_nodes,) ranks of each node.
-        full: A rank is full if it has less room than that share of a piece; 0: if it has a piece of the sample.
-
-    Returns:
-        (pieces,) rank of each; those of a sample differ, and are of one node after the other.
     """
     num_ranks, num_nodes, mean = speeds.size, sizes.size, speeds.mean()
     room, rooms, placed = room.copy(), np.zeros(num_nodes), np.zeros(times.size, np.int64)

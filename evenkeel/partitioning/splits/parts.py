@@ -142,11 +142,6 @@ class Cuts:
         return self.samples.size
 
     @property
-    def nbytes(self) -> int:
-        """Memory of its arrays."""
-        return self.samples.nbytes + self.begins.nbytes
-
-    @property
     def num_samples(self) -> int:
         """Samples, whole or not."""
         return int(self.samples[-1]) + 1 if self.samples.size else 0
@@ -232,18 +227,7 @@ class RoundParts:
 def read_parts(
     further: Integers, num_samples: int, steps: NDArray[np.int32] | None, num_batches: int
 ) -> tuple[NDArray[np.int32] | None, tuple[Cuts | None, ...]]:
-    """What a rank's own samples are cut into.
-
-    Args:
-        further: (c, 2) of each part but each sample's first: own sample, and first item.
-        num_samples: Own samples n.
-        steps: (n + c,) the batch that trains each part; None: all are of one.
-        num_batches: Batches of the round.
-
-    Returns:
-        (n,) the batch that trains each sample, or None; per batch, the parts of the samples that it trains, None where
-        all are whole.
-    """
+    """What a rank's own samples are cut into."""
     samples = np.concatenate([np.arange(num_samples), further[:, 0]])
     begins = np.concatenate([np.zeros(num_samples, np.int64), further[:, 1]])
     order = np.argsort(samples, kind="stable")
@@ -260,11 +244,7 @@ def read_parts(
 
 
 def read_splits(pieces: Integers, num_batches: int) -> tuple[tuple[SplitSample, ...], ...]:
-    """Per batch, the split samples of all ranks.
-
-    Raises:
-        ValueError: If the pieces are not those of samples in such batches.
-    """
+    """Per batch, the split samples of all ranks."""
     batches: list[list[SplitSample]] = [[] for _ in range(num_batches)]
     rows: Sequence[list[int]] = pieces.tolist()
     for (batch, _, context, candidates), group in groupby(rows, key=lambda row: tuple(row[:4])):

@@ -232,12 +232,7 @@ class Divisible:
 
 
 def check_table(table: NDArray[np.float64], costs: NDArray[np.int64] | NDArray[np.float64]) -> str:
-    """What is wrong with a rank's table of samples that may be split: place and reason; empty if nothing is.
-
-    Args:
-        table: (m, WIDTH) see `Divisible.table`.
-        costs: (n,) of all of the rank's samples.
-    """
+    """What is wrong with a rank's table of samples that may be split: place and reason; empty if nothing is."""
     if not len(table):
         return ""
     bad = np.flatnonzero(~((table >= 0) & (table <= 1e300)).all(axis=1))  # NaN is neither

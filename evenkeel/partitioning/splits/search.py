@@ -89,17 +89,7 @@ def wants_splits(found: RoundPlan | PartitionError, options: RoundOptions) -> bo
 def split_batch(
     samples: RoundSamples, options: RoundOptions, whole: RoundPlan | PartitionError
 ) -> SplitPartition | None:
-    """Splits samples of a batch where that takes less time than the best assignment of whole ones.
-
-    Args:
-        samples: Of one batch, with those that may be split.
-        options: How they are partitioned; `counts` and `min_samples` are of the whole samples, and a part takes memory
-            and size in proportion to its positions.
-        whole: That assignment, or why there is none.
-
-    Returns:
-        None where samples had better stay whole, or no better plan was found.
-    """
+    """Splits samples of a batch where that takes less time than the best assignment of whole ones."""
     assert samples.divisible is not None
     if samples.num_ranks < 2 or not len(samples.divisible) or not wants_splits(whole, options):
         return None
