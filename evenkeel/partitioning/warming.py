@@ -23,12 +23,11 @@ def warm_up() -> None:
         for counts in ("equal", "free"):
             partition(costs, homes, 3, strategy=strategy, counts=counts, speeds=[1, 2, 1], tolerance=0.0)
             partition(costs * 1.0, homes, 3, strategy=strategy, counts=counts, nodes=[0, 1, 1], tolerance=0.0)
-    partition(costs, homes, 3, tolerance=0.0, move_price=0.0)
     many = np.arange(EXACT + 1)
     partition(many, many // 3, many.size, strategy="lpt", nodes=many // 2)
-    for caps in ([14.0, 15.0], [14.0, 14.0]):
-        with suppress(PartitionError):
-            partition(costs[:7], [0, 0, 0, 1, 1, 1, 1], 2, memory=[6, 5, 5, 4, 4, 4, 1], memory_caps=caps)
+    partition([10] * 5 + [0] * 3, [0] * 4 + [1] * 4, 2, tolerance=0.0, move_price=0.0)  # one rank must take three tens
+    with suppress(PartitionError):  # which only trying all assignments tells
+        partition([1] * 5, [0, 0, 0, 1, 1], 2, memory=[6, 6, 6, 1, 1], memory_caps=[11, 9])
     spans = SpanCosts.of([900, 9, 9], per_position=1)
     divisible = Divisible(samples=np.array([0]), first_items=np.zeros(1), spans=spans.take([0]))
     samples = RoundSamples(

@@ -73,6 +73,17 @@ class SplitPartition:
     time: float
     heaviest: float
 
+    @classmethod
+    def of_whole(cls, plan: RoundPlan) -> SplitPartition:
+        """A batch of which no sample is split."""
+        n, num_ranks, (figures,) = plan.destinations.size, plan.loads_after.shape[1], plan.batches
+        none = np.zeros(n, np.int64)
+        return cls(
+            samples=np.arange(n), begins=none, ends=none, ranks=plan.destinations, shares=np.ones(n),
+            loads=plan.loads_after[0], exchange=np.zeros(num_ranks), within=0, between=0, time=figures.max_load_after,
+            heaviest=figures.lower_bound,
+        )  # fmt: skip
+
 
 def wants_splits(found: RoundPlan | PartitionError, options: RoundOptions) -> bool:
     """Whether whole samples of some batch are too far from an even division, or fit no rank."""

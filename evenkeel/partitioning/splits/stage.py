@@ -24,18 +24,20 @@ def split_heavy(
     if not wants_splits(found, options):
         return found
     steps = samples.steps if isinstance(found, PartitionError) else found.steps
-    batches: list[tuple[Integers, RoundSamples, RoundPlan | PartitionError, SplitPartition | None]] = []
+    batches: list[tuple[Integers, RoundSamples, RoundPlan | PartitionError, SplitPartition]] = []
     for batch in range(samples.num_batches):
         own = np.arange(len(samples.costs)) if steps is None else np.flatnonzero(steps == batch)
         one = _only(samples, own)
         whole = partition_batches(one, options) if isinstance(found, PartitionError) else _of_batch(found, batch, own)
         split = split_batch(one, options, whole)
-        if split is None and isinstance(whole, PartitionError):
-            return _not_in_parts_either(whole, one, options)
+        if split is None:
+            if isinstance(whole, PartitionError):
+                return _not_in_parts_either(whole, one, options)
+            split = SplitPartition.of_whole(whole)
         batches.append((own, one, whole, split))
-    if not isinstance(found, PartitionError) and not any(split for *_, split in batches):
+    if not isinstance(found, PartitionError) and not any(split.ends.any() for *_, split in batches):
         return found
-    parts = [_parts_of(own, whole, split) for own, _, whole, split in batches]
+    parts = [(own[split.samples], split.begins, split.ends, split.ranks) for own, _, _, split in batches]
     of, begins, ends, ranks = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     order = np.lexsort((begins, of))
     of, begins, ends, ranks = of[order], begins[order], ends[order], ranks[order]
@@ -46,7 +48,7 @@ def split_heavy(
         steps=steps_of,
         parts=_round_parts(samples, of, begins, ends, ranks, steps_of),
         loads_before=loads_before,
-        loads_after=np.array([_loads(whole, split) for _, _, whole, split in batches], np.float64),
+        loads_after=np.array([split.loads for *_, split in batches], np.float64),
         batches=tuple(
             _figures(one, options, before, whole, split)
             for (_, one, whole, split), before in zip(batches, loads_before, strict=True)
@@ -93,25 +95,6 @@ def _not_in_parts_either(error: PartitionError, one: RoundSamples, options: Roun
         f"{why}; with samples split over ranks no assignment was found either; raise memory_caps, let counts be 'free',"
         " or take fewer or shorter samples"
     )
-
-
-def _parts_of(
-    own: Integers, whole: RoundPlan | PartitionError, split: SplitPartition | None
-) -> tuple[Integers, Integers, Integers, NDArray[np.int32]]:
-    """Of each part: its sample in the round, first position and the one after its last (0 if it is whole), its rank."""
-    if split is not None:
-        return own[split.samples], split.begins, split.ends, split.ranks
-    assert isinstance(whole, RoundPlan)
-    none = np.zeros(own.size, np.int64)
-    return own, none, none, whole.destinations
-
-
-def _loads(whole: RoundPlan | PartitionError, split: SplitPartition | None) -> NDArray[np.float64]:
-    if split is not None:
-        return split.loads
-    assert isinstance(whole, RoundPlan)
-    loads: NDArray[np.float64] = whole.loads_after[0]
-    return loads
 
 
 def _home_loads(samples: RoundSamples) -> NDArray[np.float64]:
@@ -167,13 +150,10 @@ def _figures(
     options: RoundOptions,
     before: NDArray[np.float64],
     whole: RoundPlan | PartitionError,
-    split: SplitPartition | None,
+    split: SplitPartition,
 ) -> Figures:
     speeds = np.array(options.speeds) if options.speeds else None
     max_before, imbalance_before = evenness(before, speeds)
-    if split is None:
-        assert isinstance(whole, RoundPlan)
-        return replace(whole.batches[0], max_load_before=max_before, imbalance_before=imbalance_before)
     largest, imbalance = evenness(split.loads, speeds)
     known = None if isinstance(whole, PartitionError) else whole.batches[0]
     sizes, homes = one.moving_sizes[split.samples] * split.shares, one.homes[split.samples]
@@ -195,5 +175,5 @@ def _figures(
         pieces=int(np.count_nonzero(is_piece)),
         exchanged=split.within + split.between,
         exchanged_between_nodes=split.between,
-        max_load_whole=0.0 if known is None else known.max_load_after,
+        max_load_whole=0.0 if known is None or not is_piece.any() else known.max_load_after,
     )
