@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from evenkeel.partitioning.samples import RankSamples
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.crew import Crew
@@ -29,6 +28,7 @@ from benchmarks.harness.proxy import TcpProxy
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.results import write
 from benchmarks.harness.steps import Steps
+from evenkeel.partitioning.rounds import RankSamples
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.batches import flatten
 from trainer_client.balancing.contribution import Contribution, schema_number
