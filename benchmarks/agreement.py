@@ -2,8 +2,8 @@
 
     python -m benchmarks.agreement [--quick] [--json FILE]
 
-- *agreement*: a round of contributions of 1.5 kB that nobody plans, from a rank's contribution to its directive; and the
-  CPU time that it takes of a rank that does not lead, over a bare gather and scatter of the same bytes.
+- *agreement*: a round of contributions of 1.5 kB that nobody plans, from a rank's contribution to its directive; and
+  the CPU time that it takes of a rank that does not lead, over a bare gather and scatter of the same bytes.
 - *faults*: the longest wait of the lead for a plan, of a job of 8 ranks whose balancer is killed, stopped, cut off.
 - *idle*: what balancing adds to a step of a loop whose ranks have the same work, and which sleeps for its step.
 """
@@ -113,34 +113,37 @@ def measure_agreement(worlds: tuple[int, ...], rounds: int) -> list[dict[str, An
 def measure_faults(seconds: float) -> list[dict[str, Any]]:
     """The longest waits for a plan, before a fault and with it."""
     entries = []
-    with Crew(FAULT_RANKS) as crew, running_balancer("--log-level", "warning") as balancer:
-        with TcpProxy(balancer.port) as proxy:
-            for fault in ("killed and restarted", "stopped", "cut off"):
-                with crew.run(Steps(address=proxy.address, name=fault, timeout=2.0, pace=0.05)) as run:
-                    run.until(mode="service", times=20)
-                    begin = len(run.told)
-                    if fault == "cut off":
-                        proxy.swallow = True
-                    elif fault == "stopped":
-                        balancer.signal(signal.SIGSTOP)
-                    else:
-                        balancer.kill()
-                    run.until(times=int(seconds / 0.05))
-                    proxy.heal()
-                    if fault == "stopped":
-                        balancer.signal(signal.SIGCONT)
-                    elif fault != "cut off":
-                        balancer.start()
-                    run.until(mode="service", times=10, seconds=120.0)
-                waits = [1e3 * record["wait"] for record in run.results[0]["records"]]
-                blocked = [1e3 * one for one in run.blocked]
-                entry = {
-                    "fault": fault, "ranks": FAULT_RANKS, "steps": len(waits), "longest_wait_ms": max(waits[begin:]),
-                    "longest_wait_before_ms": max(waits[3:begin]), "longest_blocked_ms": max(blocked[begin:]),
-                    "longest_blocked_before_ms": max(blocked[3:begin]),
-                }  # fmt: skip
-                print(entry, flush=True)
-                entries.append(entry)
+    with (
+        running_balancer("--log-level", "warning") as balancer,
+        Crew(FAULT_RANKS) as crew,
+        TcpProxy(balancer.port) as proxy,
+    ):
+        for fault in ("killed and restarted", "stopped", "cut off"):
+            with crew.run(Steps(address=proxy.address, name=fault, timeout=2.0, pace=0.05)) as run:
+                run.until(mode="service", times=20)
+                begin = len(run.told)
+                if fault == "cut off":
+                    proxy.swallow = True
+                elif fault == "stopped":
+                    balancer.signal(signal.SIGSTOP)
+                else:
+                    balancer.kill()
+                run.until(times=int(seconds / 0.05))
+                proxy.heal()
+                if fault == "stopped":
+                    balancer.signal(signal.SIGCONT)
+                elif fault != "cut off":
+                    balancer.start()
+                run.until(mode="service", times=10, seconds=120.0)
+            waits = [1e3 * record["wait"] for record in run.results[0]["records"]]
+            blocked = [1e3 * one for one in run.blocked]
+            entry = {
+                "fault": fault, "ranks": FAULT_RANKS, "steps": len(waits), "longest_wait_ms": max(waits[begin:]),
+                "longest_wait_before_ms": max(waits[3:begin]), "longest_blocked_ms": max(blocked[begin:]),
+                "longest_blocked_before_ms": max(blocked[3:begin]),
+            }  # fmt: skip
+            print(entry, flush=True)
+            entries.append(entry)
     return entries
 
 

@@ -136,11 +136,13 @@ def test_a_network_that_is_slow_cut_or_loses_everything(crew: Crew, proxy: TcpPr
 
 def test_a_refusal_of_a_round_is_logged_once_and_does_not_stop_the_asking(crew: Crew) -> None:
     big = frozenset((1, step) for step in (4, 8, 12))
-    with running_balancer("--max-message-bytes", "3000") as strict:
-        with crew.run(Steps(address=strict.address, name="large", timeout=20.0, big=big)) as run:
-            run.until(reason="refused")
-            run.until(times=16)
-            run.until(mode="service", times=3)
+    with (
+        running_balancer("--max-message-bytes", "3000") as strict,
+        crew.run(Steps(address=strict.address, name="large", timeout=20.0, big=big)) as run,
+    ):
+        run.until(reason="refused")
+        run.until(times=16)
+        run.until(mode="service", times=3)
     assert run.reasons["refused"] == 3
     assert run.results[0]["breaker_changes"] == 0
     refused = [line for line in run.results[0]["warnings"] if "refuses" in line]

@@ -2,7 +2,8 @@
 
 Programs that leave loops run here a hundred times as fast as on processes, so that many can be tried. What is assumed
 of collectives is all that they do here: a gather gives the lead everybody's bytes, a scatter everybody the lead's, a
-move the samples that others sent to this rank, and all meet whatever the other ranks started as the same number of their communicator.
+move the samples that others sent to this rank, and all meet whatever the other ranks started as the same number of
+their communicator.
 """
 
 from __future__ import annotations

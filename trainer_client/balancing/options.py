@@ -37,8 +37,9 @@ class BalanceOptions:
             the lead's loop comes for its batch is made by the lead, so that no step waits for a service.
         depth: Rounds in flight, from the submission of the costs to the training step: batches, or windows.
         window: Batches that are balanced together. With more than 1, samples may be trained in another batch of their
-            window than the one they were loaded in, so that those too heavy for their batch meet (docs/train/giants.md).
-            Only `BalancedLoader` and `BatchStream.submit_window` fill windows. The host holds `depth` windows.
+            window than the one they were loaded in, so that those too heavy for their batch meet
+            (docs/train/giants.md). Only `BalancedLoader` and `BatchStream.submit_window` fill windows. The host
+            holds `depth` windows.
         speeds: Relative speed of each rank, 1e-6 to 1e6, length world size; `None`: all equal.
         memory_caps: What each rank can hold, in the unit of the loader's `memory`, length world size, infinity for a
             rank without a cap; `None`: no caps.
