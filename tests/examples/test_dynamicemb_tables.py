@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from examples.dynamicemb_tables import dynamicemb_tables, table_options
-from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
+from examples.dynamicemb_tables import table_options
+from trainer_client.embedding.tables import RoutedTable
 
 
 def make_table(**changes: Any) -> RoutedTable:
@@ -46,8 +46,3 @@ def test_by_default_all_values_are_in_hbm_with_their_optimizer_state(optimizer: 
 def test_refusals(changes: dict[str, Any], optimizer: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         table_options(make_table(**changes), world_size=2, optimizer=optimizer)
-
-
-def test_without_dynamicemb_the_error_says_what_to_do() -> None:
-    with pytest.raises(ImportError, match="items: DynamicEmb is not installed"):
-        RoutedEmbeddingCollection([make_table()], make_table=dynamicemb_tables(optimizer="sgd"))

@@ -47,22 +47,6 @@ def test_any_number_of_ranks_reads_what_others_have_left(tmp_path: Path, before:
     assert [rank.state_dict()["offsets"] for rank in others] == [{}] * after
 
 
-def test_a_rank_goes_on_alone_and_epochs_begin_anew(tmp_path: Path) -> None:
-    write_shards(tmp_path, 4)
-    (whole,) = _ranks(tmp_path, 1)
-    everything = _read(whole)
-    assert _read(whole) == everything
-    _read(whole, 3)
-    (again,) = _ranks(tmp_path, 1)
-    again.load_state_dict(whole.state_dict())
-    assert again.state_dict() == whole.state_dict()
-    assert _read(again) == everything[48:]
-    assert _read(again) == everything
-    again.load_state_dict(whole.state_dict())
-    again.set_epoch(1)
-    assert sorted(_read(again)) == sorted(everything)
-
-
 def _train(_: int, folder: str, max_steps: int | None) -> Counter[int]:
     return train(Path(folder), batch_size=16, max_steps=max_steps)
 

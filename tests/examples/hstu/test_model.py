@@ -1,12 +1,8 @@
-from collections.abc import Sequence
-from dataclasses import replace
-
 import pytest
 import torch
 
 from examples.datasets import Keys, SequenceBatch, SyntheticSequences, ZipfLengths
-from examples.hstu import model
-from examples.hstu.attention import attend, choose_kernel
+from examples.hstu.attention import attend
 from examples.hstu.model import ModelOptions, Ranker, loss_of
 from examples.hstu.sequences import arrange
 
@@ -58,46 +54,6 @@ def test_a_sample_scores_the_same_in_any_batch(candidates: int) -> None:
     assert torch.allclose(together, alone, atol=1e-5)
 
 
-def test_layers_that_are_called_together_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    compiled_transform = torch.compile(model.transform, backend="eager", dynamic=True)  # traced, no code generated
-
-    def counted(layers: Sequence[model.Layer], *tensors: torch.Tensor) -> torch.Tensor:
-        calls.append(len(layers))
-        return compiled_transform(layers, *tensors)
-
-    monkeypatch.setattr(model, "compiled_transform", lambda: counted)
-    batch, options = _batch(), replace(OPTIONS, num_layers=5, kernel="dense")
-    found = {}
-    for size, compiled, apart in ((1, False, False), (1, True, False), (2, True, False), (2, True, True)):
-        torch.manual_seed(0)
-        ranker = Ranker(replace(options, layers_per_call=size, compile=compiled))
-        ranker.layers_apart = apart
-        hooked: list[str] = []
-        for layer in ranker.layers:
-            layer.register_forward_hook(lambda *_, hooked=hooked: hooked.append("hook"))
-        calls.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(model, "TRACEABLE", {"dense"})  # not before: layers leave their attention out of the graph
-            found[size, compiled, apart] = ranker(batch).tolist(), list(calls), len(hooked)
-    expected = found[1, False, False][0]
-    assert [logits == expected for logits, _, _ in found.values()] == [True] * 4
-    assert [called for _, called, _ in found.values()] == [[], [1] * 5, [2, 2, 1], [1] * 5]
-    assert [hooks for _, _, hooks in found.values()][-1] == 5  # as whoever measures layers wants it
-
-
-def test_candidates_do_not_see_each_other() -> None:
-    torch.manual_seed(0)
-    ranker = Ranker(OPTIONS)
-    batch = _batch(candidates=3)
-    before = ranker(batch).view(-1, 3)
-    batch.candidates = batch.candidates.clone()
-    batch.candidates[1::3] = (batch.candidates[1::3] + 7) % 100
-    after = ranker(batch).view(-1, 3)
-    assert torch.allclose(before[:, [0, 2]], after[:, [0, 2]], atol=1e-6)
-    assert not torch.allclose(before[:, 1], after[:, 1], atol=1e-3)
-
-
 def test_attention_follows_the_mask() -> None:
     lengths, candidates = torch.tensor([5, 1, 7]), torch.tensor([2, 1, 0])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
@@ -121,13 +77,3 @@ def test_an_empty_batch_has_gradients_for_every_parameter() -> None:
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in ranker.parameters())
-
-
-def test_kernels_that_cannot_compute_the_mask_are_refused() -> None:
-    assert choose_kernel("auto", torch.device("cpu"), 4) == "dense"
-    assert choose_kernel("auto", torch.device("cuda"), 1) == "varlen"
-    assert choose_kernel("auto", torch.device("cuda"), 4) == "flex"
-    with pytest.raises(ValueError, match="'varlen' is causal, and 4 candidates"):
-        choose_kernel("varlen", torch.device("cuda"), 4)
-    with pytest.raises(ValueError, match="'flex' needs a GPU"):
-        choose_kernel("flex", torch.device("cpu"), 1)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
@@ -78,50 +77,6 @@ def test_a_data_set_is_trained_under_a_plan(tmp_path: Path) -> None:
         assert found[split]["last_loss"] == pytest.approx(found[whole]["last_loss"], rel=1e-3)
         flops = [found[name]["tflops_per_rank"] * found[name]["step_ms_mean"] for name in (whole, split)]
         assert flops[1] == pytest.approx(flops[0])
-
-
-SHAPE = [
-    "--width", "8", "--heads", "1", "--head-dim", "8", "--embedding-dim", "8", "--max-length", "24", "--items", "50",
-    "--batch-size", "4", "--steps", "6", "--skip", "0", "--device", "cpu",
-]  # fmt: skip
-
-
-def _alone(_: int, folder: str) -> dict[str, Any]:
-    """Summaries of runs of one process in no group, as without torchrun."""
-    dist.destroy_process_group()
-    tokens = Path(folder) / "tokens.yaml"
-    tokens.write_text("cost: {name: tokens, tokens: num_history}\n")
-    found = {}
-    for name, flags in {
-        "torchrec": ["--layers", "1", "--embeddings", "torchrec"],
-        "flops": [
-            "--layers",
-            "11",
-            "--track-layers",
-            "--log-file",
-            f"{folder}/log.jsonl",
-            "--plot",
-            f"{folder}/log.png",
-        ],
-        "tokens": ["--layers", "11", "--config", str(tokens), "--fit-cost"],
-    }.items():
-        result = Path(folder) / f"{name}.json"
-        sys.argv = ["train_hstu", *SHAPE, *flags, "--json", str(result)]
-        train_hstu.main()
-        found[name] = json.loads(result.read_text())
-    return found
-
-
-def test_one_process_takes_the_same_flags(tmp_path: Path) -> None:
-    found = run_ranks(1, _alone, str(tmp_path))[0]
-    assert found["torchrec"]["steps"] == 6
-    assert list(found["flops"]["layers_tflops"]) == [f"layers.{number}" for number in range(11)]
-    flops = {name: run["tflops_per_rank"] * run["step_ms_mean"] for name, run in found.items()}
-    assert flops["tokens"] == pytest.approx(flops["flops"])  # whatever samples are balanced by
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(6))
-    assert all(line["step_ms"] > 0 for line in lines)
-    assert (tmp_path / "log.png").stat().st_size > 0
 
 
 def test_flags_and_files_that_are_no_good_end_in_a_sentence(
