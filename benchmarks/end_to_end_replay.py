@@ -47,7 +47,7 @@ from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
 from trainer_client.balancing.batches import FlatBatch, flatten
 from trainer_client.balancing.costs import Fit, LearnedCost
-from trainer_client.balancing.costs.fits import fit_in_force, fit_ranks
+from trainer_client.balancing.costs.learned import fit_in_force, fit_ranks
 from trainer_client.balancing.dividing import Cost
 from trainer_client.balancing.redistribution.copying import pick
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.end_to_end_ideal import IDEALS
 from evenkeel.partitioning import partition
-from trainer_client.balancing.costs.fits import fit_times
+from trainer_client.balancing.costs.learned import fit_times
 from trainer_client.observing.measurement import Breakdown
 
 STALL = 3.0  # times the median step

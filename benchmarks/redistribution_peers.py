@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from evenkeel.partitioning import Slice
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable
-from trainer_client.balancing.redistribution.moves import measure
+from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, measure
 
 
 class PackedBytes:

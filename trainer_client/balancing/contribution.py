@@ -22,8 +22,8 @@ from evenkeel.partitioning.splits import WIDTH
 
 if TYPE_CHECKING:
     from trainer_client.balancing.batches import FlatBatch
-    from trainer_client.balancing.batches.shared import Said
-    from trainer_client.balancing.batches.structure import Schema
+    from trainer_client.balancing.batches.fields import SharedValues
+    from trainer_client.balancing.batches.flat import Schema
     from trainer_client.balancing.resume import Resumed
 
 Bytes = NDArray[np.uint8]
@@ -73,7 +73,7 @@ class Extras:
     """What is rarely part of a contribution."""
 
     template: FlatBatch | None = None  # an empty batch of the round's schema, where the ranks have not heard of that
-    shared: Said = ()  # what the shared values of the batch are
+    shared: SharedValues = ()  # what the shared values of the batch are
     problem: str = ""  # why the costs cannot be used, or why the rank has left
     resumed: Resumed | None = None  # from where it goes on, in the first round of a pass
     term_names: tuple[str, ...] = ()  # of a learned cost's terms

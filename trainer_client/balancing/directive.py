@@ -26,7 +26,7 @@ from trainer_client.balancing.report import Mode, Reason, RoundReport
 
 if TYPE_CHECKING:
     from trainer_client.balancing.batches import FlatBatch
-    from trainer_client.balancing.costs.fits import Fit
+    from trainer_client.balancing.costs.learned import Fit
 
 _MODES, _REASONS = tuple(Mode), tuple(Reason)
 _NUM_FIGURES = len(Figures.__slots__)

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_client.balancing.contribution import Extras
-from trainer_client.balancing.costs.fits import Fit, FitOptions, fit_in_force, fit_ranks
-from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.costs.learned import Fit, FitOptions, LearnedCost, fit_in_force, fit_ranks
 from trainer_client.balancing.lead import Round, Stage
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from evenkeel.partitioning.rounds import RankSamples
 from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, Schema, flatten
-from trainer_client.balancing.batches.shared import digest as shared_digest
+from trainer_client.balancing.batches.fields import digest as shared_digest
 from trainer_client.balancing.contribution import NO_SAMPLES, Contribution, Extras, State, schema_number
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.decide import Decision

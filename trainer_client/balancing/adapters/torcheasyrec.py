@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import BatchError
-from trainer_client.balancing.batches.fields import is_keyed_jagged_tensor
+from trainer_client.balancing.batches.containers import is_keyed_jagged_tensor
 from trainer_client.balancing.dividing import Cost
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.options import BalanceOptions

@@ -1,8 +1,8 @@
 """The containers of a batch, taken apart and made again as pytrees are.
 
 What is registered with torch's pytrees is taken from there: dicts, lists, tuples, named tuples, and what libraries and
-users register. Registered here are objects (dataclasses, attrs and pydantic classes, subclasses of dicts, own classes
-that hold tensors), which are made again without `__init__`, and `TensorDict`, whose batch size is another one then.
+users register. Registered here are objects (dataclasses, attrs and pydantic classes, own classes that hold tensors) and
+subclasses of dicts, which are made again without `__init__`, and `TensorDict`, whose batch size is another one then.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+_JAGGED = ("JaggedTensor", "KeyedJaggedTensor")
+_NOTHING = object()
 
 
 class Container(NamedTuple):
@@ -50,7 +52,7 @@ class Tree:
         kind: Any = type(batch)
         if kind is not self.kind:
             return False
-        values, context = (_container_of_kind(kind) or _RECORD).flatten(batch)
+        values, context = (_container_of_kind(kind) or _OBJECT).flatten(batch)
         if context != self.context or len(values) != len(self.children):
             return False
         for child, value in zip(self.children, values, strict=True):
@@ -63,41 +65,39 @@ class Tree:
     def unflatten(self, leaves: Iterator[Any], num_samples: int, device: torch.device | None) -> Any:
         """The containers around the leaves."""
         children = (next(leaves) if c is None else c.unflatten(leaves, num_samples, device) for c in self.children)
-        container = _container_of_kind(self.kind) or _RECORD
+        container = _container_of_kind(self.kind) or _OBJECT
         return container.unflatten(self.kind, self.context, list(children), num_samples, device)
 
 
 def container_of(value: Any) -> Container | None:
     """How a value is taken apart; None if it is no container."""
     kind: Any = type(value)
-    container = _container_of_kind(kind)
-    if container is None and _is_own_with_tensors(value) and _can_be_made(kind):
-        return _RECORD
-    return container
+    return _container_of_kind(kind) or (_OBJECT if _is_own_with_tensors(value) and _can_be_made(kind) else None)
 
 
 @lru_cache(maxsize=1024)
 def _container_of_kind(kind: Any) -> Container | None:
     """How all values of a type are taken apart; None if they are no containers, or it depends on what they hold."""
-    tensordict = sys.modules.get("tensordict")
+    tensordict, pydantic = sys.modules.get("tensordict"), sys.modules.get("pydantic")
+    node = pytree.SUPPORTED_NODES.get(namedtuple if pytree.is_namedtuple_class(kind) else kind)
     if tensordict is not None and (issubclass(kind, tensordict.TensorDictBase) or tensordict.is_tensorclass(kind)):
         return _TENSORDICT
-    if _is_record(kind):
-        has_items = issubclass(kind, dict) or _mappings(kind)
-        return (_OBJECT if has_items else _RECORD) if _can_be_made(kind) else None
-    nodes: dict[Any, pytree.NodeDef] = pytree.SUPPORTED_NODES
-    node = nodes.get(namedtuple if pytree.is_namedtuple_class(kind) else kind)
-    if kind in _torchrec_kinds("JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"):
+    if kind in _torchrec_kinds(*_JAGGED, "KeyedTensor"):
         return None
-    if node is not None:
-        return _registered(node)
-    return _SEQUENCE if issubclass(kind, list | tuple) else None
+    if pydantic is not None and issubclass(kind, pydantic.BaseModel):
+        return _PYDANTIC
+    if issubclass(kind, dict | UserDict) and node is None:
+        return _MAPPING if _can_be_made(kind) else None
+    is_record = dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or issubclass(kind, SimpleNamespace)
+    if is_record and not issubclass(kind, dict):
+        return _OBJECT if _can_be_made(kind) else None
+    return _registered(node) or (_SEQUENCE if issubclass(kind, list | tuple) else None)
 
 
-# ------------------------------------------------------------------------------- registered with torch
+def _registered(node: pytree.NodeDef | None) -> Container | None:
+    if node is None:
+        return None
 
-
-def _registered(node: pytree.NodeDef) -> Container:
     def names(value: Any) -> Sequence[object]:
         if node.flatten_with_keys_fn is None:
             return range(len(node.flatten_fn(value)[0]))
@@ -118,110 +118,64 @@ _SEQUENCE = Container(
 # ------------------------------------------------------------------------------------------- objects
 
 
-class _State(NamedTuple):
-    """The context of an object that has items, too.
-
-    Attributes:
-        names: Of its values: where they are ("" in the object as a dict, the attribute that is a dict, None for an
-            attribute), and their name there.
-        mappings: Attributes that are dicts whose items are values.
-        constants: Attributes that stay as they are.
-        aliases: Attributes that are items as well.
-        is_own_dict: The items are the attributes (`self.__dict__ = self`).
-        factory: That of a defaultdict.
-    """
-
-    names: tuple[tuple[str | None, Any], ...]
-    mappings: tuple[str, ...]
-    constants: tuple[tuple[str, Any], ...]
-    aliases: tuple[str, ...]
-    is_own_dict: bool
-    factory: Any
-
-
-def _flatten_record(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-    kind: Any = type(value)
-    attributes = getattr(value, "__dict__", _NO_ATTRIBUTES)
-    if attributes.keys() != _declared_names(kind).keys():
+def _flatten_object(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    attributes = getattr(value, "__dict__", {})
+    if attributes.keys() != _declared_names(type(value)).keys():
         attributes = dict(attributes_of(value))
     return list(attributes.values()), tuple(attributes)
 
 
-def _unflatten_record(kind: type, names: tuple[str, ...], values: Sequence[Any], *_: Any) -> Any:
+def _unflatten_object(kind: type, names: tuple[str, ...], values: Sequence[Any], *_: Any) -> Any:
     result = _blank(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(result, name, value)
     return result
 
 
-_NO_ATTRIBUTES: dict[str, Any] = {}
-_RECORD = Container(_flatten_record, _unflatten_record, lambda value: _flatten_record(value)[1])
+_OBJECT = Container(_flatten_object, _unflatten_object, lambda value: _flatten_object(value)[1])
 
 
-def _flatten_object(value: Any) -> tuple[list[Any], _State]:
-    kind: Any = type(value)
-    names: list[tuple[str | None, Any]] = []
-    values: list[Any] = []
-    constants: list[tuple[str, Any]] = []
-    aliases: list[str] = []
-    mappings = _mappings(kind)
-    is_dict, is_encoding = isinstance(value, dict), kind.__name__ == "BatchEncoding"
-    for where in ("", *mappings) if is_dict else mappings:
-        entries = getattr(value, where, None) if where else value
-        if entries is None:
-            constants.append((where, None))
-            continue
-        names += [(where, name) for name in entries]
-        values += entries.values()
-    if mappings is _PYDANTIC:
-        constants.append(("__pydantic_fields_set__", value.model_fields_set))
-    is_own_dict = is_dict and getattr(value, "__dict__", None) is value
-    for name, item in () if is_own_dict else attributes_of(value):
-        if is_dict and value.get(name, _NOTHING) is item:
-            aliases.append(name)
-        elif is_encoding and name in ("_encodings", "_n_sequences"):
-            # what the tokenizer knew about the texts of this batch does not fit another one's
-            constants.append((name, None if name == "_encodings" else item))
-        elif name not in mappings:
-            names.append((None, name))
-            values.append(item)
-    factory = getattr(value, "default_factory", None)
-    return values, _State(tuple(names), mappings, tuple(constants), tuple(aliases), is_own_dict, factory)
+def _flatten_mapping(value: Any) -> tuple[list[Any], tuple[tuple[Any, ...], tuple[str, ...]]]:
+    attributes = {name: item for name, item in attributes_of(value) if name != "data" or isinstance(value, dict)}
+    return [*value.values(), *attributes.values()], (tuple(value), tuple(attributes))
 
 
-_PYDANTIC = ("__pydantic_extra__", "__pydantic_private__")
-
-
-@lru_cache(maxsize=1024)
-def _mappings(kind: Any) -> tuple[str, ...]:
-    if issubclass(kind, UserDict):
-        return ("data",)
-    return _PYDANTIC if _is_pydantic(kind) else ()
-
-
-def _unflatten_object(kind: type, state: _State, values: Sequence[Any], *_: Any) -> Any:
+def _unflatten_mapping(kind: type, context: tuple[Any, Any], values: Sequence[Any], *_: Any) -> Any:
+    (keys, names), items = context, iter(values)
     result = _blank(kind)
-    if state.factory is not None:
-        result.default_factory = state.factory
-    if state.is_own_dict:
-        result.__dict__ = result
-    mappings: dict[str | None, Any] = {"": result, **{name: {} for name in state.mappings}}
-    for name in state.mappings:
-        object.__setattr__(result, name, mappings[name])
-    for (where, name), item in zip(state.names, values, strict=True):
-        if where is None:
-            object.__setattr__(result, name, item)
-        else:
-            mappings[where][name] = item
-    for name, item in (*state.constants, *((name, result[name]) for name in state.aliases)):
+    if not issubclass(kind, dict):
+        object.__setattr__(result, "data", {})
+    for key, item in zip(keys, items, strict=False):
+        result[key] = item
+    for name, item in zip(names, items, strict=True):
         object.__setattr__(result, name, item)
     return result
 
 
-_OBJECT = Container(
-    _flatten_object, _unflatten_object, lambda value: [name for _, name in _flatten_object(value)[1].names]
+_MAPPING = Container(
+    _flatten_mapping, _unflatten_mapping, lambda value: [name for names in _flatten_mapping(value)[1] for name in names]
 )
-_NOTHING = object()
+
+
+def _flatten_pydantic(value: Any) -> tuple[list[Any], tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]]:
+    fields = dict(attributes_of(value)) | (value.__pydantic_extra__ or {})
+    private = value.__pydantic_private__ or {}
+    return [*fields.values(), *private.values()], (tuple(fields), tuple(private), frozenset(value.model_fields_set))
+
+
+def _unflatten_pydantic(kind: Any, context: tuple[Any, Any, Any], values: Sequence[Any], *_: Any) -> Any:
+    names, private, fields_set = context
+    result = kind.model_construct(set(fields_set), **dict(zip(names, values, strict=False)))
+    for name, item in zip(private, values[len(names) :], strict=True):
+        setattr(result, name, item)
+    return result
+
+
+_PYDANTIC = Container(
+    _flatten_pydantic,
+    _unflatten_pydantic,
+    lambda value: [*_flatten_pydantic(value)[1][0], *value.__private_attributes__],
+)
 
 
 def _is_own_with_tensors(value: Any) -> bool:
@@ -229,25 +183,9 @@ def _is_own_with_tensors(value: Any) -> bool:
     kind: Any = type(value)
     if callable(value) or kind.__module__ == "builtins" or issubclass(kind, torch.Tensor | np.ndarray | list | tuple):
         return False
-    if is_torchrec(value, "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"):
+    if is_torchrec(value, *_JAGGED, "KeyedTensor"):
         return False
     return any(isinstance(one, torch.Tensor) or is_torchrec(one, *_JAGGED) for _, one in attributes_of(value))
-
-
-@lru_cache(maxsize=1024)
-def _is_record(kind: Any) -> bool:
-    return (
-        (issubclass(kind, dict) and kind not in pytree.SUPPORTED_NODES)
-        or issubclass(kind, UserDict | SimpleNamespace)
-        or dataclasses.is_dataclass(kind)
-        or hasattr(kind, "__attrs_attrs__")
-        or _is_pydantic(kind)
-    )
-
-
-def _is_pydantic(kind: type) -> bool:
-    model = getattr(sys.modules.get("pydantic"), "BaseModel", None)
-    return model is not None and issubclass(kind, model)
 
 
 def _blank(kind: type) -> Any:
@@ -306,6 +244,11 @@ def _torchrec_kinds(*names: str) -> tuple[type, ...]:
     return tuple(getattr(module, name) for name in names) if module is not None else ()
 
 
+def is_keyed_jagged_tensor(value: object) -> bool:
+    """Whether it is TorchRec's `KeyedJaggedTensor`."""
+    return is_torchrec(value, "KeyedJaggedTensor")
+
+
 def is_tensordict(value: object) -> bool:
     """Whether it is a `TensorDict`, or an instance of a tensorclass."""
     module = sys.modules.get("tensordict")
@@ -359,8 +302,7 @@ def is_list_of_objects(values: Sequence[Any]) -> bool | None:
     By what it holds, never by how long it is or which values: so the ranks of a job read it alike in every step.
     A list that holds tensors, however deep, is a container; one that holds lists may be either.
     """
-    kinds = set(map(type, values))
-    if all(map(_is_plain, kinds)):
+    if all(map(_is_plain, set(map(type, values)))):
         return True
     if hasattr(values, "_fields") or any(map(_holds_tensors, values)):
         return False
@@ -372,8 +314,7 @@ def _is_plain(kind: Any) -> bool:
     """Whether values of a type hold nothing, such as strings, numbers, None and dates."""
     if issubclass(kind, torch.Tensor | np.ndarray) or _container_of_kind(kind) is not None:
         return False
-    slots = any(base.__dict__.get("__slots__") for base in kind.__mro__)
-    return kind.__dictoffset__ == 0 and not slots
+    return kind.__dictoffset__ == 0 and not any(base.__dict__.get("__slots__") for base in kind.__mro__)
 
 
 def _values_in(value: Any) -> Sequence[Any]:
@@ -382,15 +323,11 @@ def _values_in(value: Any) -> Sequence[Any]:
 
 
 def _holds_tensors(value: Any) -> bool:
-    kind: Any = type(value)
-    if _is_plain(kind):
+    if _is_plain(type(value)):
         return False
     if isinstance(value, torch.Tensor | np.ndarray) or is_tensordict(value) or is_torchrec(value, *_JAGGED):
         return True
     return any(map(_holds_tensors, _values_in(value)))
-
-
-_JAGGED = ("JaggedTensor", "KeyedJaggedTensor")
 
 
 def _is_lists(value: Any) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,8 +18,6 @@ from trainer_client.balancing.batches.spec import BatchError, BatchSpec, Declara
 
 if TYPE_CHECKING:
     from trainer_client.balancing.batches.flat import FlatBatch
-
-_TIMES = "mM"  # datetime64 and timedelta64: int64 of a unit
 
 
 @dataclass(slots=True)
@@ -69,7 +68,7 @@ class Rows:
         if self.dtype is not None:
             if type(value) is not np.ndarray or value.dtype != self.dtype:
                 return False
-            value = as_tensor(value)
+            value = _as_tensor(value)
         taken.tensors.append(value)
         if not isinstance(value, torch.Tensor) or self.padding is None:
             return isinstance(value, torch.Tensor)
@@ -86,9 +85,7 @@ class Rows:
             return _padded(values, self.padding, self.column, flat)
         if self.dtype is None:
             return values
-        native = self.dtype.newbyteorder("=")
-        array = values.numpy().view(native) if self.dtype.kind in _TIMES else values.numpy()
-        return array if native == self.dtype else array.astype(self.dtype)
+        return values.numpy().astype(self.dtype, copy=False)  # in its own byte order
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +180,7 @@ class Objects:
                 return False
         elif not self.is_declared and is_list_of_objects(value) is not True:
             return False
-        data, sizes = pickled(value, self.path)
+        data, sizes = _pickled(value, self.path)
         taken.tensors.append(data)
         taken.lengths.append(sizes)
         return True
@@ -295,6 +292,66 @@ class _Missing:
         )
 
 
+# ------------------------------------------------------------------------------------- shared values
+
+_MOST_BYTES = 65536  # of a tensor that is looked into, as this is done for every batch
+_MOST_SHOWN = 60
+
+SharedValues = tuple[tuple[str, str], ...]
+"""Path of each shared value, and what it is."""
+
+
+def describe(values: Iterable[tuple[str, Any]]) -> SharedValues:
+    """What shared values are, alike on all ranks where these are equal; of what is on a device only the kind."""
+    return tuple((path, _short(_canonical(value))) for path, value in values)
+
+
+def digest(shared: SharedValues) -> int:
+    """64 bits of it; 0: there are none."""
+    return int(_hash(repr(shared).encode()), 16) if shared else 0
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… (digest {_hash(text.encode())})"
+
+
+def _canonical(value: Any) -> str:
+    """Equal values give equal texts; of other objects than plain ones only their type is known."""
+    if isinstance(value, bool | np.bool_):
+        return repr(bool(value))
+    if isinstance(value, int | float | np.integer | np.floating):
+        is_exact = isinstance(value, int | np.integer) and abs(int(value)) >= 2**53
+        return repr(int(value) if is_exact else float(value))
+    if value is None or isinstance(value, str | bytes):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_canonical, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(sorted(f'{_canonical(key)}: {_canonical(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, torch.Tensor):
+        if (
+            type(value) is not torch.Tensor
+            or value.layout is not torch.strided
+            or not value.is_cpu
+            or value.is_quantized
+        ):
+            return "Tensor"  # a rank's may have arrived on its device already
+        plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return _bytes(value.dtype, value.shape, plain.view(torch.uint8).numpy() if plain.numel() else np.zeros(0))
+    if type(value) is np.ndarray and value.dtype.kind in "biufc":
+        return _bytes(value.dtype, value.shape, value)
+    return type(value).__qualname__
+
+
+def _bytes(dtype: Any, shape: Sequence[int], array: NDArray[Any]) -> str:
+    kind = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return kind if array.nbytes > _MOST_BYTES or not array.size else f"{kind} of digest {_hash(array.tobytes())}"
+
+
 def _moved(value: Any, device: torch.device | None) -> Any:
     """A shared value with its tensors on a device."""
     if type(value) is dict:
@@ -305,11 +362,6 @@ def _moved(value: Any, device: torch.device | None) -> Any:
 
 
 # ------------------------------------------------------------------------------------ jagged tensors
-
-
-def is_keyed_jagged_tensor(value: object) -> bool:
-    """Whether it is TorchRec's `KeyedJaggedTensor`."""
-    return is_torchrec(value, "KeyedJaggedTensor")
 
 
 def jagged_lengths(value: Any) -> torch.Tensor:
@@ -348,7 +400,7 @@ def without_padding(
     place = np.arange(width)
     is_value = place < lengths[:, None] if padding.side == "right" else place >= width - lengths[:, None]
     if tensor.is_cpu:
-        _check_padding(tensor, is_value, padding, path, column)
+        _check_cut(tensor, is_value, padding, path, column)
     index = torch.from_numpy(np.flatnonzero(is_value)).to(tensor.device, non_blocking=True)
     return _bytes_if_small(rows).index_select(0, index).view(tensor.dtype)
 
@@ -356,7 +408,7 @@ def without_padding(
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def _check_padding(tensor: torch.Tensor, is_value: NDArray[np.bool_], padding: Padded, path: str, column: str) -> None:
+def _check_cut(tensor: torch.Tensor, is_value: NDArray[np.bool_], padding: Padded, path: str, column: str) -> None:
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     if not plain.numel():
         return
@@ -407,26 +459,18 @@ def can_hold(dtype: torch.dtype, value: float) -> bool:
 
 def is_numeric(array: NDArray[Any]) -> bool:
     """Whether a tensor can hold its values; others travel as Python objects."""
-    widest = 16 if array.dtype.kind == "c" else 8
-    return array.dtype.kind in _TIMES or (array.dtype.kind in "biufc" and array.dtype.itemsize <= widest)
+    return array.dtype.kind in "biufc" and array.dtype.itemsize <= (16 if array.dtype.kind == "c" else 8)
 
 
-def as_tensor(array: NDArray[Any]) -> torch.Tensor:
+def _as_tensor(array: NDArray[Any]) -> torch.Tensor:
     """The array as a tensor, without a copy where torch can read its memory."""
     plain = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-    if plain.dtype.kind in _TIMES:
-        plain = plain.view(np.int64)
     if not plain.flags.writeable or any(stride < 0 for stride in plain.strides):
         plain = plain.copy()
     return torch.from_numpy(plain)
 
 
-def array_label(array: NDArray[Any]) -> str:
-    """What a tensor's dtype does not say, such as `datetime64[s]`; else nothing."""
-    return str(array.dtype.newbyteorder("=")) if array.dtype.kind in _TIMES else ""
-
-
-def pickled(values: Sequence[Any] | NDArray[Any], path: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _pickled(values: Sequence[Any] | NDArray[Any], path: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of all objects, one after the other, and (n,) int64 how many each has.
 
     Raises:

@@ -1,20 +1,233 @@
-"""A batch taken apart into tensors whose rows belong to samples."""
+"""A batch taken apart into tensors whose rows belong to samples, and what batches of one kind have in common."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
 from collections.abc import Mapping, Sequence
 from ctypes import string_at
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.spec import BatchError, BatchSpec
-from trainer_client.balancing.batches.structure import LENGTHS_DTYPE, Schema, Structure
+from evenkeel.partitioning.splits import ALL, FIRST, LAST
+from trainer_client.balancing.batches.containers import Tree
+from trainer_client.balancing.batches.fields import Derived, Field, Shared, SharedValues, describe
+from trainer_client.balancing.batches.spec import BatchError, BatchSpec, Padded
 
+_PARTS = {LAST: "the last part", FIRST: "the first part", ALL: "all parts"}
+_MAX_LINES = 64  # of a state; of further fields only a digest
 _WATCHED_BYTES = 64
 _WATCHED_TENSORS = 4
+PICKLES = "objects"  # label of the bytes of Python objects
+LENGTHS_DTYPE = torch.int32  # on the wire and on devices; flatten() refuses longer samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSchema:
+    """One field.
+
+    Attributes:
+        path: Where it is in the batch.
+        dtype: Name of its dtype, such as "int64"; "" for shared values.
+        kind: Rows per sample are fixed (dense), vary (jagged), or there is one value for all samples (shared).
+        shape: Shape of one row or value.
+        rows: Rows per sample of a dense field, 0 otherwise.
+        lengths: Path of what gives the number of rows of each sample of a jagged field, "" otherwise.
+        role: What a jagged field is to a sample in parts: values of an item if it is of the sequence, else with which
+            parts it goes, as in `evenkeel.partitioning.splits`; None where no sequence is declared.
+    """
+
+    path: str
+    dtype: str = ""
+    kind: Literal["dense", "jagged", "shared"] = "dense"
+    shape: tuple[int, ...] = ()
+    rows: int = 0
+    lengths: str = ""
+    role: int | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "shared":
+            return f"{self.path}: shared"
+        rows = f"{self.rows} rows per sample" if self.kind == "dense" else f"jagged by {self.lengths}{self._parts}"
+        return f"{self.path}: {self.dtype}{list(self.shape)}, {rows}"
+
+    @property
+    def _parts(self) -> str:
+        if self.role is None:
+            return ""
+        return f", {self.role} an item of the sequence" if self.role > 0 else f", with {_PARTS[self.role]}"
+
+    @property
+    def constant(self) -> str:
+        """What stays the same from batch to batch, also where rows are padded to the longest of each batch."""
+        if self.kind == "shared":
+            return str(self)
+        text = f"{self.path}: {self.dtype}"
+        if self.shape:
+            text += f", rows of {len(self.shape)} dimension{'s' * (len(self.shape) > 1)}"
+        if self.kind == "jagged":
+            return f"{text}, jagged by {self.lengths}{self._parts}"
+        return text if self.rows == 1 else f"{text}, {self.rows} rows per sample"
+
+
+def remedy(lines: Sequence[str], others: Sequence[str]) -> str:
+    """What to do about two ranks' fields that differ, given as lines of their schemas."""
+    widths = re.compile(r"\[\d+(?=[\],].* rows per sample)")  # the first size of a row of a dense field
+    here = {widths.sub("[", line): line for line in lines if widths.search(line)}
+    for other in others:
+        if other != (line := here.get(widths.sub("[", other), other)):
+            return (
+                f"if {line.rpartition(': ')[0]!r} is padded to the longest sample of its batch, declare it in "
+                "BatchSpec.padded together with what says the lengths; else give all ranks rows of the same shape"
+            )
+    return "give all ranks batches of the same fields and dtypes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """The fields of a batch, sorted by path: two batches of one schema can exchange samples.
+
+    Containers do not belong to it: ranks may order the keys of their dicts differently.
+    """
+
+    fields: tuple[FieldSchema, ...]
+
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        """One readable line per field."""
+        return tuple(str(field) for field in self.fields)
+
+    @cached_property
+    def constant_lines(self) -> tuple[str, ...]:
+        """One readable line per field, of what stays the same from batch to batch, for few KB at most."""
+        lines = tuple(field.constant for field in self.fields)
+        if len(lines) <= _MAX_LINES:
+            return lines
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+        return (*lines[:_MAX_LINES], f"{len(lines) - _MAX_LINES} more fields, all together {digest}")
+
+    @cached_property
+    def hash(self) -> bytes:
+        """16 bytes that name the schema, the same in every process."""
+        return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=16).digest()
+
+    def diff(self, other: Schema, *, own: str = "this batch", others: str = "the other") -> str:
+        """What differs, one line per difference, ready to be shown; "" if nothing does.
+
+        Args:
+            other: The schema to compare with.
+            own: What to call the batch of this schema, for example "rank 0".
+            others: What to call the other batch.
+        """
+        ours, theirs = ({field.path: str(field) for field in schema.fields} for schema in (self, other))
+        return "\n".join(
+            f"{own} has {ours.get(path, f'no {path}')}; {others} has {theirs.get(path, f'no {path}')}"
+            for path in sorted(ours.keys() | theirs.keys())
+            if ours.get(path) != theirs.get(path)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One tensor of a batch.
+
+    Attributes:
+        path: Where it is.
+        dtype: Its dtype.
+        shape: Shape of one row.
+        rows: Rows of each sample if fixed, 0 if jagged.
+        columns: The jagged columns whose values lie in it, one after the other; () if rows are fixed.
+        field_paths: Path of each of its fields: one per column, or one.
+        label: What the schema says instead of the dtype; "" for the dtype.
+        on_host: It is in the host's memory wherever the batch is.
+        padding: How it is padded outside of a `FlatBatch`.
+    """
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows: int
+    columns: tuple[int, ...]
+    field_paths: tuple[str, ...]
+    label: str = ""
+    on_host: bool = False
+    padding: Padded | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """What batches of one kind have in common.
+
+    Attributes:
+        tree: The containers; None if the batch is a single field.
+        fields: The leaves of the tree.
+        leaves: The tensors.
+        columns: Path of each jagged column, ascending.
+        schema: What other ranks' batches must agree with.
+        shared: What its shared values are.
+        roles: What each jagged column is to a sample in parts, as in `evenkeel.partitioning.splits`; empty where no
+            sequence is declared: then no sample is split.
+        reads_lengths: Building a batch reads its lengths on the host.
+        sources: Where the lengths of a batch are, and of which columns: those of a leaf's values, or of the i-th of
+            `Taken.lengths` as -1 - i, one column after the other.
+        has_empty_lists: Lists that hold nothing are containers, which is so only where there are samples.
+        counts: Leaf and column of each tensor that holds the lengths of a jagged column.
+        on_host: The leaves that are in the host's memory wherever the batch is.
+        padded: The leaves that are padded outside of a `FlatBatch`.
+        pickles: Paths of the jagged columns that are lists of Python objects.
+        derived: The fields that are computed from the others, by their number.
+        order: Number of each column.
+    """
+
+    tree: Tree | None
+    fields: tuple[Field, ...]
+    leaves: tuple[Leaf, ...]
+    columns: tuple[str, ...]
+    schema: Schema
+    shared: SharedValues = ()
+    roles: tuple[int, ...] = ()
+    reads_lengths: bool = False
+    sources: tuple[tuple[int, list[int]], ...] = ()
+    has_empty_lists: bool = False
+    counts: tuple[tuple[int, int], ...] = field(init=False)
+    on_host: tuple[int, ...] = field(init=False)
+    padded: tuple[int, ...] = field(init=False)
+    pickles: frozenset[str] = field(init=False)
+    derived: dict[int, Derived] = field(init=False)
+    order: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        leaves = list(enumerate(self.leaves))
+        order = {path: column for column, path in enumerate(self.columns)}
+        computed = {
+            "order": order,
+            "derived": {i: one for i, one in enumerate(self.fields) if isinstance(one, Derived) and one.needs_batch},
+            "counts": tuple((i, order[leaf.path]) for i, leaf in leaves if leaf.rows and leaf.path in order),
+            "on_host": tuple(i for i, leaf in leaves if leaf.on_host),
+            "padded": tuple(i for i, leaf in leaves if leaf.padding is not None),
+            "pickles": frozenset(leaf.path for leaf in self.leaves if leaf.label == PICKLES),
+        }
+        for name, value in computed.items():
+            object.__setattr__(self, name, value)
+
+    def with_shared(self, values: Sequence[tuple[str, Any]]) -> Structure:
+        """The same with other shared values, given by path in the order of the fields."""
+        if not values:
+            return self
+        rest = iter(values)
+        fields = (Shared(*next(rest)) if isinstance(one, Shared) and one.path else one for one in self.fields)
+        return replace(self, fields=tuple(fields), shared=describe(values))
 
 
 class FlatBatch:
@@ -186,9 +399,8 @@ class FlatBatch:
         if alike is not None and self.host_lengths_at(alike) == self.host_lengths_at(path):
             path = alike
         if path not in self._offsets:
-            self._offsets[path] = torch.nn.functional.pad(
-                torch.cumsum(self.lengths_at((path,), torch.int64), 0), (1, 0)
-            )
+            ends = torch.cumsum(self.lengths_at((path,), torch.int64), 0)
+            self._offsets[path] = torch.nn.functional.pad(ends, (1, 0))
         return self._offsets[path]
 
     def unflatten(self, spec: BatchSpec | None = None) -> Any:
@@ -203,8 +415,8 @@ class FlatBatch:
         batch = self._unflattened(values)
         if not self.structure.derived:
             return batch
-        for index, field in self.structure.derived.items():
-            values[index] = field.compute(batch, spec)
+        for index, derived in self.structure.derived.items():
+            values[index] = derived.compute(batch, spec)
         return self._unflattened(values)
 
     def _unflattened(self, values: list[Any]) -> Any:
@@ -277,28 +489,15 @@ class FlatBatch:
             tensors.append(torch.empty((rows, *leaf.shape), dtype=leaf.dtype, device=device))
         return tensors
 
-    def rebuild(
-        self,
-        tensors: Sequence[torch.Tensor],
-        *,
-        num_samples: int,
-        totals: NDArray[np.int64],
-        lengths: NDArray[np.int64] | None = None,
-        lengths_tensor: torch.Tensor | None = None,
-    ) -> FlatBatch:
+    def rebuild(self, tensors: Sequence[torch.Tensor], **contents: Any) -> FlatBatch:
         """A batch of the same structure around other samples.
 
         Args:
             tensors: One per leaf.
-            num_samples: Number of samples m.
-            totals: (num_jagged,) values of each jagged column.
-            lengths: (m, num_jagged) on the host, where known.
-            lengths_tensor: (num_jagged, m) int32 on the device of the tensors; may be left out if `lengths` is given.
+            contents: As for a batch: number of samples m, totals, (m, num_jagged) lengths on the host, where known, and
+                (num_jagged, m) int32 on the device of the tensors, which may be left out if those are given.
         """
-        return FlatBatch(
-            structure=self.structure, tensors=tensors, num_samples=num_samples, totals=totals, lengths=lengths,
-            lengths_tensor=lengths_tensor,
-        )  # fmt: skip
+        return FlatBatch(structure=self.structure, tensors=tensors, **contents)
 
     # ------------------------------------------------------------- memory that a loader uses again
 

@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.containers import is_torchrec
 from trainer_client.balancing.batches.fields import Taken, jagged_lengths, without_padding
-from trainer_client.balancing.batches.flat import FlatBatch
-from trainer_client.balancing.batches.plan import Plan
-from trainer_client.balancing.batches.refusals import problem
+from trainer_client.balancing.batches.flat import FlatBatch, Leaf, Structure
+from trainer_client.balancing.batches.plan import Plan, problem
 from trainer_client.balancing.batches.roles import check_items
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
-from trainer_client.balancing.batches.structure import Leaf, Structure
 
 _MAX_LENGTH = 2**31 - 1
 _MAX_STRUCTURES = 64

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import ALL, FIRST, LAST
+from trainer_client.balancing.batches.flat import PICKLES, Leaf, Structure
 from trainer_client.balancing.batches.spec import BatchError, Declarations
-from trainer_client.balancing.batches.structure import PICKLES, Leaf, Structure
 
 _PARTS = {"last": LAST, "first": FIRST, "all": ALL}
 

@@ -11,7 +11,6 @@ from trainer_client.checks import is_whole
 
 _WILDCARDS = frozenset("*?[")
 _COLLECTIONS = ("shared", "batch_size", "objects", "sequence")
-_MAPPINGS = ("rows_per_sample", "padded", "derived", "parts")
 
 
 class BatchError(ValueError):
@@ -103,7 +102,7 @@ class BatchSpec:
         for name in _COLLECTIONS:
             if isinstance(getattr(self, name), str):
                 raise BatchError(f"{name} is the string {getattr(self, name)!r}; give a collection of paths")
-        for name, wanted, fits in _MAPPED:
+        for name, (wanted, fits) in _MAPPED.items():
             declared = getattr(self, name)
             if name != "sequence" and not isinstance(declared, Mapping):
                 raise BatchError(f"{name} is {declared!r}; give a mapping from paths to {wanted}")
@@ -116,17 +115,13 @@ def _is_count(value: object) -> bool:
     return is_whole(value) and value >= 1  # type: ignore[operator]
 
 
-_MAPPED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("rows_per_sample", "a whole number >= 1, or a path", lambda rows: isinstance(rows, str) or _is_count(rows)),
-    ("padded", "the path of the lengths, or a Padded", lambda padding: isinstance(padding, str | Padded)),
-    (
-        "derived",
-        "a function of the batch, or a MaxLength",
-        lambda value: isinstance(value, MaxLength) or callable(value),
-    ),
-    ("sequence", "the values of an item, a whole number >= 1", _is_count),
-    ("parts", "'last', 'first' or 'all'", lambda part: part in get_args(Part)),
-)
+_MAPPED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "rows_per_sample": ("a whole number >= 1, or a path", lambda rows: isinstance(rows, str) or _is_count(rows)),
+    "padded": ("the path of the lengths, or a Padded", lambda padding: isinstance(padding, str | Padded)),
+    "derived": ("a function of the batch, or a MaxLength", lambda it: isinstance(it, MaxLength) or callable(it)),
+    "parts": ("'last', 'first' or 'all'", lambda part: part in get_args(Part)),
+    "sequence": ("the values of an item, a whole number >= 1", _is_count),
+}
 
 
 class Declarations:
@@ -134,7 +129,8 @@ class Declarations:
 
     def __init__(self, spec: BatchSpec) -> None:
         self.spec = spec
-        self._declared = [(name, pattern) for name in (*_MAPPINGS, *_COLLECTIONS) for pattern in getattr(spec, name)]
+        names = dict.fromkeys((*_MAPPED, *_COLLECTIONS))
+        self._declared = [(name, pattern) for name in names for pattern in getattr(spec, name)]
         self._used: set[tuple[str, str]] = set()
         self._paths: list[str] = []
 

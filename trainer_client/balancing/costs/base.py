@@ -1,10 +1,11 @@
-"""What every cost of this library has in common, and the simplest of them."""
+"""What every cost of this library has in common; `tokens.py` is the simplest of them.
+
+A cost of your own is a subclass with `spans`, or any function from a batch to one number per sample.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,23 @@ from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.batches import BatchError, read_lengths
 from trainer_client.checks import is_whole
 
+Source = int | str | Sequence[str] | None
+"""Positions of samples: a number for all; a jagged field or an integer tensor; several, which add up; None for none."""
+Counts = NDArray[np.float64] | float
+
 # Of a matrix product's FLOPs: once forward, twice backward (gradients of both factors).
 MATMUL_WITH_BACKWARD = 3.0
 # Of attention's two products: 2 forward; 5 backward, since kernels recompute the scores: (2 + 5) / 2.
 ATTENTION_WITH_BACKWARD = 3.5
 
 
-class SampleCost(ABC):
-    """Predicted work of each sample of a batch.
+class SampleCost:
+    """Predicted work of each sample of a batch: one finite number >= 0.
 
-    A cost is a callable from a batch to one finite number >= 0 per sample, so any function of a batch will do as
-    well. Those here read lengths only, from the host's batch: nothing waits for a device.
+    Those here read lengths only, from the host's batch: nothing waits for a device. A subclass says in `spans` what
+    positions cost, which adds up to the cost of a sample; or, where that cannot be told apart, gives it in `__call__`.
     """
 
-    @abstractmethod
     def __call__(self, batch: Any) -> NDArray[np.float64] | NDArray[np.int64]:
         """The costs of a batch.
 
@@ -40,44 +44,28 @@ class SampleCost(ABC):
         Raises:
             BatchError: If a field is missing, has no lengths, or is on a device.
         """
+        spans = self.spans(batch)
+        if spans is None:
+            raise NotImplementedError(f"{type(self).__name__} has neither spans nor __call__; give one of them")
+        return spans.whole
 
     def spans(self, batch: Any) -> SpanCosts | None:  # noqa: ARG002
-        """What any positions of each sample cost.
-
-        Args:
-            batch: As above.
-
-        Returns:
-            Of n samples, which cost the same as above; None if a sample's work cannot be told apart by positions.
-        """
+        """What any positions of each sample cost, as for `__call__`; None: they cannot be told apart."""
         return None
 
 
-def count_positions(batch: Any, source: int | str | Sequence[str] | None) -> NDArray[np.float64] | float:
-    """Positions of each sample in some part of its sequence.
-
-    Args:
-        batch: The batch.
-        source: A number for all samples; the path of a jagged field or of an integer tensor; several paths, whose
-            counts add up; or None for none.
-
-    Returns:
-        (n,) counts, or one number for all samples.
-    """
-    if source is None:
-        return 0.0
-    if isinstance(source, int):
-        return float(source)
+def count_positions(batch: Any, source: Source) -> Counts:
+    """(n,) counts of positions, or one number for all samples."""
+    if source is None or isinstance(source, int):
+        return float(source or 0)
     paths = (source,) if isinstance(source, str) else tuple(source)
-    if not paths:
-        return 0.0
     counts = {path: read_lengths(batch, path).astype(np.float64) for path in dict.fromkeys(paths)}
-    first = counts[paths[0]]
+    first = counts[paths[0]] if paths else 0.0
     for path, count in counts.items():
-        if count.shape != first.shape:
+        if count.shape != counts[paths[0]].shape:
             raise BatchError(
-                f"{paths[0]!r} holds {first.size} samples, {path!r} {count.size}; name jagged fields, or tensors of "
-                "lengths: of a flattened tensor those that rows_per_sample names for it"
+                f"{paths[0]!r} holds {counts[paths[0]].size} samples, {path!r} {count.size}; name jagged fields, or "
+                "tensors of lengths: of a flattened tensor those that rows_per_sample names for it"
             )
         if count.size and count.min() < 0:
             raise BatchError(f"sample {int(count.argmin())} of {path!r} is {int(count.min())}; give counts >= 0")
@@ -90,29 +78,17 @@ def num_fields(paths: str | Sequence[str]) -> int:
 
 
 def check_sizes(options: object, *names: str, least: int = 1) -> None:
-    """Checks that options are whole numbers of at least `least`.
-
-    Raises:
-        ValueError: If one is not.
-    """
+    """Raises a ValueError unless these options are whole numbers of at least `least`."""
     _check(options, names, lambda value: is_whole(value) and value >= least, f"give a whole number >= {least}")
 
 
 def check_fields(options: object, *names: str) -> None:
-    """Checks that options name one field or several.
-
-    Raises:
-        ValueError: If one does not.
-    """
+    """Raises a ValueError unless these options name one field or several."""
     _check(options, names, _names_fields, "name at least one field")
 
 
 def check_sources(options: object, *names: str) -> None:
-    """Checks that options are what `count_positions` takes.
-
-    Raises:
-        ValueError: If one is not.
-    """
+    """Raises a ValueError unless these options are what `count_positions` takes."""
 
     def counts(value: Any) -> bool:
         return value is None or (is_whole(value) and value >= 0) or _names_fields(value)
@@ -130,34 +106,3 @@ def _check(options: object, names: Sequence[str], is_valid: Callable[[Any], bool
 def _names_fields(value: Any) -> bool:
     paths = (value,) if isinstance(value, str) else value
     return isinstance(paths, Sequence) and bool(paths) and all(isinstance(path, str) and path for path in paths)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenCost(SampleCost):
-    """Tokens of one sample: right where embeddings and dense layers dominate, and for caps on memory.
-
-    Attributes:
-        tokens: Jagged field(s) whose lengths add up, or an integer tensor with a count per sample.
-        per_sample: What every sample costs besides, in tokens.
-    """
-
-    tokens: str | Sequence[str]
-    per_sample: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "tokens")
-        check_sizes(self, "per_sample", least=0)
-
-    def __call__(self, batch: Any) -> NDArray[np.int64]:
-        """(n,) tokens of each sample; see `SampleCost`."""
-        counts = np.asarray(count_positions(batch, self.tokens))
-        return counts.astype(np.int64) + self.per_sample
-
-    def spans(self, batch: Any) -> SpanCosts:
-        """Tokens of any positions of each sample; see `SampleCost`. What each costs besides goes with its end."""
-        return SpanCosts.of(
-            count_positions(batch, self.tokens),
-            per_position=1,
-            fixed=self.per_sample,
-            granule=num_fields(self.tokens),
-        )

@@ -13,7 +13,9 @@ from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.costs.base import (
     ATTENTION_WITH_BACKWARD,
     MATMUL_WITH_BACKWARD,
+    Counts,
     SampleCost,
+    Source,
     check_fields,
     check_sizes,
     check_sources,
@@ -66,8 +68,8 @@ class HSTUCost(SampleCost):
     head_dim: int
     history: str | Sequence[str]
     value_dim: int | None = None
-    candidates: int | str | Sequence[str] | None = None
-    context: int | str | Sequence[str] | None = None
+    candidates: Source = None
+    context: Source = None
     history_includes_candidates: bool = False
     backward: bool = True
 
@@ -78,62 +80,37 @@ class HSTUCost(SampleCost):
         check_fields(self, "history")
         check_sources(self, "candidates", "context")
 
-    def __call__(self, batch: Any) -> NDArray[np.float64]:
-        """(n,) FLOPs of each sample in all layers; see `SampleCost`."""
-        return self.flops(*self._count(batch))
-
     def spans(self, batch: Any) -> SpanCosts:
-        """FLOPs of any positions of each sample; see `SampleCost`. The fields of the history are taken as interleaved.
+        """FLOPs of any positions; the fields of the history are taken as interleaved.
 
         A context's queries are counted where the context is, with all that they see.
         """
-        history, candidates, context = self._count(batch)
-        attention, products = self._per_pair_and_position()
+        history = np.asarray(count_positions(batch, self.history), np.float64)
+        candidates = count_positions(batch, self.candidates)
+        if self.history_includes_candidates:
+            history = history - candidates
+            if history.size and history.min() < 0:
+                raise ValueError(
+                    f"sample {int(history.argmin())} has more candidates than positions in {self.history!r}; "
+                    "history_includes_candidates says that these hold the candidates too"
+                )
+        return self._spans(history, candidates, count_positions(batch, self.context))
+
+    def flops(self, history: Counts, candidates: Counts = 0.0, context: Counts = 0.0) -> NDArray[np.float64]:
+        """(n,) FLOPs from counts of positions."""
+        return self._spans(history, candidates, context).whole
+
+    def _spans(self, history: Counts, candidates: Counts, context: Counts) -> SpanCosts:
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        per_pair = 2.0 * self.num_heads * (self.head_dim + value_dim)
+        per_position = 2.0 * self.width * self.num_heads * (2 * (self.head_dim + value_dim) + value_dim)
+        if self.backward:
+            per_pair, per_position = ATTENTION_WITH_BACKWARD * per_pair, MATMUL_WITH_BACKWARD * per_position
         return SpanCosts.of(
             history + candidates + context,
             context=context,
             candidates=candidates,
-            per_position=products,
-            per_pair=attention,
+            per_position=self.num_layers * per_position,
+            per_pair=self.num_layers * per_pair,
             granule=num_fields(self.history),
         )
-
-    def _count(
-        self, batch: Any
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64] | float, NDArray[np.float64] | float]:
-        """Positions of history, candidates and context."""
-        history = np.asarray(count_positions(batch, self.history), dtype=np.float64)
-        candidates = count_positions(batch, self.candidates)
-        context = count_positions(batch, self.context)
-        if self.history_includes_candidates:
-            rest = history - candidates
-            if rest.size and rest.min() < 0:
-                raise ValueError(
-                    f"sample {int(rest.argmin())} has more candidates than positions in {self.history!r}; "
-                    "history_includes_candidates says that these hold the candidates too"
-                )
-            history = rest
-        return history, candidates, context
-
-    def flops(
-        self,
-        history: NDArray[np.float64],
-        candidates: NDArray[np.float64] | float = 0.0,
-        context: NDArray[np.float64] | float = 0.0,
-    ) -> NDArray[np.float64]:
-        """(n,) FLOPs from counts of positions."""
-        positions = context + history + candidates
-        pairs = positions * (context + history) - history * (history - 1) / 2 + candidates
-        attention, products = self._per_pair_and_position()
-        result: NDArray[np.float64] = attention * pairs + products * positions
-        return result
-
-    def _per_pair_and_position(self) -> tuple[float, float]:
-        """FLOPs of a (query, key) pair and of a position in all layers."""
-        value_dim = self.head_dim if self.value_dim is None else self.value_dim
-        attention = 2.0 * self.num_heads * (self.head_dim + value_dim)
-        projections = 2 * (self.head_dim + value_dim) + value_dim
-        products = 2.0 * self.width * self.num_heads * projections
-        if self.backward:
-            attention, products = ATTENTION_WITH_BACKWARD * attention, MATMUL_WITH_BACKWARD * products
-        return self.num_layers * attention, self.num_layers * products

@@ -1,4 +1,4 @@
-"""Costs of a sequence in a transformer: of any tokens, and of items that are tuples of codes."""
+"""Cost of a sequence in a transformer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trainer_client.balancing.costs.base import (
     ATTENTION_WITH_BACKWARD,
     MATMUL_WITH_BACKWARD,
     SampleCost,
+    Source,
     check_fields,
     check_sizes,
     check_sources,
@@ -60,7 +61,7 @@ class TransformerCost(SampleCost):
     num_kv_heads: int | None = None
     feed_forward: int | None = None
     gated: bool = False
-    context: int | str | Sequence[str] | None = None
+    context: Source = None
     causal: bool = True
     vocabulary: int = 0
     backward: bool = True
@@ -77,20 +78,20 @@ class TransformerCost(SampleCost):
             raise ValueError(f"vocabulary is {self.vocabulary}; give its size, or 0 for no output layer")
 
     def __call__(self, batch: Any) -> NDArray[np.float64]:
-        """(n,) FLOPs of each sample in all layers; see `SampleCost`."""
+        """(n,) FLOPs of each sample in all layers."""
         positions = count_positions(batch, self.tokens) + count_positions(batch, self.context)
         return self.flops(np.asarray(positions, dtype=np.float64))
 
     def spans(self, batch: Any) -> SpanCosts | None:
-        """FLOPs of any positions of each sample; None unless causal. See `SampleCost`."""
+        """FLOPs of any positions; None unless causal."""
         if not self.causal:
             return None
         context = count_positions(batch, self.context)
-        attention, products = self.per_pair_and_position()
+        per_pair, per_position = self.per_pair_and_position()
         return SpanCosts.of(
             count_positions(batch, self.tokens) + context,
-            per_position=products,
-            per_pair=attention,
+            per_position=per_position,
+            per_pair=per_pair,
             head=context,
             granule=num_fields(self.tokens),
         )
@@ -98,9 +99,8 @@ class TransformerCost(SampleCost):
     def flops(self, positions: NDArray[np.float64]) -> NDArray[np.float64]:
         """(n,) FLOPs from numbers of positions."""
         pairs = positions * (positions + 1) / 2 if self.causal else positions * positions
-        attention, products = self.per_pair_and_position()
-        result: NDArray[np.float64] = attention * pairs + products * positions
-        return result
+        per_pair, per_position = self.per_pair_and_position()
+        return np.asarray(per_pair * pairs + per_position * positions)
 
     def per_pair_and_position(self) -> tuple[float, float]:
         """FLOPs of a (query, key) pair in all layers, and of a position in these and the output layer."""
@@ -114,84 +114,3 @@ class TransformerCost(SampleCost):
             attention = ATTENTION_WITH_BACKWARD * attention
             products, output = MATMUL_WITH_BACKWARD * products, MATMUL_WITH_BACKWARD * output
         return self.num_layers * attention, self.num_layers * products + output
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SemanticIdCost(SampleCost):
-    """FLOPs of one sample in a causal transformer that reads and generates items as tuples of codes.
-
-    As in TIGER (Rajput et al., arXiv 2305.05065) each item is `levels` tokens, so h items of history and t targets are
-
-        positions = levels * (h + t) + context
-
-    with the work of `TransformerCost` at each, and the output layer over the codes of a level, 2 * E * codebook, at the
-    levels * t positions that are predicted only; three times that with the backward pass.
-
-    Attributes:
-        num_layers: Layers.
-        width: Width E between layers.
-        num_heads: Heads.
-        items: Jagged field(s) of history items, or an integer tensor with their number. Fields that hold codes, not
-            items, go with `levels` 1.
-        levels: Codes of an item.
-        targets: Items to be generated: a number for all samples, or field(s).
-        codebook: Codes of a level.
-        context: More positions: a number for all samples, or field(s).
-        feed_forward: Width of the feed-forward network; default: 4 * width.
-        backward: Whether to count the backward pass.
-    """
-
-    num_layers: int
-    width: int
-    num_heads: int
-    items: str | Sequence[str]
-    levels: int = 3
-    targets: int | str | Sequence[str] = 1
-    codebook: int = 256
-    context: int | str | Sequence[str] | None = None
-    feed_forward: int | None = None
-    backward: bool = True
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "levels", "codebook")
-        check_fields(self, "items")
-        check_sources(self, "targets", "context")
-        self._layers()
-
-    def _layers(self) -> TransformerCost:
-        return TransformerCost(
-            num_layers=self.num_layers,
-            width=self.width,
-            num_heads=self.num_heads,
-            tokens=self.items,
-            feed_forward=self.feed_forward,
-            backward=self.backward,
-        )
-
-    def __call__(self, batch: Any) -> NDArray[np.float64]:
-        """(n,) FLOPs of each sample; see `SampleCost`."""
-        positions, targets, _ = self._count(batch)
-        return self._layers().flops(positions) + self._per_target() * targets
-
-    def spans(self, batch: Any) -> SpanCosts:
-        """FLOPs of any positions of each sample; see `SampleCost`."""
-        positions, targets, context = self._count(batch)
-        attention, products = self._layers().per_pair_and_position()
-        return SpanCosts.of(
-            positions,
-            per_position=products,
-            per_pair=attention,
-            targets=targets,
-            per_target=self._per_target(),
-            head=context,
-            granule=self.levels * num_fields(self.items),
-        )
-
-    def _count(self, batch: Any) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64] | float]:
-        """All positions, those that are predicted, and those of the context."""
-        targets = self.levels * np.asarray(count_positions(batch, self.targets), np.float64)
-        context = count_positions(batch, self.context)
-        return np.asarray(self.levels * count_positions(batch, self.items) + targets + context), targets, context
-
-    def _per_target(self) -> float:
-        return 2.0 * self.width * self.codebook * (MATMUL_WITH_BACKWARD if self.backward else 1.0)

@@ -6,15 +6,27 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numba import types
 from numpy.typing import NDArray
 
+from evenkeel.partitioning.compile import kernel
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.redistribution.copies import WHOLE, Copies, FieldTable, Job, describe_samples
-from trainer_client.balancing.redistribution.moves import describe, measure, num_words
+from trainer_client.balancing.redistribution.copies import (
+    WHOLE,
+    Copies,
+    FieldTable,
+    Ints,
+    Job,
+    describe,
+    describe_samples,
+    measure,
+    num_words,
+)
 from trainer_client.nvrtc import Module
 
 PIECE_BYTES = 4096  # one warp each: enough of them to fill a device from a few MiB on
@@ -23,6 +35,24 @@ _THREADS = 256
 # Collectives need whole multiprocessors: a kernel beside them fills half of the device, which keeps its memory busy.
 _THREADS_BESIDE = 1024
 _Parameters = ctypes.c_int64 * 10
+
+
+# C's memcpy on plain addresses: index operations of torch cost an order of magnitude more for short rows
+_memcpy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
+
+
+@kernel
+def _copy_on_host(
+    unit_bytes: Ints, addresses: Ints, item_begin: Ints, first_piece: Ints, pieces: NDArray[np.int32],
+    source: int, source_step: int, target: int, target_step: int,
+) -> None:  # fmt: skip
+    for field in range(unit_bytes.size):
+        unit = unit_bytes[field]
+        for i in range(item_begin[field + 1] - item_begin[field]):
+            piece = pieces[first_piece[field] + i]
+            since = addresses[source + piece[3] * source_step, field] + piece[0] * unit
+            to = addresses[target + piece[3] * target_step, field] + piece[1] * unit
+            _memcpy(to, since, piece[2] * unit)
 
 
 def source() -> str:
@@ -80,7 +110,10 @@ def copy(copies: Copies, job: Job, on_device: torch.Tensor | None, stream: int =
         beside: Leave half of the device to kernels that are launched later, as those of a collective.
     """
     if on_device is None:
-        copies.copy_on_host(job)
+        _copy_on_host(
+            copies.unit_bytes, copies.addresses, copies.item_begin[job.number], copies.first_piece[job.number],
+            copies.pieces, job.source, job.source_step, job.target, job.target_step,
+        )  # fmt: skip
     else:
         _copy_on_device(copies, job, on_device.data_ptr(), stream, beside)
 

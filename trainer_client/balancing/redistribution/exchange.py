@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.batches.structure import LENGTHS_DTYPE
-from trainer_client.balancing.redistribution.copies import FieldTable
+from trainer_client.balancing.batches.flat import LENGTHS_DTYPE
+from trainer_client.balancing.redistribution.copies import Amounts, FieldTable, describe, measure, num_words
 from trainer_client.balancing.redistribution.copying import copy, piece_bytes
-from trainer_client.balancing.redistribution.moves import Amounts, describe, measure, num_words
 
 
 class Pending:

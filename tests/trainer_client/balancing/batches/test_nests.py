@@ -76,7 +76,6 @@ def model(left: Any, right: Any) -> Model:
 def bag(left: Any, right: Any) -> Bag:
     made = Bag(left=left)
     made.right = right  # type: ignore[attr-defined]
-    made.left = left  # type: ignore[attr-defined]
     return made
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.trainer_client.balancing.batches.picking import picked, x
 from trainer_client.balancing.batches import BatchError, BatchSpec, flatten
-from trainer_client.balancing.batches.structure import PICKLES
+from trainer_client.balancing.batches.flat import PICKLES
 
 Pair = namedtuple("Pair", "left right")
 

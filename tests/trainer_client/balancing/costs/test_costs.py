@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,18 @@ from hypothesis import strategies as st
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.batches import BatchError, BatchSpec, flatten
-from trainer_client.balancing.costs import HSTUCost, TokenCost, TransformerCost, cost_names, make_cost, register_cost
+from trainer_client.balancing.costs import (
+    HSTUCost,
+    SampleCost,
+    TokenCost,
+    TransformerCost,
+    cost_names,
+    make_cost,
+    register_cost,
+)
+from trainer_client.balancing.costs.base import count_positions
 
 SMALL: dict[str, Any] = {"num_layers": 1, "width": 8, "num_heads": 2, "head_dim": 4}
 
@@ -175,6 +186,24 @@ def test_errors_name_the_field() -> None:
         HSTUCost(**{**SMALL, "num_heads": 0}, history="h")
     with pytest.raises(ValueError, match="give head_dim"):
         TransformerCost(num_layers=1, width=10, num_heads=3, tokens="h")
+
+
+@dataclass(frozen=True)
+class LookupCost(SampleCost):
+    """Two terms: looking up the words of a sample, and attention of a causal layer over its history."""
+
+    words: str
+    history: str
+
+    def spans(self, batch: Any) -> SpanCosts:
+        words = 0.5 * np.asarray(count_positions(batch, self.words))
+        return SpanCosts.of(count_positions(batch, self.history), per_pair=2.0, fixed=words)
+
+
+def test_a_cost_of_ones_own_is_ten_lines() -> None:
+    cost = LookupCost(words="c", history="h")
+    assert cost(batch()).tolist() == [0.5 + 2 * 6, 0, 1 + 2 * 55]
+    assert cost.spans(batch()).of_spans(0, np.array([2, 0, 5])).tolist() == [2 * 3, 0, 2 * 15]
 
 
 def test_costs_by_name() -> None:

@@ -18,7 +18,7 @@ from examples.datasets import SequenceBatch, SyntheticSequences
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.batches import BatchError, flatten
 from trainer_client.balancing.costs import FitOptions, HSTUCost, LearnedCost, SequenceTerms, TokenCost, make_cost
-from trainer_client.balancing.costs.fits import Fit
+from trainer_client.balancing.costs.learned import Fit
 from trainer_client.observing.measurement import StepTimer
 
 TERMS = SequenceTerms(history=("num_history", "num_history"), candidates="num_candidates", context=2)

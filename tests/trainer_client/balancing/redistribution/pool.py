@@ -81,9 +81,9 @@ def move_overlapping(flat: FlatBatch, pieces: list[Slice], world_size: int) -> l
 
 def compiled_by(flat: FlatBatch, piece: Slice, world_size: int) -> dict[str, tuple[int, int]]:
     """In a rank: machine code versions of each kernel after warm-up, and after a redistribution."""
-    from trainer_client.balancing.redistribution import copies, moves, warm_up
+    from trainer_client.balancing.redistribution import copies, copying, warm_up
 
-    kernels = [copies.write_items, copies._copy, moves._measure, moves._describe]
+    kernels = [copies.write_items, copying._copy_on_host, copies._measure, copies._describe]
     warm_up()
     before = [len(each.signatures) for each in kernels]
     redistribute(flat, piece, group=group_of(world_size))
@@ -109,7 +109,7 @@ class GlooRanks:
             pipe.send_bytes(pickle.dumps((function, args)))
         answers = []
         for pipe in self._pipes[: len(arguments)]:
-            assert pipe.poll(60), "a rank does not answer"
+            assert pipe.poll(300), "a rank does not answer"
             answers.append(pickle.loads(pipe.recv_bytes()))
         failures = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(answers) if kind == "error"]
         if failures:

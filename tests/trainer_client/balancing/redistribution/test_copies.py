@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning.slices import Slice
-from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, describe_samples
-from trainer_client.balancing.redistribution.moves import measure
+from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, describe_samples, measure
+from trainer_client.balancing.redistribution.copying import copy
 
 
 def field_table(column: list[int], unit_bytes: list[int]) -> FieldTable:
@@ -54,7 +54,7 @@ def test_copies_gather_samples_of_two_batches_field_by_field(
         target.ctypes.data + np.cumsum(sizes) - sizes,
         table[np.repeat(first[:-1], list(map(len, chosen))) + np.concatenate(chosen)].sum(axis=0), most=most,
     )  # fmt: skip
-    copies.copy_on_host(job)
+    copy(copies, job, None)
     np.testing.assert_array_equal(target, flat)
     for f in range(4):
         begin, count = copies.first_piece[0, f], np.diff(copies.item_begin[0])[f]

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from benchmarks.references.blocks import ALIGNMENT, lay_out
 from evenkeel.partitioning.slices import Slice, slice_plan
 from tests.trainer_client.random_batches import Case, cases
-from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable
-from trainer_client.balancing.redistribution.moves import Amounts, measure
+from trainer_client.balancing.redistribution.copies import WHOLE, Amounts, FieldTable, measure
 
 
 def slices_of(case: Case) -> list[Slice]:

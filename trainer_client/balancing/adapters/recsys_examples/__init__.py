@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec
-from trainer_client.balancing.batches.fields import is_keyed_jagged_tensor
+from trainer_client.balancing.batches.containers import is_keyed_jagged_tensor
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import RoundReport
 from trainer_client.balancing.stream import Ticket
