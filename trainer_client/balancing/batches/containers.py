@@ -79,7 +79,8 @@ def container_of(value: Any) -> Container | None:
 def _container_of_kind(kind: Any) -> Container | None:
     """How all values of a type are taken apart; None if they are no containers, or it depends on what they hold."""
     tensordict, pydantic = sys.modules.get("tensordict"), sys.modules.get("pydantic")
-    node = pytree.SUPPORTED_NODES.get(namedtuple if pytree.is_namedtuple_class(kind) else kind)
+    nodes: dict[Any, pytree.NodeDef] = pytree.SUPPORTED_NODES
+    node = nodes.get(namedtuple if pytree.is_namedtuple_class(kind) else kind)
     if tensordict is not None and (issubclass(kind, tensordict.TensorDictBase) or tensordict.is_tensorclass(kind)):
         return _TENSORDICT
     if kind in _torchrec_kinds(*_JAGGED, "KeyedTensor"):
@@ -119,8 +120,9 @@ _SEQUENCE = Container(
 
 
 def _flatten_object(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    kind: Any = type(value)
     attributes = getattr(value, "__dict__", {})
-    if attributes.keys() != _declared_names(type(value)).keys():
+    if attributes.keys() != _declared_names(kind).keys():
         attributes = dict(attributes_of(value))
     return list(attributes.values()), tuple(attributes)
 
@@ -323,7 +325,8 @@ def _values_in(value: Any) -> Sequence[Any]:
 
 
 def _holds_tensors(value: Any) -> bool:
-    if _is_plain(type(value)):
+    kind: Any = type(value)
+    if _is_plain(kind):
         return False
     if isinstance(value, torch.Tensor | np.ndarray) or is_tensordict(value) or is_torchrec(value, *_JAGGED):
         return True
