@@ -7,7 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 
-TIMEOUT_SECONDS = 4.0
+TIMEOUT_SECONDS = 10.0
 
 
 def main(arguments: list[str]) -> int:

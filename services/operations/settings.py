@@ -135,7 +135,7 @@ def load(
         return f"{prefix}{name.upper()}" if name in variables else f"{name} in {path}"
 
     try:
-        return _Sourced()  # type: ignore[no-any-return]
+        return _Sourced()
     except ValidationError as error:
         raise ValueError("\n".join(_sentence(each, written) for each in error.errors())) from None
 
