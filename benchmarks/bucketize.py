@@ -7,7 +7,6 @@ rate measured in the same run. Times are medians of CUDA events with the queue f
 displaced; inputs rotate. Without a GPU the CPU kernels are timed on smaller batches, without a floor.
 """
 
-import json
 import platform
 import statistics
 import time
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.harness.results import write
 from trainer_client.embedding.routing import DIST_TYPES, block_bucketize
 
 CASES = ("long histories", "2 x 32 rows of 16,384", "multi-hot", "one-hot", "wide")
@@ -185,15 +185,11 @@ def main(
     if json_path:
         about = {
             "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
             "copy_rate_bytes_per_second": rate,
             "first_call_seconds": first_call,
             "rows_divided_by": shrink,
-            "command": "python -m benchmarks.bucketize --json FILE",
         }
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps({"about": about, "results": rows}, indent=1) + "\n")
+        write(json_path, {"about": about, "results": rows})
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from rich.console import Console
 
 from benchmarks.end_to_end_ideal import IDEALS
 from benchmarks.end_to_end_report import draw, show, summarize
+from benchmarks.harness.results import write
 from examples.datasets import DISTRIBUTIONS
 from examples.hstu.attention import KERNELS
 from services.operations.launch import running_service
@@ -56,8 +57,7 @@ def main() -> None:
     results = summarize(recorded, skip=options.skip)
     show(results, console)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write(options.json, results)
         try:
             draw(results, options.json.with_suffix(".png"))
         except ModuleNotFoundError as error:

@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from benchmarks.end_to_end import add_workload
 from benchmarks.end_to_end_ideal import IDEALS, ideal_batches
 from benchmarks.end_to_end_rank import describe_fit, make_data, make_model, sample_lengths
 from benchmarks.end_to_end_report import draw, show, summarize
+from benchmarks.harness.results import write
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.stages import plan_round
 from examples.datasets import SequenceBatch
@@ -82,8 +82,7 @@ def main() -> None:
         mp.spawn(run_worker, (workers, on_gpu, options, folder), nprocs=workers)  # type: ignore[attr-defined,no-untyped-call]
         parts = [json.loads((Path(folder) / f"{worker}.json").read_text()) for worker in range(workers)]
     console = Console(width=190)
-    results: dict[str, Any] = {"command": "python -m benchmarks.end_to_end_replay " + " ".join(sys.argv[1:])}
-    results |= {key: parts[0][key] for key in ("machine", "versions", "options", "kernel")} | {"gpus": workers}
+    results: dict[str, Any] = {key: parts[0][key] for key in ("options", "kernel")} | {"gpus": workers}
     results["replays"] = {}
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -100,8 +99,7 @@ def main() -> None:
         results["replays"][str(ranks)] = summary
         if options.json:
             draw(summary, options.json.with_name(f"{options.json.stem}_{ranks}.png"))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write(options.json, results)
 
 
 def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namespace, folder: str) -> None:

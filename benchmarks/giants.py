@@ -18,16 +18,14 @@ these numbers and not on the machine, but for the time of a decision, which is p
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness.results import RESULTS, write
 from benchmarks.references.least_splits import least_time
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
@@ -37,8 +35,6 @@ from evenkeel.partitioning.stages import plan_round
 from evenkeel.placement.hardware import builtin_profile
 from trainer_client.balancing.costs import HSTUCost
 
-COMMAND = "python -m benchmarks.giants"
-RESULTS = Path(__file__).parent / "results"
 MODEL = HSTUCost(num_layers=8, width=1024, num_heads=4, head_dim=256, history="n")
 FLOPS = 400e12  # of a rank, per second; above what is measured for whole steps, so that the exchange is not too cheap
 POSITION = 2 * 1024 * 2 * 8 * 2  # bytes: keys and values, bf16, layers, forward and backward
@@ -201,15 +197,13 @@ def main() -> None:
     if options.quick:
         return
     result = {
-        "command": COMMAND,
-        "load_average": os.getloadavg()[0],
         "rates": {
             "flops": FLOPS, "bytes_between": PROFILE.inter_host_bytes_per_s, "bytes_of_a_position": POSITION,
             "step_seconds": STEP_SECONDS,
         },
         "rows": rows,
     }  # fmt: skip
-    (RESULTS / "giants.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULTS / "giants.json", result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ over the second. The curve's own error and drift stand beside.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.results import write
 from benchmarks.key_files import read_keys
 from benchmarks.key_traces import TRACES, simulated
 from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, miss_curve
@@ -79,10 +79,7 @@ def main(
         figures = (row["whole"]["off"], row["sample"]["off"], row["whole"]["error"], row["whole"]["drift"])
         table.add_row(row["trace"], row["policy"], *(f"{figure:.3f}" for figure in figures))
     Console().print(table)
-    if json_path is not None:
-        json_path.write_text(
-            json.dumps({"command": "python -m benchmarks.key_statistics", "rows": rows}, indent=1) + "\n"
-        )
+    write(json_path, {"rows": rows})
 
 
 if __name__ == "__main__":

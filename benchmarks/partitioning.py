@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.harness.results import write
 from benchmarks.partitioning_draws import COSTS, LENGTHS, as_problem
 from benchmarks.partitioning_least import least_crossing, least_moved
 from benchmarks.partitioning_memory import measure_memory
@@ -307,8 +308,7 @@ def main(
         drawn_from = {name: LENGTHS[name] for name in ("uniform", "normal", "lognormal", "zipf_1.2")}
         results["memory"] = [measure_memory(size, count, drawn_from, 2 if quick else 4) for size, count in shapes]
     print_rest(console, results)
-    if json_path:
-        json_path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    write(json_path, results)
     if plot:
         draw(results, plot)
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import highspy
 import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from benchmarks.harness.results import write
 from evenkeel.placement import PlanRequest, Runtime, Sharding, SolverOptions, Step, Table, Topology, Zipf, plan
 from evenkeel.placement.knapsack import Knapsack, solve_knapsack
 
@@ -136,10 +135,7 @@ def main(
         out.add_row(case, *(_cell(rows.get(case)) for rows in results.values()))
     Console().print(out)
     if json_path:
-        machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
-        machine |= {"numpy": np.__version__, "highs": highspy.Highs().version()}  # type: ignore[no-untyped-call]
-        payload = {"command": "python -m benchmarks.placement", "machine": machine, **results}
-        json_path.write_text(json.dumps(payload, indent=1) + "\n")
+        write(json_path, results)
 
 
 def _cell(row: dict[str, Any] | None) -> str:

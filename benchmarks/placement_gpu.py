@@ -13,7 +13,6 @@ little less. Statistics are those of the first half of the keys; plans are timed
 from __future__ import annotations
 
 import gc
-import json
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +41,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import CacheParams, CacheStatistics
 
+from benchmarks.harness.results import write
 from benchmarks.key_files import numbered, read_keys
 from benchmarks.peers.checkouts import load_torcheasyrec
 from evenkeel.key_statistics import KeySampler, with_statistics
@@ -409,11 +409,9 @@ def main(
     traces = [numbered(read_keys(path)) for path in keys or ()]
     rows: list[dict[str, Any]] = []
     about = {
-        "command": "python -m benchmarks.placement_gpu --json FILE --keys FILE …",
         "device": torch.cuda.get_device_name()
         if device == "cuda"
         else f"cpu: {platform.processor()}, times mean nothing",
-        "torch": torch.__version__,
         "keys": [path.name for path in keys or ()],
     }
     with process_group(place):
@@ -424,8 +422,7 @@ def main(
             found = compare(job, part, size, place, torcheasyrec)
             rows.append({"keys": keys_of, "tables": number, "hbm_share": part, "planners": found})
             show(rows[-1])
-            if json_path is not None:
-                json_path.write_text(json.dumps(about | {"cells": rows, "summary": summary(rows)}, indent=1) + "\n")
+            write(json_path, about | {"cells": rows, "summary": summary(rows)})
             gc.collect()
     Console().print_json(data=summary(rows))
 

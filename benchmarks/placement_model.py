@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from benchmarks.harness.results import write
 from evenkeel.placement.access import power_law
 from evenkeel.placement.fitted_costs import Measurement, fit_costs, predict_seconds
 from evenkeel.placement.hardware import RuntimeCosts, builtin_profile
@@ -253,14 +254,13 @@ def main(
     if json_path:
         constants = {name: {f: getattr(c, f) for f in c.__dataclass_fields__} for name, c in fits.items()}
         payload = {
-            "command": "python -m benchmarks.placement_model",
             "source": "DynamicEmb on one H200",
             "rows": records,
             "halves": halves_seen,
             "later_steps": later,
             "constants": constants,
         }
-        json_path.write_text(json.dumps(payload, indent=1) + "\n")
+        write(json_path, payload)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ and device together, from an idle device, and so is `select`, which waits for th
 from __future__ import annotations
 
 import cProfile
-import json
 import os
 import platform
 import pstats
@@ -39,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpus import own_gpu
+from benchmarks.harness.results import write
 from benchmarks.redistribution_check import bytes_of, check
 from benchmarks.redistribution_peers import FieldByField, PackedBytes
 from benchmarks.references import all_gather
@@ -276,7 +276,7 @@ def run_rank(rank: int, world_size: int, port: int, options: Options) -> None:
         show(console, rows, world_size, backend)
         if options.json_path is not None and rank == 0:
             contents = report(rows, copies, device, world_size, backend, options.repeats)
-            options.json_path.write_text(json.dumps(contents, indent=1) + "\n")
+            write(options.json_path, contents)
     dist.destroy_process_group()
 
 

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +22,7 @@ import grpc
 import numpy as np
 
 from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.results import write
 from evenkeel.partitioning import warm_up
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.stages import plan_round, slice_round
@@ -155,15 +153,13 @@ def main() -> None:
         sizes = measure_sizes(balancer.address, RANKS, seconds)
         jobs = asyncio.run(measure_jobs(balancer.address, JOBS, seconds))
     document = {
-        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "grpc": grpc.__version__},
         "samples_per_rank": SAMPLES,
         "fields": FIELDS,
         "sizes": sizes,
         "ranks_of_each_job": JOB_RANKS,
         "jobs": jobs,
     }
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    write(options.json, document)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,7 @@ step's time over that without learning, minus one, and how often a rank was take
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import sys
 import time
 from collections import deque
 from dataclasses import replace
@@ -32,6 +29,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.results import write
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.speeds import ALL_EQUAL, SpeedEstimator, planned_speeds
 from evenkeel.partitioning.stages import plan_round
@@ -133,12 +131,8 @@ def even(num_ranks: int, rounds: int, noise: float, seed: int) -> dict[str, Any]
 
 def save(options: argparse.Namespace, rows: list[dict[str, Any]], flat: list[dict[str, Any]]) -> None:
     """Writes what there is so far."""
-    if options.json is not None:
-        result = {
-            "command": " ".join(["python -m benchmarks.speeds", *sys.argv[1:]]), "machine": platform.machine(),
-            "samples": SAMPLES, "lag": LAG, "seeds": options.seeds, "changes": rows, "even": flat,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    result = {"samples": SAMPLES, "lag": LAG, "seeds": options.seeds, "changes": rows, "even": flat}
+    write(options.json, result)
 
 
 def main() -> None:

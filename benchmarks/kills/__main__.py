@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.harness import zygote
+from benchmarks.harness.results import write
 from benchmarks.kills.jobs import KilledJob, draw
 from benchmarks.kills.judge import Verdict, judge
 
@@ -68,12 +66,7 @@ class Tally:
         """For the result file."""
         asked = np.array(self.sums.asked or [0.0]) * 1e6
         median, p99 = (round(float(np.quantile(asked, share)), 1) for share in (0.5, 0.99))
-        versions = {name: version(name) for name in ("torch", "numpy", "numba")}
         return {
-            "command": " ".join(["python -m benchmarks.kills", *sys.argv[1:]]),
-            "machine": platform.processor() or platform.machine(),
-            "cpus": os.cpu_count(),
-            "versions": {"python": platform.python_version(), **versions},
             "seconds": round(seconds, 1),
             "jobs": self.jobs,
             "kills": dict(self.sums.stops),
@@ -101,9 +94,7 @@ def main() -> int:
             if options.show or verdict.findings:
                 console.print(job, verdict.findings or "right", soft_wrap=True)
             progress.update(bar, completed=tally.kills, description=f"kills, {len(tally.wrong)} wrong")
-            if options.json is not None:
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(tally.result(time.monotonic() - started), indent=1) + "\n")
+            write(options.json, tally.result(time.monotonic() - started))
     console.print_json(json.dumps(tally.result(time.monotonic() - started)))
     return int(bool(tally.wrong))
 

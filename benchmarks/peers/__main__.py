@@ -1,17 +1,13 @@
 """Peers' own code beside ours, out of checkouts that you give; nothing of theirs is part of Evenkeel.
 
-    python -m benchmarks.peers --recsys-examples PATH --torcheasyrec PATH --torchrec PATH --json FILE
+    python -m benchmarks.peers --recsys-examples PATH --torcheasyrec PATH --json FILE
 
 Each part runs where its peer's checkout is given (`--parts` chooses among them), and says whose code ran:
 
 - `shuffle` (recsys-examples): its batch shuffler in both of its modes, beside ours, in one loop over the same batches
   with the same model, on the GPUs of this host. On CPU ranks the batches are compared, and no times are told.
 - `decisions` (recsys-examples): its Karmarkar-Karp beside our search, for 2 to 256 ranks, on one core.
-- `dumps` (recsys-examples): DynamicEmb's loading of its dumps, as it is and with our reader; which rows arrive.
-- `exits` (recsys-examples): our plans through DynamicEmb's planner: the tiers and rows that it would make of them.
-- `input_dist` (TorchRec): its two-phase All2All of nested batches beside our redistribution.
 - `planners` (TorchEasyRec, and the TorchRec that is installed): plans of the same tables and budgets.
-- `training` (TorchEasyRec): its own training on CPU ranks, as it is and with our balancing and plan; nothing is timed.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -27,26 +22,19 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from benchmarks.harness.results import provenance, write
 from benchmarks.peers.cases import add_shuffle_flags, check_shuffle_flags
 from benchmarks.peers.checkouts import CheckoutError
 
 NEEDS = {
     "shuffle": "recsys_examples",
     "decisions": "recsys_examples",
-    "dumps": "recsys_examples",
-    "exits": "recsys_examples",
-    "input_dist": "torchrec",
     "planners": "torcheasyrec",
-    "training": "torcheasyrec",
 }
 MODULES = {  # each imported when it runs: they need different packages
     "shuffle": "benchmarks.peers.shuffling",
     "decisions": "benchmarks.peers.decisions",
-    "dumps": "benchmarks.peers.dumps",
-    "exits": "benchmarks.peers.exits",
-    "input_dist": "benchmarks.peers.nested",
     "planners": "benchmarks.peers.planners",
-    "training": "benchmarks.peers.training",
 }
 
 
@@ -55,7 +43,7 @@ def main() -> None:
     console = Console(width=150)
     parts = options.parts or [part for part, peer in NEEDS.items() if getattr(options, peer) is not None]
     if not parts:
-        fail("nothing to compare with: give --recsys-examples, --torcheasyrec or --torchrec, each a checkout's path")
+        fail("nothing to compare with: give --recsys-examples or --torcheasyrec, each a checkout's path")
     for part in parts:
         if getattr(options, NEEDS[part]) is None:
             fail(f"the part {part} needs --{NEEDS[part].replace('_', '-')}")
@@ -71,11 +59,8 @@ def main() -> None:
             fail(f"{part}: {error}")
         except subprocess.CalledProcessError:
             fail(f"{part}: its ranks failed; what they said is above")
-        command = "python -m benchmarks.peers " + " ".join(sys.argv[1:])
-        results[part] = {"command": command, "python": platform.python_version(), **found}
-        if options.json:  # after each part, so that a run that is stopped leaves what it has
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(results, indent=1) + "\n")
+        results[part] = {"provenance": provenance(), **found}
+        write(options.json, results)  # after each part, so that a run that is stopped leaves what it has
 
 
 def fail(what: str) -> NoReturn:
@@ -88,13 +73,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(NEEDS), help="default: all whose peer is given")
     parser.add_argument("--torcheasyrec", type=Path, help="checkout of TorchEasyRec, its protocol buffers generated")
-    parser.add_argument("--torchrec", type=Path, help="checkout of TorchRec from July 2026 or later")
-    parser.add_argument("--ranks", type=int, default=2, help="processes of `shuffle` and `input_dist`, one GPU each")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of `shuffle`, one GPU each")
     parser.add_argument("--skip", type=int, default=6, help="first steps of each block that are not counted")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each rank")
-    parser.add_argument(
-        "--quick", action="store_true", help="small cases only, for `decisions`, `exits` and `planners`"
-    )
+    parser.add_argument("--quick", action="store_true", help="small cases only, for `decisions` and `planners`")
     parser.add_argument("--master-port", type=int, default=29521)
     parser.add_argument("--raw", type=Path, help="where to keep what every rank of `shuffle` measured, case by case")
     parser.add_argument("--from-raw", type=Path, help="`shuffle` runs nothing; figures from what --raw kept")

@@ -1,0 +1,75 @@
+"""How large the house is, and that a capability keeps to its room. Numbers only go down; goals stand beside them."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+LINES = {  # of Python, stubs of the wire apart: most allowed, goal
+    "evenkeel": (14583, 9500),
+    "services": (4543, 4500),
+    "services/balancer": (1714, 2000),
+    "trainer_client": (22656, 15000),
+    "trainer_client/balancing": (12396, 8000),
+    "tests": (32543, 20000),
+    "benchmarks": (11187, 8000),
+}
+WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
+
+
+def files(*patterns: str) -> list[str]:
+    """Tracked and new files."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [path for path in found if (ROOT / path).is_file()]
+
+
+@pytest.mark.parametrize("folder", LINES)
+def test_lines_of_a_folder(folder: str) -> None:
+    lines = sum(
+        (ROOT / path).read_bytes().count(b"\n") for path in files(f"{folder}/*.py") if "_pb2" not in Path(path).name
+    )
+    most, goal = LINES[folder]
+    assert lines <= most, f"{folder} has {lines} lines, {most} are allowed and {goal} the goal: delete, do not raise"
+
+
+@pytest.mark.parametrize("texts", WORDS)
+def test_words_of_texts(texts: str) -> None:
+    words = sum(len((ROOT / path).read_text().split()) for path in files(texts))
+    assert words <= WORDS[texts][0]
+
+
+ROOMS = {  # words of a capability, where it lives, in how many files outside its words may stand; 8 is the goal
+    "windows": (r"\bwindow", ("evenkeel/partitioning/windows.py",), 32),
+    "splits": (
+        r"SplitSample|SplitOptions|Divisible|\bpieces\b",
+        ("evenkeel/partitioning/splits/", "trainer_client/attention/"),
+        21,
+    ),
+    "speeds": (r"\bspeeds\b", ("evenkeel/partitioning/speeds.py", "trainer_client/balancing/learned_speeds.py"), 28),
+    "caps": (r"memory_caps", ("evenkeel/partitioning/memory.py",), 12),
+    "sampling": (r"BatchSampler|BudgetSampler|CountedSampler", ("trainer_client/balancing/sampling/",), 4),
+    "adapters": (r"torcheasyrec|recsys_examples|lightning", ("trainer_client/balancing/adapters/",), 0),
+    "resume": (r"[Rr]esum", ("trainer_client/balancing/resume.py", "trainer_client/balancing/resuming.py"), 12),
+    "learned costs": (
+        r"LearnedCost|learned_cost",
+        ("trainer_client/balancing/costs/", "trainer_client/balancing/learned_costs.py"),
+        6,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", ROOMS)
+def test_a_capability_keeps_to_its_room(capability: str) -> None:
+    words, rooms, most = ROOMS[capability]
+    product = files("evenkeel/*.py", "services/*.py", "trainer_client/*.py")
+    outside = [
+        path
+        for path in product
+        if not path.startswith(rooms) and "_pb2" not in path and re.search(words, (ROOT / path).read_text())
+    ]
+    assert all(any(path.startswith(room) for path in product) for room in rooms), f"{capability} has moved: {rooms}"
+    assert len(outside) <= most, f"{capability}: its words stand in {len(outside)} files outside: {outside}"
