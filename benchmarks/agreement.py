@@ -79,7 +79,7 @@ def agree(_: int, rounds: int) -> dict[str, float]:
     directives = (
         None
         if lead is None
-        else np.tile(np.frombuffer(np.uint32([256]).tobytes() + bytes(252), np.uint8), (world_size, 1))
+        else np.tile(np.frombuffer(np.array([256], np.uint32).tobytes() + bytes(252), np.uint8), (world_size, 1))
     )
     for number in range(rounds + 20):
         if number == 20:

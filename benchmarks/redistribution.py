@@ -94,7 +94,8 @@ def plan(batches: list[FlatBatch], strategy: str) -> tuple[NDArray[np.int32], li
     else:
         length = np.concatenate([batch.lengths[:, 0] for batch in batches]).astype(np.float64)
         destinations = partition(length + length**2 / 5120, homes, len(batches), strategy=strategy).destinations
-    return destinations, list(slice_plan(destinations, counts, np.concatenate([batch.lengths for batch in batches])))
+    slices = slice_plan(destinations, counts, np.concatenate([batch.lengths for batch in batches]))
+    return destinations, [slices[rank] for rank in range(len(slices))]
 
 
 class Clock:
