@@ -80,11 +80,35 @@ class HSTUCost(SampleCost):
         check_fields(self, "history")
         check_sources(self, "candidates", "context")
 
+    def __call__(self, batch: Any) -> NDArray[np.float64]:
+        """(n,) FLOPs of each sample in all layers."""
+        return self.flops(*self._count(batch))
+
     def spans(self, batch: Any) -> SpanCosts:
         """FLOPs of any positions; the fields of the history are taken as interleaved.
 
         A context's queries are counted where the context is, with all that they see.
         """
+        history, candidates, context = self._count(batch)
+        per_pair, per_position = self._per_pair_and_position()
+        return SpanCosts.of(
+            history + candidates + context,
+            context=context,
+            candidates=candidates,
+            per_position=per_position,
+            per_pair=per_pair,
+            granule=num_fields(self.history),
+        )
+
+    def flops(self, history: Counts, candidates: Counts = 0.0, context: Counts = 0.0) -> NDArray[np.float64]:
+        """(n,) FLOPs from counts of positions."""
+        positions = context + history + candidates
+        pairs = positions * (context + history) - history * (history - 1) / 2 + candidates
+        per_pair, per_position = self._per_pair_and_position()
+        return np.asarray(per_pair * pairs + per_position * positions)
+
+    def _count(self, batch: Any) -> tuple[Counts, Counts, Counts]:
+        """Positions of history, candidates and context."""
         history = np.asarray(count_positions(batch, self.history), np.float64)
         candidates = count_positions(batch, self.candidates)
         if self.history_includes_candidates:
@@ -94,23 +118,13 @@ class HSTUCost(SampleCost):
                     f"sample {int(history.argmin())} has more candidates than positions in {self.history!r}; "
                     "history_includes_candidates says that these hold the candidates too"
                 )
-        return self._spans(history, candidates, count_positions(batch, self.context))
+        return history, candidates, count_positions(batch, self.context)
 
-    def flops(self, history: Counts, candidates: Counts = 0.0, context: Counts = 0.0) -> NDArray[np.float64]:
-        """(n,) FLOPs from counts of positions."""
-        return self._spans(history, candidates, context).whole
-
-    def _spans(self, history: Counts, candidates: Counts, context: Counts) -> SpanCosts:
+    def _per_pair_and_position(self) -> tuple[float, float]:
+        """FLOPs of a (query, key) pair and of a position in all layers."""
         value_dim = self.head_dim if self.value_dim is None else self.value_dim
         per_pair = 2.0 * self.num_heads * (self.head_dim + value_dim)
         per_position = 2.0 * self.width * self.num_heads * (2 * (self.head_dim + value_dim) + value_dim)
         if self.backward:
             per_pair, per_position = ATTENTION_WITH_BACKWARD * per_pair, MATMUL_WITH_BACKWARD * per_position
-        return SpanCosts.of(
-            history + candidates + context,
-            context=context,
-            candidates=candidates,
-            per_position=self.num_layers * per_position,
-            per_pair=self.num_layers * per_pair,
-            granule=num_fields(self.history),
-        )
+        return self.num_layers * per_pair, self.num_layers * per_position

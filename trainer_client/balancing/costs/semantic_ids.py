@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.costs.base import (
     MATMUL_WITH_BACKWARD,
+    Counts,
     SampleCost,
     Source,
     check_fields,
@@ -74,17 +76,31 @@ class SemanticIdCost(SampleCost):
             backward=self.backward,
         )
 
+    def __call__(self, batch: Any) -> NDArray[np.float64]:
+        """(n,) FLOPs of each sample."""
+        positions, targets, _ = self._count(batch)
+        return self._layers().flops(positions) + self._per_target * targets
+
     def spans(self, batch: Any) -> SpanCosts:
         """FLOPs of any positions."""
-        targets = self.levels * np.asarray(count_positions(batch, self.targets), np.float64)
-        context = count_positions(batch, self.context)
+        positions, targets, context = self._count(batch)
         per_pair, per_position = self._layers().per_pair_and_position()
         return SpanCosts.of(
-            self.levels * count_positions(batch, self.items) + targets + context,
+            positions,
             per_position=per_position,
             per_pair=per_pair,
             targets=targets,
-            per_target=2.0 * self.width * self.codebook * (MATMUL_WITH_BACKWARD if self.backward else 1.0),
+            per_target=self._per_target,
             head=context,
             granule=self.levels * num_fields(self.items),
         )
+
+    def _count(self, batch: Any) -> tuple[NDArray[np.float64], NDArray[np.float64], Counts]:
+        """All positions, those that are predicted, and those of the context."""
+        targets = self.levels * np.asarray(count_positions(batch, self.targets), np.float64)
+        context = count_positions(batch, self.context)
+        return np.asarray(self.levels * count_positions(batch, self.items) + targets + context), targets, context
+
+    @property
+    def _per_target(self) -> float:
+        return 2.0 * self.width * self.codebook * (MATMUL_WITH_BACKWARD if self.backward else 1.0)
