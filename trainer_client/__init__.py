@@ -10,7 +10,7 @@ What that takes is named here. The wings, each of which works without the others
 - `trainer_client.balancing`: batches, costs, the agreement of the ranks, moving samples.
 - `trainer_client.embedding`: routing of keys to their owners, tables, checkpoints.
 - `trainer_client.planning`: from a model to the planner and back.
-- `trainer_client.observing`: what watches the others: times, metrics, costs fitted to measured times.
+- `trainer_client.observing`: what watches the others: times of steps, metrics of ranks.
 """
 
 import importlib

@@ -151,10 +151,3 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
         assert isinstance(timeout, timedelta)
         return timeout
     return None
-
-
-def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Gathers every rank's tensor, one after the other in the first dimension of `output`."""
-    # renamed in torch 2.13
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    function(output, own, group=group)

@@ -23,7 +23,9 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.redistribution.copies import FieldTable, describe_samples
 from trainer_client.balancing.redistribution.copying import copy_described, piece_bytes
-from trainer_client.process_groups import all_gather
+
+# renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def start(
@@ -104,7 +106,7 @@ def gather_and_select(flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | 
     )  # fmt: skip
     copy_described(copies, job, device)
     gathered = torch.empty(world_size * packed.numel(), dtype=torch.uint8, device=device)
-    all_gather(gathered, packed, group)
+    all_gather(gathered, packed, group=group)
 
     chosen = [np.flatnonzero(tables[source, : counts[source], 0] == piece.rank) for source in range(world_size)]
     picked = [tables[source, chosen[source], 1:].astype(np.int64) for source in range(world_size)]
@@ -134,7 +136,7 @@ def _gather(
 ) -> NDArray[np.int64]:
     """(world_size, *shape) on the host; waits for the device."""
     result = torch.empty((world_size * own.shape[0], *own.shape[1:]), dtype=own.dtype, device=device)
-    all_gather(result, own.to(device), group)
+    all_gather(result, own.to(device), group=group)
     table: NDArray[np.int64] = result.cpu().numpy().reshape(world_size, *own.shape)
     return table
 

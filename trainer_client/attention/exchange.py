@@ -124,30 +124,18 @@ def _like(tensor: Tensor, rows: int, *, zero: bool = False) -> Tensor:
     return tensor.new_zeros(shape) if zero else tensor.new_empty(shape)
 
 
-def _filled(gradient: Tensor | None, like: tuple[Any, ...]) -> Tensor:
-    shape, dtype, device = like
-    return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
-
-
-def _kinds(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-
-
 class _Start(torch.autograd.Function):
     """Begins the exchange. The first output holds nothing: it orders what follows, where a rank receives nothing."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, key: Tensor, value: Tensor, query: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        ctx.set_materialize_grads(False)
-        arriving = exchange.start(key, value, query)
-        ctx.kinds = _kinds(arriving)
-        return query.new_empty(0), *arriving
+        return query.new_empty(0), *exchange.start(key, value, query)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # After the backward pass of own blocks: a GPU that waits for another one would keep blocks from it.
-        key, value, query = (_filled(gradient, kind) for gradient, kind in zip(gradients[1:], ctx.kinds, strict=True))
+        key, value, query = (gradient.contiguous() for gradient in gradients[1:])
         ctx.exchange.start_home(key, value, query)
         return None, *ctx.exchange.finish_home()
 
@@ -157,14 +145,14 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *arriving: Tensor) -> tuple[Tensor, ...]:
-        ctx.kinds = _kinds(arriving)
-        ctx.set_materialize_grads(False)
+        del ctx
         exchange.wait()
         return tuple(tensor.view_as(tensor) for tensor in arriving)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *(_filled(gradient, kind) for gradient, kind in zip(gradients, ctx.kinds, strict=True))
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        del ctx
+        return None, *gradients
 
 
 class _Return(torch.autograd.Function):
@@ -172,18 +160,15 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, token: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.kinds = exchange, _kinds(results)
-        ctx.set_materialize_grads(False)
+        ctx.exchange, ctx.num_rows = exchange, results[0].shape[0]
         received = tuple(_like(tensor, exchange.pieces.num_returned) for tensor in results)
         exchange.send_results([tensor.contiguous() for tensor in results], received, back=False)
-        ctx.received = _kinds(received)
         return token.view_as(token), *received
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        sent = [_filled(gradient, kind) for gradient, kind in zip(gradients, ctx.received, strict=True)]
-        home = tuple(_filled(None, kind) for kind in ctx.kinds)
-        ctx.exchange.send_results(sent, home, back=True)
+    def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        home = tuple(_like(gradient, ctx.num_rows, zero=True) for gradient in gradients)
+        ctx.exchange.send_results([gradient.contiguous() for gradient in gradients], home, back=True)
         return None, token, *home
 
 

@@ -99,11 +99,11 @@ class VarlenSoftmax:
         if not _by_flash(query):
             return _plain_backward(grad, query, key, value, out, logs, packed, self._scale_of(query))
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of random numbers, without dropout
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        results: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, logs, packed.query_offsets, packed.key_offsets, packed.max_queries,
             packed.max_keys, 0.0, packed.causal, state, query.new_empty(0), scale=self.scale,
         )  # fmt: skip
-        return found
+        return results
 
     def _scale_of(self, query: Tensor) -> float:
         return float(query.shape[-1] ** -0.5) if self.scale is None else self.scale
@@ -219,13 +219,13 @@ def _blocks(pieces: Pieces, device: torch.device) -> Packed | None:
     return Packed(blocks.query_offsets, blocks.key_offsets, blocks.max_queries, blocks.max_keys, False)
 
 
-def _merge_into(out: Tensor, logs: Tensor, rows: Tensor, found: Tensor, found_logs: Tensor) -> None:
-    """Takes into some rows what their queries found among other keys."""
+def _merge_into(out: Tensor, logs: Tensor, rows: Tensor, results: Tensor, other_logs: Tensor) -> None:
+    """Takes into some rows the results of their queries over other keys."""
     own_logs = logs.index_select(1, rows)
-    merged = torch.logaddexp(own_logs, found_logs)
-    weights = [(part - merged).exp().t().unsqueeze(-1) for part in (own_logs, found_logs)]
+    merged = torch.logaddexp(own_logs, other_logs)
+    weights = [(part - merged).exp().t().unsqueeze(-1) for part in (own_logs, other_logs)]
     sums = out.index_select(0, rows) * weights[0]
-    sums.addcmul_(found.to(sums.dtype), weights[1].to(sums.dtype))
+    sums.addcmul_(results.to(sums.dtype), weights[1].to(sums.dtype))
     out.index_copy_(0, rows, sums.to(out.dtype))
     logs.index_copy_(1, rows, merged)
 

@@ -1,1 +1,1 @@
-"""What watches a training job: measurement of its steps, metrics of its ranks, costs fitted to measured times."""
+"""What watches a training job: times of its steps, metrics of its ranks."""

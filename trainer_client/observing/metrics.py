@@ -12,10 +12,9 @@ import json
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -45,14 +44,11 @@ class RankExporter:
         port: The bound port.
     """
 
-    def __init__(
-        self, measures: RankMeasures, port: int, stop: Callable[[], None], target_file: Path | None = None
-    ) -> None:
+    def __init__(self, measures: RankMeasures, port: int, closing: contextlib.ExitStack) -> None:
         self.measures = measures
         self.port = port
-        self._stop = stop
+        self._closing = closing
         self._key_calls = 0
-        self._target_file = target_file
         self._steps: deque[tuple[str, RoundReport, Mark, Mark, Mark]] = deque()  # not yet known to be over
         _exporters.add(self)
 
@@ -92,21 +88,19 @@ class RankExporter:
             text = f"metrics cannot be served on {host}:{port}: {error.strerror}; choose another host or port"
             raise OSError(error.errno, text) from None
 
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        target_file = None
+        closing = contextlib.ExitStack()
+        for step in (thread.join, server.server_close, server.shutdown):  # the last is called first
+            closing.callback(step)
         if targets is not None:
             try:
                 address = _reached_at(advertise, host, server.server_port)
                 target_file = _write_target(Path(targets), job, rank, address)
             except OSError as error:
-                stop()
+                closing.close()
                 text = f"targets is {str(targets)!r}, where no file can be written: {error.strerror}"
                 raise OSError(error.errno, text) from None
-        return cls(measures, int(server.server_port), stop, target_file)
+            closing.callback(target_file.unlink, missing_ok=True)
+        return cls(measures, int(server.server_port), closing)
 
     @classmethod
     def from_env(cls, *, job: str, rank: int) -> RankExporter | None:
@@ -213,17 +207,12 @@ class RankExporter:
             return
         _exporters.discard(self)
         self._read_steps()
-        if self._target_file is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._target_file.unlink()
-        self._stop()
+        self._closing.close()
 
     def __enter__(self) -> RankExporter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -162,7 +162,7 @@ def save(
                 raise CheckpointError(f"{path}: the checkpoint could not be put in place ({error})") from error
 
 
-class Load:
+class _Load:
     """A table of a checkpoint that fits a rank's part; nothing is changed before `run`."""
 
     def __init__(
@@ -173,8 +173,8 @@ class Load:
         *,
         rank: int,
         world_size: int,
-        optimizer: Optimizers = None,
-        convert: bool = True,
+        optimizer: Optimizers,
+        convert: bool,
     ) -> None:
         saved, where = checkpoint.records.get(table.name), checkpoint.path
         if saved is None:
@@ -265,7 +265,7 @@ def load(
     with _raised_by_all(collection, path):
         checkpoint = open_checkpoint(os.fspath(path))
         fitting = {
-            table.name: Load(
+            table.name: _Load(
                 checkpoint,
                 table,
                 collection.tables[table.name],

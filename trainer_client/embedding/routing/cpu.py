@@ -221,9 +221,9 @@ def block_bucketize(
     out, cells, slots_array = new_indices.numpy(), new_lengths.numpy(), slots.numpy()
     tasks = []
     for number, (first, last) in enumerate(pairwise(bounds)):
-        own = slice(int(ends[first]), int(ends[last]))
+        local = slice(int(ends[first]), int(ends[last]))
         rows = (counts[first:last], first, cursors[number])
-        tasks.append((sent[own], owners[own], *rows, out, cells, num_rows, slots_array[own]))
+        tasks.append((sent[local], owners[local], *rows, out, cells, num_rows, slots_array[local]))
     _run(_scatter, tasks)
     new_weights = places = None
     if positions:
@@ -251,21 +251,21 @@ def _check_sums(lengths: Array, total: int, num_keys: int, batch_sizes: Tensor |
 def _spans(
     ends: Array, starts: list[int], bounds: list[int], modes: list[int], mixes: list[int], blocks: list[int]
 ) -> list[Array]:
-    """What `_route` is told, for each thread: runs of keys that are routed alike."""
+    """What `_route` takes, for each thread: runs of keys that are routed alike."""
     one = len(modes) == 1 and (modes[0] != 0 or len(blocks) == 1)
     starts = [0] if one else starts
     spans = []
     for first, last in pairwise(bounds):
-        own: list[tuple[int, ...]] = []
+        local: list[tuple[int, ...]] = []
         for feature in range(max(0, bisect_right(starts, first) - 1), len(starts)):
             begin = max(first, starts[feature])
-            if begin >= last and own:
+            if begin >= last and local:
                 break
             end = min(last, starts[feature + 1]) if feature + 1 < len(starts) else last
             pick = feature if len(modes) > 1 else 0
             block = blocks[feature if len(blocks) > 1 else 0] if blocks else 0
-            own.append((int(ends[begin]), int(ends[max(begin, end)]), modes[pick], mixes[pick], block))
-        spans.append(np.array(own, dtype=np.int64).reshape(-1, 5))
+            local.append((int(ends[begin]), int(ends[max(begin, end)]), modes[pick], mixes[pick], block))
+        spans.append(np.array(local, dtype=np.int64).reshape(-1, 5))
     return spans
 
 

@@ -88,9 +88,9 @@ class RoutedEmbeddingCollection(RankLocal):
             ("table", [table.name for table in tables]),
             ("feature", [feature for table in tables for feature in table.features]),
         ):
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                raise ValueError(f"{kind} {twice!r} is named twice; names must be unique")
+            repeated = next((name for name in names if names.count(name) > 1), None)
+            if repeated is not None:
+                raise ValueError(f"{kind} {repeated!r} is named twice; names must be unique")
         self.configs = tuple(tables)
         self.group = _as_group(process_group)
         self.rank, self.world_size = _rank_of(self.group)
@@ -171,8 +171,8 @@ class RoutedEmbeddingCollection(RankLocal):
             lengths = torch.tensor([keys.numel() for keys, _ in unique], device=part.values.device)
         except Exception as problem:
             self._fail(problem, len(columns))
-        found = self._exchange(torch.cat([keys for keys, _ in unique]), lengths, [1] * len(tables), columns)
-        pieces = cut(found, [keys.numel() for keys, _ in unique])
+        vectors = self._exchange(torch.cat([keys for keys, _ in unique]), lengths, [1] * len(tables), columns)
+        pieces = cut(vectors, [keys.numel() for keys, _ in unique])
         rows = [piece.index_select(0, inverse) for piece, (_, inverse) in zip(pieces, unique, strict=True)]
         return torch.cat(rows), counts
 
@@ -198,12 +198,12 @@ class RoutedEmbeddingCollection(RankLocal):
         assert sent.permutation is not None
         counts = torch.stack([cells.sum(1) for cells in rows] + [sent.lengths.new_zeros(self.world_size)], dim=1)
         if self.world_size == 1:
-            found = self._look_up_owned(sent.indices, [column[:-1] for column in counts.tolist()], tables)
+            vectors = self._look_up_owned(sent.indices, [column[:-1] for column in counts.tolist()], tables)
         else:
-            found = self._look_up_at_owners(sent.indices, counts, tables)
+            vectors = self._look_up_at_owners(sent.indices, counts, tables)
         # Divided before it travels to the owners, as a sum over ranks may not fit into a narrow type.
-        found = divide_gradient(found, self.gradient_divide_factor)
-        return found.index_select(0, sent.permutation.to(torch.int64))
+        vectors = divide_gradient(vectors, self.gradient_divide_factor)
+        return vectors.index_select(0, sent.permutation.to(torch.int64))
 
     def _look_up_at_owners(self, indices: Tensor, counts: Tensor, tables: list[RoutedTable]) -> Tensor:
         """Embeddings of keys in the order in which bucketize has put them for their owners; see `exchange_counts`."""
@@ -216,41 +216,41 @@ class RoutedEmbeddingCollection(RankLocal):
         keys = all_to_all(indices, receive, send, group)
         problem = None
         try:
-            found = self._look_up_owned(keys, incoming, tables)
+            vectors = self._look_up_owned(keys, incoming, tables)
         except Exception as raised:  # the others wait for rows: they get some, and are told
             problem = raised
-            found = torch.zeros(len(keys), tables[0].embedding_dim, dtype=tables[0].dtype, device=keys.device)
+            vectors = torch.zeros(len(keys), tables[0].embedding_dim, dtype=tables[0].dtype, device=keys.device)
         refuses = any(getattr(self.tables[table.name], "refuses", True) for table in tables)
         status = Status(problem, keys.device, group) if refuses else None
-        found = differentiable_all_to_all(found, send, receive, group)
+        vectors = differentiable_all_to_all(vectors, send, receive, group)
         if status is not None:
             status.check()
         elif problem is not None:
             raise problem
-        return found
+        return vectors
 
     def _look_up_owned(self, keys: Tensor, incoming: list[list[int]], tables: list[RoutedTable]) -> Tensor:
         """Embeddings of received keys, which come by source rank, then feature; one lookup a table."""
         names = [table.name for table in tables] * len(incoming)
         sizes = [count for counts in incoming for count in counts]
         segments = cut(keys, sizes)
-        found: list[Tensor] = [keys.new_empty(0)] * len(segments)
+        vectors: list[Tensor] = [keys.new_empty(0)] * len(segments)
         for name in dict.fromkeys(names):
-            mine = [i for i, other in enumerate(names) if other == name]
-            looked_up: Tensor = self.tables[name](torch.cat([segments[i] for i in mine]))
-            for i, piece in zip(mine, cut(looked_up, [sizes[i] for i in mine]), strict=True):
-                found[i] = piece
-        return torch.cat(found)
+            picked = [i for i, other in enumerate(names) if other == name]
+            looked_up: Tensor = self.tables[name](torch.cat([segments[i] for i in picked]))
+            for i, piece in zip(picked, cut(looked_up, [sizes[i] for i in picked]), strict=True):
+                vectors[i] = piece
+        return torch.cat(vectors)
 
     def _pool(
-        self, found: Tensor, per_feature: list[int], part: KeyBatch, tables: Sequence[RoutedTable]
+        self, vectors: Tensor, per_feature: list[int], part: KeyBatch, tables: Sequence[RoutedTable]
     ) -> dict[str, Tensor]:
         weights = cut(part.weights, per_feature) if part.weights is not None else [None] * len(per_feature)
         lengths = cut(part.lengths, part.batch_sizes)
         modes = [table.pooling for table in tables for _ in table.features]
         results = {}
         for name, rows, weight, length, mode in zip(
-            part.features, cut(found, per_feature), weights, lengths, modes, strict=True
+            part.features, cut(vectors, per_feature), weights, lengths, modes, strict=True
         ):
             if mode == "none":
                 results[name] = rows

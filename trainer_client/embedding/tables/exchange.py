@@ -1,4 +1,4 @@
-"""All2All of rows between ranks, with gradients, over a communicator of its own.
+"""All2All of rows between ranks, with gradients, over a communicator for that alone.
 
 Errors of one rank are raised by all of them in the same step: else the others would wait for it until their timeout.
 """
@@ -34,7 +34,7 @@ class Status:
     """Whether any rank has failed so far, on its way to all of them while the host goes on."""
 
     def __init__(self, problem: Exception | None, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Starts to tell the others. Collective."""
+        """Starts the reduction. Collective."""
         self._problem, self._group = problem, group
         self._failed = torch.tensor([int(problem is not None)], dtype=torch.int32, device=device)
         self._work: Any = dist.all_reduce(self._failed, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -48,10 +48,10 @@ class Status:
 
 def raise_together(problem: Exception | None, group: dist.ProcessGroup | None) -> None:
     """Raises the error of the first rank that has one, on all ranks, which know that there is one. Collective."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    own = None if problem is None else (isinstance(problem, ValueError), f"{type(problem).__name__}: {problem}")
-    dist.all_gather_object(told, own, group=group)
-    rank, (is_value, text) = next((rank, each) for rank, each in enumerate(told) if each is not None)
+    errors: list[Any] = [None] * dist.get_world_size(group)
+    local = None if problem is None else (isinstance(problem, ValueError), f"{type(problem).__name__}: {problem}")
+    dist.all_gather_object(errors, local, group=group)
+    rank, (is_value, text) = next((rank, each) for rank, each in enumerate(errors) if each is not None)
     if is_value:
         raise ValueError(f"rank {rank}: {text.removeprefix('ValueError: ')}") from problem
     raise RuntimeError(f"rank {rank}: {text}") from problem

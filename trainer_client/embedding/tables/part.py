@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankLocal(nn.Module):
-    """A module whose parameters and buffers, and those of all modules within it, are this rank's own.
+    """A module whose parameters and buffers, and those of all modules within it, are this rank's alone.
 
     Wherever it is nested, `DistributedDataParallel` neither compares, broadcasts nor averages them, and
     `fully_shard`, `FullyShardedDataParallel` and `replicate` do not manage them. An optimizer gets them from
@@ -58,7 +58,7 @@ def local_names(model: nn.Module) -> set[str]:
     for prefix, module in local_modules(model):
         for members in (module.named_parameters, module.named_buffers):
             for name, _ in members(prefix=prefix, remove_duplicate=False):
-                names |= {name, f".{name}"} if "." not in name else {name}  # DDP puts a dot before a root's own
+                names |= {name, f".{name}"} if "." not in name else {name}  # DDP puts a dot before those of a root
     return names
 
 
@@ -124,17 +124,17 @@ def module_name(table: str, rank: int, world_size: int) -> str:
     return f"{table.replace('.', '_')}_rank_{rank}_of_{world_size}"
 
 
-def rows_of_other_ranks(table: RoutedTable, state_dict: Mapping[str, Any], prefix: str, mine: str) -> str | None:
+def rows_of_other_ranks(table: RoutedTable, state_dict: Mapping[str, Any], prefix: str, local: str) -> str | None:
     """What is wrong with a state dict that has rows of a table, but not this rank's; None if nothing is."""
-    if any(name.startswith(f"{prefix}{mine}.") for name in state_dict):
+    if any(name.startswith(f"{prefix}{local}.") for name in state_dict):
         return None
     pattern = re.compile(re.escape(prefix + table.name.replace(".", "_")) + r"_rank_(\d+)_of_(\d+)\.")
-    found = next((match for match in map(pattern.match, state_dict) if match), None)
-    if found is None:
+    match = next((match for match in map(pattern.match, state_dict) if match), None)
+    if match is None:
         return None
-    here = mine.rsplit("_rank_", 1)[1].replace("_of_", " of ")
+    here = local.rsplit("_rank_", 1)[1].replace("_of_", " of ")
     return (
-        f"table {table.name}: the state dict holds the rows of rank {found[1]} of {found[2]}, and this is rank {here}; "
+        f"table {table.name}: the state dict holds the rows of rank {match[1]} of {match[2]}, and this is rank {here}; "
         f"{_REMEDY}"
     )
 
@@ -197,19 +197,19 @@ class TablePart(RankLocal):
 
     def _misfit(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """Why the rows of a state dict, if it has any, cannot be loaded here; nothing is loaded then."""
-        own: dict[str, Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        found = {name for name in (*own, _RECORD) if prefix + name in state_dict}
-        if not found:
+        tensors: dict[str, Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        present = {name for name in (*tensors, _RECORD) if prefix + name in state_dict}
+        if not present:
             return None
-        missing = [name for name in (*own, _RECORD) if name not in found]
+        missing = [name for name in (*tensors, _RECORD) if name not in present]
         if missing:
-            return f"the state dict has {', '.join(sorted(found))}, but not {', '.join(missing)}; {_REMEDY}"
-        mine, saved = _read(self.get_extra_state()), _read(state_dict[prefix + _RECORD])
-        other = {name: value for name, value in saved.items() if mine.get(name) != value}
-        if other or saved.keys() != mine.keys():
-            differ = ", ".join(f"{name} {value} (here {mine.get(name)})" for name, value in other.items())
+            return f"the state dict has {', '.join(sorted(present))}, but not {', '.join(missing)}; {_REMEDY}"
+        local, saved = _read(self.get_extra_state()), _read(state_dict[prefix + _RECORD])
+        other = {name: value for name, value in saved.items() if local.get(name) != value}
+        if other or saved.keys() != local.keys():
+            differ = ", ".join(f"{name} {value} (here {local.get(name)})" for name, value in other.items())
             return f"the state dict is of {differ or 'another release'}; {_REMEDY}"
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             shape = tuple(state_dict[prefix + name].shape)
             if shape != tuple(tensor.shape):
                 return f"{name} has shape {shape} in the state dict and {tuple(tensor.shape)} here; {_REMEDY}"

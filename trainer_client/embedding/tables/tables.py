@@ -27,7 +27,7 @@ class OwnedTable(Protocol):
 
     weight: nn.Parameter
     refuses: bool
-    """Whether a lookup may raise on one rank alone, so that the others must be told; alike on all ranks."""
+    """Whether a lookup may raise on one rank alone, so that ranks must compare notes; alike on all ranks."""
 
     def __call__(self, indices: Tensor) -> Tensor:
         """Embeddings (n x dim) of what bucketize sent (n)."""
