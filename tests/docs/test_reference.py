@@ -30,7 +30,7 @@ def test_metrics_that_alerts_and_dashboards_read_are_on_the_page() -> None:
 
 def test_settings_of_the_documentation_are_on_the_page() -> None:
     page = (ROOT / "docs/reference/settings.md").read_text(encoding="utf-8")
-    for text in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]:
+    for text in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]:
         for service, name in re.findall(r"EVENKEEL_(BALANCER|PLANNER)_([A-Z][A-Z_]*[A-Z])", text.read_text("utf-8")):
             section = page.split(f"## {service.capitalize()}\n")[1].split("\n## ")[0]
             assert f"| `{name.lower()}` |" in section, (text.name, service, name)
