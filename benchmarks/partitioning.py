@@ -1,6 +1,6 @@
 """Partitions: how near the bound, how much they move, how long they take.
 
-    python -m benchmarks.partitioning --json benchmarks/results/partitioning.json --plot partitioning.png
+    python -m benchmarks.partitioning --json benchmarks/results/partitioning.json
 
 A grid of ranks, samples a rank, distributions of lengths and costs; traffic between nodes; memory caps beside a MILP
 solver; times beside the published ones of a C++ Karmarkar-Karp; a plan for 4096 ranks with its slices. `--quick` takes
@@ -31,7 +31,6 @@ from benchmarks.harness.results import write
 from benchmarks.partitioning_draws import COSTS, LENGTHS, as_problem
 from benchmarks.partitioning_least import least_crossing, least_moved
 from benchmarks.partitioning_memory import measure_memory
-from benchmarks.partitioning_plot import draw
 from benchmarks.partitioning_times import STRATEGIES, measure_times
 from evenkeel.partitioning import partition, slice_plan, warm_up
 from evenkeel.partitioning.exchange import exchange_from
@@ -273,7 +272,6 @@ def main(
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="small shapes, three seeds")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="result file")] = None,
-    plot: Annotated[Path | None, typer.Option(help="picture")] = None,
 ) -> None:
     """Measures partitions: how near the bound, how much they move, how long they take."""
     if quick:
@@ -309,8 +307,6 @@ def main(
         results["memory"] = [measure_memory(size, count, drawn_from, 2 if quick else 4) for size, count in shapes]
     print_rest(console, results)
     write(json_path, results)
-    if plot:
-        draw(results, plot)
 
 
 if __name__ == "__main__":
