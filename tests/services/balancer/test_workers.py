@@ -26,7 +26,7 @@ def lead(balancer: ServiceProcess) -> Iterator[Lead]:
 
 @pytest.mark.parametrize(
     ("strategy", "code", "message"),
-    [("crash", "UNAVAILABLE", "has ended; call again"), ("spin", "DEADLINE_EXCEEDED", "planning took longer than 3 s")],
+    [("crash", "UNAVAILABLE", "has ended; call again"), ("spin", "DEADLINE_EXCEEDED", "planning took longer than 10 s")],
 )
 def test_others_go_on_beside_it(balancer: ServiceProcess, lead: Lead, strategy: str, code: str, message: str) -> None:
     before = set(wait_for_workers(balancer))
@@ -36,7 +36,7 @@ def test_others_go_on_beside_it(balancer: ServiceProcess, lead: Lead, strategy: 
         began = time.monotonic()
         lead.plan(make_round(4, 4))
         slowest, served = max(slowest, time.monotonic() - began), served + 1
-    assert slowest < 2.5  # nobody waited for the one that hangs
+    assert slowest < 8  # nobody waited for the one that hangs
     assert wrong.code().name == code
     assert message in wrong.details()
     deadline = time.monotonic() + SECONDS
