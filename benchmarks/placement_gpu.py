@@ -46,6 +46,7 @@ from benchmarks.key_files import numbered, read_keys
 from benchmarks.peers.checkouts import load_torcheasyrec
 from evenkeel.key_statistics import KeySampler, with_statistics
 from evenkeel.placement import Eviction, MissCurve, Optimizer, PlanRequest, Runtime, Step, Table, Topology, plan
+from evenkeel.placement.hardware import HardwareProfile, builtin_profiles, parse_profile
 from evenkeel.placement.hit_rates import step_keys
 from trainer_client.planning import sharding_plan
 from trainer_client.planning.clock import contenders, process_group, run_race
@@ -113,7 +114,7 @@ class Job:
         return self.batches[len(self.batches) // 2 :]
 
 
-def make_job(tables: int, size: Size, traces: Sequence[Keys], profile: str) -> Job:
+def make_job(tables: int, size: Size, traces: Sequence[Keys], profile: HardwareProfile) -> Job:
     """Few large tables and many small ones, as of click logs; or those that traces are of, in turn.
 
     Tables of one trace begin at places evenly apart, each with the keys renamed by a permutation of its own. Lookups of
@@ -365,6 +366,8 @@ def compare(job: Job, share: float, size: Size, device: torch.device, torcheasyr
         gc.collect()
         found[name] = {"hbm_bytes": None if best is None else best.used}
         if best is not None:
+            found[name]["asked_bytes"] = best.asked
+        if best is not None:
             trials[name] = best.built
     for trial in trials.values():
         trial.run(size.seconds)
@@ -397,7 +400,7 @@ def main(
     keys: Annotated[list[Path] | None, typer.Option(help="Key traces, as `benchmarks.key_files` reads them.")] = None,
     torcheasyrec: Annotated[Path | None, typer.Option(help="A checkout of TorchEasyRec.")] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the way.")] = "cuda",
-    hardware: Annotated[str, typer.Option(help="Profile of the GPU.")] = "h200",
+    hardware: Annotated[str, typer.Option(help="Profile of the GPU, or the file of one.")] = "h200",
     tables: Annotated[list[int] | None, typer.Option(help="Only cells of so many tables.")] = None,
     share: Annotated[list[float] | None, typer.Option(help="Only cells of HBM for such a share of the tables.")] = None,
     kind: Annotated[str | None, typer.Option(help="Only cells of `traces`, or of `power laws`.")] = None,
@@ -407,6 +410,8 @@ def main(
     size, place = QUICK if quick else Size(), torch.device(device, 0) if device == "cuda" else torch.device(device)
     size = replace(size, tables=tuple(tables or size.tables), shares=tuple(share or size.shares))
     traces = [numbered(read_keys(path)) for path in keys or ()]
+    known = builtin_profiles()
+    profile = known[hardware] if hardware in known else parse_profile(json.loads(Path(hardware).read_text("utf-8")))
     rows: list[dict[str, Any]] = []
     about = {
         "device": torch.cuda.get_device_name()
@@ -418,7 +423,7 @@ def main(
         for keys_of, number, part in cells(size, traces):
             if kind not in (None, keys_of):
                 continue
-            job = make_job(number, size, traces if keys_of == "traces" else (), hardware)
+            job = make_job(number, size, traces if keys_of == "traces" else (), profile)
             found = compare(job, part, size, place, torcheasyrec)
             rows.append({"keys": keys_of, "tables": number, "hbm_share": part, "planners": found})
             show(rows[-1])
