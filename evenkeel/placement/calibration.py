@@ -190,17 +190,34 @@ def fit_runtime(
     """
     samples = [_measurement(profile, runtime, step) for step in steps]
     prior = profile.costs(runtime)
-    costs = fit_costs(profile, samples, prior, scale_host=runtime is Runtime.TORCHREC)
+    fitted = fit_costs(profile, samples, prior, scale_host=runtime is Runtime.TORCHREC)
     errors = tuple(
         FitError(
             mode=step.mode,
             ratio=step.ratio,
             measured_s=step.seconds,
-            predicted_s=predict_seconds(profile, costs, sample),
+            predicted_s=predict_seconds(profile, fitted, sample),
         )
         for step, sample in zip(steps, samples, strict=True)
     )
-    return costs, errors
+    return _of_kernels(fitted, prior, steps) if runtime is Runtime.TORCHREC else fitted, errors
+
+
+def _of_kernels(fitted: RuntimeCosts, prior: RuntimeCosts, steps: Sequence[MeasuredStep]) -> RuntimeCosts:
+    """Constants from steps whose time is that of their kernels.
+
+    What kernels take in every mode alike is of the exchanges; what they take more with a cache, whatever it misses, is
+    of the lookups in it. The host's time for a module is not in them.
+    """
+    cached = [step.tables * step.ids for step in steps if step.mode is Mode.CACHING]
+    more = max(0.0, fitted.caching_fixed_s - fitted.hbm_fixed_s - prior.cache_kernels_s)
+    return replace(
+        fitted,
+        cache_lookup_s=prior.cache_lookup_s + more * len(cached) / sum(cached) if cached else prior.cache_lookup_s,
+        hbm_fixed_s=prior.hbm_fixed_s,
+        caching_fixed_s=prior.caching_fixed_s,
+        host_fixed_s=prior.host_fixed_s,
+    )
 
 
 def _measurement(profile: HardwareProfile, runtime: Runtime, step: MeasuredStep) -> Measurement:

@@ -59,12 +59,15 @@ class RuntimeCosts:
     """Constants of one runtime on one machine, fitted to measured steps.
 
     Attributes:
-        hbm_fixed_s: Time of a step of one fused module in HBM apart from its rows: launches, index, synchronisation.
+        hbm_fixed_s: Time of the host for a step of one fused module in HBM: launches and waiting.
         caching_fixed_s: The same with a cache.
         host_fixed_s: The same for tables in host memory.
+        module_kernels_s: Time of the kernels of a module apart from its rows.
+        cache_kernels_s: More of that for a module with a cache.
         miss_factor: Time of a missed row over that of two random host gathers of the row with its state.
         contention_rows: Cache rows per unique key at which eviction doubles the cost of a miss. The cost of a
             missed row grows by `1 + (contention_rows / (cache rows / unique keys)) ** 2`.
+        cache_lookup_s: Time of a lookup that goes through a cache, beside that of its row.
         host_factor: Time of a row in host memory over that of a random host gather of it.
         hbm_gather: Pairs of row bytes and bytes per second with which its kernels read random rows from HBM; those of
             the profile by default.
@@ -89,6 +92,9 @@ class RuntimeCosts:
     host_fixed_s: Fixed
     miss_factor: Factor
     contention_rows: Factor
+    module_kernels_s: Fixed = 0.0
+    cache_kernels_s: Fixed = 0.0
+    cache_lookup_s: Fixed = 0.0
     host_factor: Factor = 1.0
     hbm_gather: Gather | None = None
     host_gather: Gather | None = None

@@ -78,6 +78,11 @@ def fixed_seconds(costs: RuntimeCosts, mode: Mode) -> float:
     }[mode]
 
 
+def kernel_seconds(costs: RuntimeCosts, mode: Mode) -> float:
+    """Time of a module's kernels apart from its rows."""
+    return costs.module_kernels_s + (costs.cache_kernels_s if mode is Mode.CACHING else 0.0)
+
+
 def hbm_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
     """All rows from HBM: gathered once, and in training the unique ones read and written with their state."""
     back = 2 * load.unique * profile.hbm_row_s(costs, load.row_bytes) if load.training else 0.0
@@ -148,7 +153,8 @@ def mode_seconds(
     per_unique = np.maximum(cache_rows / (load.unique * load.prefetch_depth), 1.0)
     crowding = 1 + (costs.contention_rows / per_unique) ** 2
     fetched = placed * miss_seconds(profile, costs, load) * crowding
-    cached: FloatArray = (1 - left) * in_hbm + left * in_host + fetched + state_in_host
+    looked_up = costs.cache_lookup_s * load.received
+    cached: FloatArray = (1 - left) * in_hbm + left * in_host + fetched + state_in_host + looked_up
     return cached
 
 

@@ -149,15 +149,15 @@ def measure(
         progress("kernels")
         with process_group(device):
             records = measure_steps(KERNELS, torch.device("cuda", torch.cuda.current_device()))
-        result["kernels"]["torchrec"] = [record | record.pop("part") for record in map(_of_one, records)]
+        result["kernels"]["torchrec"] = [_of_one(record) for record in records]
     return result
 
 
 def _of_one(record: dict[str, Any]) -> dict[str, Any]:
-    """A step of equal tables on one GPU, with the time of its kernels alone."""
+    """A step of equal tables on one GPU, with the time of its kernels alone; lookups are those of a whole batch."""
     (part,) = record["parts"]
     seconds, ids = record["kernels_s"], part["ids"] * record["samples"]
-    return {"part": part, "seconds": seconds, "optimizer": record["optimizer"], "tables": part["count"], "ids": ids}
+    return part | {"seconds": seconds, "optimizer": record["optimizer"], "tables": part["count"], "ids": ids}
 
 
 def measure_steps(samples: Sequence[StepSample], device: torch.device, *, seconds: float = 6.0) -> list[dict[str, Any]]:
