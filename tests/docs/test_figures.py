@@ -39,9 +39,11 @@ def _moved(samples: int, lengths: str, strategy: str = "minimal_move") -> Callab
     )
 
 
-def _planned(tables: int, share: float, plan: str) -> Callable[[Any], float]:
+def _kernels(keys: str, tables: int, share: float, plan: str) -> Callable[[Any], float]:
     return lambda d: next(
-        row["ms"] for row in d["rows"] if (row["tables"], row["hbm_share"], row["plan"]) == (tables, share, plan)
+        cell["planners"][plan]["kernels_ms"]
+        for cell in d["cells"]
+        if (cell["keys"], cell["tables"], cell["hbm_share"]) == (keys, tables, share)
     )
 
 
@@ -112,21 +114,13 @@ FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
         "173": lambda d: d["jobs_compared_bit_by_bit"], "0 samples lost": lambda d: d["lost"] + d["doubled"],
     },
     "programs": {"2,000": lambda d: d["programs"]},
-    "placement_gpu_plans_h200": {
-        text: _planned(tables, share, plan)
-        for tables, share, texts in (
-            (26, 0.5, ("2.1", "3.7", "3.8", "3.0")), (100, 0.5, ("3.1", "4.8", "5.1", "6.2")),
-            (26, 0.2, ("3.0", "4.0", "4.5", "3.4")), (100, 0.2, ("6.8", "7.0", "7.3", "7.6")),
-        )
-        for text, plan in zip(texts, ("evenkeel", "torchrec", "torcheasyrec", ALIKE), strict=True)
-    },
-    "placement_gpu_plans_slow_host_h200": {
-        "5.28": _planned(26, 0.2, "evenkeel"), "3.87": _planned(26, 0.2, ALIKE),
-        "6.73": _planned(100, 0.2, "evenkeel"), "6.66": _planned(100, 0.2, "torcheasyrec"),
-    },
-    "placement_gpu_plans_traces_h200": {
-        "2.24": _planned(26, 0.2, "evenkeel"), "2.09": _planned(26, 0.2, ALIKE), "3.51": _planned(26, 0.2, "torchrec"),
-        "3.77": _planned(60, 0.2, "evenkeel"), "3.53": _planned(60, 0.2, ALIKE),
+    "placement_gpu_h100": {
+        "1.48": _kernels("traces", 60, 0.2, "with the clock"), "1.83": _kernels("traces", 60, 0.2, "TorchRec"),
+        "1.72": _kernels("traces", 60, 0.2, ALIKE), "1.02": _kernels("traces", 26, 0.1, "with the clock"),
+        "1.43": _kernels("traces", 26, 0.1, "TorchRec"), "0.99": _kernels("traces", 26, 0.1, ALIKE),
+        "0.54": _kernels("power laws", 26, 0.5, "with the clock"), "1.20": _kernels("power laws", 26, 0.5, ALIKE),
+        "0.73": lambda d: d["summary"]["with the clock, kernels"]["over_all_cached_alike_median"],
+        "1.16": lambda d: d["summary"]["by the model, wall beside 5 ms"]["over_the_best_other_worst"],
     },
 }  # fmt: skip
 """By result file: a figure as the pages have it, and what the file has."""
