@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -147,14 +148,14 @@ def _slice_plan(
     return source_begin, sources, counts, totals
 
 
-def _whole_numbers(field: str, values: ArrayLike, least: int, most: int, what: str) -> NDArray[np.int64]:
+def _whole_numbers(field: str, values: ArrayLike, least: int, most: int, what: str) -> NDArray[Any]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{field} has dtype {array.dtype} and shape {array.shape}; pass integers, one {what}")
-    bad = np.flatnonzero((array < least) | (array > most))
-    if bad.size:
+    if array.size and not (least <= int(array.min()) and int(array.max()) <= most):
+        bad = np.flatnonzero((array < least) | (array > most))
         raise ValueError(f"{field}[{bad[0]}] is {array[bad[0]]}; it must be {least} to {most}, one {what}")
-    return array.astype(np.int64)
+    return array
 
 
 def slice_plan(
@@ -180,8 +181,10 @@ def slice_plan(
         ValueError: If the shapes disagree, a destination is no rank or a step no batch.
     """
     n, num_ranks = np.size(destinations), np.size(counts_at_home)
-    ranks = _whole_numbers("destinations", destinations, 0, num_ranks - 1, "rank for each sample")
-    counts = _whole_numbers("counts_at_home", counts_at_home, 0, n, "number of samples for each rank")
+    ranks = plain_array(
+        _whole_numbers("destinations", destinations, 0, num_ranks - 1, "rank for each sample"), np.int32
+    )
+    counts = _whole_numbers("counts_at_home", counts_at_home, 0, n, "number of samples for each rank").astype(np.int64)
     values = np.asarray(lengths)
     if counts.sum() != n:
         raise ValueError(f"counts_at_home add up to {counts.sum()}, but there are {n} destinations; pass one a sample")
@@ -196,11 +199,12 @@ def slice_plan(
         raise ValueError(f"num_steps is {num_steps}, the shape of steps {shape}; pass the batch of each of {n} samples")
     if steps is not None:
         of = _whole_numbers("steps", steps, 0, num_steps - 1, "batch of the window for each sample")
-        places, batches = ranks * num_steps + of, of.astype(np.int32)
+        batches = of.astype(np.int32)
+        places = ranks * np.int32(num_steps) + batches
     home_begin = np.concatenate([[0], np.cumsum(counts)])
     words, num_fields = values.view(np.uint32), values.shape[1]
-    found = _slice_plan(places.astype(np.int32), num_ranks * num_steps, home_begin, words, num_fields)
-    return Slices(ranks.astype(np.int32), home_begin, *found, steps=batches)
+    found = _slice_plan(places, num_ranks * num_steps, home_begin, words, num_fields)
+    return Slices(ranks, home_begin, *found, steps=batches)
 
 
 def slice_plainly(
