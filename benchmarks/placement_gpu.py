@@ -13,6 +13,7 @@ little less. Statistics are those of the first half of the keys; plans are timed
 from __future__ import annotations
 
 import gc
+import json
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -133,7 +133,8 @@ def _estimate(
     if shuffle:
         lengths = np.random.default_rng(0).permutation(lengths)
     began = time.monotonic()
-    with Progress(console=Console(stderr=True), transient=True, disable=None) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("planning", total=1.0, visible=False)
 
         def show(done: float) -> None:

@@ -157,7 +157,7 @@ def _of_one(record: dict[str, Any]) -> dict[str, Any]:
     """A step of equal tables on one GPU, with the time of its kernels alone; lookups are those of a whole batch."""
     (part,) = record["parts"]
     seconds, ids = record["kernels_s"], part["ids"] * record["samples"]
-    return part | {"seconds": seconds, "optimizer": record["optimizer"], "tables": part["count"], "ids": ids}
+    return {**part, "seconds": seconds, "optimizer": record["optimizer"], "tables": part["count"], "ids": ids}
 
 
 def measure_steps(samples: Sequence[StepSample], device: torch.device, *, seconds: float = 6.0) -> list[dict[str, Any]]:
