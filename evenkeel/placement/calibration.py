@@ -210,7 +210,7 @@ def _of_kernels(fitted: RuntimeCosts, prior: RuntimeCosts, steps: Sequence[Measu
     of the lookups in it. The host's time for a module is not in them.
     """
     cached = [step.tables * step.ids for step in steps if step.mode is Mode.CACHING]
-    more = max(0.0, fitted.caching_fixed_s - fitted.hbm_fixed_s - prior.cache_kernels_s)
+    more = fitted.caching_fixed_s - fitted.hbm_fixed_s
     return replace(
         fitted,
         cache_lookup_s=prior.cache_lookup_s + more * len(cached) / sum(cached) if cached else prior.cache_lookup_s,

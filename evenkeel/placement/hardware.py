@@ -62,8 +62,6 @@ class RuntimeCosts:
         hbm_fixed_s: Time of the host for a step of one fused module in HBM: launches and waiting.
         caching_fixed_s: The same with a cache.
         host_fixed_s: The same for tables in host memory.
-        module_kernels_s: Time of the kernels of a module apart from its rows.
-        cache_kernels_s: More of that for a module with a cache.
         miss_factor: Time of a missed row over that of two random host gathers of the row with its state.
         contention_rows: Cache rows per unique key at which eviction doubles the cost of a miss. The cost of a
             missed row grows by `1 + (contention_rows / (cache rows / unique keys)) ** 2`.
@@ -92,8 +90,6 @@ class RuntimeCosts:
     host_fixed_s: Fixed
     miss_factor: Factor
     contention_rows: Factor
-    module_kernels_s: Fixed = 0.0
-    cache_kernels_s: Fixed = 0.0
     cache_lookup_s: Fixed = 0.0
     host_factor: Factor = 1.0
     hbm_gather: Gather | None = None

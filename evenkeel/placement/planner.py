@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,14 +15,13 @@ from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Table
 from evenkeel.placement.options import rank_load
-from evenkeel.placement.placing import Placed, place, solve_and_place
+from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Status, TrivialPlan
 from evenkeel.placement.problem import UNIT, Module, Problem, budgets, build_problem, modes_of
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.search import Choice, Solution
 from evenkeel.placement.shortage import explain_shortage
 from evenkeel.placement.storage import BUCKET_ROWS, round_up, row_bytes
-from evenkeel.placement.timing import fixed_seconds, kernel_seconds
+from evenkeel.placement.timing import fixed_seconds
 from evenkeel.placement.trivial import trivial_plans
 
 FloatArray = npt.NDArray[np.float64]
@@ -59,8 +58,7 @@ def plan(
     exact = len(request.tables) <= EXACT_TABLES and not problem.has_shards
     gap = 0.0 if exact else request.solver.gap
     starts = [known.placed.choice for known in trivial if known.placed is not None]
-    found = fastest(request, problem, watch.part(_SEARCH_SHARE), gap=gap, starts=starts)
-    placed, solution = found.placed, found.solution
+    placed, solution = solve_and_place(problem, request.topology, watch.part(_SEARCH_SHARE), gap=gap, starts=starts)
     base = Plan(
         status=Status.UNKNOWN,
         runtime=request.runtime,
@@ -79,123 +77,65 @@ def plan(
             return base
         left = Watch(max(_MOMENT_S, watch.left()), should_stop=should_stop, clock=clock)
         return replace(base, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
-    gap = 0.0 if found.cost <= found.bound else 1 - found.bound / found.cost
+    bound = min(solution.bound, placed.seconds)
+    placed, objective = _step(request, problem, placed, bound, watch, gap)
+    gap = 0.0 if objective.cost <= objective.bound else 1 - objective.bound / objective.cost
     modules = _modules(request, problem, placed)
     good = gap <= max(request.solver.gap, _NO_GAP) * 1.001
     return replace(
         base,
         status=Status.OPTIMAL if good else Status.FEASIBLE,
-        seconds=found.kernels,
-        bound_seconds=found.kernel_bound,
+        seconds=placed.seconds,
+        bound_seconds=bound,
         gap=gap,
         placements=_placements(request, problem, placed, modules),
         modules=tuple({module.name: module for module in modules.values()}.values()),
         hbm=_budget(request, 0, float(placed.use[0]), float(solution.prices[0])),
         host=_budget(request, 1, float(placed.use[1]), float(solution.prices[1])),
         host_seconds=_host_seconds(modules),
-        step_seconds=None if request.step.dense_ms is None else found.cost,
+        step_seconds=None if request.step.dense_ms is None else objective.cost,
         trivial=tuple(
-            TrivialPlan(
-                name=known.name, seconds=None if known.placed is None else _kernels(request, problem, known.placed)
-            )
+            TrivialPlan(name=known.name, seconds=None if known.placed is None else known.placed.seconds)
             for known in trivial
         ),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Fastest:
-    """The placement with the shortest step that was found.
+class _Objective:
+    """What is made fast, and a bound on it."""
 
-    Attributes:
-        placed: It; `None` where none was found.
-        kernels: Time of its kernels.
-        kernel_bound: No plan's kernels are faster.
-        cost: What is made small: the kernels' time, or beside a dense part of known time that of the step.
-        bound: No plan's cost is less.
-        solution: What the search over all modes says: whether anything fits, and the prices of the budgets.
-    """
-
-    placed: Placed | None
-    kernels: float
-    kernel_bound: float
     cost: float
     bound: float
-    solution: Solution
 
 
-def fastest(
-    request: PlanRequest, problem: Problem, watch: Watch, *, gap: float = 0.0, starts: Sequence[Choice] = ()
-) -> Fastest:
-    """The placement with the shortest step, kernels and launches of modules included.
+def _step(
+    request: PlanRequest, problem: Problem, placed: Placed, bound: float, watch: Watch, gap: float
+) -> tuple[Placed, _Objective]:
+    """The placement with the shortest step: where the host binds, fewer modules may be worth slower kernels."""
+    if request.step.dense_ms is None:
+        return placed, _Objective(placed.seconds, bound)
+    dense = request.step.dense_ms / 1e3
 
-    Each mode in use is a module, whose kernels and launches take time whatever its rows do. So what is searched for is
-    the fastest plan of each set of modes. A plan in all modes of a set and no others takes no less than what the search
-    proves for that set and its modules; sets for which that is no less than a known plan takes are passed over.
+    def seconds(candidate: Placed) -> float:
+        return max(_host_seconds(_modules(request, problem, candidate)), dense + candidate.seconds)
 
-    Args:
-        request: What is planned.
-        problem: Its options.
-        watch: Once its time is up, the best found is returned with its bound.
-        gap: Relative gap to prove.
-        starts: Choices that are candidates.
-    """
     costs = request.profile.costs(request.runtime)
-    dense = None if request.step.dense_ms is None else request.step.dense_ms / 1e3
-    kinds = sorted(modes_of(request))
-    closed = dense is None and not (costs.module_kernels_s or costs.cache_kernels_s)
-    placed, solution = solve_and_place(
-        problem, request.topology, watch if closed else watch.part(0.5), gap=gap, starts=starts
-    )
-    if placed is None:
-        return Fastest(None, math.inf, solution.bound, math.inf, solution.bound, solution)
-    if closed:
-        bound = min(solution.bound, placed.seconds)
-        return Fastest(placed, placed.seconds, bound, placed.seconds, bound, solution)
-
-    def step(host: float, kernels: float) -> float:
-        return kernels if dense is None else max(host, dense + kernels)
-
-    def cost(candidate: Placed) -> float:
-        host = _host_seconds(_modules(request, problem, candidate))
-        return step(host, _kernels(request, problem, candidate))
-
-    modules = len({table.fuse_key for table in request.tables})
-
-    def floor(modes: tuple[Mode, ...], seconds: float) -> tuple[float, float]:
-        """What every plan in all of some modes takes at least: its step, and its kernels."""
-        host, kernels = ([each(costs, mode) for mode in modes] for each in (fixed_seconds, kernel_seconds))
-        own = seconds + max(sum(kernels), modules * min(kernels))
-        return step(max(sum(host), modules * min(host)), own), own
-
-    candidates = [placed]
-    candidates += [c for c in (place(problem, request.topology, start, watch) for start in starts) if c is not None]
-    best = min(candidates, key=cost)
-    floors: list[tuple[float, float]] = []
-    for modes in (each for size in range(1, len(kinds) + 1) for each in itertools.combinations(kinds, size)):
-        least = floor(modes, solution.bound)
-        if least[0] < cost(best) * (1 - gap) and len(modes) < len(kinds) and not watch.is_over():
-            found, proved = solve_and_place(_only(problem, set(modes)), request.topology, watch.part(0.5), gap=gap)
-            least = floor(modes, max(solution.bound, proved.bound))
-            if found is not None:
-                best = min(best, found, key=cost)
-        floors.append(least)
-    now, kernels = cost(best), _kernels(request, problem, best)
-    return Fastest(
-        best,
-        kernels,
-        min(kernels, *(own for _, own in floors)),
-        now,
-        min(now, *(whole for whole, _ in floors)),
-        solution,
-    )
-
-
-def _kernels(request: PlanRequest, problem: Problem, placed: Placed) -> float:
-    """Time of the kernels of a placement, those of its modules apart from rows included."""
-    costs = request.profile.costs(request.runtime)
-    modules = {module.name: module for module in _modules(request, problem, placed).values()}
-    return placed.seconds + sum(kernel_seconds(costs, module.mode) for module in modules.values())
+    fused: dict[object, list[float]] = {}
+    for table in request.tables:
+        able = [fixed_seconds(costs, mode) for mode in modes_of(replace(request, tables=(table,)))]
+        fused.setdefault(table.fuse_key, []).append(min(able))
+    least = max(sum(max(own) for own in fused.values()), dense + bound)
+    best, kinds = placed, sorted(modes_of(request))
+    for size in range(1, len(kinds)):
+        for allowed in itertools.combinations(kinds, size):
+            if seconds(best) <= least * (1 + request.solver.gap) or watch.is_over():
+                break
+            fewer = _only(problem, set(allowed))
+            found, _ = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
+            if found is not None and seconds(found) < seconds(best):
+                best = found
+    return best, _Objective(seconds(best), least)
 
 
 def _only(problem: Problem, modes: set[Mode]) -> Problem:

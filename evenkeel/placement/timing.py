@@ -78,11 +78,6 @@ def fixed_seconds(costs: RuntimeCosts, mode: Mode) -> float:
     }[mode]
 
 
-def kernel_seconds(costs: RuntimeCosts, mode: Mode) -> float:
-    """Time of a module's kernels apart from its rows."""
-    return costs.module_kernels_s + (costs.cache_kernels_s if mode is Mode.CACHING else 0.0)
-
-
 def hbm_seconds(profile: HardwareProfile, costs: RuntimeCosts, load: RankLoad) -> float:
     """All rows from HBM: gathered once, and in training the unique ones read and written with their state."""
     back = 2 * load.unique * profile.hbm_row_s(costs, load.row_bytes) if load.training else 0.0

@@ -12,9 +12,9 @@ import numpy as np
 from evenkeel.placement.invalid_input import require
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.options import ratio_grid
-from evenkeel.placement.placing import solve_and_place
+from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Plan
-from evenkeel.placement.planner import fastest, plan
+from evenkeel.placement.planner import plan
 from evenkeel.placement.problem import Problem, budgets, build_problem
 from evenkeel.placement.request import PlanRequest, with_time
 from evenkeel.placement.search import solve, usage
@@ -175,13 +175,12 @@ def _point(request: PlanRequest, problem: Problem, hbm_bytes: int, host_bytes: i
     topology = replace(request.topology, hbm_bytes=hbm_bytes, host_bytes=host_bytes)
     budget = budgets(replace(request, topology=topology))
     gap = max(_CURVE_GAP, request.solver.gap)
-    asked = replace(request, topology=topology)
-    found = fastest(asked, problem.with_budget(*map(float, budget)), watch, gap=gap)
+    placed, found = solve_and_place(problem.with_budget(*map(float, budget)), topology, watch, gap=gap)
     return CurvePoint(
         hbm_bytes=hbm_bytes,
         host_bytes=host_bytes,
-        seconds=None if found.placed is None else found.kernels,
-        bound_seconds=None if found.placed is None else found.kernel_bound,
+        seconds=None if placed is None else placed.seconds,
+        bound_seconds=None if placed is None else min(found.bound, placed.seconds),
     )
 
 
@@ -203,6 +202,6 @@ def _next(request: PlanRequest, resource: int, seconds: float, watch: Watch) -> 
     if resource or topology.hbm_bytes:
         name = ("hbm_bytes", "host_bytes")[resource]
         topology = replace(topology, **{name: smallest_bytes(request, resource, more)})
-    asked = replace(request, topology=topology)
-    found = fastest(asked, build_problem(asked, watch=watch), watch, gap=request.solver.gap)
-    return 0.0 if found.placed is None else max(0.0, seconds - found.kernels)
+    problem = build_problem(replace(request, topology=topology), watch=watch)
+    found: tuple[Placed | None, object] = solve_and_place(problem, topology, watch, gap=request.solver.gap)
+    return 0.0 if found[0] is None else max(0.0, seconds - found[0].seconds)
