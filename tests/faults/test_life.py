@@ -18,8 +18,8 @@ from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.crew import Crew
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.steps import Steps
-from tests.trainer_client.balancing.jobs import SPEC, Job, check_complete, cost_of, make_batch, run_job
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from tests.trainer_client.balancing.jobs import SPEC, Job, check_complete, connect, cost_of, make_batch, run_job
+from trainer_client import BalancedLoader, BalanceOptions
 
 
 def test_a_cost_that_is_no_number_on_one_rank(crew: Crew, balancer: ServiceProcess) -> None:
@@ -98,7 +98,7 @@ def two_loaders(rank: int, address: str) -> list[tuple[str, list[int], str]]:
         trained.append((name, batch["id"].tolist(), loader.report.mode.value))
 
     options = BalanceOptions(timeout=timedelta(seconds=20))
-    with Balancer.connect(address, job="two-loaders", options=options) as balancer:
+    with connect(address, job="two-loaders", options=options) as balancer:
         train, evaluate = (
             BalancedLoader(
                 [make_batch(rank, first + step, 5 + rank) for step in range(6)], balancer,
@@ -129,5 +129,5 @@ def test_train_and_eval_at_once_and_children_that_exit(balancer: ServiceProcess)
             for sample in make_batch(rank, first + step, 5 + rank)["id"].tolist()
         )  # fmt: skip
         assert ids == wanted
-    assert {mode for _, _, mode in results[0]} <= {"service", "embedded"}
+    assert {mode for _, _, mode in results[0]} == {"service"}
     assert [kind for kind, _, _ in results[0]] == ["train"] * 2 + ["eval"] * 6 + ["train"] * 4

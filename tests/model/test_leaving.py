@@ -249,10 +249,10 @@ def test_a_rank_that_does_not_say_that_it_has_left_is_found_out(monkeypatch: pyt
 def test_ranks_that_go_on_after_one_has_left_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     real = decide.decide
 
-    def deaf(contributions: Any, rules: Any) -> Any:
+    def deaf(contributions: Any, rules: Any, number: int) -> Any:
         states = contributions.copies["state"]
         states[states == State.LEFT] = State.EXHAUSTED
-        return real(contributions, rules)
+        return real(contributions, rules, number)
 
     monkeypatch.setattr("trainer_client.balancing.lead.decide", deaf)
     assert fails(LEAVES) is not None

@@ -47,12 +47,12 @@ class Rules:
     schema_lines: Callable[[int], Sequence[str]] = lambda _: ()  # of schemas by number, a line per field; for errors
 
 
-def decide(contributions: Contributions, rules: Rules) -> Decision:
-    """From the contributions of all ranks to what all of them do; errors of the program are part of it."""
+def decide(contributions: Contributions, rules: Rules, number: int = 0) -> Decision:
+    """From the contributions of all ranks to a round to what they do; errors of the program are part of it."""
     if (left := _left(contributions)) is not None:
         return left
     try:
-        _check(contributions, rules)
+        _check(contributions, rules, number)
     except ValueError as error:
         return Decision(mode=Mode.END, error=error)
     ended = contributions.headers["state"] == State.EXHAUSTED
@@ -70,10 +70,10 @@ def decide(contributions: Contributions, rules: Rules) -> Decision:
     return spread(decision, contributions.batch_sizes, rules.min_samples)
 
 
-def _check(contributions: Contributions, rules: Rules) -> None:
+def _check(contributions: Contributions, rules: Rules, number: int) -> None:
     """Raises errors of the program, which all ranks will raise alike."""
     if contributions.copies.shape[1] > 1:
-        check_copies(contributions, rules.peers)
+        check_copies(contributions, rules.peers, number)
     extras = contributions.extras
     if any(one.resumed is not None for one in extras.values()):
         check_resumed(

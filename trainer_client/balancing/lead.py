@@ -110,7 +110,7 @@ class Lead:
             room_up=self._room_up,
         )  # fmt: skip
         try:
-            round_.decision = decision = decide(contributions, self._rules)
+            round_.decision = decision = decide(contributions, self._rules, number)
             if decision.error is None and decision.reason is not Reason.LEFT:
                 if decision.mode is not Mode.END:
                     round_.samples = contributions.samples(self._nodes)

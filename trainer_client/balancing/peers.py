@@ -25,12 +25,13 @@ def digest_of_copy(flats: Sequence[FlatBatch], contribution: Contribution, *, va
     return int.from_bytes(digest.digest(), "little") or 1
 
 
-def check_copies(contributions: Contributions, ranks: NDArray[np.int64] | None) -> None:
+def check_copies(contributions: Contributions, ranks: NDArray[np.int64] | None, number: int) -> None:
     """Checks that ranks which are to train the same batches hold the same ones.
 
     Args:
         contributions: Of all of them.
         ranks: (ranks, peers) the job's rank of each; None: they are named by their places.
+        number: Of the round.
 
     Raises:
         PeersDifferError: If they do not.
@@ -53,8 +54,8 @@ def check_copies(contributions: Contributions, ranks: NDArray[np.int64] | None) 
     else:
         what = f"has other samples than rank {first}"
     raise PeersDifferError(
-        f"rank {second} {what}, and the two were said to train the same batches (by peers, or by a dimension of the "
-        "mesh that is not process_group's); let them load the same samples in the same order, as by "
+        f"in round {number} rank {second} {what}, and the two were said to train the same batches (by peers, or by a "
+        "dimension of the mesh that is not process_group's); let them load the same samples in the same order, as by "
         "mesh['dp'].get_local_rank(); if they train different ones, balance over them too, or pass "
         "process_group=mesh['dp'].get_group()"
     )

@@ -11,6 +11,20 @@ import torch
 
 from benchmarks.harness.steps import SPEC, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client.balancing import asking
+
+
+def connect(address: str, **arguments: Any) -> Balancer:
+    """A balancer whose lead waits for the service, however starved the machine is: every round is served."""
+    asking.GRACE = 60.0  # of this process, which is a rank of one test
+    return Balancer.connect(address, **arguments)
+
+
+def check_served(loader: BalancedLoader[Any], address: str | None) -> None:
+    """Asserts who planned all rounds so far: the service, or the lead where there is none, or nobody."""
+    wanted = [] if address == "off" else ["embedded" if address is None else "service"]
+    planned = {mode.value for mode, _ in loader.counters.rounds} & {"service", "embedded"}
+    assert sorted(planned) == wanted, loader.counters.rounds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +56,7 @@ class Job:
             return Balancer.embedded(job=self.name, options=self.options)
         if self.address == "off":
             return Balancer.off(options=self.options)
-        return Balancer.connect(self.address, job=self.name, options=self.options)
+        return connect(self.address, job=self.name, options=self.options)
 
     def expected(self, step: int) -> list[int]:
         """Ids that all ranks load at a step, sorted."""

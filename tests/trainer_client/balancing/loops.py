@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.trainer_client.balancing.jobs import make_batch
+from tests.trainer_client.balancing.jobs import connect, make_batch
 from trainer_client import BalanceOptions, Balancer
 
 STEPS = 8
@@ -27,7 +27,7 @@ def balancer_of(address: str | None, **options: Any) -> Balancer:
         return Balancer.embedded(options=patient)
     if address == "off":
         return Balancer.off(options=patient)
-    return Balancer.connect(address, job=f"leaving-{sorted(options.items())}", options=patient)
+    return connect(address, job=f"leaving-{sorted(options.items())}", options=patient)
 
 
 def failing(batches: list[Any], after: int) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
+from tests.trainer_client.balancing.jobs import SPEC, check_served, connect, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import source as incoming
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, flatten, is_on_device
@@ -96,15 +97,18 @@ def train(rank: int, address: str | None, arriving: bool, default: str | None) -
         incoming.is_on_device = lambda *_: True  # type: ignore[assignment]
     with torch.device("cpu"):
         batches = [make_batch(rank, step, 4 + rank) for step in range(4 + rank)]
-    options = BalanceOptions(window=2)
+    options = BalanceOptions(window=2, timeout=timedelta(seconds=20))
     balancer = (
         Balancer.embedded(options=options)
         if address is None
-        else Balancer.connect(address, job=f"devices-{default}", options=options)
+        else connect(address, job=f"devices-{default}", options=options)
     )
     cost = TokenCost(tokens="count")
     with balancer:
-        return [batch["id"].tolist() for batch in BalancedLoader(batches, balancer, cost=cost, spec=SPEC)]
+        loader = BalancedLoader(batches, balancer, cost=cost, spec=SPEC)
+        ids = [batch["id"].tolist() for batch in loader]
+        check_served(loader, address)
+    return ids
 
 
 def test_batches_that_arrive_are_balanced_as_those_of_the_host() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
+from tests.trainer_client.balancing.jobs import SPEC, connect, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 
@@ -24,7 +24,7 @@ def one_after_the_other(rank: int, address: str | None, leave: bool) -> Any:
         balancer = (
             Balancer.embedded()
             if address is None
-            else Balancer.connect(address, job=f"dropped-{leave}", options=BalanceOptions(timeout=timedelta(seconds=9)))
+            else connect(address, job=f"dropped-{leave}", options=BalanceOptions(timeout=timedelta(seconds=9)))
         )
         loader = BalancedLoader([make_batch(rank, step, 5) for step in range(6)], balancer, cost=cost_of, spec=SPEC)
         seen = []
@@ -60,7 +60,7 @@ def test_a_successor_is_served_under_the_same_name() -> None:
     with running_balancer() as service:
         for leave in (False, True):
             for modes, pairs, left in run_ranks(2, one_after_the_other, service.address, leave):
-                assert {mode for loop in modes for mode in loop} <= {"service", "embedded"}
+                assert {mode for loop in modes for mode in loop} == {"service"}
                 assert len(set(pairs)) == 1
                 assert left == []
 

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.balancing.jobs import check_served, connect
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 
@@ -25,7 +26,7 @@ def balancer_of(address: str | None, job: str, **options: Any) -> Balancer:
     patient = BalanceOptions(**{"timeout": timedelta(seconds=20), **options})
     if address in (None, "off"):
         return Balancer.embedded(options=patient) if address is None else Balancer.off(options=patient)
-    return Balancer.connect(address, job=job, options=patient)
+    return connect(address, job=job, options=patient)
 
 
 def padded(rank: int, step: int, size: int) -> dict[str, torch.Tensor]:
@@ -47,6 +48,7 @@ def shapes(rank: int, address: str | None) -> list[tuple[list[int], tuple[int, .
             for batch in loader:
                 assert batch["rows"].tolist() == [[i] * batch["rows"].shape[1] for i in batch["id"].tolist()]
                 steps.append((batch["id"].tolist(), tuple(batch["rows"].shape)))
+        check_served(loader, address)
     return steps
 
 
@@ -115,6 +117,7 @@ def few(
         got = [batch["id"].tolist() for batch in loader]
         again = [batch["id"].tolist() for batch in loader]
         assert got == again  # the next loop begins where the data does
+        check_served(loader, address)
     return got, loader.counters.dropped_samples // 2, {mode.value for mode, _ in loader.counters.rounds}
 
 
@@ -234,7 +237,7 @@ def nearly_even(rank: int, address: str | None, tolerance: float) -> list[int]:
     with balancer_of(address, f"near-{tolerance}", tolerance=tolerance, move_price=0.0, counts="free") as balancer:
         loader = BalancedLoader([batch], balancer, cost=lambda batch: batch["cost"])
         (trained,) = list(loader)
-        assert loader.report.mode.value == ("embedded" if address is None else loader.report.mode.value)
+        check_served(loader, address)
     ids: list[int] = trained["id"].tolist()
     return ids
 

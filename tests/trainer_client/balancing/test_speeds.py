@@ -18,6 +18,7 @@ import torch
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.speeds import ALL_EQUAL
+from tests.trainer_client.balancing.jobs import connect
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.contribution import Measure
 from trainer_client.balancing.measured import Measured
@@ -68,7 +69,7 @@ def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
     if job.address is None:
         balancer = Balancer.embedded(job=job.name, options=job.options)
     else:
-        balancer = Balancer.connect(job.address, job=job.name, options=job.options)
+        balancer = connect(job.address, job=job.name, options=job.options)
     with balancer:
         loader: BalancedLoader[Any] = BalancedLoader(Source(rank), balancer, cost=lambda batch: batch["cost"])
         timer = StepTimer("cpu", loader=loader if job.sleeps else None)
@@ -102,7 +103,7 @@ def check_alike(results: list[list[dict[str, Any]]], mode: str) -> None:
     """All ranks know the same and train each sample once."""
     for number, step in enumerate(zip(*results, strict=True)):
         assert len({record["learned"] for record in step}) == 1
-        assert {record["mode"] for record in step} <= {mode, "embedded"}
+        assert {record["mode"] for record in step} == {mode}
         ids = sorted(one for record in step for one in record["ids"])
         assert ids == [1_000_000 * rank + 1000 * number + i for rank in range(len(step)) for i in range(SIZE)]
 
@@ -162,6 +163,7 @@ def test_without_times_or_with_learning_off_nothing_changes(balancer: ServicePro
         ids = [[record["ids"] for record in result[rank]] for result in (never, embedded, served)]
         assert ids[0] == ids[1] == ids[2]
         assert all(record["learned"] == ALL_EQUAL for record in embedded[rank])
+        assert {record["mode"] for record in served[rank]} == {"service"}
 
 
 def test_what_users_say_of_speeds_is_not_learned_again() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
+from tests.trainer_client.balancing.jobs import connect
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, HSTUCost, SplitOptions, TokenCost
 from trainer_client.balancing.pipelines import BalancedBatch, PipelineSteps, make_pipeline
 
@@ -65,7 +66,7 @@ def train(rank: int, job: Splits) -> list[dict[str, Any]]:
     records = []
     connected = job.address is not None
     made = (
-        Balancer.connect(str(job.address), job=job.name, options=job.options)
+        connect(str(job.address), job=job.name, options=job.options)
         if connected
         else Balancer.embedded(job=job.name, options=job.options)
     )
@@ -139,7 +140,7 @@ def test_the_service_and_the_ranks_alone_split_the_same_samples(balancer: Servic
     job = Splits(f"splits-{window}", balancer.address, options=options(window=window))
     served = run(job)
     embedded = run(replace(job, address=None))
-    assert {record["mode"] for record in served[0]} <= {"service", "embedded"}
+    assert {record["mode"] for record in served[0]} == {"service"}
     assert {record["mode"] for record in embedded[0]} == {"embedded"}
     for rank in range(job.ranks):
         for one, other in zip(served[rank], embedded[rank], strict=True):
@@ -158,6 +159,7 @@ def test_a_giant_that_fits_no_rank_is_split_though_nothing_is_gained(balancer: S
     for job in (embedded, replace(embedded, address=balancer.address)):
         results = run(job)
         assert [record["split"] for record in results[0]] == [1, 0]
+        assert {record["mode"] for record in results[0]} == {"embedded" if job.address is None else "service"}
         assert results[0][0]["whole"] == 0
 
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from examples.datasets import SequenceBatch, SyntheticSequences
+from tests.trainer_client.balancing.jobs import connect
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.batches import BatchError, flatten
 from trainer_client.balancing.costs import FitOptions, HSTUCost, LearnedCost, SequenceTerms, TokenCost, make_cost
@@ -55,7 +57,7 @@ def run_job(rank: int, job: Job) -> dict[str, Any]:
     if job.address is None:
         balancer = Balancer.embedded(job=job.name, options=job.options)
     else:
-        balancer = Balancer.connect(job.address, job=job.name, options=job.options)
+        balancer = connect(job.address, job=job.name, options=job.options)
     terms = SequenceTerms(history="length")
     learned = LearnedCost(terms, options=FitOptions(every=10, skip=2))
     cost = learned if rank != job.plain else TokenCost(tokens="length")
@@ -89,7 +91,8 @@ def followed(results: list[dict[str, Any]], step: int) -> set[bool]:
 @pytest.mark.parametrize("mode", ["embedded", "service"])
 def test_ranks_learn_what_tokens_and_pairs_take(balancer: ServiceProcess, mode: str, window: int) -> None:
     address = balancer.address if mode == "service" else None
-    job = Job(address=address, name=f"learned-{mode}-{window}", options=BalanceOptions(window=window))
+    options = BalanceOptions(window=window, timeout=timedelta(seconds=20))
+    job = Job(address=address, name=f"learned-{mode}-{window}", options=options)
     results = run_ranks(3, run_job, job)
     for step in range(job.steps):
         assert (

@@ -17,7 +17,7 @@ from benchmarks.harness.balancer_process import running_balancer, until_logged
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.credentials import Credentials
 from services.security.tokens import hash_token
-from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
+from tests.trainer_client.balancing.jobs import SPEC, Job, connect, cost_of
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 TOKEN = "t" * 43
@@ -63,7 +63,7 @@ def train(rank: int, job: Job, environment: dict[str, str]) -> list[dict[str, An
     credentials = Credentials.from_env(environment)
     assert job.address is not None
     records = []
-    with Balancer.connect(job.address, job=job.name, options=job.options, credentials=credentials) as balancer:
+    with connect(job.address, job=job.name, options=job.options, credentials=credentials) as balancer:
         loader = BalancedLoader(list(job.batches(rank)), balancer, cost=cost_of, spec=SPEC)
         for batch in loader:
             report = loader.report
