@@ -91,7 +91,7 @@ def estimate_gain(
         gains.append(
             Gain(
                 way=way,
-                speed_up=float(slowest / max(loads.max(axis=1).sum(), 1e-300)),
+                speed_up=float(slowest / most) if (most := loads.max(axis=1).sum()) > 0 else 1.0,
                 imbalance=_imbalance(loads),
                 moved_share=sum(plan.figures.moved_size for plan in made) / max(sizes, 1),
                 loads=_ordered(loads),

@@ -137,7 +137,7 @@ def test_a_network_that_is_slow_cut_or_loses_everything(crew: Crew, proxy: TcpPr
 def test_a_refusal_of_a_round_is_logged_once_and_does_not_stop_the_asking(crew: Crew) -> None:
     big = frozenset((1, step) for step in (4, 8, 12))
     with (
-        running_balancer("--max-message-bytes", "3000") as strict,
+        running_balancer("--max-message-bytes", "1000") as strict,
         crew.run(Steps(address=strict.address, name="large", timeout=20.0, big=big)) as run,
     ):
         run.until(reason="refused")
@@ -148,7 +148,7 @@ def test_a_refusal_of_a_round_is_logged_once_and_does_not_stop_the_asking(crew: 
     refused = [line for line in run.results[0]["warnings"] if "refuses" in line]
     assert refused
     assert len(refused) == len(set(refused))
-    assert "3000" in refused[0]
+    assert "1000" in refused[0]
 
 
 def test_hostile_connections_beside_a_job(crew: Crew, balancer: ServiceProcess) -> None:

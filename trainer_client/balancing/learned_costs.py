@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 _MOST_ROWS = 4096  # of a fit; of more ranks, every so many-th
 
 
+_SILENT = 15
+"""Rounds with times of a rank after which one that learns has told the terms of its batches."""
+
+
 class CostLearner(Stage):
     """Fits a learned cost to what batches contained and took; in a thread of its own, so that no round waits for one.
 
@@ -33,6 +37,7 @@ class CostLearner(Stage):
         self._name, self._cost = name, cost
         self._latest: list[deque[NDArray[np.float64]]] = [deque() for _ in range(num_ranks)]
         self._skipped = [0] * num_ranks
+        self._timed = np.zeros(num_ranks, np.int64)  # rounds with which a rank has told the time of its batches
         self._differ = False  # the ranks' costs: nothing is learned
         self._thread: threading.Thread | None = None
         self._fitted: Fit | None = None
@@ -40,6 +45,7 @@ class CostLearner(Stage):
 
     def begin(self, round_: Round) -> None:
         """Lets the ranks follow a new fit."""
+        self._timed += round_.contributions.headers["measured"][:, 1] > 0
         if (round_.contributions.extras or self._fitted is not self.fit) and self.note(
             round_.number, self._cost(), round_.contributions.extras
         ):
@@ -51,15 +57,19 @@ class CostLearner(Stage):
         if measured and not self._differ:
             names = () if cost is None else tuple(cost.terms.names)
             other = next((rank for rank, one in measured.items() if one.term_names != names), None)
+            silent = [rank for rank, rows in enumerate(self._latest) if self._timed[rank] and not len(rows)]
+            silent = [rank for rank in silent if rank not in measured]
+            other = next((rank for rank in silent if self._timed[rank] > _SILENT), other)
             if other is not None:
                 self._differ = True
                 logger.warning(
                     "%s: the cost of rank %d has the terms %s, that of rank 0 %s: nothing is learned of it; give all "
-                    "ranks the same LearnedCost", self._name, other, measured[other].term_names, names or None,
+                    "ranks the same LearnedCost", self._name, other,
+                    measured[other].term_names if other in measured else None, names or None,
                 )  # fmt: skip
             elif cost is not None:
                 self._add(measured, cost.options)
-                if 0 in measured:
+                if 0 in measured and not silent:
                     self._begin(cost)
         wanted = None if self._differ else self._fitted
         changed = wanted is not self.fit

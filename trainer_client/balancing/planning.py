@@ -81,7 +81,10 @@ class Planning(Stage):
         """Said of the first, second, fourth, eighth…, as it may be every round."""
         self._unplanned += 1
         if self._unplanned.bit_count() == 1:
-            why = decision.problem or f"the costs of rank(s) {', '.join(map(str, decision.ranks))} cannot be used"
+            why = decision.problem
+            if decision.reason is Reason.INVALID_COSTS:
+                of = f"the costs of rank(s) {', '.join(map(str, decision.ranks))} cannot be used"
+                why = f"{of}: {why}" if why else of
             text = "round %d of %s stays unbalanced (%d so far): %s"
             logger.warning(text, number, self._name, self._unplanned, why)
 
@@ -110,6 +113,8 @@ def _figures(loads: NDArray[np.float64], samples: RoundSamples, speeds: tuple[fl
     sizes = np.bincount(batches, samples.moving_sizes, samples.num_batches)
     for batch, (row, size) in enumerate(zip(loads, sizes.tolist(), strict=True)):
         largest, imbalance = evenness(row, rates if speeds else None)
+        if np.isnan(row).any():
+            largest = imbalance = np.nan
         heaviest = float(samples.costs[batches == batch].max(initial=0))
         bound = max(float(row.mean()) * len(row) / float(rates.sum()), heaviest / float(rates.max()))
         figures.append(

@@ -26,7 +26,10 @@ def lead(balancer: ServiceProcess) -> Iterator[Lead]:
 
 @pytest.mark.parametrize(
     ("strategy", "code", "message"),
-    [("crash", "UNAVAILABLE", "has ended; call again"), ("spin", "DEADLINE_EXCEEDED", "planning took longer than 10 s")],
+    [
+        ("crash", "UNAVAILABLE", "has ended; call again"),
+        ("spin", "DEADLINE_EXCEEDED", "planning took longer than 10 s"),
+    ],
 )
 def test_others_go_on_beside_it(balancer: ServiceProcess, lead: Lead, strategy: str, code: str, message: str) -> None:
     before = set(wait_for_workers(balancer))

@@ -81,25 +81,6 @@ def test_batches_of_one_window_must_have_rows_of_one_shape() -> None:
         assert "use window=1, or pad them alike" in str(error)
 
 
-def other_fields_under_one_name(rank: int, address: str) -> None:
-    from trainer_client.balancing.batches import BatchSpec
-
-    with balancer_of(address, "names") as balancer:
-        for _ in BalancedLoader([padded(rank, 0, 4)], balancer, cost=lambda batch: batch["id"]):
-            pass
-        jagged = {"count": torch.tensor([1, 2]), "values": torch.arange(3)}
-        spec = BatchSpec(rows_per_sample={"values": "count"})
-        for _ in BalancedLoader([jagged], balancer, cost=lambda batch: batch["count"], spec=spec):
-            pass
-
-
-def test_other_fields_under_one_name_are_refused_with_a_hint_at_names(service: ServiceProcess) -> None:
-    for error in run_ranks(2, other_fields_under_one_name, service.address, check=False):
-        assert isinstance(error, ValueError)
-        assert "'train' began with batches of other fields" in str(error)
-        assert "different names (BalancedLoader(name=…))" in str(error)
-
-
 LOADED = ((5, 3, 2, 0, 1, 4), (5, 1, 1, 2, 0), (6, 2, 0, 0, 1))
 """Samples of each rank's batches; globally 16, 6, 3, 2, 2 and 4 for 3 ranks."""
 

@@ -51,7 +51,7 @@ def test_as_loaded_is_what_the_lengths_say() -> None:
     loads = costs_of(LENGTHS, 2.0, 1.0).reshape(8, 8, 64).sum(axis=2)
     assert found[0].imbalance == pytest.approx(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
     assert found[1].speed_up == pytest.approx(found[0].imbalance / found[1].imbalance)
-    assert found[1].speed_up > 1.2
+    assert found[1].speed_up > 1.1
 
 
 def test_one_giant_needs_to_be_split() -> None:

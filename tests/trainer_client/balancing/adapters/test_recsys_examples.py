@@ -248,7 +248,7 @@ def test_twins_are_registered_beside_theirs_or_in_their_place(registry: dict[str
 
 
 def test_the_page_says_what_works(registry: dict[str, type[Any]]) -> None:
-    page = (Path(__file__).parents[3] / "docs/train/recsys_examples.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs/train/recsys_examples.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 
