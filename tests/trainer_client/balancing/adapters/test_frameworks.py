@@ -79,9 +79,11 @@ def wrapping_prepared(rank: int, world_size: int, stateful: bool) -> list[int]:
         rank, world_size, even_batches=False, use_stateful_dataloader=stateful, use_seedable_sampler=True, data_seed=5
     )
 
+    balancer = Balancer.embedded()
+
     def make() -> BalancedLoader[torch.Tensor]:
         data = DataLoader(range(SAMPLES), batch_size=2, shuffle=True)  # type: ignore[arg-type]
-        loader = balanced(own.prepare(data))
+        loader = balanced(own.prepare(data), balancer)
         loader.set_epoch(3)
         return loader
 
