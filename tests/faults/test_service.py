@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 import grpc
 import pytest
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.crew import Crew, Run
 from benchmarks.harness.proxy import TcpProxy
 from benchmarks.harness.relay import Ask, Refused, Relay
@@ -132,22 +132,6 @@ def test_a_network_that_is_slow_cut_or_loses_everything(crew: Crew, proxy: TcpPr
         proxy.heal()
         run.until(mode="service", times=3)
     check_waits(run)
-
-
-def test_a_refusal_of_a_round_is_logged_once_and_does_not_stop_the_asking(crew: Crew) -> None:
-    big = frozenset((1, step) for step in range(100, 20_000, 100))
-    with (
-        running_balancer("--max-message-bytes", "600") as strict,
-        crew.run(Steps(address=strict.address, name="large", timeout=20.0, big=big)) as run,
-    ):
-        for _ in range(3):  # it is asked again after each
-            run.until(reason="refused")
-            run.until(mode="service", times=3)
-    assert run.reasons["refused"] >= 3
-    refused = [line for line in run.results[0]["warnings"] if "refuses" in line]
-    assert refused
-    assert len(refused) == len(set(refused))
-    assert "600" in refused[0]
 
 
 def test_hostile_connections_beside_a_job(crew: Crew, balancer: ServiceProcess) -> None:
