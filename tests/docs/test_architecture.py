@@ -148,7 +148,7 @@ def test_what_is_wrong_is_found() -> None:
     assert len(list(_follow([("On the rank", [step, other])], {"On the rank": [other, step]}))) == 1
     assert len(list(_follow([("On the rank", [step, other])], {"On the rank": [step]}))) == 1
     assert len(list(_follow([(here, [step, other])], {}))) == 1  # a partition is not what cuts a plan
-    assert list(_follow([(here, ["evenkeel.partitioning.stages:plan_round", other])], {})) == []
+    assert list(_follow([(here, ["evenkeel.partitioning.stages:slice_round", other])], {})) == []
 
 
 def test_there_are_few_words() -> None:

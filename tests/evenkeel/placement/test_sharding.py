@@ -146,7 +146,7 @@ def test_tables_of_which_only_larger_shards_would_do_are_in_the_proof() -> None:
 def test_a_model_of_26_tables_is_near_a_bound() -> None:
     tables = random_tables(26, 26, pooled=True, sharding=ALL)
     size = sum(table.rows * table.dim * 12 for table in tables) / 2**30
-    request = ask(tables, 2 + 1.2 * size / 8, 8, 8, ratio_steps=0, time_limit_s=3)
+    request = ask(tables, 2 + 1.2 * size / 8, 8, 8, ratio_steps=0, time_limit_s=8)
     found = plan(request, clock=time.process_time)
     assert found.gap is not None
     assert found.gap < 0.03  # of kernels alone
