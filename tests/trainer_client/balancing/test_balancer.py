@@ -120,7 +120,7 @@ def impossible(rank: int, address: str | None) -> list[tuple[str, str, int]]:
 
 
 def test_caps_that_cannot_hold_leave_the_batch_as_it_is(service: ServiceProcess) -> None:
-    assert run_ranks(2, impossible, service.address) == [[("identity", "service_identity", 5)]] * 2
+    assert run_ranks(2, impossible, service.address) == [[("identity", "partition_failed", 5)]] * 2
     assert run_ranks(2, impossible, None) == [[("identity", "partition_failed", 5)]] * 2
 
 

@@ -57,7 +57,7 @@ def test_four_forked_workers_and_three_epochs() -> None:
 
 FORKING = """
 import os, threading, time
-import trainer_client.balancing.service
+import trainer_client.balancing.asking
 import grpc
 from concurrent import futures
 
