@@ -79,7 +79,8 @@ def plan(
         return replace(base, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
     bound = min(solution.bound, placed.seconds)
     placed, objective = _step(request, problem, placed, bound, watch, gap)
-    gap = 0.0 if objective.cost <= objective.bound else 1 - objective.bound / objective.cost
+    closed = objective.cost <= objective.bound * (1 + _NO_GAP)
+    gap = 0.0 if closed else 1 - objective.bound / objective.cost
     modules = _modules(request, problem, placed)
     good = gap <= max(request.solver.gap, _NO_GAP) * 1.001
     return replace(

@@ -69,7 +69,7 @@ export class AnswerView {
       + `${plan.modules.length} fused ${plan.modules.length === 1 ? "module" : "modules"}.${beside}`;
     const modes = new Set(plan.placements.map((placement) => placement.mode));
     legend($("legend"), [...["HBM_ONLY", "CACHING", "HYBRID", "HOST_ONLY"].filter((mode) => modes.has(mode)), "workspace", "free"]);
-    legend($("time-legend"), ["forward", "backward", "communication", "prefetch", "fixed"]);
+    legend($("time-legend"), ["forward", "backward", "communication", "prefetch"]);
     drawMemory($("memory"), this.now);
     drawTime($("time"), this.now);
     drawRanks($("ranks-report"), report);

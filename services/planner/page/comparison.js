@@ -40,8 +40,7 @@ export function drawComparison(kept, now, actions) {
       html("td", {}, words(value(now))), html("td", {}, change(value(kept), value(now)))))));
   const [a, b] = [sizes(kept.plan), sizes(now.plan)];
   const whole = { hbm: Math.max(a.hbm, b.hbm), host: Math.max(a.host, b.host) };
-  const [c, d] = [durations(kept), durations(now)];
-  const slowest = { step: Math.max(c.step, d.step), tables: Math.max(c.tables, d.tables) };
+  const slowest = Math.max(durations(kept), durations(now));
   const side = (name, shown) => {
     const memory = html("div"), time = html("div");
     drawMemory(memory, shown, whole);

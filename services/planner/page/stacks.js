@@ -7,7 +7,7 @@ const NAMED = 0.07;
 
 const NAMES = {
   HBM_ONLY: "all in HBM", CACHING: "in host memory, cached in HBM", HYBRID: "split", HOST_ONLY: "all in host memory",
-  workspace: "workspace of the runtime", fixed: "launches and waiting", free: "free",
+  workspace: "workspace of the runtime", free: "free",
   forward: "forward pass", backward: "backward pass", communication: "communication", prefetch: "fetching misses",
 };
 
@@ -72,16 +72,16 @@ function overRanks(report) {
   return html("div", {}, html("p", { class: "row-label" }, text), html("div", { class: "columns", role: "img", "aria-label": text }, ...columns));
 }
 
-/** How long the bars of a step are. */
-export const durations = ({ plan, report }) => ({ step: plan.seconds, tables: Math.max(1e-12, plan.seconds - fullest(report.ranks, "seconds").fixed_seconds) });
+/** How long the bar of a step's kernels is. */
+export const durations = ({ plan }) => Math.max(1e-12, plan.seconds);
 
-/** The time of a step by part, and by table, of the slowest rank. */
-export function drawTime(node, { plan, report }, whole = durations({ plan, report })) {
+/** The kernels of a step by part, and by table, of the slowest rank; the host launches beside them. */
+export function drawTime(node, { plan, report }, whole = durations({ plan })) {
   const slowest = fullest(report.ranks, "seconds");
-  const parts = ["forward", "backward", "communication", "prefetch", "fixed"].map((kind) => ({ kind, name: NAMES[kind], size: slowest[`${kind}_seconds`] }));
+  const parts = ["forward", "backward", "communication", "prefetch"].map((kind) => ({ kind, name: NAMES[kind], size: slowest[`${kind}_seconds`] }));
   const tables = inStep(report, slowest.ranks[0]).sort((a, b) => b.size - a.size);
   const whose = report.ranks.length === 1 ? "" : ` of rank ${spans(slowest.ranks.slice(0, 1))}, the slowest`;
   show(node,
-    stack("A step", `${seconds(plan.seconds)}${whose}`, parts, whole.step, seconds),
-    stack("By table", `${seconds(plan.seconds - slowest.fixed_seconds)}, launches and waiting of the fused modules left out`, tables, whole.tables, seconds));
+    stack("Kernels of a step", `${seconds(plan.seconds)}${whose}, beside ${seconds(slowest.fixed_seconds)} of launches and waiting of the host`, parts, whole, seconds),
+    stack("By table", seconds(plan.seconds), tables, whole, seconds));
 }

@@ -114,7 +114,7 @@ def test_too_small_budgets_offer_what_would_do(page: Page) -> None:
     assert page.count("#curve path.line") == 1
     with page.answered():
         page.click("#problem button")
-    assert "ms a step" in page.text("#headline")
+    assert "s a step, proved optimal" in page.text("#headline")
     assert not page.find("#problem").is_displayed()
 
 
