@@ -20,6 +20,7 @@ from services.balancer.people import open_people
 from services.balancer.servicer import BalancerServicer, Health
 from services.balancer.settings import PREFIX, Settings, load_settings
 from services.balancer.workers import WorkerPool
+from services.operations.process import keep_memory
 from services.operations.program import run_service, stop_on_signals, write_port
 from services.security.grpc_tls import server_credentials
 from services.security.tokens import TokenStore
@@ -33,6 +34,7 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a balancer from its command line to its end; returns the exit code."""
+    keep_memory()
     return run_service(load_settings, serve, arguments)
 
 

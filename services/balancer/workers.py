@@ -24,11 +24,11 @@ from evenkeel.partitioning import warm_up
 from evenkeel.protocol.plan_round import RoundLimits
 from services.balancer.planning import CallError, plan_call
 from services.balancer.summary import RoundSummary
+from services.operations.process import keep_memory
 
 log = structlog.get_logger(__name__)
 
 _HEADER = struct.Struct("<QQ")  # bytes of the two parts of a message
-_CHUNK_BYTES = 1 << 20
 _COPIED_BYTES = 1 << 16
 _BUFFER_BYTES = 4 << 20
 _START_SECONDS = 300.0  # of a worker, which may have to compile
@@ -139,25 +139,27 @@ class WorkerPool:
                 return
 
 
-class _Worker:
-    """A process and this side of its socket."""
+class _Worker(asyncio.Protocol):
+    """A process, and this side of its socket."""
 
-    def __init__(self, process: ForkServerProcess, connection: socket.socket) -> None:
-        self._process, self._connection = process, connection
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        self._transport: asyncio.WriteTransport = asyncio.WriteTransport()
+        self._content = bytearray()  # of an answer that has not come whole
+        self._answer: asyncio.Future[tuple[bytes, bytes]] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def start(cls, limits: RoundLimits) -> _Worker:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        ours.setblocking(False)
         with theirs:
             process = _processes.Process(target=serve, args=(theirs, limits), name="evenkeel-worker", daemon=True)
             await asyncio.to_thread(process.start)
-        worker = cls(process, ours)
+        _, worker = await asyncio.get_running_loop().create_connection(lambda: cls(process), sock=ours)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await worker._receive()
+                await worker._answer
         except BaseException:
             worker.kill()
             raise
@@ -165,31 +167,43 @@ class _Worker:
         return worker
 
     async def exchange(self, job: str, data: bytes) -> tuple[RoundSummary, bytes] | CallError:
-        loop = asyncio.get_running_loop()
+        if self._transport.is_closing():
+            raise ConnectionResetError(f"process {self._process.pid} has ended")
+        self._answer = asyncio.get_running_loop().create_future()
         for part in _message(job.encode(), data):
-            await loop.sock_sendall(self._connection, part)
-        answer, response = await self._receive()
+            self._transport.write(part)
+        answer, response = await self._answer
         found: RoundSummary | CallError = pickle.loads(answer)  # of our own process
         return found if isinstance(found, CallError) else (found, response)
 
     def kill(self) -> None:
         """Ends the process, whatever it does."""
-        self._connection.close()
+        self._transport.abort()
         with contextlib.suppress(OSError):
             self._process.kill()
 
-    async def _receive(self) -> tuple[bytes, bytes]:
-        loop, content, end, size = asyncio.get_running_loop(), bytearray(), _HEADER.size, 0
-        while len(content) < end:
-            chunk = await loop.sock_recv(self._connection, _CHUNK_BYTES)
-            if not chunk:
-                raise ConnectionResetError(f"process {self._process.pid} has ended")
-            content += chunk
-            if end == _HEADER.size and len(content) >= end:
-                size, rest = _HEADER.unpack_from(content)
-                end += size + rest
-        view = memoryview(content)[_HEADER.size :]
-        return bytes(view[:size]), bytes(view[size:])
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket can be written to."""
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Takes a piece of the answer."""
+        self._content += data
+        if len(self._content) < _HEADER.size:
+            return
+        size, rest = _HEADER.unpack_from(self._content)
+        if len(self._content) == _HEADER.size + size + rest:
+            content = bytes(self._content)
+            self._content.clear()
+            if not self._answer.done():
+                begin = _HEADER.size + size
+                self._answer.set_result((content[_HEADER.size : begin], content[begin:]))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The process has ended."""
+        if not self._answer.done():
+            self._answer.set_exception(ConnectionResetError(f"process {self._process.pid} has ended: {error}"))
 
 
 def serve(connection: socket.socket, limits: RoundLimits) -> None:
@@ -199,6 +213,7 @@ def serve(connection: socket.socket, limits: RoundLimits) -> None:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OUT_OF_MEMORY_SCORE)
+    keep_memory()
     warm_up()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(_HEADER.pack(0, 0))

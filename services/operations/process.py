@@ -1,8 +1,10 @@
-"""Metrics that every service has: what was built, what the process uses, how late its event loop is."""
+"""What every service has: how it keeps memory, and metrics of what was built, what it uses, how late its loop is."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import platform
 import time
 
@@ -10,6 +12,17 @@ from prometheus_client import CollectorRegistry, Gauge, GCCollector, Histogram, 
 
 _LAG_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _INTERVAL_SECONDS = 0.25
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_KEPT_BYTES, _LARGEST_BYTES = 256 << 20, 32 << 20  # the most that glibc takes for the second
+
+
+def keep_memory() -> None:
+    """Has this process keep freed memory: fetching it anew took a third of the time of a round of 1,024 ranks."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
 
 
 def add_process_metrics(registry: CollectorRegistry, *, service: str, version: str) -> None:
