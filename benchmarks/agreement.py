@@ -5,7 +5,6 @@
 - *agreement*: a round of contributions of 1.5 kB that nobody plans, from a rank's contribution to its directive; and
   the CPU time that it takes of a rank that does not lead, over a bare gather and scatter of the same bytes.
 - *faults*: the longest wait of the lead for a plan, of a job of 8 ranks whose balancer is killed, stopped, cut off.
-- *idle*: what balancing adds to a step of a loop whose ranks have the same work, and which sleeps for its step.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.results import write
 from benchmarks.harness.steps import Steps
 from evenkeel.partitioning.rounds import RankSamples
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from trainer_client import BalanceOptions
 from trainer_client.balancing.batches import flatten
 from trainer_client.balancing.contribution import Contribution, schema_number
 from trainer_client.balancing.groups import Communicators, take_communicators
@@ -41,8 +39,6 @@ from trainer_client.balancing.stages import make_lead
 WORLDS = (8, 32)
 SAMPLES = 64  # whose costs, sizes and lengths make 1.5 kB
 FAULT_RANKS = 8
-IDLE_RANKS = 4
-IDLE_STEPS_MS = (12.8, 107.0)
 
 
 def _communicators(loader: str) -> Communicators:
@@ -147,45 +143,6 @@ def measure_faults(seconds: float) -> list[dict[str, Any]]:
     return entries
 
 
-def idle(_: int, step_ms: float, steps: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of plain and of balanced loops over even batches, in turns."""
-    data = [{"n": torch.full((64,), 8), "x": torch.zeros(64, 32)} for _ in range(steps)]
-
-    def run(batches: Iterator[Any]) -> float:
-        next(batches)
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in batches:
-            time.sleep(1e-3 * step_ms)
-            dist.barrier()  # as the gradients of a step
-        return time.perf_counter() - began
-
-    plain, balanced = [], []
-    with Balancer.embedded() as balancer:
-        loader = BalancedLoader(data, balancer, cost=lambda batch: batch["n"])
-        run(iter(loader))
-        for _ in range(repeats):
-            plain.append(run(iter(data)))
-            balanced.append(run(iter(loader)))
-    return plain, balanced
-
-
-def measure_idle(repeats: int, seconds: float) -> list[dict[str, Any]]:
-    """The share that balancing adds where nothing is to gain."""
-    entries = []
-    for step_ms in IDLE_STEPS_MS:
-        steps = max(10, int(1e3 * seconds / step_ms))
-        plain, balanced = map(np.array, run_ranks(IDLE_RANKS, idle, step_ms, steps, repeats)[0])
-        entry = {
-            "ranks": IDLE_RANKS, "step_ms": step_ms, "steps": steps, "repeats": repeats,
-            "added_share": float(np.median(balanced / plain) - 1),
-            "added_ms": float(1e3 * np.median(balanced - plain) / (steps - 1)),
-        }  # fmt: skip
-        print(entry, flush=True)
-        entries.append(entry)
-    return entries
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a little of each, to see that it works")
@@ -197,7 +154,6 @@ def main() -> None:
         {
             "agreement": measure_agreement(WORLDS[:1] if quick else WORLDS, 50 if quick else 500),
             "faults": measure_faults(1.0 if quick else 10.0),
-            "idle": measure_idle(2 if quick else 9, 1.0 if quick else 5.0),
         },
     )
 

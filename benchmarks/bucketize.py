@@ -89,34 +89,6 @@ def cpu_median(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def graph_seconds(call: Callable[[], Any]) -> float:
-    """Seconds of a replay of a captured call, back to back."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    start, stop = new_event(), new_event()
-    graph.replay()
-    start.record()
-    for _ in range(20):
-        graph.replay()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) / 20_000
-
-
-def host_seconds(call: Callable[[], Any]) -> float:
-    """Seconds that the calling thread is busy with one call."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(20):
-        call()
-    busy = (time.perf_counter() - start) / 20
-    torch.cuda.synchronize()
-    return busy
-
-
 def has_fbgemm() -> bool:
     with suppress(Exception):
         import fbgemm_gpu  # noqa: F401
@@ -143,8 +115,6 @@ def measure(name: str, ranks: int, *, device: torch.device, rate: float, repeats
         worst = max(row[f"{mode}_ms"] for mode in DIST_TYPES)
         row["over_floor"] = worst / row["floor_ms"]
         row["within_3_floors_and_30_us"] = worst <= 3 * row["floor_ms"] + 0.030
-        row["graph_ms"] = graph_seconds(lambda: block_bucketize(*batches[0][:2], blocks, ranks, "continuous")) * 1000
-        row["host_ms"] = host_seconds(lambda: block_bucketize(*batches[0][:2], blocks, ranks, "continuous")) * 1000
     if has_fbgemm():
         operator = torch.ops.fbgemm.block_bucketize_sparse_features
         peers = [partial(operator, b[0], b[1], False, True, blocks, ranks) for b in batches]
@@ -163,33 +133,24 @@ def main(
     shrink: Annotated[int, typer.Option(help="Divide the rows by this (CPU: 16).")] = 0,
     ranks: Annotated[list[int] | None, typer.Option(help="Numbers of ranks.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only these cases.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One number of ranks, few calls, small on a CPU.")] = False,
 ) -> None:
     """Measures every case and prints the table."""
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = place.type == "cuda"
-    shrink = shrink or (1 if on_gpu else 16)
+    shrink = shrink or (1 if on_gpu else 1024 if quick else 16)
+    repeats, numbers = (3, [8]) if quick else (repeats, ranks or [8, 64, 256])
     rate = copy_rate() if on_gpu else 0.0
-    start = time.perf_counter()
-    one = torch.ones(1, dtype=torch.int64, device=place)
-    block_bucketize(one, one, None, 2)
-    first_call = time.perf_counter() - start
     rows = [
         measure(name, number, device=place, rate=rate, repeats=repeats, shrink=shrink)
-        for name, number in track([(c, w) for c in case or CASES for w in ranks or (8, 64, 256)], "bucketize")
+        for name, number in track([(c, w) for c in case or CASES for w in numbers], "bucketize")
     ]
     shown = [name for name in rows[0] if not isinstance(rows[0][name], bool)]
     table = Table(*shown, title=f"bucketize on {torch.cuda.get_device_name() if on_gpu else platform.machine()}")
     for row in rows:
         table.add_row(*(f"{row[n]:.3f}" if isinstance(row[n], float) else str(row[n]) for n in shown))
     Console(width=180).print(table)
-    if json_path:
-        about = {
-            "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-            "copy_rate_bytes_per_second": rate,
-            "first_call_seconds": first_call,
-            "rows_divided_by": shrink,
-        }
-        write(json_path, {"about": about, "results": rows})
+    write(json_path, {"rows_divided_by": shrink, "copy_rate_bytes_per_second": rate, "results": rows})
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ each step stays on one of them. Same model, data and seeds as there:
 - `off`: every sample is trained where it was loaded;
 - `kk`: Karmarkar-Karp with equal counts;
 - `minimal_move`: this library's default, by FLOPs;
-- `fitted`: the same by costs that are fitted to the times of `off`;
-- `window`: as `minimal_move`, over windows of `--window` batches;
-- `ideal`, `fixed`: as there.
+- `window`: the same over windows of `--window` batches.
 
 Columns as in `benchmarks.end_to_end`.
 """
@@ -22,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,70 +32,40 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.end_to_end import add_workload
-from benchmarks.end_to_end_ideal import IDEALS, ideal_batches
-from benchmarks.end_to_end_rank import describe_fit, make_data, make_model, sample_lengths
-from benchmarks.end_to_end_report import draw, show, summarize
+from benchmarks.end_to_end_rank import make_data, make_model
+from benchmarks.end_to_end_report import show, summarize
 from benchmarks.harness.results import write
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.stages import plan_round
 from examples.datasets import SequenceBatch
-from examples.hstu.flops import peak_tflops
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
 from trainer_client.balancing.batches import FlatBatch, flatten
-from trainer_client.balancing.costs import Fit, LearnedCost
-from trainer_client.balancing.costs.learned import fit_in_force, fit_ranks
 from trainer_client.balancing.dividing import Cost
 from trainer_client.balancing.redistribution.copying import pick
 
-SETTINGS = {
-    "off": None,
-    "kk": "karmarkar_karp",
-    "minimal_move": "minimal_move",
-    "fitted": "minimal_move",
-    "window": "minimal_move",
-    "ideal": None,
-    "fixed": None,
-}
-# Nothing travels here, and the losses are those of an optimizer that steps after each rank's batch.
-NOT_MEASURED = (
-    "exposed_ms", "exposed_share", "exposed_agreement_ms_per_step",
-    "losses", "loss_deviation", "loss_deviation_of_mean",
-)  # fmt: skip
+SETTINGS = {"off": None, "kk": "karmarkar_karp", "minimal_move": "minimal_move", "window": "minimal_move"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8], help="numbers of ranks to replay")
     add_workload(parser, tuple(SETTINGS))
-    parser.add_argument("--json", type=Path, help="where to write the results; a plot for each number of ranks beside")
+    parser.add_argument("--json", type=Path, help="where to write the results")
     parser.set_defaults(steps=40)
     options = parser.parse_args()
-    if "fitted" in options.settings and options.settings[0] != "off":
-        parser.error("--settings fitted needs the times of off: name that first")
     on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
     workers = torch.cuda.device_count() if on_gpu else 1
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_worker, (workers, on_gpu, options, folder), nprocs=workers)  # type: ignore[attr-defined,no-untyped-call]
         parts = [json.loads((Path(folder) / f"{worker}.json").read_text()) for worker in range(workers)]
     console = Console(width=190)
-    results: dict[str, Any] = {key: parts[0][key] for key in ("options", "kernel")} | {"gpus": workers}
-    results["replays"] = {}
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"options": parts[0]["options"], "gpus": workers, "replays": {}}
     for ranks in options.ranks:
-        raw = {key: parts[0][key] for key in ("machine", "peak_tflops")} | {"ranks": ranks}
-        raw["machine"] += f" (replayed on {workers})"
-        raw["workloads"] = {name: merge([p["replays"][str(ranks)][name] for p in parts]) for name in options.lengths}
-        summary = summarize(raw, skip=0)
-        for workload in summary["workloads"].values():
-            for entry in workload["settings"].values():
-                for key in NOT_MEASURED:
-                    entry.pop(key, None)
-        show(summary, console)
-        results["replays"][str(ranks)] = summary
-        if options.json:
-            draw(summary, options.json.with_name(f"{options.json.stem}_{ranks}.png"))
+        merged = {name: merge([part["replays"][str(ranks)][name] for part in parts]) for name in options.lengths}
+        raw = {"ranks": ranks, "device": f"{parts[0]['device']} (replayed on {workers})", "workloads": merged}
+        results["replays"][str(ranks)] = summarize(raw, skip=0)
+        show(results["replays"][str(ranks)], console)
     write(options.json, results)
 
 
@@ -112,11 +79,8 @@ def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namesp
     model = make_model(options, device)
     trainer = Trainer(model, device, learning_rate=1e-4, seed=options.seed)
     results: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "options": {key: value for key, value in vars(options).items() if not isinstance(value, Path)},
-        "kernel": model.kernel,
-        "peak_tflops": peak_tflops(device),
         "replays": {},
     }
     windows = range(0, options.steps, options.window)
@@ -125,50 +89,19 @@ def run_worker(worker: int, workers: int, on_gpu: bool, options: argparse.Namesp
     for ranks in options.ranks:
         results["replays"][ranks] = {}
         for lengths in options.lengths:
-            data = [make_data(options, lengths, rank) for rank in range(ranks)]
-            all_steps = [list(of_rank) for of_rank in data]
+            all_steps = [list(make_data(options, lengths, rank)) for rank in range(ranks)]
             mine = [[batches[step] for step in own] for batches in all_steps]
             trainer.reset()
-            samples = [sample_lengths(batches, model) for batches in all_steps]
-            flops = np.array([of_rank["flops"] for of_rank in samples])
-            even: dict[str, list[list[SequenceBatch]]] = {}
-            for kind in IDEALS:
-                if kind in options.settings:
-                    of_ranks = [ideal_batches(kind, flops, of_rank, model) for of_rank in data]
-                    even[kind] = [[batches[step] for step in own] for batches in of_ranks]
-            for batches in (mine, *even.values()):
-                loaded = [pinned(batch, on_gpu) for step in zip(*batches, strict=True) for batch in step]
-                trainer.run(loaded[: options.warm_up], Balancer.off())
+            loaded = [pinned(batch, on_gpu) for step in zip(*mine, strict=True) for batch in step]
+            trainer.run(loaded[: options.warm_up], Balancer.off())
             workload: dict[str, Any] = {"steps": own, "settings": {}}
-            workload["samples"] = [
-                {key: [of_rank[key][step] for step in own] for key in of_rank} for of_rank in samples
-            ]
             results["replays"][ranks][lengths] = workload
-            fitted = trainer.learned_cost()
             for setting in track(options.settings, f"{ranks} ranks, {lengths}", disable=worker > 0):
-                cost = fitted if setting == "fitted" else model.cost()
-                planned, plans = plan(even.get(setting, mine), setting, cost, options.window)
+                planned, plans = plan(mine, setting, model.cost(), options.window)
                 trainer.reset()
-                run = trainer.run(
-                    [pinned(batch, on_gpu) for step in planned for batch in step],
-                    Balancer.off(),
-                )
-                if setting == "off":
-                    fitted.fit = fit_run(fitted, [batch for step in planned for batch in step], run)
+                run = trainer.run([pinned(batch, on_gpu) for step in planned for batch in step], Balancer.off())
                 workload["settings"][setting] = collect(run, ranks) | plans
-                if setting == "fitted":
-                    workload["settings"][setting]["cost_fit"] = describe_fit(fitted)
     (Path(folder) / f"{worker}.json").write_text(json.dumps(results))
-
-
-def fit_run(cost: LearnedCost, batches: list[SequenceBatch], run: Run) -> Fit | None:
-    """What the latest steps of a run say of a cost; None if it is not good enough."""
-    rows = [
-        np.append(cost.terms(batches[times.step]).sum(0).numpy(), times.compute)
-        for times in run.times[cost.options.skip :][-cost.options.window :]
-    ]
-    fit = fit_ranks([np.array(rows)])
-    return None if fit is None else fit_in_force(fit, None, cost.options)
 
 
 def pinned(batch: SequenceBatch, on_gpu: bool) -> SequenceBatch:
@@ -225,50 +158,33 @@ def assemble(flats: list[FlatBatch], counts: list[int], wanted: NDArray[np.bool_
 
 
 def collect(run: Run, ranks: int) -> dict[str, Any]:
-    """What was measured, as `benchmarks.end_to_end_rank` writes it; all lists but the losses by rank, then by step."""
+    """What was measured, by rank and step, as `benchmarks.end_to_end_rank` writes it; nothing travels."""
     compute = np.array([step.compute for step in run.times]).reshape(-1, ranks)
     optimizer = np.array([step.optimizer for step in run.times]).reshape(-1, ranks)
     waiting = compute.max(axis=1, keepdims=True) - compute
-    samples = np.array([report.samples for report in run.reports], dtype=np.float64).reshape(-1, ranks)
-    losses = (run.losses.numpy().reshape(-1, ranks) * samples).sum(axis=1) / samples.sum(axis=1)
     return {
         "times": np.stack([0 * compute, compute, waiting, optimizer], axis=2).transpose(1, 0, 2).tolist(),
-        "tokens": np.array(run.tokens).reshape(-1, ranks).T.tolist(),
         "flops": np.array(run.flops).reshape(-1, ranks).T.tolist(),
-        "modes": ["replayed"] * len(compute),
-        "partition_seconds": [0.0],
-        "exposed_seconds": [0.0],
         "peak_bytes": [run.peak_bytes],
-        "losses": losses.tolist(),
     }
 
 
 def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The workload of all steps, in their order, from the parts that the GPUs replayed."""
     order = np.argsort(np.concatenate([part["steps"] for part in parts]))
-
-    def steps(lists: list[list[Any]]) -> list[Any]:
-        joined = [value for part in lists for value in part]
-        return [joined[index] for index in order]
-
-    def ranks(lists: list[list[list[Any]]]) -> list[list[Any]]:
-        return [steps(list(own)) for own in zip(*lists, strict=True)]
-
-    settings = {}
-    for name, first in parts[0]["settings"].items():
+    settings: dict[str, Any] = {}
+    for name in parts[0]["settings"]:
         all_parts = [part["settings"][name] for part in parts]
         settings[name] = {
-            key: steps([part[key] for part in all_parts]) for key in ("imbalance", "moved_share", "modes", "losses")
-        } | {key: ranks([part[key] for part in all_parts]) for key in ("times", "tokens", "flops")}
+            key: np.concatenate([part[key] for part in all_parts])[order].tolist()
+            for key in ("imbalance", "moved_share")
+        }
         settings[name] |= {
-            key: first[key] for key in ("partition_seconds", "exposed_seconds", "cost_fit") if key in first
+            key: np.concatenate([part[key] for part in all_parts], axis=1)[:, order].tolist()
+            for key in ("times", "flops")
         }
         settings[name]["peak_bytes"] = [value for part in all_parts for value in part["peak_bytes"]]
-    samples = [
-        {key: steps([part["samples"][rank][key] for part in parts]) for key in ("tokens", "flops")}
-        for rank in range(len(parts[0]["samples"]))
-    ]
-    return {"samples": samples, "settings": settings}
+    return {"settings": settings}
 
 
 if __name__ == "__main__":

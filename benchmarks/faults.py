@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.crew import SLACK, Crew, Run
@@ -155,35 +154,18 @@ def make_steps(rng: random.Random, world_size: int, address: str, name: str, tim
     )
 
 
-def report(tally: Tally, options: argparse.Namespace, seconds: float, console: Console) -> dict[str, Any]:
-    """Prints the tables; returns the result as a dictionary."""
-    count = tally.outcomes.total()
-    faults = Table(title=f"{tally.faults.total()} faults over {count} steps of {options.ranks} ranks")
-    for column, justify in (("fault", "left"), ("times", "right"), ("met nothing", "right")):
-        faults.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for kind in sorted(tally.faults | tally.missed):
-        faults.add_row(kind, str(tally.faults[kind]), str(tally.missed[kind] or ""))
-    outcomes = Table(title="Steps by outcome", show_header=False)
-    for outcome, steps in tally.outcomes.most_common():
-        outcomes.add_row(outcome, str(steps), f"{steps / max(1, count):.1%}")
-    figures = {
+def report(tally: Tally, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """What became of the job."""
+    return {
+        "ranks": options.ranks, "seed": options.seed, "deadline_seconds": options.timeout, "seconds": round(seconds, 1),
+        "steps": tally.outcomes.total(), "samples": tally.samples, "faults": tally.faults.total(),
+        "violations": tally.violations, "errors": tally.errors,
+        "faults_by_kind": dict(tally.faults), "met_nothing": dict(tally.missed),
+        "steps_by_outcome": dict(tally.outcomes),
+        "breaker_changes": tally.breaker_changes, "longest_close_seconds": tally.longest_close,
         "steps_until_balance_returned": spread(tally.back_steps),
         "seconds_until_balance_returned": spread(tally.back_seconds),
         "seconds_that_a_step_stood_still": spread(tally.blocked),
-    }
-    result = Table(title="What became of the job", show_header=False)
-    for name, value in tally.violations.items():
-        result.add_row(name, str(value), style=None if value == 0 else "bold red")
-    for name, values in figures.items():
-        result.add_row(name.replace("_", " "), ", ".join(f"{key} {value:.3g}" for key, value in values.items()))
-    for table in (faults, outcomes, result):
-        console.print(table)
-    return {
-        "ranks": options.ranks, "seed": options.seed, "deadline_seconds": options.timeout, "seconds": round(seconds, 1),
-        "steps": count, "samples": tally.samples, "faults": tally.faults.total(),
-        "faults_by_kind": dict(tally.faults), "met_nothing": dict(tally.missed),
-        "steps_by_outcome": dict(tally.outcomes), "violations": tally.violations, "errors": tally.errors,
-        "breaker_changes": tally.breaker_changes, "longest_close_seconds": tally.longest_close, **figures,
     }  # fmt: skip
 
 
@@ -213,7 +195,9 @@ def main() -> int:
             faults=30 if options.quick else options.faults, seed=options.seed, world_size=options.ranks,
             timeout=options.timeout, progress=progress, console=console,
         )  # fmt: skip
-    write(options.json, report(tally, options, seconds, console))
+    result = report(tally, options, seconds)
+    console.print_json(data=result)
+    write(options.json, result)
     return int(any(tally.violations.values()))
 
 

@@ -1,313 +1,164 @@
 """Partitions: how near the bound, how much they move, how long they take.
 
     python -m benchmarks.partitioning --json benchmarks/results/partitioning.json
+    python -m benchmarks.partitioning --quick
 
-A grid of ranks, samples a rank, distributions of lengths and costs; traffic between nodes; memory caps beside a MILP
-solver; times beside the published ones of a C++ Karmarkar-Karp; a plan for 4096 ranks with its slices. `--quick` takes
-a minute. Parts that a run leaves out (`--parts`) stay as they are in the JSON file.
+Each cell of a grid is the mean of some draws: the largest load over the lower bound, and the share of the bytes that
+change rank, of the library's search, of its Karmarkar-Karp and of longest first. Moves are free there, but for ties.
+Times are medians of whole calls on one core, arguments checked and sets matched to ranks.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import json
-import os
-import platform
 import statistics
-import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import numba
 import numpy as np
-import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from benchmarks.harness.results import write
-from benchmarks.partitioning_draws import COSTS, LENGTHS, as_problem
-from benchmarks.partitioning_least import least_crossing, least_moved
-from benchmarks.partitioning_memory import measure_memory
-from benchmarks.partitioning_times import STRATEGIES, measure_times
-from evenkeel.partitioning import partition, slice_plan, warm_up
-from evenkeel.partitioning.exchange import exchange_from
-from evenkeel.partitioning.karmarkar_karp import differenced
-from evenkeel.partitioning.lpt import at_home, longest_first
-from evenkeel.partitioning.problem import Problem, crowding_bound, with_crowding
+from evenkeel.partitioning import partition, warm_up
 
-PARTS = ("grid", "nodes", "memory", "times")
-LONG, LONG_SAMPLES = 100, 10_000  # effort of the long search, and the samples up to which it is run
-SAMPLED = ("uniform", "lognormal", "zipf_1.2")  # lengths for which the moved share has an aim
+Lengths = NDArray[np.int64]
+STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move")
+RANKS, SAMPLES = (8, 64, 256, 1024), (8, 32, 128, 512)
+SHAPES = ((8, 32), (8, 128), (64, 32), (64, 128), (64, 512), (256, 128), (256, 256), (1024, 128), (1024, 256))
+LONGEST = 4096
+MOST_SEEDS, DRAWN = 20, 200_000  # draws of a cell: as many, or as give so many samples, at least 2
 
 
-def long_search(problem: Problem) -> float:
-    """Smallest maximum of searches a hundred times as long, from the homes and from both other strategies."""
-    problem = with_crowding(problem)
-    overload = min(
-        exchange_from(problem, start(problem), plain=False, effort=LONG)[1]
-        for start in (at_home, longest_first, differenced)
-    )
-    return float(np.ldexp(float(problem.arrays.limits.max()) + max(overload, 0.0), -problem.cost_exponent))
+def _zipf(exponent: float) -> Callable[[np.random.Generator, int], Lengths]:
+    values = np.arange(1, LONGEST + 1)
+    share = values**-exponent
+    return lambda rng, n: rng.choice(values, n, p=share / share.sum())
 
 
-def measure_cell(ranks: int, samples: int, lengths: str, cost: str, seeds: int) -> dict[str, Any]:
-    """Means over seeds of one cell of the grid; maxima as shares of the bound and of the certificate."""
+def _clipped(values: NDArray[np.float64]) -> Lengths:
+    return np.clip(values, 1, LONGEST).astype(np.int64)
+
+
+def _one_giant(rng: np.random.Generator, n: int) -> Lengths:
+    values = rng.integers(1, 257, n)
+    values[rng.integers(n)] = 4 * LONGEST
+    return values
+
+
+LENGTHS: dict[str, Callable[[np.random.Generator, int], Lengths]] = {
+    "uniform": lambda rng, n: rng.integers(1, LONGEST + 1, n),
+    "normal": lambda rng, n: _clipped(rng.normal(1024, 256, n)),
+    "lognormal": lambda rng, n: _clipped(rng.lognormal(6, 1, n)),
+    "zipf_1.2": _zipf(1.2),
+    "zipf_1.5": _zipf(1.5),
+    "zipf_1.2_heaped": lambda rng, n: np.minimum(rng.zipf(1.2, n), LONGEST),  # a sixth of the samples at the clip
+    "weibull_0.5": lambda rng, n: _clipped(300 * rng.weibull(0.5, n)),
+    "bimodal": lambda rng, n: _clipped(np.where(rng.random(n) < 0.1, rng.normal(3500, 200, n), rng.normal(100, 20, n))),
+    "constant": lambda _, n: np.full(n, 777),
+    "one_giant": _one_giant,
+    "many_zeros": lambda rng, n: np.where(rng.random(n) < 0.8, 0, _clipped(rng.lognormal(6, 1, n))),
+}
+COSTS: dict[str, Callable[[Lengths], NDArray[Any]]] = {
+    "L": lambda lengths: lengths,
+    "L+L²/5120": lambda lengths: lengths + lengths**2 / 5120,
+    "L²+1024L": lambda lengths: lengths**2 + 1024 * lengths,
+    "L²": lambda lengths: lengths**2,
+}
+
+
+def measure_cell(ranks: int, samples: int, lengths: str, cost: str, most_seeds: int) -> dict[str, Any]:
+    """One cell of the grid."""
+    seeds = max(2, min(most_seeds, DRAWN // (ranks * samples)))
+    homes = np.repeat(np.arange(ranks, dtype=np.int32), samples)
     over: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
     moved: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
-    before, certified, reach, least = [], [], [], []
-    known: list[float] = []
-    homes = np.repeat(np.arange(ranks, dtype=np.int32), samples)
+    before = []
     for seed in range(seeds):
         sizes = LENGTHS[lengths](np.random.default_rng(seed), ranks * samples)
         costs = COSTS[cost](sizes)
-        results = {s: partition(costs, homes, ranks, strategy=s, sizes=sizes) for s in STRATEGIES}
-        bound = results["lpt"].lower_bound or 1.0
-        problem = as_problem(costs, homes, ranks, sizes)
-        crowded = crowding_bound(problem.arrays.costs, problem.order, samples, ranks)
-        crowded = float(np.ldexp(crowded, -problem.cost_exponent))
-        for strategy, result in results.items():
-            over[strategy].append(float(result.loads.max()) / bound)
+        for strategy in STRATEGIES:
+            result = partition(costs, homes, ranks, strategy=strategy, sizes=sizes)
+            over[strategy].append(float(result.loads.max()) / (result.lower_bound or 1.0))
             moved[strategy].append(result.moved_size / max(1, int(sizes.sum())))
-        before.append(results["lpt"].home_imbalance)
-        reach.append(bound * ranks / max(1.0, float(costs.sum())))
-        largest = float(results["minimal_move"].loads.max())
-        certified.append(largest / max(bound, crowded))
-        limits = np.full(ranks, max(largest, 1.001 * bound))
-        least.append(least_moved(costs, sizes, homes, limits) / max(1, int(sizes.sum())))
-        if certified[-1] > 1.002 and costs.size <= LONG_SAMPLES and len(known) < 3:
-            known.append(largest / min(largest, long_search(problem)))
-    ours = np.array(over["minimal_move"])
-    best = np.minimum(over["karmarkar_karp"], over["lpt"])
+        before.append(result.home_imbalance)
+    ours, best = np.array(over["minimal_move"]), np.minimum(over["karmarkar_karp"], over["lpt"])
     return {
-        "ranks": ranks,
-        "samples": samples,
-        "lengths": lengths,
-        "cost": cost,
-        "seeds": seeds,
+        "ranks": ranks, "samples": samples, "lengths": lengths, "cost": cost, "seeds": seeds,
         "home_imbalance": statistics.mean(before),
-        "bound_over_mean": statistics.mean(reach),
-        "over_bound": {s: statistics.mean(v) for s, v in over.items()},
-        "over_bound_worst": float(ours.max()),
-        "over_certificate": statistics.mean(certified),
-        "over_certificate_worst": max(certified),
-        "over_best_known_worst": max(known, default=None),
-        "moved_share": {s: statistics.mean(v) for s, v in moved.items()},
-        "least_moved_share": statistics.mean(least),
-        "missed": int(((ours > 1.002) & (best <= 1.002)).sum()),
-        "worse": int((ours > best * 1.001 * (1 + 1e-12)).sum()),
-    }
+        "over_bound": {strategy: statistics.mean(values) for strategy, values in over.items()},
+        "moved_share": {strategy: statistics.mean(values) for strategy, values in moved.items()},
+        "worst_over_best_other": float((ours / best).max()),
+    }  # fmt: skip
 
 
-def measure_nodes(shapes: list[tuple[int, int]], ranks_per_node: int, seeds: int) -> list[dict[str, Any]]:
-    """Traffic between nodes, beside balancing without regard to nodes and the least that any balance needs."""
-    entries = []
-    for ranks, samples in shapes:
-        homes = np.repeat(np.arange(ranks, dtype=np.int32), samples)
-        nodes = np.arange(ranks) // ranks_per_node
-        for lengths in SAMPLED:
-            for cost, work in COSTS.items():
-                crossing: dict[str, float] = dict.fromkeys(("aware", "blind", "karmarkar_karp", "least"), 0.0)
-                worst = 0.0
-                for seed in range(seeds):
-                    sizes = LENGTHS[lengths](np.random.default_rng(seed), ranks * samples)
-                    costs = work(sizes)
-                    aware = partition(costs, homes, ranks, sizes=sizes, nodes=nodes)
-                    blind = partition(costs, homes, ranks, sizes=sizes)
-                    peer = partition(costs, homes, ranks, sizes=sizes, strategy="karmarkar_karp")
-                    crossing["aware"] += aware.moved_size_between_nodes
-                    crossing["blind"] += float(sizes[nodes[blind.destinations] != nodes[homes]].sum())
-                    crossing["karmarkar_karp"] += float(sizes[nodes[peer.destinations] != nodes[homes]].sum())
-                    crossing["least"] += least_crossing(
-                        costs, sizes, nodes[homes], 1.001 * aware.lower_bound * ranks_per_node
-                    )
-                    worst = max(worst, aware.imbalance / blind.imbalance)
-                entries.append(
-                    {"ranks": ranks, "samples": samples, "ranks_per_node": ranks_per_node, "lengths": lengths}
-                    | {"cost": cost, "seeds": seeds, "imbalance_aware_over_blind": worst, "crossing": crossing}
-                )
-    return entries
+def measure_times(ranks: int, samples: int, lengths: str, seeds: int) -> dict[str, Any]:
+    """Median milliseconds of a call."""
+    homes = np.repeat(np.arange(ranks, dtype=np.int32), samples)
+    times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
+    for seed in range(seeds):
+        sizes = LENGTHS[lengths](np.random.default_rng(seed), ranks * samples)
+        costs = COSTS["L²+1024L"](sizes)
+        for strategy in STRATEGIES:
+            times[strategy].append(median_ms(partial(partition, costs, homes, ranks, strategy=strategy, sizes=sizes)))
+    medians = {strategy: statistics.median(values) for strategy, values in times.items()}
+    return {"ranks": ranks, "samples": samples, "lengths": lengths, "seeds": seeds} | medians
 
 
-def measure_round(ranks: int, samples: int, fields: int, ranks_per_node: int) -> dict[str, Any]:
-    """Median milliseconds of partitioning and slicing one round of many ranks; one a node stands for no nodes."""
-    sizes = LENGTHS["lognormal"](np.random.default_rng(0), ranks * samples)
-    costs, lengths = COSTS["L²+1024L"](sizes), np.repeat(sizes[:, None], fields, axis=1)
-    homes, counts = np.repeat(np.arange(ranks, dtype=np.int32), samples), np.full(ranks, samples)
-    nodes = np.arange(ranks) // ranks_per_node if ranks_per_node > 1 else None
-    times: dict[str, list[float]] = {"partition": [], "slice": [], "views": []}
-    for _ in range(7):
-        marks = [time.perf_counter()]
-        plan = partition(costs, homes, ranks, sizes=sizes, nodes=nodes)
-        marks.append(time.perf_counter())
-        slices = slice_plan(plan.destinations, counts, lengths)
-        marks.append(time.perf_counter())
-        assert len([slices[rank] for rank in range(ranks)]) == ranks
-        marks.append(time.perf_counter())
-        for name, begin, end in zip(times, marks, marks[1:], strict=False):
-            times[name].append((end - begin) * 1e3)
-    shape = {"ranks": ranks, "samples": samples, "fields": fields, "ranks_per_node": ranks_per_node}
-    return shape | {k: statistics.median(v) for k, v in times.items()}
+def median_ms(call: Callable[[], object], repeats: int = 7) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
 
 
-def print_grid(console: Console, cells: list[dict[str, Any]]) -> None:
-    table = Table(title="Largest load over the lower bound; means over ranks, costs and seeds")
-    for column in ("samples", "lengths", "before", "KK", "LPT", "minimal move", "over certificate", "worst", "moved"):
+def show(console: Console, grid: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
+    table = Table(title="Largest load over the lower bound, and shares moved; means over ranks, costs and draws")
+    for column in ("samples", "lengths", "before", "KK", "LPT", "ours", "worst over best other", "moved", "by KK"):
         table.add_column(column, justify="left" if column == "lengths" else "right")
-    for column in ("least", "moved by KK", "missed", "worse", "over best known"):
-        table.add_column(column, justify="right")
-    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for cell in cells:
-        groups.setdefault((cell["samples"], cell["lengths"]), []).append(cell)
-    for (samples, lengths), group in groups.items():
-        over = {s: statistics.mean(c["over_bound"][s] for c in group) for s in STRATEGIES}
+    for samples, lengths in dict.fromkeys((cell["samples"], cell["lengths"]) for cell in grid):
+        group = [cell for cell in grid if (cell["samples"], cell["lengths"]) == (samples, lengths)]
         table.add_row(
-            str(samples),
-            lengths,
-            f"{statistics.mean(c['home_imbalance'] for c in group):.2f}",
-            *(f"{over[s]:.4f}" for s in STRATEGIES),
-            f"{statistics.mean(c['over_certificate'] for c in group):.4f}",
-            f"{max(c['over_certificate_worst'] for c in group):.4f}",
-            f"{statistics.mean(c['moved_share']['minimal_move'] for c in group):.1%}",
-            f"{statistics.mean(c['least_moved_share'] for c in group):.1%}",
-            f"{statistics.mean(c['moved_share']['karmarkar_karp'] for c in group):.1%}",
-            str(sum(c["missed"] for c in group)),
-            str(sum(c["worse"] for c in group)),
-            f"{max(c['over_best_known_worst'] or 1.0 for c in group):.4f}",
-        )
+            str(samples), lengths, f"{statistics.mean(cell['home_imbalance'] for cell in group):.2f}",
+            *(f"{statistics.mean(cell['over_bound'][name] for cell in group):.4f}" for name in STRATEGIES),
+            f"{max(cell['worst_over_best_other'] for cell in group):.4f}",
+            *(f"{statistics.mean(cell['moved_share'][name] for cell in group):.1%}"
+              for name in ("minimal_move", "karmarkar_karp")),
+        )  # fmt: skip
     console.print(table)
-    console.print(
-        "missed: minimal move ends above 1.002 and another strategy does not; worse: above the best other by more than"
-        " the tolerance. Certificate: the larger of the bound and of what crowding of heavy samples proves. Best known:"
-        " of a search a hundred times as long, where the certificate is more than 0.2 % away. Least: what must leave"
-        " ranks above what minimal move ends at, the last sample of each in part; no assignment moves less."
-    )
-
-
-def print_rest(console: Console, results: dict[str, Any]) -> None:
-    table = Table(title="Traffic between nodes, as a share of balancing without regard to nodes")
-    for column in ("ranks", "samples", "lengths", "cost", "of minimal move", "of KK", "least possible", "over least"):
-        table.add_column(column, justify="right")
-    for entry in results["nodes"]:
-        crossing = entry["crossing"]
-        blind = max(crossing["blind"], 1.0)
-        table.add_row(
-            *(str(entry[k]) for k in ("ranks", "samples", "lengths", "cost")),
-            f"{crossing['aware'] / blind:.3f}",
-            f"{crossing['aware'] / max(crossing['karmarkar_karp'], 1.0):.3f}",
-            f"{crossing['least'] / blind:.3f}",
-            f"{crossing['aware'] / max(crossing['least'], 1.0):.2f}",
-        )
+    table = Table("ranks", "samples", "lengths", *STRATEGIES, title="Median ms of a call")
+    for entry in times:
+        named = (str(entry[key]) for key in ("ranks", "samples", "lengths"))
+        table.add_row(*named, *(f"{entry[name]:.3f}" for name in STRATEGIES))
     console.print(table)
-    console.print(
-        "least possible: what must leave the nodes above 1.001 times the bound, in whole samples; a quarter is out of"
-        " reach where it is above 0.250"
-    )
-    table = Table(title="Memory caps")
-    for column in (
-        "ranks",
-        "samples",
-        "instances",
-        "found",
-        "impossible, proven",
-        "MILP finds, we do not",
-        "slowest ms",
-    ):
-        table.add_column(column, justify="right")
-    for entry in results["memory"]:
-        table.add_row(*(str(entry[k]) for k in ("ranks", "samples", "instances", "found", "impossible", "missed")),
-                      f"{entry['slowest_ms']:.1f}")  # fmt: skip
-    console.print(table)
-    table = Table(title="Median ms of a call")
-    for column in ("ranks", "samples", "lengths", "KK", "LPT", "minimal move", "over KK: plain", "searched", "draws"):
-        table.add_column(column, justify="right")
-    for column in ("KK search", "C++", "over C++"):
-        table.add_column(column, justify="right")
-    for entry in results["times"]:
-        published = entry["published_cpp"]
-        table.add_row(
-            *(str(entry[k]) for k in ("ranks", "samples", "lengths")),
-            *(f"{entry[s]:.3f}" for s in STRATEGIES),
-            *(
-                "" if entry[k] is None else f"{entry[k]:.2f}"
-                for k in ("over_karmarkar_karp_plain", "over_karmarkar_karp_searched")
-            ),
-            f"{entry['plain_suffices']} + {entry['seeds'] - entry['plain_suffices']}",
-            f"{entry['karmarkar_karp_search']:.3f}",
-            f"{published}" if published else "",
-            f"{entry['karmarkar_karp_search'] / published:.2f}" if published else "",
-        )
-    console.print(table)
-    console.print(
-        "over KK: times of minimal move over Karmarkar-Karp's on draws for which the plain search suffices, and on"
-        " those that need a further one, with the number of each. KK search: differencing and its sort alone, as the"
-        " published C++; the other times are of whole calls, in which sets are matched to ranks."
-    )
-    for entry in results["rounds"]:
-        console.print({k: round(v, 2) for k, v in entry.items()})
 
 
-def one_of(names: Collection[str]) -> Any:
-    """An option that takes some of these names."""
-
-    def checked(chosen: list[str]) -> list[str]:
-        if unknown := set(chosen) - set(names):
-            raise typer.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(names)}")
-        return chosen
-
-    return typer.Option(callback=checked, help=f"some of {', '.join(names)}", show_default="all")
-
-
-def main(
-    ranks: Annotated[list[int], typer.Option(help="numbers of ranks")] = [8, 64, 256, 1024],  # noqa: B006
-    samples: Annotated[list[int], typer.Option(help="samples a rank")] = [8, 32, 128, 512],  # noqa: B006
-    lengths: Annotated[list[str], one_of(LENGTHS)] = list(LENGTHS),  # noqa: B006
-    costs: Annotated[list[str], one_of(COSTS)] = list(COSTS),  # noqa: B006
-    parts: Annotated[list[str], one_of(PARTS)] = list(PARTS),  # noqa: B006
-    seeds: Annotated[int, typer.Option(help="draws of each cell")] = 20,
-    samples_per_cell: Annotated[
-        int, typer.Option(help="fewer seeds where a cell would have more samples, at least 2")
-    ] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="small shapes, three seeds")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="result file")] = None,
-) -> None:
-    """Measures partitions: how near the bound, how much they move, how long they take."""
-    if quick:
-        ranks, samples, seeds = [8, 32], [8, 32, 128], 3
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small shapes, two draws")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    options = parser.parse_args()
+    quick = options.quick
+    seeds, shapes = (2, SHAPES[:2]) if quick else (MOST_SEEDS, SHAPES)
     console = Console(width=150)
-    with console.status("compiling the kernels, or loading them"):
-        warm_up()
-    results: dict[str, Any] = {"grid": [], "nodes": [], "memory": [], "times": [], "rounds": [], "commands": {}}
-    if json_path and json_path.exists():
-        results |= json.loads(json_path.read_text())
-    results["machine"] = f"{platform.machine()}, {os.cpu_count()} CPUs"
-    results["versions"] = {"python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__}
-    for part in parts:
-        results["commands"][part] = "python -m benchmarks.partitioning " + " ".join(sys.argv[1:])
-    if "times" in parts:
-        growth = [(8, 32), (8, 128), (8, 512), (64, 32), (64, 128), (64, 512), (256, 32), (256, 128), (256, 256)]
-        shapes = [(8, 128), (64, 128)] if quick else [*growth, (1024, 32), (1024, 128), (1024, 256)]
-        results["times"] = measure_times(shapes, 7 if quick else 9, 2 if quick else 7)
-        results["rounds"] = [measure_round(256 if quick else 4096, 128, 4, per_node) for per_node in (1, 8)]
-    if "grid" in parts:
-        results["grid"] = []
-        grid = list(itertools.product(samples, lengths, ranks, costs))
-        for count, drawn, size, cost in track(grid, "grid", console=console):
-            draws = max(2, min(seeds, samples_per_cell // (size * count))) if samples_per_cell else seeds
-            results["grid"].append(measure_cell(size, count, drawn, cost, draws))
-        print_grid(console, results["grid"])
-    if "nodes" in parts:
-        shapes = [(32, 32)] if quick else [(64, 32), (64, 128), (256, 128)]
-        results["nodes"] = measure_nodes(shapes, 8, 2 if quick else 5)
-    if "memory" in parts:
-        shapes = [(2, 4), (4, 4)] if quick else [(2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (8, 32), (64, 32)]
-        drawn_from = {name: LENGTHS[name] for name in ("uniform", "normal", "lognormal", "zipf_1.2")}
-        results["memory"] = [measure_memory(size, count, drawn_from, 2 if quick else 4) for size, count in shapes]
-    print_rest(console, results)
-    write(json_path, results)
+    warm_up()
+    times = [measure_times(*shape, name, 2 if quick else 5) for shape in shapes for name in ("lognormal", "zipf_1.2")]
+    cells = list(itertools.product(SAMPLES[: 2 if quick else 4], LENGTHS, RANKS[: 1 if quick else 4], COSTS))
+    grid = [
+        measure_cell(count, size, lengths, cost, seeds)
+        for size, lengths, count, cost in track(cells, "grid", console=console)
+    ]
+    show(console, grid, times)
+    write(options.json, {"grid": grid, "times": times})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

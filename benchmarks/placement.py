@@ -1,17 +1,11 @@
 """How fast and how good the search is: time and gap for 26 to 1,000 tables, and for a knapsack of independent tables.
 
 python -m benchmarks.placement --json benchmarks/results/placement.json
-python -m benchmarks.placement --beside /path/to/another/tree
-
-With --beside each request is planned by the other tree too, in a process of its own, one after the other.
+python -m benchmarks.placement --quick
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,39 +105,17 @@ def measured(counts: tuple[int, ...]) -> dict[str, Any]:
 
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    beside: Annotated[Path | None, typer.Option(help="Root of another tree, measured as well.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Up to 100 tables only.")] = False,
-    bare: Annotated[bool, typer.Option("--bare", help="Print the figures of this tree as JSON.")] = False,
 ) -> None:
     """Measure, print and write."""
-    counts = COUNTS[:2] if quick else COUNTS
-    here = measured(counts)
-    if bare:
-        print(json.dumps(here))
-        return
-    results = {"this tree": here}
-    if beside is not None:
-        command = [sys.executable, str(Path(__file__).resolve()), "--bare", *(["--quick"] if quick else [])]
-        environment = {**os.environ, "PYTHONPATH": str(beside)}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=beside, env=environment)
-        results["beside"] = json.loads(done.stdout.splitlines()[-1])
-    out = RichTable(title="CPU seconds, gap, predicted ms a step")
-    out.add_column("case")
-    for name in results:
-        out.add_column(name, justify="right")
-    for case in here:
-        out.add_row(case, *(_cell(rows.get(case)) for rows in results.values()))
+    found = measured(COUNTS[:2] if quick else COUNTS)
+    out = RichTable("case", "CPU s", "gap", "ms a step", "status", title="Plans")
+    for name, row in found.items():
+        gap = "none" if row["gap"] is None else f"{row['gap']:.2%}"
+        step = f"{row['step_ms']:.3f}" if row.get("step_ms") else ""
+        out.add_row(name, f"{row['cpu_seconds']:.2f}", gap, step, row.get("status", ""))
     Console().print(out)
-    if json_path:
-        write(json_path, results)
-
-
-def _cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    gap = "none" if row["gap"] is None else f"{row['gap']:.2%}"
-    step = f", {row['step_ms']:.3f} ms" if row.get("step_ms") else ""
-    return f"{row['cpu_seconds']:.2f} s, {gap}{step} {row.get('status', '')}".rstrip()
+    write(json_path, {"cases": found})
 
 
 if __name__ == "__main__":

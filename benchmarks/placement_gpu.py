@@ -13,6 +13,7 @@ little less. Statistics are those of the first half of the keys; plans are timed
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -62,6 +63,8 @@ HELD_BYTES = 4
 _KERNELS = ["fused", "fused_uvm_caching", "fused_uvm"]
 _LOAD_FACTOR = 0.2
 _TRIES, _CLOSE = 6, 0.02
+ALIKE = "all cached alike"
+OURS = {"by the model", "with the clock"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +224,7 @@ def planners(job: Job, size: Size, device: torch.device, torcheasyrec: Any) -> d
     found: dict[str, Planner] = {
         "by the model": by_model,
         "with the clock": by_clock,
-        "all cached alike": all_cached,
+        ALIKE: all_cached,
         "TorchRec": torchrecs,
     }
     if torcheasyrec is not None:
@@ -318,13 +321,7 @@ def fit_to_budget(
         `None` where no request gave a plan within the budget.
     """
     best: Try | None = None
-    asked, low, high = (
-        start or budget,
-        0,
-        0,
-    )  # the largest request known to fit or to be too small; the smallest too large
-    aim = budget * (1 - _CLOSE / 2)
-    before: tuple[int, int] | None = None
+    asked, low, high = start or budget, 0, 0  # the largest request known to fit; the smallest known not to, 0: none
     for _ in range(tries):
         found = attempt(asked)
         used = found.used
@@ -335,15 +332,9 @@ def fit_to_budget(
             if used is not None and (best is None or used > (best.used or 0)):
                 best = found
         del found  # what was built for it may be large
-        if used is None:
-            asked = round(asked * 1.25)
-        else:
-            if budget * (1 - _CLOSE) <= used <= budget:
-                break
-            rise = 1.0  # what a plan holds besides, for the buffers of a step, is the same in all
-            if before is not None and before[0] != asked and before[1] != used:
-                rise = (used - before[1]) / (asked - before[0])
-            before, asked = (asked, used), round(asked + (aim - used) / rise)
+        if used is not None and budget * (1 - _CLOSE) <= used <= budget:
+            break
+        asked = round(1.25 * asked if used is None else asked + budget * (1 - _CLOSE / 2) - used)
         if high and not low < asked < high:
             asked = (low + high) // 2
         elif asked <= low:
@@ -458,36 +449,23 @@ def show(cell: Mapping[str, Any]) -> None:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By figure: how the clock's and the model's plans stand beside the others, losing cells included."""
-    found: dict[str, Any] = {}
-    for ours in ("by the model", "with the clock"):
-        for figure, value_of in _figures(rows).items():
-            ratios = []
-            alike = []
-            for row in rows:
-                values = {name: value_of(figures) for name, figures in row["planners"].items()}
-                mine = values.pop(ours, None)
-                others = [
-                    value for name, value in values.items() if value and name not in ("by the model", "with the clock")
-                ]
-                if mine and others:
-                    ratios.append(mine / min(others))
-                    if values.get("all cached alike"):
-                        alike.append(mine / values["all cached alike"])
-            if ratios:
-                found[f"{ours}, {figure}"] = {
-                    "over_the_best_other_worst": max(ratios),
-                    "over_all_cached_alike_median": statistics.median(alike) if alike else None,
-                    "cells": len(ratios),
-                }
-    return found
-
-
-def _figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Callable[[Mapping[str, Any]], Any]]:
-    walls = {ms for row in rows for figures in row["planners"].values() for ms in figures.get("wall_ms", ())}
-    found: dict[str, Callable[[Mapping[str, Any]], Any]] = {"kernels": lambda figures: figures.get("kernels_ms")}
-    for ms in sorted(walls, key=float):
-        found[f"wall beside {ms} ms"] = lambda figures, ms=ms: figures.get("wall_ms", {}).get(ms)  # type: ignore[misc]
+    """How our plans stand beside the best of the others in their worst cell, and beside all tables cached alike."""
+    figures: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "kernels": lambda planner: planner.get("kernels_ms"),
+        "wall beside 5 ms": lambda planner: planner.get("wall_ms", {}).get("5"),
+    }
+    found = {}
+    for ours, (figure, read) in itertools.product(("by the model", "with the clock"), figures.items()):
+        values = [{name: read(planner) for name, planner in row["planners"].items()} for row in rows]
+        others = [min((one[name] for name in one.keys() - OURS if one[name]), default=None) for one in values]
+        best = [one[ours] / other for one, other in zip(values, others, strict=True) if one[ours] and other]
+        alike = [one[ours] / one[ALIKE] for one in values if one[ours] and one[ALIKE]]
+        if best and alike:
+            found[f"{ours}, {figure}"] = {
+                "over_the_best_other_worst": max(best),
+                "over_all_cached_alike_median": statistics.median(alike),
+                "cells": len(best),
+            }
     return found
 
 

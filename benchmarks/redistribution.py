@@ -1,4 +1,4 @@
-"""Time of redistribution against the backend's own All2All of the same bytes, and against other ways to do it.
+"""Time of redistribution against the backend's own All2All of the same bytes.
 
     python -m benchmarks.redistribution --ranks 8 --json benchmarks/results/redistribution_8xh200.json
     python -m benchmarks.redistribution --check            # results compared with the reference gather, bit by bit
@@ -6,19 +6,15 @@
 
 It starts its ranks itself, with NCCL where there are GPUs enough and Gloo otherwise; under torchrun it uses torchrun's.
 Columns, medians over repeats of the slowest rank, in ms: `ours` its All2All with packing and unpacking; `All2All` one
-All2All of the packed bytes from and into buffers at hand, the floor; `select` all-gather and select; `per field` one
-All2All per field, packed by torch's index operations; `host` how long the host is busy to start ours. On GPUs the
-device's work is queued behind a wait, so that `ours`, `All2All` and `per field` are times of the device; `call` is host
-and device together, from an idle device, and so is `select`, which waits for the device in any case. `bare host` and
-`bare call` are those of the bare All2All.
+All2All of the packed bytes from and into buffers at hand, the floor; `host` how long the host is busy to start ours. On
+GPUs the device's work is queued behind a wait, so that `ours` and `All2All` are times of the device; `call` is host and
+device together, from an idle device. `bare host` and `bare call` are those of the bare All2All.
 """
 
 from __future__ import annotations
 
-import cProfile
+import argparse
 import os
-import platform
-import pstats
 import socket
 import statistics
 import sys
@@ -26,25 +22,23 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import typer
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpus import own_gpu
 from benchmarks.harness.results import write
-from benchmarks.redistribution_check import bytes_of, check
-from benchmarks.redistribution_peers import FieldByField, PackedBytes
-from benchmarks.references import all_gather
+from benchmarks.redistribution_check import check
 from evenkeel.partitioning import Slice, partition, slice_plan
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.redistribution import start, warm_up
+from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, measure
 
 WAIT_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to queue one redistribution
 
@@ -150,7 +144,23 @@ class Clock:
         return float(value.item())
 
 
-def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> dict[str, Any]:
+class PackedBytes:
+    """One All2All of as many bytes as a redistribution sends, between buffers that are there: what no way can beat."""
+
+    def __init__(self, flat: FlatBatch, piece: Slice, group: dist.ProcessGroup | None) -> None:
+        fields = FieldTable.of(flat.structure.leaves, 4 * flat.num_jagged)
+        amounts = measure(piece, flat.lengths, fields, dist.get_world_size(group), WHOLE)
+        self._in, self._out = amounts.received_bytes.tolist(), amounts.sent_bytes.tolist()
+        self._group = group
+        self._sent = torch.ones(sum(self._out), dtype=torch.uint8, device=flat.device)
+        self._received = torch.empty(sum(self._in), dtype=torch.uint8, device=flat.device)
+
+    def run(self) -> None:
+        """Sends and receives once."""
+        dist.all_to_all_single(self._received, self._sent, self._in, self._out, group=self._group)
+
+
+def measure_case(case: Case, strategy: str, device: torch.device, repeats: int) -> dict[str, Any]:
     """One row of the table."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
@@ -166,12 +176,8 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
         return start(own, piece, group=group).wait()
 
     raw = PackedBytes(own, piece, group)
-    fields = FieldByField(own, piece, group)
-    expected = [bytes_of(tensor) for tensor in ours().tensors]
-    assert [bytes_of(tensor) for tensor in fields.run()] == expected, "the peer computes something else"
     ours_ms, host_ms = clock.device_and_host(ours)
     raw_ms, raw_host_ms = clock.device_and_host(raw.run)
-    fields_ms, _ = clock.device_and_host(fields.run)
     return {
         **asdict(case),
         "strategy": strategy,
@@ -180,8 +186,6 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
         "ours_ms": ours_ms,
         "all_to_all_ms": raw_ms,
         "ratio": ours_ms / raw_ms,
-        "select_ms": clock.total(lambda: all_gather.redistribute(own, piece, group=group)),
-        "per_field_ms": fields_ms,
         "host_ms": host_ms,
         "all_to_all_host_ms": raw_host_ms,
         "call_ms": clock.total(ours),
@@ -189,68 +193,7 @@ def measure(case: Case, strategy: str, device: torch.device, repeats: int) -> di
     }
 
 
-def measure_copies(device: torch.device) -> dict[str, float]:
-    """Rate of the gathering copy kernel on one device beside that of a plain copy, bytes read and written."""
-    from benchmarks.references.blocks import segment_bytes
-    from trainer_client.balancing.redistribution.copies import FieldTable, describe_samples
-    from trainer_client.balancing.redistribution.copying import copy, piece_bytes
-
-    flat = make_batch(CASES[-1], 0).to(device)
-    fields = FieldTable.of(flat.structure.leaves)
-    sizes = segment_bytes(fields, np.array([flat.num_samples]), flat.totals[None])[0]
-    target = torch.empty(int(sizes.sum()) + 16 * len(sizes), dtype=torch.uint8, device=device)
-    padded = (sizes + 15) // 16 * 16
-    begin = np.array([0, flat.num_samples])
-    copies, job = describe_samples(
-        np.random.default_rng(0).permutation(flat.num_samples), begin, flat.lengths, begin, fields,
-        fields.addresses(flat.tensors, flat.totals)[None], target.data_ptr() + np.cumsum(padded) - padded,
-        flat.totals, most=piece_bytes(device),
-    )  # fmt: skip
-    described = torch.from_numpy(copies.words).to(device) if device.type == "cuda" else None
-    source = torch.ones(int(sizes.sum()), dtype=torch.uint8, device=device)
-    other = torch.empty_like(source)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    clock = Clock(device, 10)
-    packed, _ = clock.device_and_host(lambda: copy(copies, job, described, stream))
-    plain, _ = clock.device_and_host(lambda: other.copy_(source))
-    scale = 2 * float(sizes.sum()) / 1e6
-    return {"mib": float(sizes.sum()) / 2**20, "pack_gb_per_s": scale / packed, "copy_gb_per_s": scale / plain}
-
-
-# ---------------------------------------------------------------------- running
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What the command line says."""
-
-    quick: bool
-    check_only: bool
-    repeats: int
-    device: str
-    json_path: Path | None
-    profile: bool
-
-
-def profile_host(device: torch.device) -> None:
-    """Prints where the host's time goes when a redistribution is started and waited for."""
-    for case in (CASES[0], CASES[4]):
-        batches = [make_batch(case, home) for home in range(dist.get_world_size())]
-        piece = plan(batches, "shuffle")[1][dist.get_rank()]
-        own = batches[dist.get_rank()].to(device)
-        profiler = cProfile.Profile()
-        for repeat in range(60):
-            Clock(device, 0).meet()
-            if repeat >= 10:
-                profiler.enable()
-            start(own, piece, group=dist.group.WORLD).wait()
-            profiler.disable()
-        if dist.get_rank() == 0:
-            print(f"host time of 50 redistributions of {case}")
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
-
-
-def run_rank(rank: int, world_size: int, port: int, options: Options) -> None:
+def run_rank(rank: int, world_size: int, port: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if port:
         local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "WORLD_SIZE": world_size}
@@ -263,33 +206,26 @@ def run_rank(rank: int, world_size: int, port: int, options: Options) -> None:
     warm_up(device)
     compared = check(device, 6 if options.quick else 30)
     console.print(f"{compared} tensors a rank equal the reference gather on {world_size} ranks, {backend}")
-    if options.profile:
-        profile_host(device)
-    elif not options.check_only:
+    if not options.check:
         rows = []
         for case in QUICK if options.quick else CASES:
             for strategy in ("shuffle", "minimal_move"):
-                rows.append(measure(case, strategy, device, options.repeats))
+                rows.append(measure_case(case, strategy, device, options.repeats))
                 console.print(f"  {case}: {strategy} {rows[-1]['ours_ms']:.3f} ms")
-        copies = measure_copies(device)
-        console.print(f"copies of {copies['mib']:.0f} MiB: gathering {copies['pack_gb_per_s']:.0f} GB/s, "
-                      f"plain {copies['copy_gb_per_s']:.0f} GB/s")  # fmt: skip
         show(console, rows, world_size, backend)
-        if options.json_path is not None and rank == 0:
-            contents = report(rows, copies, device, world_size, backend, options.repeats)
-            write(options.json_path, contents)
+        if options.json is not None and rank == 0:
+            write(options.json, {"backend": backend, "ranks": world_size, "repeats": options.repeats, "rows": rows})
     dist.destroy_process_group()
 
 
 COLUMNS = (
-    "ours_ms", "all_to_all_ms", "ratio", "select_ms", "per_field_ms", "host_ms", "all_to_all_host_ms", "call_ms",
-    "all_to_all_call_ms",
+    "ours_ms", "all_to_all_ms", "ratio", "host_ms", "all_to_all_host_ms", "call_ms", "all_to_all_call_ms",
 )  # fmt: skip
 
 
 def show(console: Console, rows: list[dict[str, Any]], world_size: int, backend: str) -> None:
     table = Table(title=f"Redistribution on {world_size} ranks, {backend}, ms")
-    names = ("samples x features", "plan", "MiB held", "MiB sent", "ours", "All2All", "ratio", "select", "per field")
+    names = ("samples x features", "plan", "MiB held", "MiB sent", "ours", "All2All", "ratio")
     for name in (*names, "host", "bare host", "call", "bare call"):
         table.add_column(name, justify="left" if name in names[:2] else "right", no_wrap=True)
     for row in rows:
@@ -300,50 +236,22 @@ def show(console: Console, rows: list[dict[str, Any]], world_size: int, backend:
     console.print(table)
 
 
-def report(
-    rows: list[dict[str, Any]],
-    copies: dict[str, float],
-    device: torch.device,
-    world_size: int,
-    backend: str,
-    repeats: int,
-) -> dict[str, Any]:
-    on_gpu = device.type == "cuda"
-    return {
-        "command": f"python -m benchmarks.redistribution --ranks {world_size} --repeats {repeats}",
-        "machine": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
-        "torch": torch.__version__,
-        "backend": backend,
-        "ranks": world_size,
-        "copies": copies,
-        "rows": rows,
-    }
-
-
-def main(
-    ranks: Annotated[int, typer.Option(help="Ranks to start; default: one per GPU, or 2 without GPUs.")] = 0,
-    device: Annotated[str, typer.Option(help="cuda, cpu, or auto.")] = "auto",
-    check: Annotated[bool, typer.Option("--check", help="Only compare results with the reference.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Three cases and fewer repeats.")] = False,
-    repeats: Annotated[int, typer.Option(help="Timed repeats of each; 0 for the default.")] = 0,
-    profile: Annotated[bool, typer.Option("--profile", help="Only show where the host's time goes.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
-) -> None:
-    """Time of redistribution beside the backend's own All2All, all-gather and select, and one All2All per field."""
-    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.device_count() >= max(ranks, 1))
-    options = Options(
-        quick=quick,
-        check_only=check,
-        repeats=repeats or (10 if quick else 30),
-        device="cuda" if on_gpu else "cpu",
-        json_path=json_path,
-        profile=profile,
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=0, help="ranks to start; default: one per GPU, or 2 without GPUs")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--check", action="store_true", help="only compare results with the reference")
+    parser.add_argument("--quick", action="store_true", help="three cases and fewer repeats")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    options = parser.parse_args()
+    on_gpu = options.device == "cuda" or (
+        options.device == "auto" and torch.cuda.device_count() >= max(options.ranks, 1)
     )
+    options.device, options.repeats = "cuda" if on_gpu else "cpu", 10 if options.quick else 30
     if "TORCHELASTIC_RUN_ID" in os.environ:
         run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0, options)
         return
-    ranks = ranks or (torch.cuda.device_count() if on_gpu else 2)
+    ranks = options.ranks or (torch.cuda.device_count() if on_gpu else 2)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -351,4 +259,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.references import all_gather
 from benchmarks.references.redistribution import redistribute_reference
 from evenkeel.partitioning import slice_plan
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
@@ -59,7 +58,6 @@ def check(device: torch.device, rounds: int) -> int:
         moved = [start(batch, piece, group=dist.group.WORLD, device=device) for batch in (own, batches[rank], own)]
         results = [one.wait() for one in moved]
         torch.cuda.set_sync_debug_mode("default") if device.type == "cuda" else None
-        results.append(all_gather.redistribute(own, piece, group=dist.group.WORLD))
         for result in results:
             assert np.array_equal(result.lengths_tensor.cpu().numpy(), expected.lengths.T), f"lengths, seed {seed}"
             pairs = zip(expected.structure.leaves, result.tensors, expected.tensors, strict=True)

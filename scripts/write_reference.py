@@ -89,8 +89,8 @@ RESULTS = """# Result files
 
 <!-- Written by scripts/write_reference.py from the files. -->
 
-What the files under `benchmarks/results/` say of their making. Where date and commit are empty the file is older than
-the writer that notes them; `git log` of the file tells when it came.
+What the files under `benchmarks/results/` say of their making, the latest first; versions and commands stand in them.
+Where a file has a note, it is older than the writer of these notes, and commit and date are those of its coming.
 
 {files}
 """
@@ -159,14 +159,12 @@ def results_page() -> str:
     rows = []
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
-        made = result.get("provenance", result)
-        machine = made.get("machine", made.get("device", ""))
-        if isinstance(machine, dict):
-            cores = machine.get("cores", machine.get("cpus", ""))
-            machine = ", ".join(
-                [*machine.get("gpus", []), *filter(None, [machine.get("device", "")]), f"{cores} cores"]
-            )
-        rows.append((f"`{path.name}`", made.get("date", "")[:10], made.get("commit", "")[:12], machine))
+        made = result["provenance"]
+        machine = made["machine"]
+        cores = [f"{machine['cores']} cores"] if "cores" in machine else []
+        rows.append(
+            (f"`{path.name}`", made["date"][:10], made["commit"][:12], ", ".join([*machine.get("gpus", []), *cores]))
+        )
     rows.sort(key=lambda row: row[1], reverse=True)
     return RESULTS.format(files=_table(("file", "date", "commit", "machine"), rows))
 

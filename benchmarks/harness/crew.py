@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -157,11 +156,6 @@ class Run:
         """Of each step, the longest time for which a rank's loop stood still until its batch came."""
         steps = zip(*(result["records"] for result in self.results), strict=False)
         return [max(record["blocked"] for record in step) for step in steps]
-
-    @property
-    def reasons(self) -> Counter[str]:
-        """Steps by reason."""
-        return Counter(record["reason"] for record in self.results[0]["records"])
 
     @property
     def modes(self) -> list[str]:

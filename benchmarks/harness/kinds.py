@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -19,7 +20,7 @@ from evenkeel.protocol import balancer_pb2 as pb
 MAX_STEPS = 200  # of waiting for a fault to meet a message
 RARE = 0.3  # weight of a restart, which takes seconds
 
-Change = Callable[[pb.PlanRoundResponse, random.Random], None]
+Change = Callable[[pb.PlanRoundResponse], None]
 
 
 class Harm:
@@ -47,9 +48,9 @@ class Harm:
             "network loses all": lambda run: self._network(run, "swallow", True, "swallowed"),
             "connections refused": self._refuse,
             "cut in mid-message": self._cut,
-            "answer lost": lambda run: self._once(run, _lost(run.steps.timeout)),
-            "answer late": lambda run: self._once(run, _late_answer(rng.uniform(0.01, 2.0) * run.steps.timeout)),
-            "request late": lambda run: self._once(run, _late_request(rng.uniform(0.01, 2.0) * run.steps.timeout)),
+            "answer lost": lambda run: self._once(run, _held(after=1.2 * run.steps.timeout, lost=True)),
+            "answer late": lambda run: self._once(run, _held(after=rng.uniform(0.01, 2.0) * run.steps.timeout)),
+            "request late": lambda run: self._once(run, _held(before=rng.uniform(0.01, 2.0) * run.steps.timeout)),
             "request doubled": lambda run: self._once(run, lambda request, ask: (ask(request), ask(request))[1]),
             "request garbled": lambda run: self._once(run, lambda request, ask: ask(_garbled(request, rng))),
             "answers in another order": self._reorder,
@@ -149,7 +150,7 @@ class Harm:
     def _garbled(self, change: Change) -> Callable[[Run], bool]:
         def forge(request: bytes, ask: Ask) -> bytes:
             answer = pb.PlanRoundResponse.FromString(ask(request))
-            change(answer, self._rng)
+            change(answer)
             return answer.SerializeToString()
 
         return lambda run: self._once(run, forge)
@@ -193,28 +194,16 @@ class Harm:
         return self._wait(run, met.is_set)
 
 
-def _lost(timeout: float) -> Hook:
+def _held(before: float = 0.0, after: float = 0.0, lost: bool = False) -> Hook:
+    """A call that is held up, and may lose its answer."""
+
     def hold(request: bytes, ask: Ask) -> bytes:
-        ask(request)
-        time.sleep(1.2 * timeout)
-        raise Refused(grpc.StatusCode.UNAVAILABLE)
-
-    return hold
-
-
-def _late_answer(seconds: float) -> Hook:
-    def hold(request: bytes, ask: Ask) -> bytes:
+        time.sleep(before)
         answer = ask(request)
-        time.sleep(seconds)
+        time.sleep(after)
+        if lost:
+            raise Refused(grpc.StatusCode.UNAVAILABLE)
         return answer
-
-    return hold
-
-
-def _late_request(seconds: float) -> Hook:
-    def hold(request: bytes, ask: Ask) -> bytes:
-        time.sleep(seconds)
-        return ask(request)
 
     return hold
 
@@ -231,41 +220,25 @@ def _cut_short(data: bytes, rng: random.Random) -> bytes:
     return data[: rng.randrange(len(data))]
 
 
-def _other_destinations(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
-    """A plan that is not the best, or of too many samples on a rank; but a plan."""
-    values = bytearray(answer.destinations)
-    values[:] = bytes(len(values))
-    answer.destinations = bytes(values)
+def _changed(**fields: Callable[[pb.PlanRoundResponse], bytes]) -> Change:
+    """An answer some of whose fields are others."""
 
+    def change(answer: pb.PlanRoundResponse) -> None:
+        for name, value in {name: make(answer) for name, make in fields.items()}.items():
+            setattr(answer, name, value)
 
-def _destination_that_is_none(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
-    answer.destinations = b"\xff" * len(answer.destinations)
-
-
-def _fewer_destinations(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
-    answer.destinations = answer.destinations[:-2] or b"\0\0"
-
-
-def _loads_that_are_none(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
-    answer.loads_after = b"\xff" * len(answer.loads_after)
-
-
-def _no_figures(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
-    del answer.figures[:]
-
-
-def _parts(answer: pb.PlanRoundResponse, rng: random.Random) -> None:
-    """Parts that nobody has asked for."""
-    answer.part_samples = rng.randbytes(8 * len(answer.destinations) // 2)
-    answer.part_begins = rng.randbytes(8 * len(answer.destinations) // 2)
-    answer.pieces = rng.randbytes(56)
+    return change
 
 
 _CHANGES: dict[str, Change] = {
-    "all to rank 0": _other_destinations,
-    "ranks that are none": _destination_that_is_none,
-    "destinations missing": _fewer_destinations,
-    "loads that are NaN": _loads_that_are_none,
-    "figures missing": _no_figures,
-    "parts that are none": _parts,
+    "all to rank 0": _changed(destinations=lambda answer: bytes(len(answer.destinations))),  # a plan, not the best
+    "ranks that are none": _changed(destinations=lambda answer: b"\xff" * len(answer.destinations)),
+    "destinations missing": _changed(destinations=lambda answer: answer.destinations[:-2] or b"\0\0"),
+    "loads that are NaN": _changed(loads_after=lambda answer: b"\xff" * len(answer.loads_after)),
+    "figures missing": lambda answer: answer.ClearField("figures"),
+    "parts that are none": _changed(
+        part_samples=lambda answer: os.urandom(4 * len(answer.destinations)),
+        part_begins=lambda answer: os.urandom(4 * len(answer.destinations)),
+        pieces=lambda answer: os.urandom(56),
+    ),
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+_LINE = 500
 _PACKAGES = ("numpy", "numba", "torch", "grpcio", "fbgemm_gpu", "torchrec", "highspy", "scipy")
 
 
@@ -37,7 +38,21 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
     """Writes a result as JSON, with where it comes from; None: not at all."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"provenance": provenance()} | result, indent=1, ensure_ascii=False) + "\n")
+        path.write_text(_text({"provenance": provenance()} | result) + "\n", encoding="utf-8")
+
+
+def _text(value: Any, indent: str = "") -> str:
+    """As JSON, indented down to what fits a line."""
+    line = json.dumps(value, ensure_ascii=False)
+    if len(indent) + len(line) <= _LINE or not isinstance(value, dict | list):
+        return line
+    inner = indent + " "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(str(key), ensure_ascii=False)}: {_text(one, inner)}" for key, one in value.items()]
+    else:
+        parts = [_text(one, inner) for one in value]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return f"{begin}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{end}"
 
 
 def _module() -> str:

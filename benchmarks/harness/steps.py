@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -48,7 +45,6 @@ class Steps:
         slow: (rank, step) to the seconds that the rank's data takes there.
         bad_costs: (rank, step) at which a cost is NaN.
         big: (rank, step) at which the batch has 30 times the samples.
-        jumping_clock: Whether the ranks' wall clock jumps by up to a day, both ways, whenever Python reads it.
     """
 
     address: str
@@ -61,7 +57,6 @@ class Steps:
     slow: dict[tuple[int, int], float] = field(default_factory=dict)
     bad_costs: frozenset[tuple[int, int]] = frozenset()
     big: frozenset[tuple[int, int]] = frozenset()
-    jumping_clock: bool = False
 
     def size(self, rank: int, step: int) -> int:
         """Samples of a rank's batch: some are empty, all sizes occur."""
@@ -96,8 +91,7 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
         costs = cost_of(batch)
         return torch.full_like(costs, torch.nan, dtype=torch.float64) if next(calls) in bad else costs
 
-    jumping = _jumping_clock() if steps.jumping_clock else contextlib.nullcontext()
-    with jumping, Balancer.connect(steps.address, job=steps.name, options=options) as balancer:
+    with Balancer.connect(steps.address, job=steps.name, options=options) as balancer:
         source: Any = _Source(steps, rank)
         loader = BalancedLoader(source, balancer, cost=cost, spec=SPEC, name=steps.loader)
         came = time.monotonic()
@@ -127,17 +121,6 @@ def take_steps(rank: int, steps: Steps, stopped: Callable[[], bool], tell: Calla
     return {
         "records": records, "breaker_changes": changes, "waits": waits, "close_seconds": time.monotonic() - started,
     }  # fmt: skip
-
-
-@contextlib.contextmanager
-def _jumping_clock() -> Iterator[None]:
-    real = time.time
-
-    def jump() -> float:
-        return real() + random.uniform(-86_400, 86_400)
-
-    with mock.patch.multiple(time, time=jump, time_ns=lambda: int(jump() * 1e9)):
-        yield
 
 
 @dataclass(slots=True)

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -55,17 +54,13 @@ class Tally:
         self.compared += verdict.compared
         self.by_data[job.data] += sum(verdict.stops.values())
         self.sums.stops += verdict.stops
-        for name in ("resizes", "samples", "lost", "doubled", "asked"):
+        for name in ("resizes", "samples", "lost", "doubled"):
             setattr(self.sums, name, getattr(self.sums, name) + getattr(verdict, name))
-        self.sums.size = max(self.sums.size, verdict.size)
-        self.sums.saved_after = max(self.sums.saved_after, verdict.saved_after)
         if verdict.findings:
             self.wrong.append({"job": str(job), "findings": verdict.findings})
 
     def result(self, seconds: float) -> dict[str, Any]:
         """For the result file."""
-        asked = np.array(self.sums.asked or [0.0]) * 1e6
-        median, p99 = (round(float(np.quantile(asked, share)), 1) for share in (0.5, 0.99))
         return {
             "seconds": round(seconds, 1),
             "jobs": self.jobs,
@@ -76,9 +71,6 @@ class Tally:
             "lost": self.sums.lost,
             "doubled": self.sums.doubled,
             "jobs_compared_bit_by_bit": self.compared,
-            "state_dict_microseconds": {"median": median, "p99": p99},
-            "largest_state_bytes": self.sums.size,
-            "longest_seconds_from_sigterm_to_checkpoint": round(self.sums.saved_after, 3),
             "findings": self.wrong,
         }
 

@@ -50,9 +50,6 @@ class Verdict:
     doubled: int = 0
     findings: list[str] = field(default_factory=list)
     compared: bool = False
-    asked: list[float] = field(default_factory=list)
-    size: int = 0
-    saved_after: float = 0.0
 
 
 def judge(job: KilledJob) -> Verdict:
@@ -96,10 +93,6 @@ def _one_run(job: KilledJob, folder: str, run: int, stop: Stop | None, verdict: 
         answers = _wait(ends, processes)
     results = [answer[0] for answer in answers if answer is not None and answer[0] is not None]
     traces = [answer[2] for answer in answers if answer is not None and answer[2]]
-    for one in results:
-        verdict.asked += one["asked"]
-        verdict.size = max(verdict.size, one["bytes"])
-        verdict.saved_after = max(verdict.saved_after, one.get("saved_after", 0.0))
     if len(results) == world_size:
         if all(one["ended"] for one in results):
             return results[0]  # type: ignore[no-any-return]

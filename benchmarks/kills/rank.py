@@ -103,11 +103,11 @@ class Terminated:
     """Whether a rank was told to end, and all ranks' word on it."""
 
     def __init__(self) -> None:
-        self._told, self.at = False, time.monotonic()
+        self._told = False
         signal.signal(signal.SIGTERM, self._tell)
 
     def _tell(self, *_: object) -> None:
-        self._told, self.at = True, time.monotonic()
+        self._told = True
 
     def on_any_rank(self) -> bool:
         """Whether any rank was told; all ranks ask after the same step."""
@@ -140,8 +140,7 @@ def train(rank: int, job: KilledJob, folder: str, run: int, stop: Stop | None) -
     balance = Balancer.off if job.balancer == "off" else Balancer.embedded
     options = BalanceOptions(window=job.window, depth=job.depth, group_timeout=timedelta(seconds=60))
     weights = torch.zeros(FEATURES, dtype=torch.float32)
-    first_epoch, step, size = 0, 0, 0
-    asked: list[float] = []
+    first_epoch, step = 0, 0
     with balance(options=options) as balancer:
         loader: BalancedLoader[Any] = BalancedLoader(make_loader(job, rank, world_size), balancer, cost=cost, spec=SPEC)
         evaluation: BalancedLoader[Any] = BalancedLoader(
@@ -168,15 +167,11 @@ def train(rank: int, job: KilledJob, folder: str, run: int, stop: Stop | None) -
                         assert sum(len(each["id"]) for each in evaluation) >= 0
                     ends = told.on_any_rank()
                     if ends or step % job.save_every == 0:
-                        began = time.perf_counter()
-                        state = loader.state_dict()
-                        asked.append(time.perf_counter() - began)
-                        size = max(size, len(pickle.dumps(state)))
-                        save(place, run, rank, {"loader": state, "epoch": epoch, "step": step, "weights": weights})
+                        state = {"loader": loader.state_dict(), "epoch": epoch, "step": step, "weights": weights}
+                        save(place, run, rank, state)
                     if ends:
-                        late = time.monotonic() - told.at if rank == victim else 0.0
-                        return {"ended": False, "asked": asked, "bytes": size, "saved_after": late}
-    return {"ended": True, "asked": asked, "bytes": size, "weights": weights, "steps": step}
+                        return {"ended": False}
+    return {"ended": True, "weights": weights, "steps": step}
 
 
 def update(weights: torch.Tensor, batch: dict[str, torch.Tensor], scale: float) -> torch.Tensor:

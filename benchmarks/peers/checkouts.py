@@ -1,7 +1,4 @@
-"""Peers' modules out of checkouts that the user gives: nothing of theirs is copied, built or changed.
-
-As a program, `python -m benchmarks.peers.checkouts LOADER PATH` only tries whether one can be used.
-"""
+"""Peers' modules out of checkouts that the user gives: nothing of theirs is copied, built or changed."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import importlib.util
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,9 +86,6 @@ def load_recsys_examples(path: Path) -> RecsysExamples:
     return RecsysExamples(checkout=checkout, shuffler=shuffler, factory=factory, batch=batch, partitioner=partitioner)
 
 
-_BATCHED = "batched_dynamicemb_tables"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchEasyRec:
     """Alibaba TorchEasyRec: its planner.
@@ -121,22 +114,6 @@ def load_torcheasyrec(path: Path) -> TorchEasyRec:
         name="TorchEasyRec", commit=commit_of(path), compiled="its generated protocol buffers", skipped=skipped
     )
     return TorchEasyRec(checkout=checkout, planner=importlib.import_module("tzrec.utils.plan_util"))
-
-
-_NOT_ON_AN_INDEX = ("graphlearn", "pyfg", "common_io", "confluent_kafka", "aiofiles", "Tea", "alibabacloud_credentials")
-"""What most machines lack of what TorchEasyRec imports; any other package is found missing in its turn."""
-
-
-def try_out(load: Callable[[Path], object], path: Path) -> None:
-    """Loads a checkout in a process of its own, so that ranks are not started for one that cannot be used.
-
-    Raises:
-        CheckoutError: If it cannot; with the sentence that is told there.
-    """
-    command = [sys.executable, "-m", "benchmarks.peers.checkouts", load.__name__, str(path)]
-    tried = subprocess.run(command, capture_output=True, text=True, check=False)
-    if tried.returncode:
-        raise CheckoutError((tried.stderr.strip() or f"{path}: importing it ends the process").splitlines()[-1])
 
 
 def commit_of(path: Path) -> str:
@@ -178,10 +155,3 @@ def _import_from(root: Path, package: str, heavy: tuple[str, ...], names: tuple[
     except ImportError as error:
         raise CheckoutError(f"{root}: {error}; install what it names") from error
     return heavy
-
-
-if __name__ == "__main__":
-    try:
-        globals()[sys.argv[1]](Path(sys.argv[2]))
-    except CheckoutError as error:
-        sys.exit(str(error))

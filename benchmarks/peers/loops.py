@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,24 +18,8 @@ from trainer_client.balancing import BalancedLoader, Balancer
 _AHEAD = 2  # batches that the peer's pipeline has on the device before it trains one
 
 
-class Source(Protocol):
-    """The batches of one block of steps."""
-
-    def begin(self, batches: Sequence[Any]) -> None:
-        """Takes this rank's batches as loaded."""
-
-    def take(self) -> Any:
-        """The next batch to train, usable on the current stream."""
-
-    def before_forward(self) -> None:
-        """What is done right before the forward pass is queued."""
-
-    def after_forward(self) -> None:
-        """What is done between forward and backward pass."""
-
-
 class Shuffled:
-    """As `JaggedMegatronTrainPipelineSparseDist` of recsys-examples does it, also without a shuffler.
+    """The batches of a block of steps, as `JaggedMegatronTrainPipelineSparseDist` of recsys-examples has them.
 
     All of it on a stream of copies: the next batch to the device, then the first phase before the forward pass, the
     second after it, and the main stream waits for that before the backward pass.
@@ -126,7 +110,7 @@ class Ours:
 class Timed:
     """A source, and the time that the training thread spends in it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Shuffled | Ours) -> None:
         self._source = source
         self.seconds = 0.0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.end_to_end_rank import compilations, gather, make_model, say
-from benchmarks.peers.batches import WORDS, BatchMaker, batch_class, to_sequences
-from benchmarks.peers.cases import SETTINGS, Case, add_shuffle_flags
+from benchmarks.peers.batches import batch_class, make_batch, to_sequences
+from benchmarks.peers.cases import SETTINGS, add_shuffle_flags
 from benchmarks.peers.checkouts import RecsysExamples, load_recsys_examples
-from benchmarks.peers.loops import Ours, Shuffled, Source, Timed, their_shuffler
+from benchmarks.peers.loops import Ours, Shuffled, Timed, their_shuffler
 from benchmarks.peers.on_cpu import stand_ins
 from examples.datasets import Keys, SyntheticSequences, UniformLengths, lengths_named
 from examples.hstu.model import loss_of
@@ -55,7 +54,6 @@ class Entrant:
 
     setting: str
     source: Timed
-    ours: Ours | None = None
     closing: Callable[[], None] | None = None
     steps_ms: list[list[float]] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
@@ -71,19 +69,18 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     trainer = Trainer(make_model(options, device), device, learning_rate=1e-4, seed=options.seed)
     results: dict[str, Any] = {
         "peer": peer.checkout.describe(),
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "ranks": dist.get_world_size(),
         "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
         "cases": [],
     }
     say(rank, f"{peer.checkout}; {trainer.options.num_layers} layers on {device}")
     kind = batch_class(peer.batch.BaseBatch)
-    for case in map(Case.parse, options.cases):
+    for case in options.cases:
         began = time.perf_counter()
-        padded, plain, totals = make_batches(options, case, kind, trainer, device)
+        batches = make_batches(options, case, kind, trainer, device)
         warm_up = Shuffled(None, device)
-        train(trainer, Timed(warm_up), padded[: options.warm_up], totals, Entrant(setting="", source=Timed(warm_up)))
+        train(trainer, Timed(warm_up), batches[: options.warm_up], Entrant(setting="", source=Timed(warm_up)))
         entrants = [enter(setting, options, peer, device, case) for setting in options.settings]
         length = -(-options.steps // options.blocks)
         for first in range(0, options.steps, length):
@@ -91,8 +88,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
             for entrant in entrants:
                 trainer.reset()
                 compiled = compilations()
-                batches = (padded if entrant.ours is None else plain)[first : first + length]
-                train(trainer, entrant.source, batches, totals[first : first + length], entrant)
+                train(trainer, entrant.source, batches[first : first + length], entrant)
                 shown = float(np.median(entrant.steps_ms[-1]))
                 again = f", {compilations() - compiled} graphs compiled" if compilations() > compiled else ""
                 say(rank, f"{case}, {entrant.setting}, from step {first}: {shown:.2f} ms a step{again}")
@@ -108,19 +104,19 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
             if entrant.closing is not None:
                 entrant.closing()
         seconds = time.perf_counter() - began
-        results["cases"].append({"case": str(case), "seconds": seconds, "settings": collected})
+        results["cases"].append({"case": case, "seconds": seconds, "settings": collected})
         if rank == 0:  # after each case, so that a run that is stopped leaves what it has
             options.result.write_text(json.dumps(results))
 
 
-def enter(setting: str, options: argparse.Namespace, peer: RecsysExamples, device: torch.device, case: Case) -> Entrant:
+def enter(setting: str, options: argparse.Namespace, peer: RecsysExamples, device: torch.device, case: str) -> Entrant:
     """A setting, ready for its first block."""
     assert setting in SETTINGS, setting
     if setting in ("evenkeel", "evenkeel_window"):
         window = options.window if setting == "evenkeel_window" else 1
         balancer = Balancer.embedded(options=BalanceOptions(window=window))
         ours = Ours(balancer, device, f"{case}-{setting}")
-        return Entrant(setting=setting, source=Timed(ours), ours=ours, closing=balancer.close)
+        return Entrant(setting=setting, source=Timed(ours), closing=balancer.close)
     shuffler, closing = None, None
     if setting == "evenkeel_drop_in":
         shuffler = evenkeel_shuffler(type(their_shuffler(peer)))()
@@ -128,43 +124,32 @@ def enter(setting: str, options: argparse.Namespace, peer: RecsysExamples, devic
         closing = shuffler.close
     elif setting != "off":
         shuffler = their_shuffler(peer)
-    source: Source = Shuffled(shuffler, device, all_to_all=setting == "theirs_all_to_all")
-    return Entrant(setting=setting, source=Timed(source), closing=closing)
+    source = Timed(Shuffled(shuffler, device, all_to_all=setting == "theirs_all_to_all"))
+    return Entrant(setting=setting, source=source, closing=closing)
 
 
 def make_batches(
-    options: argparse.Namespace, case: Case, kind: type[Any], trainer: Trainer, device: torch.device
-) -> tuple[list[Any], list[Any], list[int]]:
-    """This rank's batches, padded as the peer wants them and as they are; samples of each global batch."""
-    size, rank, world_size = options.batch_size, dist.get_rank(), dist.get_world_size()
-    if case.lengths == "equal":
+    options: argparse.Namespace, case: str, kind: type[Any], trainer: Trainer, device: torch.device
+) -> list[Any]:
+    """This rank's batches."""
+    if case == "equal":
         lengths: Any = UniformLengths(minimum=options.equal, maximum=options.equal)
     else:
-        lengths = lengths_named(case.lengths, maximum=options.max_length, mean=options.mean)
+        lengths = lengths_named(case, maximum=options.max_length, mean=options.mean)
     data = SyntheticSequences(
-        num_batches=options.steps, batch_size=size, lengths=lengths, seed=options.seed, rank=rank,
-        items=Keys(count=options.items, exponent=1.05),
+        num_batches=options.steps, batch_size=options.batch_size, lengths=lengths, seed=options.seed,
+        rank=dist.get_rank(), items=Keys(count=options.items, exponent=1.05),
     )  # fmt: skip
-    draw = np.random.default_rng([options.seed, 99])
-    counts = np.full((options.steps, world_size), size)
-    if case.incomplete:
-        counts = draw.integers(size // 2, size + 1, (options.steps, world_size))
-    sequences, cost = list(data), trainer.options.cost()
-    pinned = device.type == "cuda"
-    most = max(int(batch.num_history.sum()) for batch in sequences) * WORDS if case.payload == "embeddings" else 0
-    words = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
-    maker = BatchMaker(kind=kind, payload=case.payload, words=words)
-    padded, plain = [], []
-    for batch, keep in zip(sequences, counts[:, rank].tolist(), strict=True):
-        workload = torch.as_tensor(np.asarray(cost(batch)) / 1e3).long()
-        made = [maker.make(batch, workload, keep=keep, pad_to=pad_to) for pad_to in (size, keep)]
-        padded.append(made[0].pin_memory() if pinned else made[0])
-        plain.append(made[1].pin_memory() if pinned else made[1])
-    return padded, plain, counts.sum(axis=1).tolist()
+    cost, batches = trainer.options.cost(), []
+    for sequences in data:
+        batch = make_batch(kind, sequences, torch.as_tensor(np.asarray(cost(sequences)) / 1e3).long())
+        batches.append(batch.pin_memory() if device.type == "cuda" else batch)
+    return batches
 
 
-def train(trainer: Trainer, source: Timed, batches: list[Any], totals: list[int], entrant: Entrant) -> None:
+def train(trainer: Trainer, source: Timed, batches: list[Any], entrant: Entrant) -> None:
     """One block of steps."""
+    total = sum(batch.actual_batch_size for batch in batches[:1]) * dist.get_world_size()
     device, on_gpu = trainer.device, trainer.device.type == "cuda"
     dist.barrier()
     if on_gpu:
@@ -173,7 +158,7 @@ def train(trainer: Trainer, source: Timed, batches: list[Any], totals: list[int]
         torch.cuda.reset_peak_memory_stats(device)
     source.begin(batches)
     marks, host, losses, loads = [_mark(on_gpu)], [], [], []
-    for total in totals[: len(batches)]:
+    for _ in batches:
         before = source.seconds
         batch = source.take()
         loads.append(batch.workload.sum())
@@ -184,7 +169,7 @@ def train(trainer: Trainer, source: Timed, batches: list[Any], totals: list[int]
             loss = loss_of(trainer.model(sequences), sequences)
         source.after_forward()
         trainer.optimizer.zero_grad(set_to_none=True)
-        (loss * (dist.get_world_size() / total)).backward()  # type: ignore[no-untyped-call]
+        (loss * (dist.get_world_size() / total)).backward()
         trainer.optimizer.step()
         losses.append(loss.detach() / total)
         marks.append(_mark(on_gpu))

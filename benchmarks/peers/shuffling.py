@@ -16,24 +16,21 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers.cases import SHUFFLE_FLAGS
-from benchmarks.peers.checkouts import load_recsys_examples, try_out
 
 MEGABYTE = 1 << 20
 
 
 def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Runs all cases; a row for each setting of each."""
-    recorded = json.loads(options.from_raw.read_text()) if options.from_raw else _record(options)
-    found = summarize(recorded, options.skip)
+    found = summarize(_record(options), options.skip)
     show(found, console)
     return found
 
 
 def _record(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the ranks; what they measured."""
-    try_out(load_recsys_examples, options.recsys_examples)
     with tempfile.TemporaryDirectory() as folder:
-        raw = (options.raw or Path(folder) / "raw.json").absolute()
+        raw = Path(folder) / "raw.json"
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks),
             "--master-addr", "127.0.0.1", "--master-port", str(options.master_port),
@@ -57,7 +54,7 @@ def summarize(recorded: dict[str, Any], skip: int) -> dict[str, Any]:
         recorded: What the ranks measured.
         skip: First steps of each block that do not count.
     """
-    timed = recorded["versions"]["cuda"] is not None and recorded["options"]["device"] != "cpu"
+    timed = recorded["device"] != "CPU"
     cases = []
     for case in recorded["cases"]:
         off = case["settings"].get("off")
@@ -82,7 +79,7 @@ def summarize(recorded: dict[str, Any], skip: int) -> dict[str, Any]:
             for row in rows.values():
                 row["over_evenkeel"] = None if base is None else row["mean_ms"] / base
         cases.append({"case": case["case"], "seconds": case["seconds"], "settings": rows})
-    kept = {key: recorded[key] for key in ("peer", "machine", "versions", "ranks", "options")}
+    kept = {key: recorded[key] for key in ("peer", "device", "ranks", "options")}
     return {**kept, "skipped_steps": skip, "cases": cases}
 
 
@@ -96,7 +93,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     """A table of all rows."""
     peer = found["peer"]
     table = Table(
-        title=f"{found['ranks']} × {found['machine']}; theirs: {peer['name']} at {peer['commit']}, {peer['compiled']}"
+        title=f"{found['ranks']} × {found['device']}; theirs: {peer['name']} at {peer['commit']}, {peer['compiled']}"
     )
     for heading in (
         "batches",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.programs.language import (
@@ -28,39 +28,22 @@ from benchmarks.programs.language import (
 MAX_STEPS = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """What programs may use on this machine.
-
-    Attributes:
-        ranks: Least and largest number of processes.
-        kinds: Of balancers.
-        torchrec: Whether there is TorchRec.
-        meshes: Whether `process_group` takes a `DeviceMesh`.
-    """
-
-    ranks: tuple[int, int]
-    kinds: tuple[Kind, ...] = ("embedded", "off", "service", "faulty", "gone")
-    torchrec: bool = True
-    meshes: bool = True
-
-
 _KINDS: dict[Kind, int] = {"embedded": 45, "off": 8, "service": 25, "faulty": 12, "gone": 10}
 _COSTS: dict[Cost, int] = {"square": 35, "float": 20, "tokens": 15, "zero": 7, "list": 5, "bfloat16": 5, "half": 3}
 _COSTS |= {"huge": 5, "bad": 5}
 _STATEMENTS = {"loop": 60, "zip": 6, "manual": 10, "close": 7, "drop": 7, "resume": 6, "barrier": 4}
 
 
-def draw(seed: int, means: Means) -> Program:
-    """The program of a seed, the same on every machine that has the same means."""
-    return _Draw(random.Random(seed), means).program(seed)
+def draw(seed: int, ranks: tuple[int, int]) -> Program:
+    """The program of a seed, for so many ranks at least and at most."""
+    return _Draw(random.Random(seed), ranks).program(seed)
 
 
 class _Draw:
-    def __init__(self, rng: random.Random, means: Means) -> None:
-        self.rng, self.means = rng, means
-        self.processes = rng.randint(*means.ranks)
-        self.peers = 2 if means.meshes and self.processes % 2 == 0 and rng.random() < 0.15 else 1
+    def __init__(self, rng: random.Random, ranks: tuple[int, int]) -> None:
+        self.rng = rng
+        self.processes = rng.randint(*ranks)
+        self.peers = 2 if self.processes % 2 == 0 and rng.random() < 0.15 else 1
         self.ranks = self.processes // self.peers  # with data of their own
 
     def chance(self, share: float) -> bool:
@@ -84,7 +67,7 @@ class _Draw:
 
     def balancer(self) -> BalancerPlan:
         return BalancerPlan(
-            kind=self.weigh({kind: share for kind, share in _KINDS.items() if kind in self.means.kinds}),
+            kind=self.weigh(_KINDS),
             window=self.weigh({1: 70, 2: 20, 3: 10}),
             depth=self.weigh({1: 20, 2: 55, 3: 15, 5: 10}),
             counts="free" if self.chance(0.3) else "equal",
@@ -97,8 +80,7 @@ class _Draw:
 
     def loader(self, number: int, others: Sequence[LoaderPlan], balancers: Sequence[BalancerPlan]) -> LoaderPlan:
         rng = self.rng
-        layouts: list[Layout] = ["plain", "nested", "dense", "flat", "parted"]
-        layouts += ["jagged", "keyed"] if self.means.torchrec else []
+        layouts: list[Layout] = ["plain", "nested", "dense", "flat", "parted", "jagged", "keyed"]
         plan = LoaderPlan(
             balancer=rng.randrange(len(balancers)),
             name=f"loader{number}",

@@ -38,11 +38,6 @@ class Verdict:
     compared: int = 0
     rounds: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def signature(self) -> str:
-        """What kind of finding the first is."""
-        return re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", self.findings[0].splitlines()[0])[:160] if self.findings else ""
-
 
 def judge(program: Program, outcome: Outcome) -> Verdict:
     """Holds what the ranks tell against what is promised."""

@@ -1,6 +1,5 @@
 """What the ranks of programs are forked with: everything imported, all kernels loaded."""
 
-import contextlib
 import gc
 from pathlib import Path
 
@@ -11,13 +10,9 @@ from evenkeel import partitioning
 from trainer_client.balancing import redistribution
 from trainer_client.embedding import routing
 
-if not Path(
-    "/dev/nvidiactl"
-).exists():  # FBGEMM's build for GPUs initialises CUDA, which no forked process can use then
-    with contextlib.suppress(ModuleNotFoundError):
-        import torchrec  # noqa: F401
-with contextlib.suppress(ModuleNotFoundError):
-    import trainer_client.balancing.asking  # noqa: F401
+# FBGEMM's build for GPUs initialises CUDA, which no forked process can use then.
+if not Path("/dev/nvidiactl").exists():
+    import torchrec  # noqa: F401
 
 partitioning.warm_up()
 redistribution.warm_up()

@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.harness.authorities import channel
 from benchmarks.harness.balancer_process import running_balancer
 from benchmarks.harness.ranks import run_ranks
+from tests.services.balancer.jobs import RunningJob
 from tests.services.planner.serving import served
-from tests.services.security.jobs import RunningJob
 from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of
 from trainer_client import BalancedLoader
 from trainer_client.observing.metrics import RankExporter

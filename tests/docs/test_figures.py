@@ -150,3 +150,12 @@ def test_files_that_the_pages_name_exist() -> None:
         for name in re.findall(r"`(?:benchmarks/results/)?(\w+\.json)`", page.read_text(encoding="utf-8")):
             if page.parent.name == "evidence" or name.endswith("h200.json"):
                 assert (RESULTS / name).exists(), f"{page}: {name}"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_names_its_making(path: Path) -> None:
+    made = json.loads(path.read_text(encoding="utf-8"))["provenance"]
+    assert re.fullmatch(r"[0-9a-f]{7,40}(\+changes)?", made["commit"])
+    assert re.match(r"20\d\d-\d\d-\d\d", made["date"])
+    assert made["machine"].keys() <= {"cores", "cpu", "gpus", "load"}
+    assert made["command"]

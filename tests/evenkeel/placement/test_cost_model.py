@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.placement_model import MEASURED, measured_request, measurement, predicted_mib
+from benchmarks.references.dynamicemb_steps import MEASURED, measured_request, measurement, predicted_mib
 from evenkeel.placement import (
     Mode,
     PlanRequest,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,14 +15,17 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 import trustme
 import yaml
 
 from benchmarks.harness.authorities import channel, write_certificate
-from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.balancer_process import fork, running_balancer
+from services.operations.launch import running_service
+from services.operations.program import Sparing
 from services.security.tokens import hash_token
 from tests.services.balancer.calls import Lead
-from tests.services.security.jobs import RunningJob
+from tests.services.balancer.jobs import RunningJob
 
 TOKEN, WRONG = "s" * 43, "w" * 43
 SECONDS = 60.0
@@ -104,33 +105,38 @@ def test_a_balancer_s_log(tmp_path: Path) -> None:
 
 
 def test_a_planner_s_log(tmp_path: Path) -> None:
-    tokens, port_file = tmp_path / "tokens.yml", tmp_path / "port"
+    tokens = tmp_path / "tokens.yml"
     tokens.write_text(yaml.safe_dump({"tokens": [{"name": "t", "sha256": hash_token(TOKEN), "jobs": ["*"]}]}))
-    command = [sys.executable, "-m", "services.planner", "--port", "0", "--port-file", str(port_file)]
-    child = subprocess.Popen(
-        [*command, "--token-file", str(tokens), "--log-level", "debug"],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "no_proxy": "127.0.0.1"},
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + SECONDS
-        while not port_file.exists():
-            assert child.poll() is None, child.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        url = f"http://127.0.0.1:{int(port_file.read_text())}/v1/plans"
+    flags = ("--token-file", str(tokens), "--log-level", "debug")
+    with running_service("services.planner", *flags, spawn=fork) as planner:
         for token, status in ((WRONG, 401), (TOKEN, 422)):
-            request = urllib.request.Request(url, b"{}", {"Authorization": f"Bearer {token}"})
+            headers = {"Authorization": f"Bearer {token}"}
+            request = urllib.request.Request(f"http://{planner.address}/v1/plans", b"{}", headers)
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(request, timeout=SECONDS)
             assert refused.value.code == status
-        child.send_signal(signal.SIGTERM)
-        output, errors = child.communicate(timeout=SECONDS)
-    finally:
-        child.kill()
-    assert child.returncode == 0
-    lines = read_lines(errors)
+        assert planner.stop() == 0
+        text = planner.log
+    lines = read_lines(text)
     assert (lines[0]["event"], lines[-1]["event"]) == ("planner_ready", "planner_stopped")
     assert any(line["event"] == "request refused" for line in lines)
-    assert output == ""
     for secret in (TOKEN, WRONG, hash_token(TOKEN)):
-        assert secret not in errors
+        assert secret not in text
+
+
+def test_lines_about_one_caller_are_spared_and_those_about_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    sparing = Sparing(rate=1.0, burst=3.0)
+
+    def passes(**event: str) -> dict[str, object] | None:
+        try:
+            return dict(sparing(None, "warning", event))
+        except structlog.DropEvent:
+            return None
+
+    assert [passes(event="refused", caller="x") is not None for _ in range(10)] == [True] * 3 + [False] * 7
+    assert passes(event="refused", caller="y") == {"event": "refused", "caller": "y", "left_out": 7}
+    assert all(passes(event="serving") for _ in range(1000)), "lines about nobody are never spared"
+    now += 1.0
+    assert [passes(event="refused", caller="x") is not None for _ in range(2)] == [True, False]

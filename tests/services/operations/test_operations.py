@@ -1,9 +1,10 @@
-"""Health, metrics and probes over HTTP."""
+"""Starts, health, metrics, probes and drains of services."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -13,13 +14,22 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from benchmarks.harness.authorities import channel
+from benchmarks.harness.balancer_process import fork, running_balancer
 from services.operations import probe
 from services.operations.http import OperationsServer
+from services.operations.launch import running_service
 from services.operations.process import EventLoopLag, add_process_metrics
+
+SECONDS = 60.0
+Status = health_pb2.HealthCheckResponse
 
 
 @dataclass
@@ -41,9 +51,9 @@ def server(state: State) -> Iterator[OperationsServer]:
     serving.close()
 
 
-def get(server: OperationsServer, path: str) -> tuple[int, str]:
+def get(port: int, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=60) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=SECONDS) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -54,8 +64,8 @@ def test_scrapers_that_trickle_keep_nobody_out_and_take_few_threads(server: Oper
     trickling = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(200)]
     for number, raw in enumerate(trickling):
         with contextlib.suppress(OSError):
-            raw.sendall(b"GET /metrics HTTP/1.1"[: 1 + number % 20])
-    assert get(server, "/healthz") == (200, "ok\n")
+            raw.sendall(b"GET /metrics HTTP/1.1"[: number % 20])
+    assert get(server.port, "/healthz") == (200, "ok\n")
     deadline = time.monotonic() + 30
     while threading.active_count() - before > 65:
         assert time.monotonic() < deadline, threading.active_count()
@@ -64,44 +74,24 @@ def test_scrapers_that_trickle_keep_nobody_out_and_take_few_threads(server: Oper
         raw.close()
 
 
-def test_paths(server: OperationsServer, state: State) -> None:
-    assert get(server, "/healthz") == (200, "ok\n")
-    assert get(server, "/readyz") == (200, "ready\n")
-    state.ready = False
-    assert get(server, "/readyz") == (503, "not ready\n")
-    assert get(server, "/healthz")[0] == 200
-    assert get(server, "/")[0] == 404
-    status, text = get(server, "/metrics")
-    assert status == 200
-    assert 'evenkeel_build_info{python="' in text
-    assert 'version="1.2.3"' in text
-    assert "process_resident_memory_bytes" in text
-
-
-def test_probe(server: OperationsServer, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_probes(server: OperationsServer, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"http://127.0.0.1:{server.port}/readyz"
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    command = [sys.executable, "-m", "services.operations.probe", url]
-    assert subprocess.run(command, timeout=30).returncode == 0
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert get(server.port, "/healthz") == (200, "ok\n")
+    assert get(server.port, "/readyz") == (200, "ready\n")
+    assert subprocess.run([sys.executable, "-m", "services.operations.probe", url], timeout=30).returncode == 0
     state.ready = False
+    assert get(server.port, "/readyz") == (503, "not ready\n")
+    assert (get(server.port, "/healthz")[0], get(server.port, "/")[0]) == (200, 404)
+    status, text = get(server.port, "/metrics")
+    assert status == 200
+    assert 'version="1.2.3"' in text
+    assert "process_resident_memory_bytes" in text
     assert probe.main([url]) == 1
     server.close()
     assert probe.main([url]) == 1
     assert probe.main([]) == 2
-
-
-def test_taken_port_is_named(server: OperationsServer) -> None:
-    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{server.port} for metrics"):
-        OperationsServer(CollectorRegistry(), "127.0.0.1", server.port, ready=lambda: True)
-
-
-def test_idle_connections_stop_nobody(server: OperationsServer) -> None:
-    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
-    try:
-        assert get(server, "/healthz")[0] == 200
-    finally:
-        for connection in idle:
-            connection.close()
 
 
 async def test_lag_of_a_blocked_loop_is_seen() -> None:
@@ -116,3 +106,45 @@ async def test_lag_of_a_blocked_loop_is_seen() -> None:
     name = "evenkeel_balancer_event_loop_lag_seconds"
     assert registry.get_sample_value(f"{name}_sum") > 0.3
     assert registry.get_sample_value(f"{name}_bucket", {"le": "0.1"}) < registry.get_sample_value(f"{name}_count")
+
+
+def test_a_balancer_says_when_it_takes_work_and_when_it_no_longer_does(tmp_path: Path) -> None:
+    port_file = tmp_path / "metrics"
+    flags = ("--metrics-port", "0", "--metrics-port-file", str(port_file), "--grace-seconds", "2")
+    with running_balancer(*flags) as balancer, channel(balancer.address, None) as opened:
+        port = int(port_file.read_text())
+        assert (get(port, "/healthz")[0], get(port, "/readyz")[0]) == (200, 200)
+        health = health_pb2_grpc.HealthStub(opened)  # type: ignore[no-untyped-call]
+        request = health_pb2.HealthCheckRequest(service="evenkeel.balancer.v2.BalancerService")
+        watched = health.Watch(request, timeout=4 * SECONDS)
+        assert next(watched).status == Status.SERVING
+        balancer.signal(signal.SIGTERM)  # a call is open: the balancer drains, is alive, and takes no more work
+        assert next(watched).status == Status.NOT_SERVING
+        deadline = time.monotonic() + SECONDS
+        while get(port, "/readyz")[0] != 503:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert get(port, "/healthz")[0] == 200
+        assert balancer.running.wait(4 * SECONDS) == 0
+        assert watched.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+def test_a_service_comes_back_at_its_port_and_ends_with_the_block(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("of an earlier run\n")
+    with running_service("services.planner", "--log-format", "json", log_file=log, spawn=fork) as planner:
+        port = planner.port
+        assert get(port, "/readyz")[0] == 200
+        assert planner.stop() == 0
+        planner.start()
+        assert planner.port == port
+        assert get(port, "/readyz")[0] == 200
+        assert planner.log.count("planner_ready") == 2
+        assert "earlier" not in planner.log
+        planner.signal(signal.SIGSTOP)  # also one that stands still is ended
+    assert planner.running.poll() is not None
+    with (
+        pytest.raises(RuntimeError, match=r"services\.planner did not start:\n.*--workers is '0'"),
+        running_service("services.planner", "--workers", "0", spawn=fork),
+    ):
+        raise AssertionError("it has started")

@@ -16,7 +16,7 @@ import yaml
 from benchmarks.harness.authorities import Files, channel, write_certificate
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from services.security.tokens import hash_token
-from tests.services.security.jobs import RunningJob
+from tests.services.balancer.jobs import RunningJob
 
 TOKENS = {name: f"token-of-{name}-0123456789abcdef0123456789abcdef" for name in ("victim", "other", "late", "planner")}
 
@@ -76,7 +76,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 def victim(secured: Secured) -> Iterator[RunningJob]:
     """A job that trains during the test; no round of it may go wrong."""
     with RunningJob(secured.connect_as("victim")) as job:
-        before = job.rounds
+        before = job.planned
         yield job
         job.wait(before + 20)
         assert job.troubles == []

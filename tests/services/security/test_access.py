@@ -17,8 +17,8 @@ from benchmarks.harness.balancer_process import running_balancer, until_logged
 from evenkeel.protocol.plan_round import RoundNames
 from tests.evenkeel.protocol.rounds import make_round
 from tests.services.balancer.calls import SECONDS, Lead, refused, request_of
+from tests.services.balancer.jobs import RunningJob, eventually
 from tests.services.security.conftest import Secured, write_tokens
-from tests.services.security.jobs import RunningJob, eventually
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -47,6 +47,10 @@ def test_tokens_that_do_not_hold(secured: Secured, victim: RunningJob, token: st
     text = secured.tokens.get(str(token), token)
     assert_refused(secured.connect(text), "UNAUTHENTICATED", message)
     assert text is None or text not in secured.balancer.log
+    with secured.connect(None) as opened:  # health needs none
+        health = health_pb2_grpc.HealthStub(opened)  # type: ignore[no-untyped-call]
+        status = health.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS).status
+    assert status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_a_token_of_another_job(secured: Secured, victim: RunningJob) -> None:
@@ -77,13 +81,6 @@ def test_old_tls_is_refused(secured: Secured) -> None:
     context.maximum_version = ssl.TLSVersion.TLSv1_1
     with secured.dial() as raw, pytest.raises((ssl.SSLError, ConnectionError)):
         context.wrap_socket(raw)
-
-
-def test_health_needs_no_token(secured: Secured) -> None:
-    with secured.connect(None) as opened:
-        health = health_pb2_grpc.HealthStub(opened)  # type: ignore[no-untyped-call]
-        status = health.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS).status
-    assert status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_rotation_without_restart(secured: Secured, victim: RunningJob) -> None:

@@ -118,11 +118,8 @@ def test_tokens_that_do_not_hold(served: Served, token: str | None, message: str
     assert token is None or token not in json.dumps(problem)
 
 
-def test_tokens_that_hold(served: Served) -> None:
+def test_tokens_that_hold_and_health_that_needs_none(served: Served) -> None:
     assert served.get("/v1/plans", TOKENS["planner"], b"x" * 1000) == (200, {"length": 1000, "name": "planner"})
-
-
-def test_health_needs_no_token(served: Served) -> None:
     assert served.get("/healthz")[0] == 200
     assert served.get("/healthz/../v1/plans")[0] == 401
     assert served.get("//healthz")[0] == 401
@@ -147,21 +144,15 @@ SLOW = {
 }
 
 
-@pytest.fixture(scope="module")
-def slow_clients(served: Served) -> Iterator[dict[str, ssl.SSLSocket]]:
-    """One of each kind, all connected at the same time, so that the server's patience with them passes once."""
+def test_slow_clients_are_let_go_and_others_do_not_wait(served: Served) -> None:
+    """All are connected at the same time, so that the server's patience with them passes once."""
     with contextlib.ExitStack() as stack:
         clients = {kind: stack.enter_context(served.connect()) for kind in SLOW}
         for kind, client in clients.items():
             if SLOW[kind]:
                 client.sendall(SLOW[kind])
-        yield clients
-
-
-@pytest.mark.parametrize("kind", SLOW)
-def test_slow_clients_are_let_go(served: Served, slow_clients: dict[str, ssl.SSLSocket], kind: str) -> None:
-    assert served.get(token=TOKENS["planner"])[0] == 200  # others do not wait
-    assert closed_after(slow_clients[kind], 60)
+        assert served.get(token=TOKENS["planner"])[0] == 200
+        assert {kind: closed_after(client, 60) for kind, client in clients.items()} == dict.fromkeys(SLOW, True)
 
 
 def test_slow_requests_within_bounds_are_served(served: Served) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.references.all_gather import by_gathering
 from tests.trainer_client.balancing.jobs import Job, check_complete, run_job
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.resume import ResumeError
@@ -93,17 +92,6 @@ def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCapture
 def test_one_rank_alone_needs_no_process_group() -> None:
     job = Job(steps=(3,))
     check_complete(job, [run_job(0, job)])
-
-
-def _gathered(rank: int, job: Job) -> list[dict[str, Any]]:
-    with by_gathering():
-        return run_job(rank, job)
-
-
-def test_gathering_delivers_the_same() -> None:
-    results = run_ranks(2, _gathered, Job(steps=(3, 3)))
-    reference = run(Job(steps=(3, 3)))
-    assert [record["ids"] for record in results[1]] == [record["ids"] for record in reference[1]]
 
 
 def test_the_weights_of_all_ranks_add_up_to_a_mean_over_the_global_batch(balancer: ServiceProcess) -> None:

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.placement_model import MEASURED, ROWS
+from benchmarks.references.dynamicemb_steps import MEASURED, ROWS
 from evenkeel.placement import Runtime, builtin_profile
 from evenkeel.placement.calibration import calibrated_profile, fit_runtime, measured_steps
 from evenkeel.placement.hardware import parse_profile

@@ -7,7 +7,6 @@ import json
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.harness.authorities import channel
 from benchmarks.harness.balancer_process import running_balancer
-from tests.services.balancer.watched import TROUBLE, WatchedJob
+from tests.services.balancer.jobs import TROUBLE, RunningJob, watched
 from trainer_client.cli import app
 from trainer_client.cli.top import _Shown
 
@@ -36,10 +36,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = tmp_path_factory.mktemp("balancer") / "port"
     with (
         running_balancer("--metrics-port", "0", "--metrics-port-file", str(port)) as balancer,
-        WatchedJob(balancer.address, "a-slow-one", ranks=4, late=2, slow=1) as job,
+        RunningJob(lambda: channel(balancer.address, None), "a-slow-one", ranks=4, facts=watched(2, slow=1)) as job,
     ):
-        while job.planned < 8:
-            time.sleep(0.02)
+        job.wait(8)
         yield f"127.0.0.1:{port.read_text().strip()}"
 
 

@@ -1,7 +1,4 @@
-"""Plans for TorchEasyRec's planner, with a stand-in of its enumerator and of its planner's making, on TorchRec's own.
-
-Against TorchEasyRec's own code: `python -m benchmarks.peers --torcheasyrec PATH --parts training`.
-"""
+"""Plans for TorchEasyRec's planner, with a stand-in of its enumerator and planner, on TorchRec's own."""
 
 import copy
 import re

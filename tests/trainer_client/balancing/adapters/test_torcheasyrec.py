@@ -1,7 +1,4 @@
-"""Evenkeel behind TorchEasyRec's data loaders, with a stand-in of its `Batch` and its loader: their fields and methods.
-
-Against TorchEasyRec's own code: `python -m benchmarks.peers --torcheasyrec PATH --parts training`.
-"""
+"""Evenkeel behind TorchEasyRec's data loaders, with a stand-in of its `Batch` and its loader."""
 
 import sys
 from collections.abc import Iterator

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import zygote
-from benchmarks.references import all_gather
 from evenkeel.partitioning.slices import Slice
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.redistribution import redistribute, start
@@ -57,10 +56,9 @@ def _serve(rank: int, world_size: int, store: Path, pipe: Any) -> None:
     dist.destroy_process_group()
 
 
-def move(flat: FlatBatch, piece: Slice, world_size: int, by_gathering: bool) -> FlatBatch:
+def move(flat: FlatBatch, piece: Slice, world_size: int) -> FlatBatch:
     """In a rank: one redistribution."""
-    moved = all_gather.redistribute if by_gathering else redistribute
-    return moved(flat, piece, group=group_of(world_size))
+    return redistribute(flat, piece, group=group_of(world_size))
 
 
 def move_in_pieces(flat: FlatBatch, piece: Slice, world_size: int, most: int) -> FlatBatch:

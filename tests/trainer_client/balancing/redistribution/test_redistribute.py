@@ -34,19 +34,15 @@ def expected_of(case: Case) -> list[FlatBatch]:
     return redistribute_reference(case.batches, np.split(case.destinations, np.cumsum(case.counts)[:-1]))
 
 
-def run(ranks: GlooRanks, case: Case, by_gathering: bool) -> list[FlatBatch]:
+def run(ranks: GlooRanks, case: Case) -> list[FlatBatch]:
     size = len(case.batches)
-    return ranks.call(
-        move,
-        [(batch, piece, size, by_gathering) for batch, piece in zip(case.batches, slices_of(case), strict=True)],
-    )
+    return ranks.call(move, [(batch, piece, size) for batch, piece in zip(case.batches, slices_of(case), strict=True)])
 
 
 @settings(max_examples=120, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(case=cases())
-@pytest.mark.parametrize("by_gathering", [False, True], ids=["all_to_all", "all_gather"])
-def test_result_is_the_reference_gather_bit_by_bit(ranks: GlooRanks, by_gathering: bool, case: Case) -> None:
-    for found, expected in zip(run(ranks, case, by_gathering), expected_of(case), strict=True):
+def test_result_is_the_reference_gather_bit_by_bit(ranks: GlooRanks, case: Case) -> None:
+    for found, expected in zip(run(ranks, case), expected_of(case), strict=True):
         assert_same(found, expected)
 
 
@@ -83,7 +79,7 @@ def simple_case(destinations: list[int]) -> Case:
 
 
 def test_samples_arrive_by_home_and_index(ranks: GlooRanks) -> None:
-    results = run(ranks, simple_case([1, 0, 1, 0, 0, 1, 0, 1]), False)
+    results = run(ranks, simple_case([1, 0, 1, 0, 0, 1, 0, 1]))
     assert results[0].unflatten()["x"].tolist() == [1, 3, 10, 12]
     assert results[1].unflatten()["x"].tolist() == [0, 2, 11, 13]
 
@@ -92,12 +88,12 @@ def test_many_bytes_that_stay_are_copied_beside_the_all_to_all(ranks: GlooRanks)
     batches = [flatten({"x": torch.arange(4 * 400_000).view(4, -1) + rank}) for rank in range(2)]
     assert batches[0].sizes[:3].sum() > OVERLAP_BYTES
     case = Case(batches=batches, counts=[4, 4], destinations=np.array([0, 1, 0, 0, 1, 1, 0, 1], dtype=np.int32))
-    for found, expected in zip(run(ranks, case, False), expected_of(case), strict=True):
+    for found, expected in zip(run(ranks, case), expected_of(case), strict=True):
         assert_same(found, expected)
 
 
 def test_one_rank_may_end_up_with_nothing(ranks: GlooRanks) -> None:
-    results = run(ranks, simple_case([1] * 8), False)
+    results = run(ranks, simple_case([1] * 8))
     assert results[0].unflatten()["x"].shape == (0,)
     assert results[1].num_samples == 8
 

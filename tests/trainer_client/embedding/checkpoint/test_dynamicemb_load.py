@@ -1,7 +1,4 @@
-"""Loading into DynamicEmb by owner, with a stand-in for DynamicEmb: its functions' names and arguments, no GPU.
-
-Against DynamicEmb's own code: `python -m benchmarks.peers --parts dynamicemb`.
-"""
+"""Loading into DynamicEmb by owner, with a stand-in for DynamicEmb: its functions' names and arguments, no GPU."""
 
 import sys
 from collections.abc import Iterator

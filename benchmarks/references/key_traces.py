@@ -1,4 +1,4 @@
-"""Key traces with what real ones have: drift, sessions, new keys, scans; and caches simulated over them."""
+"""Key traces with what real ones have: drift, sessions, scans; and caches simulated over them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,6 @@ def zipf(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]
     law = zipf_law(200_000, 1.0)
     for _ in range(steps):
         yield np.searchsorted(law, draw.random(lookups))
-
-
-def uniform(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """All keys alike."""
-    for _ in range(steps):
-        yield draw.integers(0, 60_000, lookups)
 
 
 def drift(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
@@ -62,25 +56,6 @@ def sessions(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Ar
         yield key
 
 
-def visitors(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """Users who come, are active for a while, and leave: a key space without end."""
-    users, law = 4_000, zipf_law(4_000, 0.7)
-    live = draw.integers(0, 2**40, users)
-    for _ in range(steps):
-        gone = draw.integers(0, users, max(1, users * 40 // steps))
-        live[gone] = draw.integers(0, 2**40, len(gone))
-        yield live[np.searchsorted(law, draw.random(lookups))]
-
-
-def growing(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
-    """New items every step, mostly young ones looked up, beside a catalogue that stays."""
-    for step in range(steps):
-        live = 20_000 + 120_000 * step // steps
-        age = np.minimum(draw.pareto(0.6, lookups) * 300, live - 1).astype(np.int64)
-        fixed = (draw.random(lookups) ** 3 * 20_000).astype(np.int64)
-        yield np.where(draw.random(lookups) < 0.3, fixed, live - 1 - age)
-
-
 def scan(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]:
     """A Zipf law, and a quarter of the lookups one after the other through a range, over and over."""
     law, part = zipf_law(100_000, 1.1), lookups // 4
@@ -91,7 +66,7 @@ def scan(draw: np.random.Generator, steps: int, lookups: int) -> Iterator[Array]
 
 
 TRACES: dict[str, Callable[[np.random.Generator, int, int], Iterator[Array]]] = {
-    each.__name__: each for each in (zipf, uniform, drift, shifting, sessions, visitors, growing, scan)
+    each.__name__: each for each in (zipf, drift, shifting, sessions, scan)
 }
 
 

@@ -10,36 +10,41 @@ from typing import Any
 
 import grpc
 
+from evenkeel.partitioning.delays import Cause, Delay
+from evenkeel.partitioning.speeds import Straggler
 from evenkeel.protocol.plan_round import RoundNames, RunFacts
 from tests.evenkeel.protocol.rounds import make_round
 from tests.services.balancer.calls import Lead
 
+SAMPLES = 32
 SECONDS = 60.0  # a starved machine is no attack
+TROUBLE = "no answer when the batch was wanted"
+
+
+def watched(late: int, slow: int | None = None) -> RunFacts:
+    """Facts of a job one of whose ranks loads late, and one of which may be slow."""
+    return RunFacts(
+        last_trouble=TROUBLE, step_seconds=0.1,
+        stragglers=() if slow is None else (Straggler(rank=slow, speed=0.8, since=5),),
+        delays=(Delay(rank=late, cause=Cause.LOADING, share=0.5, since=3),),
+    )  # fmt: skip
 
 
 class RunningJob:
-    """A lead in a thread that goes through rounds until the block ends.
+    """A lead in a thread that goes through rounds until the block ends, every fifth of which it plans by itself.
 
     Attributes:
-        rounds: That were planned.
+        planned: Rounds that were planned.
         troubles: Everything else that happened.
-        slowest: Seconds of the slowest round.
     """
 
     def __init__(
-        self,
-        connect: Callable[[], grpc.Channel],
-        job: str = "victim",
-        *,
-        ranks: int = 2,
-        pause: float = 0.01,
-        facts: RunFacts | None = None,
+        self, connect: Callable[[], grpc.Channel], job: str = "victim", *, ranks: int = 2, facts: RunFacts | None = None
     ) -> None:
-        self.rounds, self.slowest = 0, 0.0
+        self.planned = 0
         self.troubles: list[str] = []
-        self._names = RoundNames(job=job, group="default", loader="train", run_id="run", client_version="0.2.0")
-        self._facts = facts or RunFacts()
-        self._ranks, self._pause = ranks, pause
+        self._names = RoundNames(job=job, group="default", loader="train", run_id="run-7", client_version="0.2.0")
+        self._ranks, self._facts = ranks, facts or RunFacts()
         self._channel = connect()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -53,29 +58,28 @@ class RunningJob:
         self._stop.set()
         self._thread.join(SECONDS)
         self._channel.close()
+        assert not self._thread.is_alive()
 
     def wait(self, rounds: int) -> None:
         """Returns when so many rounds were planned."""
         deadline = time.monotonic() + SECONDS
-        while self.rounds < rounds:
+        while self.planned < rounds:
             assert not self.troubles, self.troubles
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
     def _run(self) -> None:
-        lead = Lead(self._channel)
-        while not self._stop.wait(self._pause):
-            one = make_round(
-                self._ranks, 32, seed=self.rounds, names=replace(self._names, round=self.rounds), facts=self._facts
-            )
-            began = time.monotonic()
+        lead, number = Lead(self._channel), 0
+        while not self._stop.wait(0.01):
+            names, facts = replace(self._names, round=number), replace(self._facts, rounds_by_lead=number // 5)
             try:
-                lead.plan(one, SECONDS)
+                if number % 5 != 4:
+                    lead.plan(make_round(self._ranks, SAMPLES, seed=number, names=names, facts=facts), SECONDS)
+                    self.planned += 1
             except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
                 self.troubles.append(str(error))
                 return
-            self.slowest = max(self.slowest, time.monotonic() - began)
-            self.rounds += 1
+            number += 1
 
 
 def eventually(call: Callable[[], Any], seconds: float = SECONDS) -> Any:
