@@ -1,11 +1,8 @@
 """Data sets to try balancing on: synthetic sequences, and readers of published files."""
 
-from examples.datasets.amazon import read_amazon
 from examples.datasets.batch import SequenceBatch
-from examples.datasets.gowalla import read_gowalla
 from examples.datasets.histories import Histories, HistoryBatches
 from examples.datasets.keys import Keys
-from examples.datasets.kuairand import read_kuairand
 from examples.datasets.lengths import (
     DISTRIBUTIONS,
     Lengths,
@@ -15,11 +12,16 @@ from examples.datasets.lengths import (
     ZipfLengths,
     lengths_named,
 )
-from examples.datasets.movielens import read_movielens
-from examples.datasets.published import identify, read_histories
+from examples.datasets.published import (
+    read_amazon,
+    read_gowalla,
+    read_histories,
+    read_kuairand,
+    read_movielens,
+    read_yambda,
+)
 from examples.datasets.semantic_ids import SemanticIds, read_semantic_ids
 from examples.datasets.synthetic import SyntheticSequences
-from examples.datasets.yambda import read_yambda
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -34,7 +36,6 @@ __all__ = [
     "SyntheticSequences",
     "UniformLengths",
     "ZipfLengths",
-    "identify",
     "lengths_named",
     "read_amazon",
     "read_gowalla",

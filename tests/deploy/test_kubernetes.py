@@ -65,22 +65,6 @@ def pod_of(document: dict[str, Any]) -> dict[str, Any]:
     return pod
 
 
-@pytest.mark.parametrize("name", ["jobset.yaml", "kubeflow_runtime.yaml", "kubeflow_trainjob.yaml"])
-def test_the_check_notices_what_a_controller_does_not_know(name: str) -> None:
-    (document,) = documents(f"trainers/{name}")
-    wrong = copy.deepcopy(document)
-    if document["kind"] == "TrainJob":
-        wrong["spec"]["trainer"]["numberOfNodes"] = 2
-    else:
-        pod_of(wrong)["spec"]["containers"][0]["environment"] = []
-    with pytest.raises(AssertionError):
-        check_model(wrong)
-    worse = copy.deepcopy(document)
-    worse["spec"]["suspend" if document["kind"] != "ClusterTrainingRuntime" else "mlPolicy"] = "later"
-    with pytest.raises(ValueError, match=r"suspend|mlPolicy|MLPolicy"):
-        check_model(worse)
-
-
 @pytest.mark.parametrize("name", ["jobset.yaml", "kubeflow_runtime.yaml"])
 def test_ranks_take_name_run_and_restarts_from_the_controllers_labels(name: str) -> None:
     (document,) = documents(f"trainers/{name}")

@@ -1,8 +1,9 @@
-"""The tutorial's code is that of the programs it names, and its output is what they print."""
+"""Pages whose code is that of programs in examples/: it is theirs, and the tutorial shows what they print."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,18 @@ def test_with_a_service_the_output_is_the_same(tmp_path: Path) -> None:
     assert printed == PRINTED["balanced"]
 
 
-def test_the_code_is_that_of_the_programs() -> None:
-    programs = [path.read_text(encoding="utf-8") for path in (ROOT / "examples/tutorial").glob("*.py")]
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+@pytest.mark.parametrize(("page", "folder"), [("start/tutorial.md", "tutorial"), ("train/frameworks.md", "resume")])
+def test_code_and_commands_are_those_of_the_programs(page: str, folder: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    programs = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "examples" / folder).glob("*.py"))
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "(Trainer)" not in block]
     assert len(blocks) > 5
-    assert [block for block in blocks if not any(block in program for program in programs)] == []
+    assert [block for block in blocks if not _is_in(block, programs)] == []
+    for name in re.findall(rf"-m examples\.{folder}\.(\w+)", text):
+        assert (ROOT / f"examples/{folder}/{name}.py").exists(), name
+
+
+def _is_in(block: str, text: str) -> bool:
+    """Whether it is, wherever it is indented and whatever lines are left blank."""
+    block, text = (re.sub(r"\n\s*\n", "\n", one) for one in (block, text))
+    return any(textwrap.indent(block, " " * indent) in text for indent in range(0, 28, 4))
