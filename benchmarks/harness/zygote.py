@@ -64,6 +64,14 @@ def process(target: Callable[..., Any], *args: Any) -> ForkServerProcess:
     return started
 
 
+def end(started: ForkServerProcess) -> None:
+    """Ends a process that leads a session, and all that it has started, such as workers of a DataLoader."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(started.pid or 0, signal.SIGKILL)
+    started.kill()
+    started.join(10)
+
+
 class _Output:
     """Where this process writes to; unpickled, it is where the process that it has come to writes to."""
 

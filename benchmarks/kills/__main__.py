@@ -43,11 +43,6 @@ class Tally:
     by_data: Counter[str] = field(default_factory=Counter)
     wrong: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def kills(self) -> int:
-        """Stops that happened."""
-        return sum(self.sums.stops.values())
-
     def add(self, job: KilledJob, verdict: Verdict) -> None:
         """Counts a job."""
         self.jobs += 1
@@ -85,7 +80,7 @@ def main() -> int:
             tally.add(job, verdict)
             if options.show or verdict.findings:
                 console.print(job, verdict.findings or "right", soft_wrap=True)
-            progress.update(bar, completed=tally.kills, description=f"kills, {len(tally.wrong)} wrong")
+            progress.update(bar, completed=tally.sums.stops.total(), description=f"kills, {len(tally.wrong)} wrong")
             write(options.json, tally.result(time.monotonic() - started))
     console.print_json(json.dumps(tally.result(time.monotonic() - started)))
     return int(bool(tally.wrong))
@@ -97,7 +92,7 @@ def _judged(options: argparse.Namespace, tally: Tally, pool: ThreadPoolExecutor)
     running: dict[Future[Verdict], KilledJob] = {}
     jobs = (draw(seed, options.ranks) for seed in range(options.seed, options.seed + options.count))
     while True:
-        while len(running) < options.jobs and tally.kills < options.kills and time.monotonic() < until:
+        while len(running) < options.jobs and tally.sums.stops.total() < options.kills and time.monotonic() < until:
             job = next(jobs, None)
             if job is None:
                 break

@@ -129,13 +129,13 @@ def _wait(ends: list[Any], processes: list[Any]) -> list[Any]:
                 until = min(until, time.monotonic() + GRACE_SECONDS)
     hangs = time.monotonic() >= late
     for rank, process in enumerate(processes):
-        if open_ends or None in answers:
-            if hangs and rank in open_ends and process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGUSR1)
-                time.sleep(0.2)
-            process.kill()
-        process.join(10)
+        if hangs and rank in open_ends and process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.2)
+        if not open_ends and None not in answers:
+            process.join(10)
+        zygote.end(process)
     return answers
 
 

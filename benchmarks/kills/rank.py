@@ -126,6 +126,7 @@ def train(rank: int, job: KilledJob, folder: str, run: int, stop: Stop | None) -
         run: How often it was begun before.
         stop: What befalls this run; None: nothing.
     """
+    os.setsid()  # what it starts ends with it
     faulthandler.register(signal.SIGUSR1)  # where it hangs, if it does
     world_size, place = dist.get_world_size(), Path(folder)
     chance = random.Random(job.seed * 1000 + run)

@@ -57,7 +57,6 @@ class Crew:
         self._processes: dict[int, ForkServerProcess] = {}
         self._services = Services(self._stack)
         self._number = 0
-        self.replaced = 0
 
     def __enter__(self) -> Crew:
         return self
@@ -67,7 +66,7 @@ class Crew:
             end.close()
         for process in self._processes.values():
             process.join(2)
-            process.kill()
+            zygote.end(process)
         self._stack.close()
 
     def run(self, program: Program) -> Outcome:
@@ -156,7 +155,6 @@ class Crew:
     def _start(self, rank: int) -> None:
         if rank in self._processes and self._processes[rank].exitcode is None:
             return
-        self.replaced += rank in self._processes
         ours, theirs = zygote.context.Pipe()
         self._processes[rank] = zygote.process(
             ranks.serve, rank, theirs, self._store.port, self.backend, self._log(rank), self._stacks(rank)
@@ -166,8 +164,7 @@ class Crew:
 
     def _end(self, rank: int) -> None:
         self._ends[rank].close()
-        self._processes[rank].kill()
-        self._processes[rank].join(10)
+        zygote.end(self._processes[rank])
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.log"

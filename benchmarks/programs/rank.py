@@ -315,6 +315,7 @@ class Runner:
 
 def serve(rank: int, end: Connection, port: int, backend: str, log: Path, stacks: Path) -> None:
     """Runs what comes through the pipe until it closes; a program that fails is the last."""
+    os.setsid()  # what it starts ends with it
     with log.open("ab") as written:
         for number in (1, 2):
             os.dup2(written.fileno(), number)
