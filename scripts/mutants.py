@@ -38,8 +38,7 @@ AREAS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and their
     "slices": (PARTITIONING, "slices", f"{PARTITIONING}/test_slices {PARTITIONING}/test_windows"),
     "partition": (
         PARTITIONING, "api minimal_move matching windows stages",
-        f"{PARTITIONING}/test_api {PARTITIONING}/test_matching {PARTITIONING}/test_minimal_move "
-        f"{PARTITIONING}/test_windows {PARTITIONING}/test_fitting",
+        " ".join(f"{PARTITIONING}/test_{name}" for name in ("api", "matching", "minimal_move", "windows", "fitting")),
     ),
     "routing": (
         f"{EMBEDDING}/routing", "ownership bucketize skew",
@@ -51,8 +50,7 @@ AREAS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and their
     ),
     "solver": (
         "evenkeel/placement", "search dual bounds knapsack trivial",
-        "evenkeel/placement/test_knapsack evenkeel/placement/test_bounds evenkeel/placement/test_search "
-        "evenkeel/placement/test_milp evenkeel/placement/test_planner",
+        " ".join(f"evenkeel/placement/test_{name}" for name in ("knapsack", "bounds", "search", "milp", "planner")),
     ),
 }  # fmt: skip
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
