@@ -11,8 +11,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from services.balancer.settings import Settings as BalancerSettings
+from services.planner.settings import Settings as PlannerSettings
+
 FOLDER = Path(__file__).parents[2] / "deploy/kubernetes"
 VERSIONS = ("1.30", "1.37")
+SETTINGS = {"balancer": BalancerSettings, "planner": PlannerSettings}
 # What Kubeflow publishes of its own resources and of JobSet's, which it is built on.
 MODELS = {
     "JobSet": "jobset_v1alpha2_job_set",
@@ -84,19 +88,78 @@ def test_a_train_job_names_the_runtime() -> None:
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
 
 
-def test_services_are_spread_and_not_disrupted_together() -> None:
-    base = documents("base/balancer.yaml", "base/planner.yaml")
-    budgets = [one for one in base if one["kind"] == "PodDisruptionBudget"]
-    workloads = [one for one in base if one["kind"] == "Deployment"]
-    assert len(workloads) == 2
-    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in base if one["kind"] == "HorizontalPodAutoscaler"}
-    assert scaled == {one["metadata"]["name"] for one in workloads}
-    for workload in workloads:
+@pytest.fixture
+def base() -> dict[str, list[dict[str, Any]]]:
+    """The services' resources, by kind."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in documents("base/balancer.yaml", "base/planner.yaml", "base/network.yaml", "monitoring/monitors.yaml"):
+        found.setdefault(one["kind"], []).append(one)
+    return found
+
+
+def test_services_are_spread_and_not_disrupted_together(base: dict[str, list[dict[str, Any]]]) -> None:
+    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in base["HorizontalPodAutoscaler"]}
+    assert scaled == {one["metadata"]["name"] for one in base["Deployment"]}
+    (policy,) = base["NetworkPolicy"]
+    for workload in base["Deployment"]:
         labels = workload["spec"]["template"]["metadata"]["labels"]
         spread = workload["spec"]["template"]["spec"]["topologySpreadConstraints"]
         assert {one["topologyKey"] for one in spread} == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
         assert all(one["labelSelector"]["matchLabels"].items() <= labels.items() for one in spread)
-        (budget,) = [one for one in budgets if one["spec"]["selector"]["matchLabels"].items() <= labels.items()]
+        (budget,) = _selecting(base["PodDisruptionBudget"], labels)
         assert budget["spec"]["maxUnavailable"] == 1
-        (policy,) = documents("base/network.yaml")
         assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def _selecting(resources: list[dict[str, Any]], labels: dict[str, str]) -> list[dict[str, Any]]:
+    return [one for one in resources if one["spec"]["selector"]["matchLabels"].items() <= labels.items()]
+
+
+def test_containers_are_locked_down_and_their_settings_exist(base: dict[str, list[dict[str, Any]]]) -> None:
+    assert len(base["Deployment"]) == 2
+    for document in base["Deployment"]:
+        pod = document["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        security = container["securityContext"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False  # EVENKEEL_PLANNER_PORT=tcp://… would be taken for the setting
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        for variable in container["env"]:
+            field = variable["name"].removeprefix(f"EVENKEEL_{container['name'].upper()}_").lower()
+            assert field in SETTINGS[container["name"]].model_fields, variable
+
+
+def test_services_and_monitors_find_pods_and_ports(base: dict[str, list[dict[str, Any]]]) -> None:
+    pods = [document["spec"]["template"] for document in base["Deployment"]]
+    for service in base["Service"]:
+        (pod,) = [pod for pod in pods if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()]
+        names = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+        (monitor,) = _selecting(base["ServiceMonitor"], service["metadata"]["labels"])
+        ports = {port["name"] for port in service["spec"]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+    (certificate,) = [one for one in documents("certificate/certificate.yaml") if one["kind"] == "Certificate"]
+    clients = {f"{service['metadata']['name']}.evenkeel.svc" for service in base["Service"]}
+    assert clients <= set(certificate["spec"]["dnsNames"])
+
+
+def test_a_trainer_gets_through_and_each_of_its_ranks_is_scraped(base: dict[str, list[dict[str, Any]]]) -> None:
+    (job,), (monitor,), (policy,) = documents("trainers/job.yaml"), base["PodMonitor"], base["NetworkPolicy"]
+    pod = job["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    first, ranks = int(variables["EVENKEEL_METRICS_PORT"]), int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert [port["containerPort"] for port in container["ports"]] == [first + rank for rank in range(ranks)]
+    scraped = [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]]
+    assert scraped == [port["name"] for port in container["ports"]]
+    labels = pod["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    sources = [source for rule in policy["spec"]["ingress"] for source in rule["from"] if "podSelector" in source]
+    assert any(source["podSelector"]["matchLabels"].items() <= labels.items() for source in sources)
+    assert variables["EVENKEEL_BALANCER"] == "evenkeel-balancer.evenkeel.svc:50051"
+    egress = [{(port["port"], port["protocol"]) for port in rule["ports"]} for rule in policy["spec"]["egress"]]
+    assert egress == [{(53, "UDP"), (53, "TCP")}, {(4318, "TCP")}]  # names and a collector, and nothing else
+    assert all(rule["to"] for rule in policy["spec"]["egress"])
