@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -188,3 +188,39 @@ def test_no_rank_has_too_few_samples_or_the_batch_is_dropped(counts: list[int], 
     else:
         wanted = min(counts) < min(least, sum(counts) // len(counts))
         assert (decision.mode is Mode.SPREAD) is wanted
+
+
+RANKS_OF_A_WINDOW = st.lists(
+    st.tuples(st.sampled_from((State.DATA, State.EXHAUSTED)), st.lists(st.integers(0, 4), min_size=1, max_size=3)),
+    min_size=1, max_size=3,
+)  # fmt: skip
+
+
+@given(RANKS_OF_A_WINDOW, st.integers(0, 2))
+def test_a_window_keeps_its_batches_with_enough_samples_up_to_where_some_data_ended(
+    drawn: list[tuple[State, list[int]]], least: int
+) -> None:
+    ranks = [
+        replace(
+            one(state, sum(sizes), drop_last=True), samples=replace(one(state, sum(sizes)).samples, batch_sizes=sizes)
+        )
+        for state, sizes in drawn
+    ]
+    loaded = [len(sizes) if state is State.DATA else 0 for state, sizes in drawn]
+    kept, last = [], False
+    for batch in range(max(1, *loaded)):
+        total = sum(sizes[batch] for _, sizes in drawn if batch < len(sizes))
+        if total >= max(1, least) * len(drawn):
+            kept.append(batch)
+        elif min(loaded) <= batch:
+            last = True
+            break
+    decision = decide(Contributions.of(ranks), Rules(name="train", min_samples=least))
+    if not sum(sum(sizes) for _, sizes in drawn) and not any(loaded):
+        assert decision == Decision(mode=Mode.END)
+    elif len(kept) == max(1, *loaded):
+        assert decision == Decision(mode=Mode.EMBEDDED)
+    elif kept:
+        assert decision == Decision(mode=Mode.EMBEDDED, batches=tuple(kept), last=last)
+    else:
+        assert (decision.mode, decision.last) == (Mode.END if last else Mode.DROP, last)
