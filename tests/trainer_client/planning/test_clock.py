@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
 from benchmarks.harness.ranks import run_ranks
@@ -18,6 +15,7 @@ from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, 
 from evenkeel.placement.measured_plans import MeasuredPlan, correction_factors
 from evenkeel.placement.plan_file import loads
 from evenkeel.plan_requests import unpacked, with_measured
+from tests.trainer_client.planning.test_model import Model, batches, keys_of
 from trainer_client.planning import load_sharding_plan, plan_model
 from trainer_client.planning.clock import contenders, run_race
 from trainer_client.planning.trials import DenseWork, Trial, drawn_batches
@@ -71,11 +69,11 @@ def _race(rank: int) -> tuple[MeasuredPlan, ...]:
     request = _request(ranks=2, dense_ms=1.0)
     first = plan(request)
     plans = {name: made for name, made in contenders(request, first).items() if name in ("plan", "all cached alike")}
-    batches = drawn_batches(request, 8, seed=rank)
-    race = run_race(request, plans, batches, CPU, seconds=0.3)
+    drawn = drawn_batches(request, 8, seed=rank)
+    race = run_race(request, plans, drawn, CPU, seconds=0.3)
     (chosen,) = (one for one in race.measured if one.chosen)
     assert race.plan is plans[chosen.name]
-    trial = Trial.of(request, race.plan, batches, CPU, dense=DenseWork(0.0, CPU))
+    trial = Trial.of(request, race.plan, drawn, CPU, dense=DenseWork(0.0, CPU))
     before = [parameter.detach().clone() for parameter in trial.parallel.parameters()]
     trial.run(0.0, most=1)
     after = list(trial.parallel.parameters())
@@ -97,32 +95,9 @@ def test_ranks_run_plans_in_turns_and_agree_on_the_quickest() -> None:
     assert all(one.step_s >= 1e-3 for one in first), "beside a millisecond of other work"
 
 
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        bag = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=900, feature_names=["clicked", "bought"])
-        row = EmbeddingConfig(name="word", embedding_dim=32, num_embeddings=500, feature_names=["word"])
-        self.bags = EmbeddingBagCollection(tables=[bag], device=torch.device("meta"))
-        self.words = EmbeddingCollection(tables=[row], device=torch.device("meta"))
-
-    def forward(self, keys: KeyedJaggedTensor) -> torch.Tensor:
-        return self.bags(keys).values().sum() + self.words(keys)["word"].values().sum()
-
-
-def _keys(seed: int) -> KeyedJaggedTensor:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor([2] * 16 + [1] * 16 + [5] * 16)
-    values = (400 * torch.rand(8 * 16, generator=generator) ** 3).long()
-    return KeyedJaggedTensor(keys=["clicked", "bought", "word"], values=values, lengths=lengths)
-
-
-def _batches(seed: int) -> Iterator[KeyedJaggedTensor]:
-    return (_keys(seed + index) for index in range(40))
-
-
 def _clocked(rank: int, folder: Path) -> None:
-    model = _Model()
-    planned = plan_model(model, _batches(1000 * rank) if rank == 0 else None, clock=0.2, dense_ms=0.5)
+    model = Model()
+    planned = plan_model(model, batches(seed=1000 * rank) if rank == 0 else None, clock=0.2, dense_ms=0.5)
     told: list[object] = [None, None]
     dist.all_gather_object(told, (planned.plan, planned.measured))
     assert told[0] == told[1]
@@ -130,11 +105,11 @@ def _clocked(rank: int, folder: Path) -> None:
     assert "ms a step" in str(planned)
     planned.save(folder / f"{rank}.json")
     parallel = DistributedModelParallel(model, device=CPU, plan=planned.sharding_plan)
-    parallel(_keys(rank)).backward()
-    assert load_sharding_plan(folder / f"{rank}.json", _Model(), device="cpu") == planned.sharding_plan
+    parallel(keys_of(rank)).backward()
+    assert load_sharding_plan(folder / f"{rank}.json", Model(), device="cpu") == planned.sharding_plan
     assert loads((folder / f"{rank}.json").read_text()).measured == planned.measured
     with pytest.raises(InvalidInputError, match="clock: is no time"):
-        plan_model(_Model(), clock=0.0)
+        plan_model(Model(), clock=0.0)
 
 
 def test_a_model_is_planned_by_the_clock_on_all_ranks(tmp_path: Path) -> None:
@@ -143,11 +118,11 @@ def test_a_model_is_planned_by_the_clock_on_all_ranks(tmp_path: Path) -> None:
 
 def test_the_clock_needs_the_ranks_of_the_plan_and_torchrec() -> None:
     with pytest.raises(InvalidInputError, match=r"topology.ranks: is not the 1 that are here"):
-        plan_model(_Model(), topology="h200x8", clock=1.0, device="cpu")
+        plan_model(Model(), topology="h200x8", clock=1.0, device="cpu")
     machines = Topology(ranks=1, hbm_bytes=8 << 30)
     with pytest.raises(InvalidInputError, match="runtime: is not run by the clock"):
-        plan_model(_Model(), topology=machines, runtime=Runtime.DYNAMICEMB, clock=1.0, device="cpu")
-    assert plan_model(_Model(), topology=machines, clock=0.1, device="cpu").measured
+        plan_model(Model(), topology=machines, runtime=Runtime.DYNAMICEMB, clock=1.0, device="cpu")
+    assert plan_model(Model(), topology=machines, clock=0.1, device="cpu").measured
     assert not dist.is_initialized()
 
 

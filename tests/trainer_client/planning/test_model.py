@@ -22,7 +22,7 @@ from trainer_client.planning import KeyStatistics, load_sharding_plan, machine, 
 SAMPLES = 16
 
 
-class _Model(nn.Module):
+class Model(nn.Module):
     """A pooled table of two features, a table of sequences, and a dense part of 4,352 bytes."""
 
     def __init__(self) -> None:
@@ -44,20 +44,20 @@ class _Batch:
     parts: dict[str, Any]
 
 
-def _keys(seed: int) -> KeyedJaggedTensor:
+def keys_of(seed: int) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([2] * SAMPLES + [1] * SAMPLES + [5] * SAMPLES)
     values = (400 * torch.rand(8 * SAMPLES, generator=generator) ** 3).long()
     return KeyedJaggedTensor(keys=["clicked", "bought", "word"], values=values, lengths=lengths)
 
 
-def _batches(count: int = 40, seed: int = 0) -> Iterator[_Batch]:
-    return (_Batch({"label": torch.zeros(1), "deep": [(_keys(seed + index), 3)]}) for index in range(count))
+def batches(count: int = 40, seed: int = 0) -> Iterator[_Batch]:
+    return (_Batch({"label": torch.zeros(1), "deep": [(keys_of(seed + index), 3)]}) for index in range(count))
 
 
 def _run(rank: int, folder: Path) -> None:
-    model = _Model()
-    planned = plan_model(model, _batches(seed=1000 * rank), optimizer=Optimizer.ADAM)
+    model = Model()
+    planned = plan_model(model, batches(seed=1000 * rank), optimizer=Optimizer.ADAM)
     item, word = planned.request.tables
     assert (item.ids_per_sample, word.ids_per_sample) == (3.0, 5.0)
     assert (item.optimizer, word.optimizer) == (Optimizer.ADAM, Optimizer.ROWWISE_ADAGRAD)
@@ -68,23 +68,23 @@ def _run(rank: int, folder: Path) -> None:
     dist.all_gather_object(told, (planned.request, planned.plan))
     assert told[0] == told[1]
     parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=planned.sharding_plan)
-    parallel(_keys(rank)).backward()
+    parallel(keys_of(rank)).backward()
     planned.save(folder / f"plan-{rank}.json")
-    assert load_sharding_plan(folder / f"plan-{rank}.json", _Model(), device="cpu") == planned.sharding_plan
+    assert load_sharding_plan(folder / f"plan-{rank}.json", Model(), device="cpu") == planned.sharding_plan
     with pytest.raises(InvalidInputError, match="holds no placements"):
-        plan_model(_Model(), topology=Topology(ranks=2, hbm_bytes=0, host_bytes=1 << 16))
-    broken: Any = [{"keys": "none"}] if rank == 1 else _batches(3)
+        plan_model(Model(), topology=Topology(ranks=2, hbm_bytes=0, host_bytes=1 << 16))
+    broken: Any = [{"keys": "none"}] if rank == 1 else batches(3)
     with pytest.raises(InvalidInputError, match="holds no KeyedJaggedTensor"):
-        plan_model(_Model(), broken)
+        plan_model(Model(), broken)
 
     def lost() -> Iterator[_Batch]:
-        yield from _batches(2)
+        yield from batches(2)
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError if rank == 0 else RuntimeError, match="the disk is gone"):
-        plan_model(_Model(), lost() if rank == 0 else _batches(3))
+        plan_model(Model(), lost() if rank == 0 else batches(3))
     with pytest.raises(InvalidInputError, match=r"topology.ranks: is not that of the group, which has 2"):
-        plan_model(_Model(), topology="h200x8")
+        plan_model(Model(), topology="h200x8")
 
 
 def test_all_ranks_plan_alike_train_and_fail_alike(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_all_ranks_plan_alike_train_and_fail_alike(tmp_path: Path) -> None:
 
 
 def test_a_plan_ahead_of_the_job_is_for_its_gpus() -> None:
-    planned = plan_model(_Model(), _batches(), topology="h100x4", samples_per_rank=8, modes=(Mode.HOST_ONLY,))
+    planned = plan_model(Model(), batches(), topology="h100x4", samples_per_rank=8, modes=(Mode.HOST_ONLY,))
     machines = planned.request.topology
     assert (machines.ranks, machines.hbm_reserved_fraction, planned.request.hardware) == (4, 0.15, "h100")
     assert machines.hbm_reserved_bytes == 4 * 4 * (32 * 33 + 33)
@@ -110,10 +110,10 @@ def test_a_plan_ahead_of_the_job_is_for_its_gpus() -> None:
 
 
 def test_statistics_of_a_loop_are_taken() -> None:
-    statistics = KeyStatistics(_Model())
+    statistics = KeyStatistics(Model())
     for index in range(40):
-        statistics.observe(_keys(index))
-    planned = plan_model(_Model(), statistics, topology="h200x1", dense_bytes=5 << 30, reserve=0.0, prefetch_depth=2)
+        statistics.observe(keys_of(index))
+    planned = plan_model(Model(), statistics, topology="h200x1", dense_bytes=5 << 30, reserve=0.0, prefetch_depth=2)
     machines, step = planned.request.topology, planned.request.step
     assert (machines.hbm_reserved_bytes, machines.hbm_reserved_fraction) == (5 << 30, 0.0)
     assert (step.samples_per_rank, step.prefetch_depth) == (SAMPLES, 2)
@@ -121,18 +121,18 @@ def test_statistics_of_a_loop_are_taken() -> None:
 
 
 def test_what_is_assumed_is_said() -> None:
-    planned = plan_model(_Model(), topology="h200x2", optimizer=Optimizer.SGD)
+    planned = plan_model(Model(), topology="h200x2", optimizer=Optimizer.SGD)
     assert [table.optimizer for table in planned.request.tables] == [Optimizer.SGD, Optimizer.ROWWISE_ADAGRAD]
     notes = "\n".join(planned.notes)
     assert "nothing tells how keys of item, word are looked up" in notes
     assert "samples of a batch on one rank are assumed to be 1024" in notes
     assert "optimizer" not in notes
-    known = plan_model(_Model(), topology="h200x2", access={"item": Zipf(), "word": Zipf()}, samples_per_rank=5)
+    known = plan_model(Model(), topology="h200x2", access={"item": Zipf(), "word": Zipf()}, samples_per_rank=5)
     assert [note for note in known.notes if "optimizer" not in note] == []
 
 
 def test_dynamicemb_is_planned_without_being_installed() -> None:
-    planned = plan_model(_Model(), topology="h200x2", runtime=Runtime.DYNAMICEMB)
+    planned = plan_model(Model(), topology="h200x2", runtime=Runtime.DYNAMICEMB)
     # Where there is room, a few keys are no reason to leave HBM.
     assert {placement.mode for placement in planned.plan.placements} == {Mode.HBM_ONLY}
     assert planned.sharding_plan is None
@@ -144,12 +144,12 @@ def test_what_cannot_be_planned_is_named() -> None:
     with pytest.raises(InvalidInputError, match="has no embedding collection"):
         plan_model(nn.Linear(2, 2), topology="h200x2")
     with pytest.raises(InvalidInputError, match="has no batch"):
-        plan_model(_Model(), [], topology="h200x2")
+        plan_model(Model(), [], topology="h200x2")
 
     class Unknown(torch.optim.SGD):
         pass
 
-    model = _Model()
+    model = Model()
     apply_optimizer_in_backward(Unknown, model.bags.parameters(), {"lr": 0.1})
     with pytest.raises(InvalidInputError, match=r"item.optimizer: is not planned for \(got 'Unknown'\)"):
         plan_model(model, topology="h200x2")
@@ -158,14 +158,14 @@ def test_what_cannot_be_planned_is_named() -> None:
 def test_batches_that_are_too_few_for_steps_of_many_ranks_say_how_many_do() -> None:
     machines = Topology(ranks=4, hbm_bytes=8 << 30)
     with pytest.raises(InvalidInputError, match=r"got 12\); observe at least 32"):
-        plan_model(_Model(), _batches(12), topology=machines)
-    plan_model(_Model(), _batches(32), topology=machines)
+        plan_model(Model(), batches(12), topology=machines)
+    plan_model(Model(), batches(32), topology=machines)
 
 
 def test_samples_are_what_is_said_if_anything_is() -> None:
     with pytest.raises(InvalidInputError, match="samples_per_rank"):
-        plan_model(_Model(), samples_per_rank=0, topology="h200x8")
-    many = plan_model(_Model(), samples_per_rank=4e3, topology="h200x8")  # type: ignore[arg-type]
+        plan_model(Model(), samples_per_rank=0, topology="h200x8")
+    many = plan_model(Model(), samples_per_rank=4e3, topology="h200x8")  # type: ignore[arg-type]
     assert many.request.step.samples_per_rank == 4_000
 
 
@@ -181,16 +181,16 @@ def test_samples_are_what_is_said_if_anything_is() -> None:
 )
 def test_what_the_model_tells_and_what_nobody_knows_is_refused(field: str, value: object, said: str) -> None:
     with pytest.raises(InvalidInputError, match=f"{field}: {said}"):
-        plan_model(_Model(), topology="h200x2", **{field: value})
+        plan_model(Model(), topology="h200x2", **{field: value})
 
 
 def test_names_are_as_good_as_members_and_others_are_refused() -> None:
-    named = plan_model(_Model(), topology="h200x2", optimizer="sgd", runtime="torchrec", modes=["HBM_ONLY"])  # type: ignore[arg-type]
-    same = plan_model(_Model(), topology="h200x2", optimizer=Optimizer.SGD, modes=(Mode.HBM_ONLY,))
+    named = plan_model(Model(), topology="h200x2", optimizer="sgd", runtime="torchrec", modes=["HBM_ONLY"])  # type: ignore[arg-type]
+    same = plan_model(Model(), topology="h200x2", optimizer=Optimizer.SGD, modes=(Mode.HBM_ONLY,))
     assert (named.request, named.plan.placements) == (same.request, same.plan.placements)
     for field in ("optimizer", "eviction", "sharding", "modes", "runtime"):
         with pytest.raises(InvalidInputError, match=r"is unknown \(got 'lamb'\); use one of"):
-            plan_model(_Model(), topology="h200x2", **{field: "lamb"})
+            plan_model(Model(), topology="h200x2", **{field: "lamb"})
 
 
 def test_memory_of_the_host_is_that_of_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,17 +201,17 @@ def test_memory_of_the_host_is_that_of_its_container(tmp_path: Path, monkeypatch
     assert machine.host_bytes() == whole
     (tmp_path / "max").write_text("1073741824\n")
     assert machine.host_bytes() == 1 << 30
-    assert plan_model(_Model()).request.topology.host_bytes == 1 << 30
+    assert plan_model(Model()).request.topology.host_bytes == 1 << 30
 
 
 def test_ranks_that_hosts_do_not_share_evenly_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(InvalidInputError, match="does not divide the 1 ranks"):
-        plan_model(_Model())
+        plan_model(Model())
 
 
 def test_a_job_on_more_ranks_than_plan_for_it_has_whole_steps_observed() -> None:
-    planned = plan_model(_Model(), _batches(count=1_000), topology="h200x32/8", optimizer=Optimizer.SGD)
+    planned = plan_model(Model(), batches(count=1_000), topology="h200x32/8", optimizer=Optimizer.SGD)
     assert isinstance(planned.request.tables[0].access, MissCurve)
     with pytest.raises(InvalidInputError, match=r"too few for steps of 512 samples \(got 40\)"):
-        plan_model(_Model(), _batches(count=1_000), topology="h200x32/8", max_batches=40)
+        plan_model(Model(), batches(count=1_000), topology="h200x32/8", max_batches=40)
