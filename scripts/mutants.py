@@ -32,7 +32,7 @@ import torch  # noqa: F401
 ROOT = Path(__file__).parents[1]
 BALANCING, EMBEDDING, PARTITIONING = "trainer_client/balancing", "trainer_client/embedding", "evenkeel/partitioning"
 AREAS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and their tests, the quickest first
-    "decide": (BALANCING, "decide", f"model/test_protocol {BALANCING}/test_stages model/test_leaving"),
+    "decide": (BALANCING, "decide", f"{BALANCING}/test_messages {BALANCING}/test_stages model/test_protocol"),
     "contribution": (BALANCING, "contribution", f"{BALANCING}/test_messages model/test_protocol"),
     "directive": (BALANCING, "directive", f"{BALANCING}/test_messages model/test_protocol"),
     "slices": (PARTITIONING, "slices", f"{PARTITIONING}/test_slices {PARTITIONING}/test_windows"),
