@@ -20,7 +20,7 @@ class KilledJob:
         samples: Of the data set.
         global_batch: Samples of a step, over all ranks.
         epochs: Over the data.
-        window: Batches that are balanced together.
+        window: Batches that are balanced together; 1 where the number of ranks changes.
         depth: Windows in flight.
         workers: Of each rank's `DataLoader`.
         balancer: Where plans come from.
@@ -80,7 +80,7 @@ def draw(seed: int, max_ranks: int) -> KilledJob:
         samples=samples,
         global_batch=global_batch,
         epochs=pick.randint(1, 3),
-        window=pick.choice((1, 1, 2, 3, 5)),
+        window=pick.choice((1, 1, 2, 3, 5)) if len(set(worlds)) == 1 else 1,  # a window needs as many ranks as before
         depth=pick.randint(1, 3),
         workers=pick.choice((0, 0, 2)) if data != "loader" else 0,
         balancer=pick.choices(("embedded", "off"), (5, 1))[0],
