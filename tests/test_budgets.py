@@ -17,8 +17,8 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1731, 2000),
     "trainer_client": (22628, 15000),
     "trainer_client/balancing": (12265, 8000),
-    "tests": (32511, 20000),
-    "benchmarks": (10728, 8000),
+    "tests": (31418, 20000),
+    "benchmarks": (7998, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
 

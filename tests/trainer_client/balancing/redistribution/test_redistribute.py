@@ -114,7 +114,7 @@ def test_lengths_that_the_plan_does_not_announce_are_an_error(ranks: GlooRanks) 
         source_totals=np.array([[2], [1]]),
     )
     with pytest.raises(RuntimeError, match=r"rank 0 sent rank 1 samples of total lengths \[1\].*\[2\]"):
-        ranks.call(move, [(batches[0], pieces[0], 2, False), (batches[1], wrong, 2, False)])
+        ranks.call(move, [(batches[0], pieces[0], 2), (batches[1], wrong, 2)])
 
 
 def home(flat: FlatBatch, **changes: object) -> Slice:
@@ -143,4 +143,4 @@ def test_slice_of_another_rank_is_refused(ranks: GlooRanks) -> None:
     case = simple_case([0, 0, 0, 0, 1, 1, 1, 1])
     pieces = slices_of(case)
     with pytest.raises(RuntimeError, match="the slice is that of rank 1, this is rank 0"):
-        ranks.call(move, [(case.batches[0], pieces[1], 2, False), (case.batches[1], pieces[0], 2, False)])
+        ranks.call(move, [(case.batches[0], pieces[1], 2), (case.batches[1], pieces[0], 2)])
