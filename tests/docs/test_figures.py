@@ -113,7 +113,7 @@ FIGURES: dict[str, dict[str, Callable[[Any], float]]] = {
         "1,077": lambda d: sum(d["kills"].values()), "369": lambda d: d["runs_with_another_number_of_ranks"],
         "173": lambda d: d["jobs_compared_bit_by_bit"], "0 samples lost": lambda d: d["lost"] + d["doubled"],
     },
-    "programs": {"2,000": lambda d: d["programs"]},
+    "programs": {"655": lambda d: d["right"]},
     "placement_gpu_h100": {
         "1.48": _kernels("traces", 60, 0.2, "with the clock"), "1.83": _kernels("traces", 60, 0.2, "TorchRec"),
         "1.72": _kernels("traces", 60, 0.2, ALIKE), "1.02": _kernels("traces", 26, 0.1, "with the clock"),
