@@ -34,7 +34,6 @@ FUNCTIONS = (
     "tests/trainer_client/balancing/costs/test_fits.py",
     "tests/examples/hstu/test_perf.py",
     "tests/trainer_client/observing/test_metrics.py",
-    "tests/trainer_client/planning/test_histograms.py",
     "tests/trainer_client/embedding/routing/",
     "tests/trainer_client/balancing/test_configuration.py",
 )

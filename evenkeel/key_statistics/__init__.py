@@ -1,18 +1,16 @@
 """What caches of embedding tables missed, and how popular keys are, from the keys of live batches. No torch.
 
 `KeySampler` follows a sample of the keys over the steps, a `KeyTrace` is what it saw, `miss_curve` says what caches
-of every size would have missed; `KeyCounts` counts how the lookups are spread over the keys.
+of every size would have missed.
 `trainer_client.planning.KeyStatistics` collects on the ranks of a job.
 """
 
-from evenkeel.key_statistics.counts import KeyCounts
 from evenkeel.key_statistics.curves import MeasuredCurve, miss_curve
 from evenkeel.key_statistics.files import dumps, loads, with_statistics
 from evenkeel.key_statistics.sampler import KeySampler
 from evenkeel.key_statistics.trace import KeyTrace, merge
 
 __all__ = [
-    "KeyCounts",
     "KeySampler",
     "KeyTrace",
     "MeasuredCurve",

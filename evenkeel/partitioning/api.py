@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evenkeel.partitioning.compile import either
 from evenkeel.partitioning.filling import fill
 from evenkeel.partitioning.memory import check_fits, with_caps
-from evenkeel.partitioning.plain import PLAIN
-from evenkeel.partitioning.problem import COMPILED, Arithmetic, Problem, make_problem
+from evenkeel.partitioning.problem import Problem, counts_and_loads, make_problem, moved_sizes
 from evenkeel.partitioning.registry import strategy_named
 
 DEFAULT_STRATEGY = "minimal_move"
@@ -75,9 +75,8 @@ class Partition:
         return evenness(self.home_loads, self.speeds)[1]
 
 
-def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int, by: Arithmetic) -> Sums:
-    if costs.dtype == np.int64:
-        return by.counts_and_loads(costs, ranks, num_ranks)[1]
+def _loads(costs: Sums, ranks: NDArray[np.int32], num_ranks: int) -> Sums:
+    """Of fractions, in the order of the samples: the same on every machine."""
     return np.bincount(ranks, weights=costs, minlength=num_ranks).astype(np.float64, copy=False)  # int64 of nothing
 
 
@@ -140,7 +139,7 @@ def partition(
         given, missing = ("memory", "memory_caps") if memory_caps is None else ("memory_caps", "memory")
         raise ValueError(f"{given} is given without {missing}; pass both or neither")
     chosen = _at_home if stay else strategy_named(strategy)
-    by = PLAIN if strategy == "plain" else COMPILED
+    compiled = strategy != "plain"
     problem = make_problem(
         costs,
         homes,
@@ -151,21 +150,24 @@ def partition(
         move_price=move_price,
         speeds=speeds,
         nodes=nodes,
-        by=by,
+        compiled=compiled,
     )
     if memory is not None and memory_caps is not None:
-        problem = with_caps(problem, memory, memory_caps, by)
+        problem = with_caps(problem, memory, memory_caps, compiled)
     arrays = problem.arrays
     destinations = chosen(problem) if problem.num_ranks > 1 and arrays.costs.size else arrays.homes.copy()
     if min_samples:
         destinations = fill(problem, destinations, min_samples)
     if memory is not None and memory_caps is not None:
         check_fits(memory, memory_caps, destinations)
-    loads = _loads(problem.costs, destinations, problem.num_ranks, by)
     home_loads: Sums = problem.home_loads
-    if problem.costs is not arrays.costs:
-        home_loads = _loads(problem.costs, arrays.homes, problem.num_ranks, by)
-    total, samples, size, between = by.moved(arrays.sizes, arrays.homes, arrays.nodes, destinations)
+    if problem.costs is arrays.costs:
+        loads = either(counts_and_loads, compiled)(arrays.costs, destinations, problem.num_ranks)[1]
+    else:
+        loads, home_loads = (_loads(problem.costs, ranks, problem.num_ranks) for ranks in (destinations, arrays.homes))
+    total, samples, size, between = either(moved_sizes, compiled)(
+        arrays.sizes, arrays.homes, arrays.nodes, destinations
+    )
     return Partition(
         destinations=destinations,
         loads=loads,

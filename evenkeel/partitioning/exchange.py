@@ -6,15 +6,13 @@ by the exchanges that move least. Where it ends short, a tabu search (Glover 198
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import NONE, ZERO, kernel, step
-
-if TYPE_CHECKING:
-    from evenkeel.partitioning.problem import Problem
+from evenkeel.partitioning.problem import Arrays, Floats, Integers, Problem, Ranks
 
 ACROSS = 16.0  # moving a sample to another node costs this many times as much as inside one
 
@@ -36,38 +34,6 @@ SOON = 1 << 11  # entries that a step looks at if that brings the rank and its p
 NEAR = 1 << 13  # entries that a step looks at if that yields a smaller overload, about
 FAR = 1 << 16  # entries that it looks at else
 
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Ranks = NDArray[np.int32]
-
-
-class Arrays(NamedTuple):
-    """What the search must respect; arrays only, so that kernels can take it whole.
-
-    Attributes:
-        costs: (n,) cost of each sample.
-        sizes: (n,) size of each sample.
-        homes: (n,) home of each sample.
-        memory: (n,) memory of each sample, or (0,) without caps.
-        caps: (num_ranks,) memory of each rank.
-        fewest: (num_ranks,) samples that a rank must keep at least.
-        most: (num_ranks,) samples that a rank may hold at most.
-        speeds: (num_ranks,) relative speeds.
-        nodes: (num_ranks,) host of each rank.
-        limits: (num_ranks,) load that each rank should not exceed, rounded to whole units.
-    """
-
-    costs: Integers
-    sizes: Floats
-    homes: Ranks
-    memory: Integers
-    caps: Integers
-    fewest: Integers
-    most: Integers
-    speeds: Floats
-    nodes: Ranks
-    limits: Integers
-
 
 class Groups(NamedTuple):
     """Ranks that exchange with each other: group g is `ranks[begin[g]:begin[g + 1]]`."""
@@ -76,15 +42,16 @@ class Groups(NamedTuple):
     begin: Integers
 
     @classmethod
-    def of_all(cls, num_ranks: int) -> Groups:
-        """All ranks as one group."""
-        return cls(np.arange(num_ranks), np.array([0, num_ranks]))
-
-    @classmethod
     def by_node(cls, nodes: Ranks, num_nodes: int) -> Groups:
         """The ranks of each node as a group."""
         begin = np.concatenate([[0], np.cumsum(np.bincount(nodes, minlength=num_nodes))])
         return cls(np.argsort(nodes, kind="stable"), begin)
+
+
+@cache
+def everyone(num_ranks: int) -> Groups:
+    """All ranks as one group."""
+    return Groups(np.arange(num_ranks), np.array([0, num_ranks]))
 
 
 class Rows(NamedTuple):
@@ -309,87 +276,31 @@ def _cheapest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_take
         t, num_t = rows.start[taker], rows.length[taker]
         may_move = _may_take(arrays, rows, giver, taker)
         i = at_excess if wanted == excess else _first_at_least(rows.cost, g, num_g, wanted)
-        tried, j = 0, 0
+        tried, j = 0, ZERO
         for x in range(max(i - 1, 0), min(num_g, max(i - 1, 0) + LOOKED)):
             if tried >= TRIED:
                 break
             a, cost_a = int(rows.item[g + x]), rows.cost[g + x]
-            if may_move and low <= cost_a <= slack and _fits_memory(arrays, rows, giver, a, taker, NONE):
-                tried += 1
-                rate = _moves(arrays, giver, a, taker, NONE) / min(cost_a, excess)
-                if cost_a < wanted:
-                    rate *= PARTIAL
-                if rate < best_rate:
-                    best_place, best_i, best_j, best_rate = place, x, -1, rate
             if cost_a > slack:
                 if j == 0:
                     j = _first_at_least(rows.cost, t, num_t, cost_a - slack)
                 while j < num_t and rows.cost[t + j] < cost_a - slack:
                     j += 1
+            for y in (NONE, j):  # by itself, or for the taker's lightest that keeps it within its limit
+                if y == num_t or (y < 0 and not may_move):
+                    continue
+                b = int(rows.item[t + y]) if y >= 0 else NONE
+                delta = cost_a - rows.cost[t + y] if y >= 0 else cost_a
+                if not low <= delta <= slack or not _fits_memory(arrays, rows, giver, a, taker, b):
+                    continue
+                tried += 1
+                rate = _moves(arrays, giver, a, taker, b) / min(delta, excess)
+                if delta < wanted:
+                    rate *= PARTIAL
+                if rate < best_rate:
+                    best_place, best_i, best_j, best_rate = place, x, y, rate
             if j == num_t:
                 break
-            delta = cost_a - rows.cost[t + j]
-            if delta >= low:
-                b = int(rows.item[t + j])
-                if _fits_memory(arrays, rows, giver, a, taker, b):
-                    tried += 1
-                    rate = _moves(arrays, giver, a, taker, b) / min(delta, excess)
-                    if delta < wanted:
-                        rate *= PARTIAL
-                    if rate < best_rate:
-                        best_place, best_i, best_j, best_rate = place, x, j, rate
-    return best_place, best_i, best_j
-
-
-@step
-def _fullest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_takers: int) -> tuple[int, int, int]:
-    """Where nothing fits: with each taker the exchange that fills it most, of these the one that moves least for it."""
-    g, num_g = rows.start[giver], rows.length[giver]
-    best_place, best_i, best_j, best_rate = -1, -1, -1, np.inf
-    for place in range(num_takers):
-        taker = takers[place]
-        slack = arrays.limits[taker] - rows.load[taker]
-        if slack <= 0:
-            continue
-        t, num_t = rows.start[taker], rows.length[taker]
-        may_move = _may_take(arrays, rows, giver, taker)
-        # What an exchange moves is only looked up where two fill equally, and for the one that is left.
-        most, most_a, most_b, most_i, most_j, least = 0, NONE, NONE, -1, -1, np.inf
-        looked_up = False
-        first = 0  # the taker's lightest that it must give for the giver's sample, lest it go beyond its limit
-        last, hopeless = NONE, False  # the cost that was looked at last, and whether every exchange with it fills less
-        for i in range(num_g):
-            a, cost_a = int(rows.item[g + i]), rows.cost[g + i]
-            if hopeless and cost_a == last:
-                continue
-            last, hopeless = cost_a, True
-            while first < num_t and rows.cost[t + first] < cost_a - slack:
-                first += 1
-            for j in range(first - 1, first + 1):  # `first - 1` stands for none
-                if j == num_t or (j < first and not may_move):
-                    continue
-                b = int(rows.item[t + j]) if j >= first else NONE
-                delta = cost_a - rows.cost[t + j] if j >= first else cost_a
-                if delta < max(most, 1) or delta > slack:
-                    continue
-                hopeless = False
-                if not _fits_memory(arrays, rows, giver, a, taker, b):
-                    continue
-                if delta == most:
-                    if not looked_up:
-                        looked_up, least = True, _moves(arrays, giver, most_a, taker, most_b)
-                    moved = _moves(arrays, giver, a, taker, b)
-                    if moved >= least:
-                        continue
-                    least = moved
-                else:
-                    looked_up = False
-                most, most_a, most_b, most_i, most_j = delta, a, b, i, -1 if b < 0 else j
-        if most > 0:
-            if not looked_up:
-                least = _moves(arrays, giver, most_a, taker, most_b)
-            if least / most < best_rate:
-                best_place, best_i, best_j, best_rate = place, most_i, most_j, least / most
     return best_place, best_i, best_j
 
 
@@ -473,8 +384,6 @@ def pass_plainly(arrays: Arrays, rows: Rows, ranks: Integers, choices: int, slac
         num_aside = 0
         while rows.load[giver] > arrays.limits[giver] and num_aside < TAKERS and size > 0 and slack[takers[0]] > 0:
             place, i, j = _cheapest(arrays, rows, giver, takers, min(choices, size))
-            if place < 0:
-                place, i, j = _fullest(arrays, rows, giver, takers, min(choices, size))
             if place >= 0:
                 taker = takers[place]
                 _exchange(arrays, rows, giver, i, taker, j)
@@ -660,7 +569,7 @@ def exchange_from(
     choices = max(1, min(MOST_CHOICES, CHOICES * problem.num_ranks // max(start.size, 1))) if plain else 0
     for _ in range(12 if effort else 1):
         least, cramped = exchange_in_groups(
-            problem.arrays, problem.order, *(groups or Groups.of_all(problem.num_ranks)), choices, effort,
+            problem.arrays, problem.order, *(groups or everyone(problem.num_ranks)), choices, effort,
             patience or PATIENCE * effort, destinations,
         )  # fmt: skip
         if least <= 0 or not cramped:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenkeel.partitioning.exchange import Ranks
-from evenkeel.partitioning.problem import Problem
+from evenkeel.partitioning.problem import Problem, Ranks
 
 
 def fill(problem: Problem, destinations: Ranks, at_least: int) -> Ranks:

@@ -7,12 +7,13 @@ Two sets of equal sum and equal number of members are disjoint, so that their fi
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
-from evenkeel.partitioning.compile import kernel, step
-from evenkeel.partitioning.exchange import Integers, Ranks
+from evenkeel.partitioning.compile import ZERO, kernel, step
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
-from evenkeel.partitioning.problem import Problem, ascending_order
+from evenkeel.partitioning.problem import Integers, Problem, Ranks, ascending_order
 
 COUNT = 1 << 32  # a set's tie-breaker is number of members * COUNT + first member, so that one comparison serves both
 FEW = 40  # sets up to which they are sorted by insertion
@@ -25,23 +26,11 @@ def _greater(sums: Integers, ties: Integers, a: int, b: int) -> bool:
 
 
 @step
-def _sink(heap: Integers, size: int, i: int, spreads: Integers, heads: Ranks, sums: Integers, ties: Integers) -> None:
-    """Lets a state sink in the heap of states; `heads` are first members of their largest sets."""
-    state = heap[i]
-    while 2 * i + 1 < size:
-        child = 2 * i + 1
-        for other in range(child + 1, min(child + 2, size)):
-            x, y = heap[child], heap[other]
-            if spreads[y] > spreads[x] or (spreads[y] == spreads[x] and _greater(sums, ties, heads[y], heads[x])):
-                child = other
-        x = heap[child]
-        if spreads[state] > spreads[x]:
-            break
-        if spreads[state] == spreads[x] and _greater(sums, ties, heads[state], heads[x]):
-            break
-        heap[i] = x
-        i = child
-    heap[i] = state
+def _entry(state: int, sets: Ranks, count: int, k: int, sums: Integers, ties: Integers) -> tuple[int, int, int, int]:
+    """A state in the heap of states: on top is that of the largest spread, of equal ones that of the greatest set."""
+    head = sets[0]
+    smallest = sums[sets[k - 1]] if count == k else ZERO
+    return smallest - sums[head], -sums[head], -ties[head], state
 
 
 @kernel
@@ -78,21 +67,12 @@ def difference(costs: Integers, order: Ranks, num_sets: int, equal: bool) -> Ran
         ties[i] = COUNT + np.int64(i)
     # The non-empty sets of each state, named by their first members, greatest first: `counts` entries of an array
     states = [order[max(end - each, 0) : end][::-1].copy() for end in range(n, 0, -each)]
-    size = len(states)
-    heap, spreads, heads = np.arange(size), np.empty(size, np.int64), np.empty(size, np.int32)
-    counts = np.empty(size, np.int64)
-    for s in range(size):
-        sets = states[s]
-        heads[s], counts[s] = sets[0], sets.size
-        spreads[s] = sums[sets[0]] - (sums[sets[k - 1]] if sets.size == k else 0)
-    for i in range(size // 2 - 1, -1, -1):
-        _sink(heap, size, i, spreads, heads, sums, ties)
-    while size > 1:
-        first = heap[0]
-        size -= 1
-        heap[0] = heap[size]
-        _sink(heap, size, 0, spreads, heads, sums, ties)
-        second = heap[0]
+    counts = np.array([sets.size for sets in states])
+    heap = [_entry(s, states[s], counts[s], k, sums, ties) for s in range(len(states))]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        first = heapq.heappop(heap)[3]
+        second = heap[0][3]
         a, b, p, q = states[first], states[second], counts[first], counts[second]
         for i in range(max(k - q, 0), p):
             head, other = a[i], b[k - 1 - i]
@@ -113,11 +93,10 @@ def difference(costs: Integers, order: Ranks, num_sets: int, equal: bool) -> Ran
             joined[p:total] = b[: total - p]
         _sort_descending(joined[:total], sums, ties, p == 1 or q == 1)
         states[first], states[second], counts[second] = a[:0], joined, total
-        heads[second] = joined[0]
-        spreads[second] = sums[joined[0]] - (sums[joined[k - 1]] if total == k else 0)
-        _sink(heap, size, 0, spreads, heads, sums, ties)
-    for x in range(counts[heap[0]]):
-        item = states[heap[0]][x]
+        heapq.heapreplace(heap, _entry(second, joined, total, k, sums, ties))
+    last = heap[0][3]
+    for x in range(counts[last]):
+        item = states[last][x]
         while item >= 0:
             result[item] = x
             item = after[item]

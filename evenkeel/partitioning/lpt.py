@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenkeel.partitioning.compile import ZERO, kernel
-from evenkeel.partitioning.exchange import Arrays, Groups, Integers, Ranks, pop, push, sink
+from evenkeel.partitioning.exchange import Groups, everyone, pop, push, sink
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
-from evenkeel.partitioning.problem import Problem
+from evenkeel.partitioning.problem import Arrays, Integers, Problem, Ranks
 
 SKEW = 1.5  # a home whose load is this many times its limit sheds samples in bulk before single ones are looked at
 
 
 @kernel
 def place_longest_first(
-    arrays: Arrays,
-    items: Ranks,
-    item_begin: Integers,
-    ranks: Integers,
-    rank_begin: Integers,
-    loads: Integers,
-    used: Integers,
-    counts: Integers,
-    most: Integers,
-    num_fuller: int,
-    destinations: Ranks,
+    arrays: Arrays, items: Ranks, item_begin: Integers, groups: Groups, most: Integers, num_fuller: int, placed: Ranks
 ) -> None:
-    """Places each group's items onto its ranks, which already carry `loads`, `used` and `counts`.
+    """Places each group's items onto its ranks, beside what is `placed` already: (n,) rank of each sample, or -1.
 
-    Group g has `items[item_begin[g]:item_begin[g + 1]]`, ascending by cost and taken from the end, and the ranks
-    `ranks[rank_begin[g]:rank_begin[g + 1]]`, of which equally loaded ones get items in this order. A rank takes up to
-    `most` samples, but only `num_fuller` ranks take that many and the others one less (negative: any number of them). A
-    sample that fits under no rank's memory cap goes where it overflows least, for later repair.
+    Group g has `items[item_begin[g]:item_begin[g + 1]]`, ascending by cost and taken from the end. Of its ranks equally
+    loaded ones get items in their order. A rank takes up to `most` samples, but only `num_fuller` ranks take that many
+    and the others one less (negative: any number of them). A sample that fits under no rank's memory cap goes where it
+    overflows least, for later repair.
     """
+    ranks, num_ranks = groups.ranks, most.size
+    loads, used, counts = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    for item in range(placed.size):
+        if placed[item] >= 0:
+            loads[placed[item]] += arrays.costs[item]
+            counts[placed[item]] += 1
+            if arrays.memory.size > 0:
+                used[placed[item]] += arrays.memory[item]
     heap, aside = np.empty(ranks.size, np.int64), np.empty(ranks.size, np.int64)  # of places among the group's ranks
     weight = np.empty(ranks.size, np.float64)  # less the time of each
-    for group in range(rank_begin.size - 1):
-        own = ranks[rank_begin[group] : rank_begin[group + 1]]
+    for group in range(groups.begin.size - 1):
+        own = ranks[groups.begin[group] : groups.begin[group + 1]]
         size = ZERO
         for x in range(own.size):
             weight[x] = -loads[own[x]] / arrays.speeds[own[x]]
@@ -59,7 +56,7 @@ def place_longest_first(
                     if arrays.caps[own[aside[y]]] - used[own[aside[y]]] > arrays.caps[own[x]] - used[own[x]]:
                         x = aside[y]
             rank = own[x]
-            destinations[item] = rank
+            placed[item] = rank
             loads[rank] += arrays.costs[item]
             counts[rank] += 1
             if arrays.memory.size > 0:
@@ -73,35 +70,20 @@ def place_longest_first(
 
 
 def place_in_groups(
-    problem: Problem,
-    items: Ranks,
-    item_begin: Integers,
-    groups: Groups,
-    most: NDArray[np.int64],
-    num_fuller: int,
-    destinations: Ranks,
+    problem: Problem, items: Ranks, item_begin: Integers, groups: Groups, most: Integers, num_fuller: int, placed: Ranks
 ) -> None:
-    """Places each group's items, ascending by cost, onto its ranks beside what `destinations` gives them already."""
-    arrays, num_ranks = problem.arrays, problem.num_ranks
-    placed = np.flatnonzero(destinations >= 0)
-    counts = np.bincount(destinations[placed], minlength=num_ranks)
-    loads, used = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    if placed.size:
-        np.add.at(loads, destinations[placed], arrays.costs[placed])
-        if arrays.memory.size:
-            np.add.at(used, destinations[placed], arrays.memory[placed])
+    """As `place_longest_first`; of equally loaded ranks the fastest first."""
     group_of = np.repeat(np.arange(groups.begin.size - 1), np.diff(groups.begin))
-    fastest_first = groups.ranks[np.lexsort((-arrays.speeds[groups.ranks], group_of))]
-    place_longest_first(
-        arrays, items, item_begin, fastest_first, groups.begin, loads, used, counts, most, num_fuller, destinations
-    )
+    fastest_first = groups.ranks[np.lexsort((-problem.arrays.speeds[groups.ranks], group_of))]
+    groups = groups._replace(ranks=fastest_first)
+    place_longest_first(problem.arrays, items, item_begin, groups, most, num_fuller, placed)
 
 
 def longest_first(problem: Problem) -> Ranks:
     """(n,) rank of each sample; ranks of a kind swap what they got, so that as much as possible stays home."""
     sets = np.full(problem.arrays.costs.size, -1, np.int32)
     place_in_groups(
-        problem, problem.order, np.array([0, sets.size]), Groups.of_all(problem.num_ranks), problem.arrays.most,
+        problem, problem.order, np.array([0, sets.size]), everyone(problem.num_ranks), problem.arrays.most,
         problem.num_fuller, sets,
     )  # fmt: skip
     kinds = kinds_of_ranks(problem)
@@ -150,5 +132,5 @@ def at_home(problem: Problem) -> Ranks:
         return destinations
     spill(problem.order, keep, destinations)
     pool = problem.order[destinations[problem.order] < 0]
-    place_in_groups(problem, pool, np.array([0, pool.size]), Groups.of_all(problem.num_ranks), most, -1, destinations)
+    place_in_groups(problem, pool, np.array([0, pool.size]), everyone(problem.num_ranks), most, -1, destinations)
     return destinations

@@ -8,16 +8,19 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenkeel.partitioning.compile import kernel
-from evenkeel.partitioning.errors import ImpossiblePartitionError, PartitionNotFoundError
-from evenkeel.partitioning.exchange import Floats, Integers, Ranks, exchange_from
+from evenkeel.partitioning.exchange import exchange_from
 from evenkeel.partitioning.karmarkar_karp import differenced
 from evenkeel.partitioning.lpt import longest_first
 from evenkeel.partitioning.problem import (
-    COMPILED,
     EXACT,
+    MEMORY_CAPS,
     ROUNDING,
-    Arithmetic,
+    Floats,
+    ImpossiblePartitionError,
+    Integers,
+    PartitionNotFoundError,
     Problem,
+    Ranks,
     ascending_order,
     bound_on_largest,
     crowding_bound,
@@ -46,9 +49,9 @@ def _memory_units(memory: Floats, caps: Floats) -> tuple[Integers, Integers, int
     return units, limits, exponent, 0 if whole and bool((exact == units).all()) else 1
 
 
-def with_caps(problem: Problem, memory: ArrayLike, caps: ArrayLike, by: Arithmetic) -> Problem:
+def with_caps(problem: Problem, memory: ArrayLike, caps: ArrayLike, compiled: bool = True) -> Problem:
     """The same problem with memory caps; see `partition`."""
-    room = numbers("memory_caps", caps, problem.num_ranks, "rank", infinite=True)
+    room = numbers("memory_caps", caps, problem.num_ranks, "rank", MEMORY_CAPS)
     amounts = numbers("memory", memory, problem.costs.size, "sample")
     if not amounts.size:
         return problem
@@ -61,7 +64,7 @@ def with_caps(problem: Problem, memory: ArrayLike, caps: ArrayLike, by: Arithmet
         interchangeable=problem.interchangeable and bool((limits == limits[0]).all()),
         fit=fit_memory,
     )
-    _check_possible(capped, by)
+    _check_possible(capped, compiled)
     return capped
 
 
@@ -75,7 +78,7 @@ def _doubt(problem: Problem) -> int:
     return problem.memory_error * (problem.arrays.costs.size + problem.num_ranks)
 
 
-def _check_possible(problem: Problem, by: Arithmetic) -> None:
+def _check_possible(problem: Problem, compiled: bool) -> None:
     """Refuses what plainly cannot fit."""
     memory, caps, fewest = problem.arrays.memory, problem.arrays.caps, problem.arrays.fewest
     short = sum(memory.tolist()) - sum(caps.tolist())
@@ -94,7 +97,7 @@ def _check_possible(problem: Problem, by: Arithmetic) -> None:
             "split over ranks (split)",
             lacking,
         )
-    if int(caps.min()) < cap or by is not COMPILED:
+    if int(caps.min()) < cap or not compiled:
         return
     order = ascending_order(memory)
     crowded = max(

@@ -7,24 +7,22 @@ bound; where there are nodes, between them first, so that only what one node has
 from __future__ import annotations
 
 from evenkeel.partitioning.compile import kernel
-from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.exchange import (
-    ACROSS,
-    PATIENCE,
-    Floats,
-    Integers,
-    Ranks,
-    exchange_from,
-    give_light_company,
-)
+from evenkeel.partitioning.exchange import ACROSS, PATIENCE, exchange_from, give_light_company
 from evenkeel.partitioning.karmarkar_karp import differenced
 from evenkeel.partitioning.lpt import at_home, longest_first
 from evenkeel.partitioning.nodes import balance_nodes
-from evenkeel.partitioning.problem import Problem, counts_and_loads, with_crowding
+from evenkeel.partitioning.problem import (
+    Floats,
+    Integers,
+    PartitionError,
+    Problem,
+    Ranks,
+    counts_and_loads,
+    with_crowding,
+)
 
 HEAVY = 1 / 8  # of what a rank gets: with samples as heavy, what can be had is looked at before anything is tried
 FAR_OFF = 2e-3  # of the bound, above the limits, where a longer search pays
-MANY = 16  # ranks from which on that takes less than trying
 
 
 def lpt(problem: Problem) -> Ranks:
@@ -137,14 +135,12 @@ def _from_home(problem: Problem) -> tuple[Ranks, float, Problem]:
     """
     start = problem.fit(problem, _start(problem))
     heaviest = float(problem.arrays.costs[problem.order[-1]])
-    early = problem.num_ranks >= MANY and heaviest >= HEAVY * problem.bound
+    early = heaviest >= HEAVY * problem.bound
     if early:
         problem = with_crowding(problem)
     best, least = exchange_from(problem, start)
     if least > 0 and not early:
         problem = with_crowding(problem)
-        if _limit(problem) / (1.0 + problem.tolerance) > problem.bound * (1.0 + 2.0 * problem.tolerance):
-            best, least = exchange_from(problem, start)  # what was tried cannot be had: less has to move for what can
     if least > 0 and not problem.arrays.memory.size:
         other = best.copy()
         if give_light_company(problem.arrays, problem.order, other):

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from evenkeel.partitioning.exchange import Groups, Integers, Ranks, exchange_from
+from evenkeel.partitioning.exchange import Groups, exchange_from
 from evenkeel.partitioning.lpt import at_home, kept_at_home, place_in_groups, spill
 from evenkeel.partitioning.matching import kinds_of_ranks, match_home
-from evenkeel.partitioning.problem import Problem, with_limits
+from evenkeel.partitioning.problem import Integers, Problem, Ranks, with_limits
 
 
 def _node_sums(problem: Problem, values: Integers) -> Integers:

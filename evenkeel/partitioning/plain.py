@@ -6,9 +6,7 @@ import heapq
 
 import numpy as np
 
-from evenkeel.partitioning.errors import PartitionNotFoundError
-from evenkeel.partitioning.exchange import Floats, Integers, Ranks
-from evenkeel.partitioning.problem import Arithmetic, Problem
+from evenkeel.partitioning.problem import PartitionNotFoundError, Problem, Ranks
 
 
 def plain_partition(problem: Problem) -> Ranks:
@@ -59,39 +57,3 @@ def _placed(problem: Problem, samples: list[int], *, by_room: bool = False) -> R
         for other in aside:
             heapq.heappush(heap, other)
     return np.array(destinations, np.int32)
-
-
-def _counts_and_loads(costs: Integers, ranks: Ranks, num_ranks: int) -> tuple[Integers, Integers]:
-    loads = np.zeros(num_ranks, np.int64)
-    np.add.at(loads, ranks, costs)
-    return np.bincount(ranks, minlength=num_ranks), loads
-
-
-def _bound(costs: Integers, order: Ranks, speeds: Floats, fewest: Integers, most: Integers) -> float:
-    if not costs.size:
-        return 0.0
-    below = np.concatenate([[0], np.cumsum(costs[order])])
-    alone = (below[-1] - below[-2] + below[np.maximum(fewest - 1, 0)]) / speeds
-    return max(float(below[-1] / sum(speeds.tolist())), float(alone[most > 0].min()))
-
-
-def _limits(costs: Integers, speeds: Floats, bound: float, tolerance: float) -> Integers:
-    limits, total = np.maximum(np.floor(bound * (1.0 + tolerance) * speeds), np.ceil(bound * speeds)), int(costs.sum())
-    below = limits < float(total)
-    return np.where(below, np.where(below, limits, 0.0).astype(np.int64), total)
-
-
-def _moved(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> tuple[float, int, float, float]:
-    moved, far = destinations != homes, nodes[destinations] != nodes[homes]
-    size, between = float(np.cumsum(sizes * moved)[-1:].sum()), float(np.cumsum(sizes * far)[-1:].sum())
-    return float(np.cumsum(sizes)[-1:].sum()), int(np.count_nonzero(moved)), size, between
-
-
-PLAIN = Arithmetic(
-    ascending_order=lambda values: np.argsort(values, kind="stable").astype(np.int32),
-    counts_and_loads=_counts_and_loads,
-    bound_on_largest=_bound,
-    limits=_limits,
-    moved=_moved,
-)
-"""What makes a problem without compiled kernels."""

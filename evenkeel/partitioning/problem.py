@@ -13,8 +13,34 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from evenkeel.partitioning.compile import kernel
-from evenkeel.partitioning.exchange import Arrays, Floats, Integers, Ranks
+from evenkeel.partitioning.compile import either, kernel
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Ranks = NDArray[np.int32]
+
+
+class PartitionError(ValueError):
+    """No assignment can be returned that respects every rank's memory cap."""
+
+
+class ImpossiblePartitionError(PartitionError):
+    """No assignment respects the memory caps, and that is proven.
+
+    Attributes:
+        shortfall: Memory that is missing at least, in the unit of `memory`.
+    """
+
+    def __init__(self, message: str, shortfall: float) -> None:
+        super().__init__(message)
+        self.shortfall = shortfall
+
+    def __reduce__(self) -> tuple[type[ImpossiblePartitionError], tuple[str, float]]:
+        return type(self), (str(self), self.shortfall)
+
+
+class PartitionNotFoundError(PartitionError):
+    """The search ended without an assignment within the memory caps, and without a proof that none exists."""
 
 
 class Range(NamedTuple):
@@ -31,17 +57,23 @@ class Range(NamedTuple):
         return f"{self.least:g} to {self.most:g}"
 
 
+MAX_RANKS = 1 << 16
+MAX_SAMPLES = (1 << 31) - 1  # indices have 32 bits
+MAX_TOTAL = 1 << 62  # above all sums of integers, so that they are exact
+EXACT = 2.0**53  # up to which sums of integers are exact as float64
+MAX_SUM = 1e300  # above all sums of fractions, so that no product of theirs is beyond float64
+COSTS = Range(0, (1 << 63) - 1)
+AMOUNTS = Range(0.0, MAX_SUM)
 TOLERANCE = Range(0.0, 1.0)  # share of the lower bound: at 1, loads may be twice of it
 MOVE_PRICE = Range(0.0, 1000.0)  # of a step's time: what moving all samples takes
 SPEEDS = Range(1e-6, 1e6)
 MEMORY_CAPS = Range(0.0, float("inf"))
 SPLIT_ABOVE = Range(0.0, 1000.0)  # of an even division
 SPLIT_PRICE = Range(0.0, 1e100)  # of a position's keys and values, and of a step, in units of cost
-MAX_RANKS = 1 << 16
-MAX_SAMPLES = (1 << 31) - 1  # indices have 32 bits
-MAX_TOTAL = 1 << 62  # above all sums of integers, so that they are exact
-EXACT = 2.0**53  # up to which sums of integers are exact as float64
-MAX_SUM = 1e300  # above all sums of fractions, so that no product of theirs is beyond float64
+COUNTS = ("equal", "free")
+ROUNDING = 1e-12  # relative, by which sums of fractions may exceed a limit or a cap
+BITS = 61  # all units of a batch add up to less than two to this
+CROWDED = 64  # heavy samples per rank up to which `crowding_bound` looks
 
 
 def share_of_total(num_ranks: int) -> float:
@@ -49,11 +81,32 @@ def share_of_total(num_ranks: int) -> float:
     return MAX_TOTAL * (1.0 - 1e-9) / num_ranks
 
 
-COUNTS = ("equal", "free")
-ROUNDING = 1e-12  # relative, by which sums of fractions may exceed a limit or a cap
-BITS = 61  # all units of a batch add up to less than two to this
-_NOTHING = np.empty(0, np.int64)
-CROWDED = 64  # heavy samples per rank up to which `crowding_bound` looks
+class Arrays(NamedTuple):
+    """What the search must respect; arrays only, so that kernels can take it whole.
+
+    Attributes:
+        costs: (n,) cost of each sample.
+        sizes: (n,) size of each sample.
+        homes: (n,) home of each sample.
+        memory: (n,) memory of each sample, or (0,) without caps.
+        caps: (num_ranks,) memory of each rank.
+        fewest: (num_ranks,) samples that a rank must keep at least.
+        most: (num_ranks,) samples that a rank may hold at most.
+        speeds: (num_ranks,) relative speeds.
+        nodes: (num_ranks,) host of each rank.
+        limits: (num_ranks,) load that each rank should not exceed, rounded to whole units.
+    """
+
+    costs: Integers
+    sizes: Floats
+    homes: Ranks
+    memory: Integers
+    caps: Integers
+    fewest: Integers
+    most: Integers
+    speeds: Floats
+    nodes: Ranks
+    limits: Integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +158,6 @@ class Problem:
         return float(np.ldexp(self.bound, -self.cost_exponent))
 
 
-class Arithmetic(NamedTuple):
-    """What a problem is made with: compiled kernels, or what stands for them while these are compiled."""
-
-    ascending_order: Callable[[Integers], Ranks]
-    counts_and_loads: Callable[[Integers, Ranks, int], tuple[Integers, Integers]]
-    bound_on_largest: Callable[[Integers, Ranks, Floats, Integers, Integers], float]
-    limits: Callable[[Integers, Floats, float, float], Integers]
-    moved: Callable[[Floats, Ranks, Ranks, Ranks], tuple[float, int, float, float]]
-
-
 def exponent_for(largest: float, count: int) -> int:
     """The power of two by which `count` numbers of up to `largest` are scaled to use all bits of their sum."""
     return BITS - int(np.frexp(largest)[1]) - max(count - 1, 0).bit_length() if largest > 0 else 0
@@ -133,13 +176,6 @@ def whole_units(values: Floats, exponent: int) -> Integers:
     return units.astype(np.int64)
 
 
-def _cost_units(costs: NDArray[Any]) -> tuple[Integers, int]:
-    if costs.dtype == np.int64:
-        return costs, 0
-    exponent = exponent_for(float(costs.max(initial=0.0)), costs.size)
-    return whole_units(costs, exponent), exponent
-
-
 def plain_array(array: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
     """The array as kernels are compiled for: of `dtype`, contiguous, aligned and writable; copied unless it is."""
     if array.dtype == dtype and array.flags.carray:
@@ -147,73 +183,69 @@ def plain_array(array: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
     return np.array(array, dtype, order="C")
 
 
-def _index_of(field: str, array: NDArray[Any], bad: NDArray[np.bool_]) -> str:
-    index = int(np.flatnonzero(bad)[0])
-    return f"{field}[{index}] is {array[index]}"
-
-
-def _vector(field: str, values: ArrayLike, length: int | None, what: str) -> NDArray[Any]:
+def _vector(field: str, values: ArrayLike, length: int | None, what: str, kinds: str = "iuf") -> NDArray[Any]:
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"{field} has shape {array.shape}; pass a one-dimensional array")
     if length is not None and array.size != length:
         raise ValueError(f"{field} has {array.size} entries; pass {length}, one per {what}")
-    if array.dtype.kind not in "iuf" and (array.size or array.dtype.kind != "f"):
-        raise ValueError(f"{field} has dtype {array.dtype}; pass int64 or float64 numbers")
+    if array.size and array.dtype.kind not in kinds:
+        raise ValueError(f"{field} has dtype {array.dtype}; pass {'whole ' if kinds == 'iu' else ''}numbers")
     return array
 
 
-def numbers(field: str, values: ArrayLike, length: int, what: str, *, infinite: bool = False) -> Floats:
-    """(length,) float64 amounts, 0 or more."""
+def _check_range(field: str, array: NDArray[Any], allowed: Range) -> None:
+    least, most = allowed
+    if array.size and not (array.min() >= least and array.max() <= most):  # NaN is neither
+        index = int(np.flatnonzero(~((array >= least) & (array <= most)))[0])
+        raise ValueError(f"{field}[{index}] is {array[index]}; pass numbers from {allowed}")
+
+
+def _check_sum(field: str, array: NDArray[Any], most: float) -> None:
+    may_exceed = array.size and array.max().item() * array.size > most
+    if may_exceed and (total := sum(array.tolist())) > most:
+        raise ValueError(f"{field} add up to {total:g}; scale them, so that it is at most {most:g}")
+
+
+def numbers(field: str, values: ArrayLike, length: int, what: str, allowed: Range = AMOUNTS) -> Floats:
+    """(length,) float64 numbers; amounts, unless others are allowed, add up to `MAX_SUM` at most."""
     array = plain_array(_vector(field, values, length, what), np.float64)
-    if not array.size:
-        return array
-    least, largest = float(array.min()), float(array.max())  # NaN if any is
-    if not (least >= 0 and (largest < np.inf or (infinite and largest == np.inf))):
-        bad = _index_of(field, array, ~((array >= 0) & ((array < np.inf) | infinite)))
-        raise ValueError(f"{bad}; pass {'' if infinite else 'finite '}numbers, 0 or more")
-    if not infinite and largest * array.size > MAX_SUM and sum(array.tolist()) > MAX_SUM:
-        raise ValueError(f"{field} add up to {sum(array.tolist()):g}; scale them, so that it is at most {MAX_SUM:g}")
+    _check_range(field, array, allowed)
+    if allowed is AMOUNTS:
+        _check_sum(field, array, MAX_SUM)
     return array
 
 
-def _speeds(values: ArrayLike, num_ranks: int) -> Floats:
-    array = plain_array(_vector("speeds", values, num_ranks, "rank"), np.float64)
-    bad = ~((array >= SPEEDS.least) & (array <= SPEEDS.most))
-    if bad.any():
-        raise ValueError(f"{_index_of('speeds', array, bad)}; pass numbers from {SPEEDS}")
-    return array
+@kernel
+def are_ordinary(costs: Integers | Floats, homes: Ranks, sizes: Floats, num_ranks: int) -> bool:
+    """Whether samples need no closer look: their numbers are far within what is allowed."""
+    fine, cost, size = True, 0.0, 0.0
+    for i in range(costs.size):
+        fine &= costs[i] >= 0 and sizes[i] >= 0.0 and 0 <= homes[i] < num_ranks
+        cost += costs[i]
+        size += sizes[i]
+    return fine and cost < MAX_TOTAL / 2 and size < MAX_TOTAL / 2
 
 
-def _costs(values: ArrayLike) -> Integers | Floats:
-    array = _vector("costs", values, None, "sample")
-    if array.size > MAX_SAMPLES:
-        raise ValueError(f"costs has {array.size} entries; pass at most {MAX_SAMPLES}")
-    if array.dtype.kind == "f":
-        return numbers("costs", array, array.size, "sample")
-    if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"{_index_of('costs', array, array == array.max())}, beyond int64; pass float64 costs")
-    costs = plain_array(array, np.int64)
-    if costs.size:
-        least, largest = int(costs.min()), int(costs.max())
-        if least < 0:
-            raise ValueError(f"{_index_of('costs', costs, costs < 0)}; pass numbers, 0 or more")
-        if largest * costs.size >= MAX_TOTAL and sum(costs.tolist()) >= MAX_TOTAL:
-            raise ValueError(f"costs add up to {sum(costs.tolist())}, 2**62 or more; scale them or pass float64 costs")
-    return costs
-
-
-def _ranks_of(field: str, values: ArrayLike, length: int, what: str, limit: int | None) -> Ranks:
-    array = _vector(field, values, length, what)
-    if array.size and array.dtype.kind not in "iu":
-        raise ValueError(f"{field} has dtype {array.dtype}; pass int32 numbers")
-    if array.size:
-        low, high = int(array.min()), int(array.max())
-        top = np.iinfo(np.int32).max if limit is None else limit - 1
-        if low < 0 or high > top:
-            allowed = f"a rank, 0 to {top}" if limit is not None else "a number, 0 or more"
-            raise ValueError(f"{_index_of(field, array, (array < 0) | (array > top))}; it must be {allowed}")
-    return plain_array(array, np.int32)
+def _samples(
+    costs: ArrayLike, homes: ArrayLike, sizes: ArrayLike | None, num_ranks: int, compiled: bool
+) -> tuple[Integers | Floats, Ranks, Floats]:
+    """Costs, homes and sizes, checked."""
+    values = _vector("costs", costs, None, "sample")
+    places = _vector("homes", homes, values.size, "sample", "iu")
+    weights = values if sizes is None else _vector("sizes", sizes, values.size, "sample")
+    whole = values.dtype.kind in "iu"
+    work, ranks = plain_array(values, np.int64 if whole else np.float64), plain_array(places, np.int32)
+    size = plain_array(weights, np.float64)
+    is_same = work.dtype == values.dtype and ranks.dtype == places.dtype  # else they may have wrapped around
+    if not (compiled and is_same and are_ordinary(work, ranks, size, num_ranks)):
+        if values.size > MAX_SAMPLES:
+            raise ValueError(f"costs has {values.size} entries; pass at most {MAX_SAMPLES}")
+        _check_range("costs", values, COSTS if whole else AMOUNTS)
+        _check_sum("costs", values, MAX_TOTAL - 1 if whole else MAX_SUM)
+        _check_range("homes", places, Range(0, num_ranks - 1))
+        size = numbers("sizes", size, size.size, "sample")
+    return work, ranks, size
 
 
 @kernel
@@ -315,7 +347,7 @@ def crowding_bound(costs: Integers, order: Ranks, fewest: int, num_ranks: int) -
 
 
 @kernel
-def _limits(costs: Integers, speeds: Floats, bound: float, tolerance: float) -> Integers:
+def limits_at(costs: Integers, speeds: Floats, bound: float, tolerance: float) -> Integers:
     """(num_ranks,) the loads at `bound` and the tolerance, at most the whole load."""
     total = 0
     for cost in costs:
@@ -330,7 +362,8 @@ def _limits(costs: Integers, speeds: Floats, bound: float, tolerance: float) -> 
 
 
 @kernel
-def _moved(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> tuple[float, int, float, float]:
+def moved_sizes(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> tuple[float, int, float, float]:
+    """The size of all samples; the number and the size of those that move, and the size of those that leave a node."""
     total, samples, size, between = 0.0, 0, 0.0, 0.0
     for i in range(destinations.size):
         rank, home = destinations[i], homes[i]
@@ -343,18 +376,9 @@ def _moved(sizes: Floats, homes: Ranks, nodes: Ranks, destinations: Ranks) -> tu
     return total, samples, size, between
 
 
-COMPILED = Arithmetic(
-    ascending_order=ascending_order,
-    counts_and_loads=counts_and_loads,
-    bound_on_largest=bound_on_largest,
-    limits=_limits,
-    moved=_moved,
-)
-
-
 def with_limits(arrays: Arrays, largest: float, tolerance: float) -> Arrays:
     """The same with each rank's limit at `largest * (1 + tolerance)` times its speed, at most the whole load."""
-    return arrays._replace(limits=_limits(arrays.costs, arrays.speeds, largest, tolerance))
+    return arrays._replace(limits=limits_at(arrays.costs, arrays.speeds, largest, tolerance))
 
 
 def with_crowding(problem: Problem) -> Problem:
@@ -365,22 +389,6 @@ def with_crowding(problem: Problem) -> Problem:
     crowded = crowding_bound(arrays.costs, problem.order, int(arrays.fewest.min()), problem.num_ranks)
     bound = max(problem.bound, crowded / float(arrays.speeds[0]))
     return replace(problem, arrays=with_limits(arrays, bound, problem.tolerance))
-
-
-def _check_options(num_ranks: int, counts: str, tolerance: float, move_price: float) -> int:
-    try:
-        num_ranks = operator.index(num_ranks)
-    except TypeError:
-        raise ValueError(f"num_ranks is {num_ranks!r}; pass a positive integer") from None
-    if not 1 <= num_ranks <= MAX_RANKS:
-        raise ValueError(f"num_ranks is {num_ranks}; pass a positive integer up to {MAX_RANKS}")
-    if counts not in COUNTS:
-        raise ValueError(f"counts is {counts!r}; pass one of {', '.join(map(repr, COUNTS))}")
-    if not TOLERANCE.holds(tolerance):
-        raise ValueError(f"tolerance is {tolerance!r}; pass a share of the lower bound, {TOLERANCE}")
-    if not MOVE_PRICE.holds(move_price):
-        raise ValueError(f"move_price is {move_price!r}; pass a share of a step's time, {MOVE_PRICE}")
-    return num_ranks
 
 
 def make_problem(
@@ -394,45 +402,52 @@ def make_problem(
     move_price: float,
     speeds: ArrayLike | None,
     nodes: ArrayLike | None,
-    by: Arithmetic = COMPILED,
+    compiled: bool = True,
 ) -> Problem:
-    """Checks all arguments of `partition`; see there. `by` is what computes."""
-    num_ranks = _check_options(num_ranks, counts, tolerance, move_price)
-    all_costs = _costs(costs)
-    n = all_costs.size
-    units, cost_exponent = _cost_units(all_costs)
+    """Checks all arguments of `partition`; see there. Unless it is to be compiled, no kernel is."""
+    if not hasattr(num_ranks, "__index__") or not 1 <= operator.index(num_ranks) <= MAX_RANKS:
+        raise ValueError(f"num_ranks is {num_ranks!r}; pass a positive integer up to {MAX_RANKS}")
+    num_ranks = operator.index(num_ranks)
+    if counts not in COUNTS:
+        raise ValueError(f"counts is {counts!r}; pass one of {', '.join(map(repr, COUNTS))}")
+    for field, value, allowed in (("tolerance", tolerance, TOLERANCE), ("move_price", move_price, MOVE_PRICE)):
+        if not allowed.holds(value):
+            raise ValueError(f"{field} is {value!r}; pass a number from {allowed}")
+    all_costs, all_homes, all_sizes = _samples(costs, homes, sizes, num_ranks, compiled)
+    n, units, exponent = all_costs.size, all_costs, 0
     if all_costs.dtype == np.float64:
-        tolerance = max(tolerance, ROUNDING)
-    all_homes = _ranks_of("homes", homes, n, "sample", num_ranks)
-    all_sizes = all_costs.astype(np.float64) if sizes is None else numbers("sizes", sizes, n, "sample")
-    all_speeds = np.ones(num_ranks) if speeds is None else _speeds(speeds, num_ranks)
+        exponent = exponent_for(float(all_costs.max(initial=0.0)), n)
+        units, tolerance = whole_units(all_costs, exponent), max(tolerance, ROUNDING)
+    all_speeds = np.ones(num_ranks) if speeds is None else numbers("speeds", speeds, num_ranks, "rank", SPEEDS)
     num_nodes, all_nodes = 1, np.zeros(num_ranks, np.int32)
     if nodes is not None:
-        distinct, places = np.unique(_ranks_of("nodes", nodes, num_ranks, "rank", None), return_inverse=True)
+        numbered = _vector("nodes", nodes, num_ranks, "rank", "iu")
+        _check_range("nodes", numbered, Range(0, MAX_SAMPLES))
+        distinct, places = np.unique(numbered, return_inverse=True)
         num_nodes, all_nodes = distinct.size, places.astype(np.int32)
-    home_counts, home_loads = by.counts_and_loads(units, all_homes, num_ranks)
-    fewest_at_home, most_at_home = int(home_counts.min()), int(home_counts.max())
+    home_counts, home_loads = either(counts_and_loads, compiled)(units, all_homes, num_ranks)
     floor, remainder = divmod(n, num_ranks)
     num_fuller = -1
     if counts == "free":
         fewest, most = np.zeros(num_ranks, np.int64), np.full(num_ranks, n, np.int64)
-    elif most_at_home - fewest_at_home <= 1:
+    elif max(counted := home_counts.tolist()) - min(counted) <= 1:
         fewest, most = home_counts, home_counts
     else:
         fewest = np.full(num_ranks, floor, np.int64)
         most = fewest + (remainder > 0)
         num_fuller = remainder or -1
-    order = by.ascending_order(units)
-    bound = by.bound_on_largest(units, order, all_speeds, fewest, most)
+    order = ascending_order(units) if compiled else np.argsort(units, kind="stable").astype(np.int32)
+    bound = either(bound_on_largest, compiled)(units, order, all_speeds, fewest, most)
+    nothing = np.empty(0, np.int64)
     arrays = Arrays(
-        costs=units, sizes=all_sizes, homes=all_homes, memory=_NOTHING, caps=_NOTHING, fewest=fewest, most=most,
-        speeds=all_speeds, nodes=all_nodes, limits=by.limits(units, all_speeds, bound, tolerance),
+        costs=units, sizes=all_sizes, homes=all_homes, memory=nothing, caps=nothing, fewest=fewest, most=most,
+        speeds=all_speeds, nodes=all_nodes, limits=either(limits_at, compiled)(units, all_speeds, bound, tolerance),
     )  # fmt: skip
     return Problem(
         arrays=arrays,
         num_ranks=num_ranks,
         costs=all_costs,
-        cost_exponent=cost_exponent,
+        cost_exponent=exponent,
         order=order,
         interchangeable=speeds is None or bool((all_speeds == all_speeds[0]).all()),
         free=counts == "free",

@@ -7,10 +7,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.minimal_move import karmarkar_karp, lpt, minimal_move
 from evenkeel.partitioning.plain import plain_partition
-from evenkeel.partitioning.problem import Problem
+from evenkeel.partitioning.problem import PartitionError, Problem
 from evenkeel.plugins import Plugins
 
 Strategy: TypeAlias = Callable[[Problem], NDArray[np.int32]]

@@ -6,7 +6,7 @@ Every round is a window of one or more batches.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,17 +19,33 @@ from evenkeel.partitioning.api import (
     imbalance_of_bound,
     partition,
 )
-from evenkeel.partitioning.errors import PartitionError
-from evenkeel.partitioning.slices import Slice
+from evenkeel.partitioning.problem import PartitionError
+from evenkeel.partitioning.slices import Lengths, Slice
 from evenkeel.partitioning.splits import Cuts, RoundParts, SplitOptions, SplitSample
-
-Lengths: TypeAlias = NDArray[np.int64] | NDArray[np.uint32]  # as ranks have them, and as the wire does
 
 _FEW_FIELDS = 8  # up to which sums over a row are fastest column by column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankSamples:
+class _Samples:
+    costs: NDArray[np.int64] | NDArray[np.float64]
+    lengths: Lengths
+    sizes: NDArray[np.int64] | None = None
+    memory: NDArray[np.float64] | None = None
+    divisible: NDArray[np.float64] | None = None
+    roles: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    @property
+    def moving_sizes(self) -> NDArray[np.int64]:
+        """(n,) what moving each sample takes."""
+        return row_sums(self.lengths) if self.sizes is None else self.sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankSamples(_Samples):
     """What a rank knows of its own samples of a round, on the host: one batch after the other.
 
     Attributes:
@@ -42,21 +58,7 @@ class RankSamples:
         roles: (jagged fields,) int64, what each field is to a sample in parts; see `part_ranges`. None: none is split.
     """
 
-    costs: NDArray[np.int64] | NDArray[np.float64]
-    lengths: Lengths
-    sizes: NDArray[np.int64] | None = None
-    memory: NDArray[np.float64] | None = None
     batch_sizes: tuple[int, ...] = ()
-    divisible: NDArray[np.float64] | None = None
-    roles: NDArray[np.int64] | None = None
-
-    def __len__(self) -> int:
-        return len(self.costs)
-
-    @property
-    def moving_sizes(self) -> NDArray[np.int64]:
-        """(n,) what moving each sample takes."""
-        return row_sums(self.lengths) if self.sizes is None else self.sizes
 
     @property
     def sizes_by_batch(self) -> tuple[int, ...]:
@@ -71,28 +73,17 @@ class RankSamples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RoundSamples:
-    """The samples of all ranks: by home rank, then by batch, then as they are in the batch.
+class RoundSamples(_Samples):
+    """The samples of all ranks: by home rank, then by batch, then as they are in the batch. Further as `RankSamples`.
 
     Attributes:
         batch_sizes: (ranks, batches) int64, samples of each of a rank's batches.
-        costs: (n,) int64 or float64.
-        lengths: (n, jagged fields) int64 or uint32.
-        sizes: (n,) int64, or None for the sum of its lengths.
-        memory: (n,) float64 or None.
         nodes: (ranks,) int32, number of each rank's host; None when there is at most one.
         divisible: (m, WIDTH) float64 or None; its samples are numbered among those of all ranks, and ascend.
-        roles: (jagged fields,) int64 or None; see `RankSamples`.
     """
 
     batch_sizes: NDArray[np.int64]
-    costs: NDArray[np.int64] | NDArray[np.float64]
-    lengths: Lengths
-    sizes: NDArray[np.int64] | None = None
-    memory: NDArray[np.float64] | None = None
     nodes: NDArray[np.int32] | None = None
-    divisible: NDArray[np.float64] | None = None
-    roles: NDArray[np.int64] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -115,9 +106,11 @@ class RoundSamples:
         return np.repeat(np.arange(self.num_ranks, dtype=np.int32), self.counts_at_home)
 
     @property
-    def moving_sizes(self) -> NDArray[np.int64]:
-        """(n,) what moving each sample takes."""
-        return row_sums(self.lengths) if self.sizes is None else self.sizes
+    def home_loads(self) -> NDArray[np.float64]:
+        """(batches, ranks) summed cost as loaded."""
+        places = np.repeat(np.arange(self.batch_sizes.size), self.batch_sizes.ravel())
+        loads = np.bincount(places, self.costs, self.batch_sizes.size).astype(np.float64)
+        return loads.reshape(self.batch_sizes.shape).T.copy()
 
     @property
     def steps(self) -> NDArray[np.int32] | None:
@@ -210,6 +203,27 @@ class Figures:
     exchanged: int = 0
     exchanged_between_nodes: int = 0
     max_load_whole: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        before: NDArray[Any],
+        after: NDArray[Any],
+        speeds: NDArray[np.float64] | None,
+        time: float = 0.0,
+        **rest: Any,
+    ) -> Figures:
+        """From the (ranks,) loads before and after; `time` is what the slowest rank takes where that is more."""
+        max_before, imbalance_before = evenness(before, speeds)
+        max_after, imbalance_after = evenness(after, speeds)
+        return cls(
+            mean_load=float(sum(after.tolist())) / after.size,
+            max_load_before=max_before,
+            max_load_after=time or max_after,
+            imbalance_before=imbalance_before,
+            imbalance_after=imbalance_after * (time / max_after if time and max_after > 0 else 1.0),
+            **rest,
+        )
 
     @property
     def imbalance_bound(self) -> float:
@@ -335,17 +349,13 @@ def partition_batches(
         if steps is not None and loaded is not None:
             at_home = np.flatnonzero(loaded == batch)
             before = np.bincount(homes[at_home], samples.costs[at_home], samples.num_ranks)
-        max_before, imbalance_before = evenness(before, part.speeds)
-        max_after, imbalance_after = evenness(part.loads, part.speeds)
         loads_before.append(before)
         loads_after.append(part.loads)
         batches.append(
-            Figures(
-                mean_load=float(sum(part.loads.tolist())) / samples.num_ranks,
-                max_load_before=max_before,
-                max_load_after=max_after,
-                imbalance_before=imbalance_before,
-                imbalance_after=imbalance_after,
+            Figures.of(
+                before,
+                part.loads,
+                part.speeds,
                 lower_bound=part.lower_bound,
                 samples=part.destinations.size,
                 moved_samples=part.moved_samples,

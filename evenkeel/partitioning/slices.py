@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenkeel.partitioning.compile import kernel
+from evenkeel.partitioning.compile import either, kernel
 from evenkeel.partitioning.problem import plain_array
 
-_LENGTHS = (np.int64, np.uint32)  # the others become int64
+Lengths: TypeAlias = NDArray[np.int64] | NDArray[np.uint32]  # as ranks have them, and as the wire does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Slice:
     source_totals: NDArray[np.int64]
 
     @classmethod
-    def staying(cls, rank: int, lengths: NDArray[np.int64] | NDArray[np.uint32]) -> Slice:
+    def staying(cls, rank: int, lengths: Lengths) -> Slice:
         """That of a batch of which every sample stays, with its (n_home, F) lengths."""
         has_any = len(lengths) > 0
         return cls(
@@ -148,13 +148,13 @@ def _slice_plan(
     return source_begin, sources, counts, totals
 
 
-def _whole_numbers(field: str, values: ArrayLike, least: int, most: int, what: str) -> NDArray[Any]:
+def _whole_numbers(field: str, values: ArrayLike, most: int, what: str) -> NDArray[Any]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{field} has dtype {array.dtype} and shape {array.shape}; pass integers, one {what}")
-    if array.size and not (least <= int(array.min()) and int(array.max()) <= most):
-        bad = np.flatnonzero((array < least) | (array > most))
-        raise ValueError(f"{field}[{bad[0]}] is {array[bad[0]]}; it must be {least} to {most}, one {what}")
+    if array.size and not (array.min() >= 0 and array.max() <= most):
+        bad = np.flatnonzero((array < 0) | (array > most))
+        raise ValueError(f"{field}[{bad[0]}] is {array[bad[0]]}; it must be 0 to {most}, one {what}")
     return array
 
 
@@ -181,10 +181,8 @@ def slice_plan(
         ValueError: If the shapes disagree, a destination is no rank or a step no batch.
     """
     n, num_ranks = np.size(destinations), np.size(counts_at_home)
-    ranks = plain_array(
-        _whole_numbers("destinations", destinations, 0, num_ranks - 1, "rank for each sample"), np.int32
-    )
-    counts = _whole_numbers("counts_at_home", counts_at_home, 0, n, "number of samples for each rank").astype(np.int64)
+    ranks = _whole_numbers("destinations", destinations, num_ranks - 1, "rank for each sample")
+    counts = _whole_numbers("counts_at_home", counts_at_home, n, "number of samples for each rank")
     values = np.asarray(lengths)
     if counts.sum() != n:
         raise ValueError(f"counts_at_home add up to {counts.sum()}, but there are {n} destinations; pass one a sample")
@@ -192,44 +190,29 @@ def slice_plan(
         raise ValueError(
             f"lengths has dtype {values.dtype} and shape {values.shape}; pass integers of ({n} samples, fields)"
         )
-    values = plain_array(values, values.dtype if values.dtype in _LENGTHS else np.int64)
-    places, batches = ranks, None
     if num_steps < 1 or (num_steps > 1 if steps is None else np.shape(steps) != (n,)):
         shape = None if steps is None else np.shape(steps)
         raise ValueError(f"num_steps is {num_steps}, the shape of steps {shape}; pass the batch of each of {n} samples")
+    batches = None
     if steps is not None:
-        of = _whole_numbers("steps", steps, 0, num_steps - 1, "batch of the window for each sample")
-        batches = of.astype(np.int32)
-        places = ranks * np.int32(num_steps) + batches
-    home_begin = np.concatenate([[0], np.cumsum(counts)])
-    words, num_fields = values.view(np.uint32), values.shape[1]
-    found = _slice_plan(places, num_ranks * num_steps, home_begin, words, num_fields)
-    return Slices(ranks, home_begin, *found, steps=batches)
+        batches = _whole_numbers("steps", steps, num_steps - 1, "batch of the window for each sample").astype(np.int32)
+    return slices_of(plain_array(ranks, np.int32), counts, values, batches, num_steps)
 
 
-def slice_plainly(
+def slices_of(
     destinations: NDArray[np.int32],
-    counts_at_home: NDArray[np.int64],
-    lengths: NDArray[np.int64] | NDArray[np.uint32],
-    steps: NDArray[np.int32] | None = None,
-    num_steps: int = 1,
+    counts_at_home: NDArray[Any],
+    lengths: NDArray[Any],
+    steps: NDArray[np.int32] | None,
+    num_steps: int,
+    *,
+    compiled: bool = True,
 ) -> Slices:
-    """What `slice_plan` gives, without compiled kernels: by sorting."""
-    ranks = counts_at_home.size
-    homes = np.repeat(np.arange(ranks), counts_at_home)
-    places = destinations.astype(np.int64) * num_steps + (0 if steps is None else steps)
-    pairs = places * ranks + homes
-    order = np.argsort(pairs, kind="stable")
-    distinct, firsts = np.unique(pairs[order], return_index=True)
-    totals = np.zeros((distinct.size, lengths.shape[1]), np.int64)
-    if totals.size:
-        totals = np.add.reduceat(lengths[order].astype(np.int64), firsts, axis=0)
-    return Slices(
-        destinations,
-        np.concatenate([[0], np.cumsum(counts_at_home)]).astype(np.int64),
-        np.searchsorted(distinct, np.arange(ranks * num_steps + 1) * ranks),
-        (distinct % ranks).astype(np.int32),
-        np.diff(firsts, append=pairs.size).astype(np.int32),
-        totals,
-        steps,
-    )
+    """As `slice_plan`, of arrays that fit together; without compiled kernels it takes some hundred times as long."""
+    home_begin = np.zeros(counts_at_home.size + 1, np.int64)
+    np.cumsum(counts_at_home, out=home_begin[1:])
+    values = plain_array(lengths, np.uint32 if lengths.dtype == np.uint32 else np.int64)
+    places = destinations if steps is None else destinations * np.int32(num_steps) + steps
+    cut = either(_slice_plan, compiled)
+    found = cut(places, counts_at_home.size * num_steps, home_begin, values.view(np.uint32), values.shape[1])
+    return Slices(destinations, home_begin, *found, steps=steps)

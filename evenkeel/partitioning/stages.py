@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from evenkeel.partitioning.errors import PartitionError
+from evenkeel.partitioning.problem import PartitionError
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples, partition_batches
-from evenkeel.partitioning.slices import Slices, slice_plainly, slice_plan
+from evenkeel.partitioning.slices import Slices, slices_of
 from evenkeel.partitioning.splits.stage import split_heavy
 from evenkeel.partitioning.windows import gather_heavy
 
@@ -66,5 +66,4 @@ def slice_round(plan: RoundPlan, samples: RoundSamples, *, compiled: bool = True
         assert samples.roles is not None
         of, lengths = plan.parts.cut(counts, lengths, samples.roles)
         counts = np.bincount(samples.homes[of], minlength=samples.num_ranks)
-    cut = slice_plan if compiled else slice_plainly
-    return cut(plan.destinations, counts, lengths, plan.steps, samples.num_batches)
+    return slices_of(plan.destinations, counts, lengths, plan.steps, samples.num_batches, compiled=compiled)

@@ -7,8 +7,8 @@ from contextlib import suppress
 import numpy as np
 
 from evenkeel.partitioning.api import partition
-from evenkeel.partitioning.errors import PartitionError
 from evenkeel.partitioning.matching import EXACT
+from evenkeel.partitioning.problem import PartitionError
 from evenkeel.partitioning.registry import BUILT_IN
 from evenkeel.partitioning.rounds import RoundOptions, RoundSamples
 from evenkeel.partitioning.splits import Divisible, SpanCosts, SplitOptions

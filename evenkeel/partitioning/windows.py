@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.errors import PartitionError
+from evenkeel.partitioning.problem import PartitionError
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples, partition_batches
 
 GIANT = 1.02  # lower bound over mean load above which a batch cannot be balanced by itself

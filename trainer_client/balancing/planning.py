@@ -59,7 +59,7 @@ class Planning(Stage):
             round_.figures = round_.plan.batches
             round_.home_loads, round_.loads = round_.plan.loads_before, round_.plan.loads_after
         else:
-            loads = _home_loads(samples)
+            loads = samples.home_loads
             if round_.decision.reason is Reason.INVALID_COSTS:
                 round_.figures = _figures(np.full_like(loads, np.nan), samples, options.speeds)
                 loads[:, list(round_.decision.ranks)] = np.nan
@@ -97,13 +97,6 @@ def _check_alone(options: RoundOptions, samples: RoundSamples) -> None:
         most = float(np.bincount(steps, memory, samples.num_batches).max(initial=0.0))
         if most > caps[0]:
             raise PartitionError(f"its batch takes {most:g} of memory, the cap of the only rank is {caps[0]:g}")
-
-
-def _home_loads(samples: RoundSamples) -> NDArray[np.float64]:
-    """(batches, ranks) summed cost as loaded."""
-    count, ranks = samples.num_batches, samples.num_ranks
-    homes = np.repeat(np.arange(ranks * count), samples.batch_sizes.ravel())
-    return np.bincount(homes, samples.costs, ranks * count).astype(np.float64).reshape(ranks, count).T.copy()
 
 
 def _figures(loads: NDArray[np.float64], samples: RoundSamples, speeds: tuple[float, ...]) -> tuple[Figures, ...]:

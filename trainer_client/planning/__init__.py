@@ -15,10 +15,9 @@ from trainer_client.planning.applying import (
 )
 from trainer_client.planning.describe import describe_configs, describe_model
 from trainer_client.planning.model import PlannedModel, plan_model
-from trainer_client.planning.statistics import KeyHistogram, KeyStatistics
+from trainer_client.planning.statistics import KeyStatistics
 
 __all__ = [
-    "KeyHistogram",
     "KeyStatistics",
     "PlannedModel",
     "PlannerClient",

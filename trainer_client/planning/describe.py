@@ -33,7 +33,7 @@ def describe_configs(
         configs: The configurations.
         optimizer: Optimizer of the tables.
         ids_per_sample: Mean number of lookups of a sample by table name; the number of its features by default.
-        access: Access statistics by table name, for instance of a `KeyHistogram`.
+        access: Access statistics by table name, such as a `Histogram`.
         group: Name of the module that owns the tables.
         weighted: Whether lookups have weights, as in a collection with `is_weighted`.
         same: Fields of `evenkeel.placement.Table` that all tables share.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from evenkeel.key_statistics import KeyCounts, KeySampler, KeyTrace, dumps, loads, merge
+from evenkeel.key_statistics import KeySampler, KeyTrace, dumps, loads, merge
 from evenkeel.placement import InvalidInputError
 from evenkeel.placement.plan_text import spans
 from trainer_client.planning.collective import group_size, in_group, on_all
@@ -225,18 +225,6 @@ def _on_the_way(batch: Any) -> _Features:
 def _fetched(values: torch.Tensor) -> torch.Tensor:
     there = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     return there.copy_(values, non_blocking=True)
-
-
-class KeyHistogram(KeyCounts):
-    """How often the keys of one table are looked up, counted from tensors.
-
-    A histogram knows how often keys are looked up, not when. Where the popular keys change, or a key comes back soon or
-    never, `KeyStatistics` says more.
-    """
-
-    def observe(self, keys: Any) -> None:
-        """Count the lookups of one batch: keys of one table, repeated ones included, on any device."""
-        super().observe(keys.detach().cpu().numpy() if isinstance(keys, torch.Tensor) else keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ what it passes on.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,33 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 _HALVINGS = 60  # of the range in which the common level is
+
+
+class Pieces(NamedTuple):
+    """Samples in pieces.
+
+    Attributes:
+        table: (samples, 11) what kernels know of each sample; see `table_of`.
+        firsts: (samples + 1,) the first piece of each; they ascend by position.
+        ranks: (pieces,) the rank of each piece.
+        begins: (pieces,) its first position.
+        ends: (pieces,) the one after its last.
+    """
+
+    table: Floats
+    firsts: Integers
+    ranks: Integers
+    begins: Integers
+    ends: Integers
+
+
+class Machine(NamedTuple):
+    """Speed and node of each rank, and what a position's keys and values take within a node and between nodes."""
+
+    speeds: Floats
+    nodes: Integers
+    within: float
+    between: float
 
 
 def table_of(spans: SpanCosts) -> Floats:
@@ -47,17 +76,7 @@ def cost_of(table: Floats, sample: int, begin: float, end: float) -> float:
 
 
 @step
-def _exchange(
-    table: Floats,
-    firsts: Integers,
-    ranks: Integers,
-    begins: Integers,
-    ends: Integers,
-    nodes: Integers,
-    within: float,
-    between: float,
-    found: Floats,
-) -> tuple[int, int]:
+def _exchange(pieces: Pieces, machine: Machine, found: Floats) -> tuple[int, int]:
     """What each rank's keys and values take, into found[0]; returns positions that travel within and between nodes.
 
     To each node they go once: to each rank there that sees them an equal share, which it passes on to the others there.
@@ -65,6 +84,8 @@ def _exchange(
     pieces that follow; keys that were counted, and those of them that its latest piece sends; what each of its ranks
     has received, and passed on.
     """
+    table, firsts, ranks, begins, ends = pieces
+    nodes, within, between = machine.nodes, machine.within, machine.between
     exchange, sent, received, later, counted, latest, taken, passed = found
     found[:] = 0.0
     near = far = 0
@@ -101,32 +122,23 @@ def _exchange(
 
 
 @kernel
-def measure(
-    base: Floats,
-    table: Floats,
-    firsts: Integers,
-    ranks: Integers,
-    begins: Integers,
-    ends: Integers,
-    nodes: Integers,
-    within: float,
-    between: float,
-) -> tuple[Floats, Floats, int, int]:
+def measure(base: Floats, pieces: Pieces, machine: Machine) -> tuple[Floats, Floats, int, int]:
     """Loads and exchange of each rank, and the positions whose keys and values travel within nodes and between them."""
     loads, found = base.copy(), np.zeros((8, base.size))
-    for s in range(firsts.size - 1):
-        for i in range(firsts[s], firsts[s + 1]):
-            loads[ranks[i]] += cost_of(table, s, begins[i], ends[i])
-    near, far = _exchange(table, firsts, ranks, begins, ends, nodes, within, between, found)
+    for s in range(pieces.firsts.size - 1):
+        for i in range(pieces.firsts[s], pieces.firsts[s + 1]):
+            loads[pieces.ranks[i]] += cost_of(pieces.table, s, pieces.begins[i], pieces.ends[i])
+    near, far = _exchange(pieces, machine, found)
     return loads, found[0], near, far
 
 
 @step
-def _cut(table: Floats, sample: int, first: int, last: int, shares: Floats, begins: Integers, ends: Integers) -> None:
+def _cut(pieces: Pieces, sample: int, shares: Floats) -> None:
     """Cuts a sample so that its pieces cost what their shares say, as nearly as may be."""
+    table, first, last = pieces.table, pieces.firsts[sample], pieces.firsts[sample + 1]
     count, place, wanted = np.int64(table[sample, 10]), np.int64(-1), 0.0
     for i in range(first, last - 1):
-        wanted += shares[i - first]
+        wanted += shares[i]
         low, high = place + 1, count - (last - 1 - i)  # a place for each cut that follows
         least = low
         while low < high:
@@ -141,50 +153,33 @@ def _cut(table: Floats, sample: int, first: int, last: int, shares: Floats, begi
             if wanted - _before(table, sample, below) <= _before(table, sample, at) - wanted:
                 low, at = low - 1, below
         place = low
-        ends[i] = np.int64(at)
-        begins[i + 1] = np.int64(at)
+        pieces.ends[i] = np.int64(at)
+        pieces.begins[i + 1] = np.int64(at)
 
 
 @kernel
-def recut(
-    base: Floats,
-    speeds: Floats,
-    table: Floats,
-    firsts: Integers,
-    ranks: Integers,
-    begins: Integers,
-    ends: Integers,
-    nodes: Integers,
-    within: float,
-    between: float,
-    costs: Floats,
-    passes: int,
-) -> float:
+def recut(base: Floats, pieces: Pieces, machine: Machine, costs: Floats, passes: int) -> float:
     """Cuts the samples one after the other where their ranks get equally much to do, some passes over all of them.
 
-    Args as for `measure`; `speeds` are the ranks', `begins` and `ends` take the best cuts, and `costs` are what the
-    pieces had better cost in the first turn. A sample in p pieces can be cut in p - 1 places at least.
+    `base` is what the ranks have to do besides, and `costs` what the pieces had better cost at first; the pieces take
+    the best cuts. A sample in p pieces can be cut in p - 1 places at least.
     """
-    num_ranks = base.size
+    num_ranks, speeds, ranks, ends = base.size, machine.speeds, pieces.ranks, pieces.ends
     found, busy = np.zeros((8, num_ranks)), np.zeros(num_ranks)
-    shares, costs = np.zeros(num_ranks), costs.copy()
-    best, best_begins, best_ends = np.inf, begins.copy(), ends.copy()
+    shares, costs = costs.copy(), costs.copy()
+    best, best_begins, best_ends = np.inf, pieces.begins.copy(), ends.copy()
     for turn in range(passes + 1):
-        for s in range(firsts.size - 1):
-            first, last = firsts[s], firsts[s + 1]
-            total = cost_of(table, s, 0.0, table[s, 0])
-            if turn == 0:
-                for i in range(first, last):
-                    shares[i - first] = costs[i]
-            else:
-                _exchange(table, firsts, ranks, begins, ends, nodes, within, between, found)
+        for s in range(pieces.firsts.size - 1):
+            first, last = pieces.firsts[s], pieces.firsts[s + 1]
+            if turn > 0:
+                _exchange(pieces, machine, found)
                 for r in range(num_ranks):
                     busy[r] = base[r] / speeds[r] + found[0, r]
                 for i in range(ranks.size):
                     if i < first or i >= last:
                         busy[ranks[i]] += costs[i] / speeds[ranks[i]]
-                low, high = np.inf, 0.0
-                slowest = np.inf
+                total = cost_of(pieces.table, s, 0.0, pieces.table[s, 0])
+                low, high, slowest = np.inf, 0.0, np.inf
                 for i in range(first, last):
                     low, high = min(low, busy[ranks[i]]), max(high, busy[ranks[i]])
                     slowest = min(slowest, speeds[ranks[i]])
@@ -198,11 +193,11 @@ def recut(
                     else:
                         high = level
                 for i in range(first, last):
-                    shares[i - first] = max(high - busy[ranks[i]], 0.0) * speeds[ranks[i]]
-            _cut(table, s, first, last, shares, begins, ends)
+                    shares[i] = max(high - busy[ranks[i]], 0.0) * speeds[ranks[i]]
+            _cut(pieces, s, shares)
             for i in range(first, last):
-                costs[i] = cost_of(table, s, begins[i], ends[i])
-        _exchange(table, firsts, ranks, begins, ends, nodes, within, between, found)
+                costs[i] = cost_of(pieces.table, s, pieces.begins[i], ends[i])
+        _exchange(pieces, machine, found)
         busy[:] = base
         for i in range(ranks.size):
             busy[ranks[i]] += costs[i]
@@ -211,8 +206,8 @@ def recut(
             time = max(time, busy[r] / speeds[r] + found[0, r])
         if time < best:
             best = time
-            best_begins[:], best_ends[:] = begins, ends
-    begins[:], ends[:] = best_begins, best_ends
+            best_begins[:], best_ends[:] = pieces.begins, ends
+    pieces.begins[:], ends[:] = best_begins, best_ends
     return best
 
 
@@ -282,20 +277,22 @@ def divide(table: Floats, sample: int, level: float, price: float, times: Floats
 
 @kernel
 def place_pieces(
-    order: Integers, homes: Integers, firsts: Integers, times: Floats, speeds: Floats, room: Floats, nodes: Integers,
-    sizes: Integers, full: float,
-) -> Integers:  # fmt: skip
+    order: Integers, homes: Integers, firsts: Integers, times: Floats, machine: Machine, room: Floats, full: float
+) -> Integers:
     """Where pieces had best go: to the ranks with the most room, of the node with the most if that has enough ranks.
 
     The last pieces of a sample come first. What finds no room in their node goes to another one, so that the keys and
     values of few positions cross between them, and to many ranks. A sample's first piece, which may be the smallest,
     is placed when all others are.
     """
-    num_ranks, num_nodes, mean = speeds.size, sizes.size, speeds.mean()
-    room, rooms, placed = room.copy(), np.zeros(num_nodes), np.zeros(times.size, np.int64)
-    taken, left, left_in = np.zeros(num_ranks, np.bool_), np.zeros(order.size), np.zeros(order.size, np.int64)
-    for r in range(num_ranks):
+    speeds, nodes = machine.speeds, machine.nodes
+    num_nodes, mean = nodes.max() + 1, speeds.mean()
+    room, rooms, sizes = room.copy(), np.zeros(num_nodes), np.zeros(num_nodes, np.int64)
+    placed, taken = np.zeros(times.size, np.int64), np.zeros(speeds.size, np.bool_)
+    left, left_in = np.zeros(order.size), np.zeros(order.size, np.int64)
+    for r in range(speeds.size):
         rooms[nodes[r]] += room[r]
+        sizes[nodes[r]] += 1
     for s in order:
         first, last, home = firsts[s], firsts[s + 1], homes[s]
         node = 0
@@ -310,7 +307,7 @@ def place_pieces(
             node = n if better else node
         taken[:] = False
         for i in range(last - 1, first, -1):
-            rank = _roomiest(node, full * times[i], speeds, rooms, nodes, room, taken, home)
+            rank = _roomiest(node, full * times[i], machine, rooms, room, taken, home)
             node, placed[i], taken[rank] = nodes[rank], rank, True
             room[rank] -= times[i] * speeds[rank]
             rooms[node] -= times[i] * speeds[rank]
@@ -320,7 +317,7 @@ def place_pieces(
         first = firsts[s]
         taken[:] = False
         taken[placed[first + 1 : firsts[s + 1]]] = True
-        rank = _roomiest(left_in[s], full * times[first], speeds, rooms, nodes, room, taken, homes[s])
+        rank = _roomiest(left_in[s], full * times[first], machine, rooms, room, taken, homes[s])
         placed[first] = rank
         room[rank] -= times[first] * speeds[rank]
     return placed
@@ -328,25 +325,18 @@ def place_pieces(
 
 @step
 def _roomiest(
-    node: int, least: float, speeds: Floats, rooms: Floats, nodes: Integers, room: Floats, taken: NDArray[np.bool_],
-    home: int,
-) -> int:  # fmt: skip
+    node: int, least: float, machine: Machine, rooms: Floats, room: Floats, taken: NDArray[np.bool_], home: int
+) -> int:
     """The rank with the most room in a node, or where that has less than the least, in the node with the most."""
-    best = _best(node, nodes, room, taken, home)
-    if best >= 0 and (least == 0.0 or room[best] >= least * speeds[best]):
+    best, other = _best(node, machine.nodes, room, taken, home), -1
+    if best >= 0 and (least == 0.0 or room[best] >= least * machine.speeds[best]):
         return best
-    elsewhere = -1
     for r in range(room.size):
-        if taken[r] or (best >= 0 and room[r] <= room[best]):
-            continue
-        if elsewhere >= 0:
-            n, m = nodes[r], nodes[elsewhere]
-            if n != m and (rooms[n] < rooms[m] or (rooms[n] == rooms[m] and n > m)):
-                continue
-            if n == m and (room[r] < room[elsewhere] or (room[r] == room[elsewhere] and r != home)):
-                continue
-        elsewhere = r
-    return best if elsewhere < 0 else elsewhere
+        if not taken[r] and (best < 0 or room[r] > room[best]):
+            n = machine.nodes[r]
+            if other < 0 or rooms[n] > rooms[other] or (rooms[n] == rooms[other] and n < other):
+                other = n
+    return best if other < 0 else _best(other, machine.nodes, room, taken, home)
 
 
 @step

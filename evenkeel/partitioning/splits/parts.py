@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import index
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from evenkeel.partitioning.rounds import Lengths
+from evenkeel.partitioning.slices import Lengths
 
 Integers = NDArray[np.int64]
 PIECE_WIDTH = 8

@@ -17,9 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel.partitioning.api import partition
-from evenkeel.partitioning.errors import PartitionError
+from evenkeel.partitioning.problem import PartitionError
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples
-from evenkeel.partitioning.splits.cutting import divide, measure, pieces_at, place_pieces, recut, table_of
+from evenkeel.partitioning.splits.cutting import (
+    Machine,
+    Pieces,
+    divide,
+    measure,
+    pieces_at,
+    place_pieces,
+    recut,
+    table_of,
+)
 from evenkeel.partitioning.splits.samples import Divisible
 
 # Times of ranks, over an even division, at which samples have as few pieces as may be: the lower, the more pieces.
@@ -111,18 +120,12 @@ def split_batch(
 
 
 class _Plan(NamedTuple):
-    """Whole samples and their ranks; samples in pieces, where each one's begin, ranks and cuts of the pieces.
-
-    With the largest time of a rank, and how the pieces were chosen.
-    """
+    """Ranks of whole samples, and samples in pieces, with the largest time of a rank, and how pieces were chosen."""
 
     whole: Integers
     whole_ranks: Integers
     split: Integers
-    firsts: Integers
-    ranks: Integers
-    begins: Integers
-    ends: Integers
+    pieces: Pieces
     time: float
     level: float
     full: float
@@ -139,10 +142,13 @@ class _Search:
         self._costs, self._homes, self._sizes = samples.costs.astype(np.float64), samples.homes, samples.moving_sizes
         self._divisible = Divisible.of_table(samples.divisible)
         self._spans = self._divisible.spans
-        self._prices, self._fixed = (float(options.split.within), float(options.split.between)), options.split.fixed
+        self._fixed = options.split.fixed
         self._speeds = np.array(options.speeds, np.float64) if options.speeds else np.ones(num_ranks)
         nodes = np.zeros(num_ranks, np.int64) if samples.nodes is None else samples.nodes
-        _, self._nodes, self._node_sizes = np.unique(nodes, return_inverse=True, return_counts=True)
+        _, numbers, sizes = np.unique(nodes, return_inverse=True, return_counts=True)
+        self._num_nodes, self._largest_node = sizes.size, int(sizes.max())
+        within, between = float(options.split.within), float(options.split.between)
+        self._machine = Machine(self._speeds, numbers, within, between)
         # sums in a fixed order, since those of arrays may depend on the machine
         total = sum(np.bincount(self._homes, self._costs, num_ranks).tolist())
         self._even = float(total) / float(sum(self._speeds.tolist()))
@@ -151,7 +157,7 @@ class _Search:
         self._memory = samples.memory if capped and samples.memory is not None else np.zeros(self._costs.size)
         self._own = self._costs[self._divisible.samples]  # costs of those that may be split
         self._table, self._mean_speed = table_of(self._spans), float(sum(self._speeds.tolist())) / num_ranks
-        self._price = self._prices[0 if int(self._node_sizes.max()) > 1 else 1] * self._mean_speed
+        self._price = (within if self._largest_node > 1 else between) * self._mean_speed
         self._fewest, self._pieces = cache(self._find_fewest), cache(self._find_pieces)
 
     def best(self, time: float) -> _Plan | None:
@@ -175,7 +181,7 @@ class _Search:
             return None
         best = self._refined(best)
         # what was asked for leaves most samples where they are, and often has less to do for the slowest rank too
-        careful = self._attempt(best.split, np.diff(best.firsts), best.level, best.full, self._options.strategy)
+        careful = self._attempt(best.split, np.diff(best.pieces.firsts), best.level, best.full, self._options.strategy)
         return careful if careful is not None and careful.time <= min(SLACK * best.time, enough) else best
 
     def _refined(self, best: _Plan) -> _Plan:
@@ -185,7 +191,7 @@ class _Search:
             improved = False
             for place in np.argsort(-self._own[best.split], kind="stable").tolist():
                 for change in (1, -1):
-                    counts = np.diff(best.firsts)
+                    counts = np.diff(best.pieces.firsts)
                     counts[place] += change
                     most = min(int(self._spans.num_cuts[best.split[place]]) + 1, self._num_ranks)
                     if not 2 <= counts[place] <= most or tries <= 0:
@@ -200,12 +206,11 @@ class _Search:
     def _with_split(self, split: Integers) -> Iterator[_Plan]:
         """Plans in which these samples, numbers among those that may be split, are split."""
         tried = set()
-        largest_node = int(self._node_sizes.max())
         for level in LEVELS:
             wanted = self._counts(split, level)
-            inside = tuple(min(count, largest_node) for count in wanted)
+            inside = tuple(min(count, self._largest_node) for count in wanted)
             # across nodes where one is full, and as few pieces as a node has ranks, in one where they can be
-            for full, counts in ((FULL, wanted), (0.0, inside)) if self._node_sizes.size > 1 else ((0.0, wanted),):
+            for full, counts in ((FULL, wanted), (0.0, inside)) if self._num_nodes > 1 else ((0.0, wanted),):
                 if (full, level, counts) in tried or min(counts) < 2:
                     continue
                 tried.add((full, level, counts))
@@ -244,7 +249,7 @@ class _Search:
         times, costs = np.concatenate([self._pieces(sample, level, count) for sample, count in each], axis=1)
         placed = place_pieces(
             np.argsort(-self._own[split], kind="stable"), self._homes[samples].astype(np.int64), firsts, times,
-            self._speeds, self._even * self._speeds, self._nodes, self._node_sizes, full,
+            self._machine, self._even * self._speeds, full,
         )  # fmt: skip
         memory = np.repeat(self._memory[samples] / counts, counts)
         try:
@@ -254,14 +259,17 @@ class _Search:
         begins, ends = np.zeros(placed.size, np.int64), np.zeros(placed.size, np.int64)
         ends[firsts[1:] - 1] = self._spans.positions[split]
         base = np.bincount(whole_ranks, self._costs[whole], self._num_ranks).astype(np.float64)
-        table = self._table[split]
-        time = recut(base, self._speeds, table, firsts, placed, begins, ends, self._nodes, *self._prices, costs, PASSES)
-        plan = _Plan(whole, whole_ranks, split, firsts, placed, begins, ends, time, level, full)
-        if self._has_enough(plan) and not self._fits(plan):
+        pieces = Pieces(self._table[split], firsts, placed, begins, ends)
+        plan = _Plan(
+            whole, whole_ranks, split, pieces, recut(base, pieces, self._machine, costs, PASSES), level, full
+        )  # fmt: skip
+        if not self._has_enough(plan):
+            return None
+        if not self._fits(plan):
             self._cut_by_memory(plan)
             loads, exchange, _, _ = self._measured(plan)
             plan = plan._replace(time=float((loads / self._speeds + exchange).max()))
-        return plan if self._has_enough(plan) and self._fits(plan) else None
+        return plan if self._fits(plan) else None
 
     def _around(self, whole: Integers, placed: Integers, costs: Floats, memory: Floats, strategy: str) -> Integers:
         """Ranks of the whole samples, where pieces that cost so much are placed already: as if these were slower."""
@@ -288,37 +296,38 @@ class _Search:
 
     def _cut_by_memory(self, plan: _Plan) -> None:
         room = self._caps - np.bincount(plan.whole_ranks, self._memory[plan.whole], self._num_ranks)
-        for number, (first, last) in enumerate(pairwise(plan.firsts.tolist())):
-            ranks, row, order = plan.ranks[first:last], self._table[plan.split[number]], np.arange(last - first - 1)
-            share = np.cumsum(np.maximum(room[ranks], np.finfo(np.float64).tiny))
+        _, firsts, ranks, begins, ends = plan.pieces
+        for number, (first, last) in enumerate(pairwise(firsts.tolist())):
+            own, row, order = ranks[first:last], self._table[plan.split[number]], np.arange(last - first - 1)
+            share = np.cumsum(np.maximum(room[own], np.finfo(np.float64).tiny))
             places = np.rint((share[:-1] / share[-1] * row[0] - row[8]) / row[9])
             places = np.maximum.accumulate(np.maximum(places, 0) - order) + order  # no two the same
             places = np.minimum(places, row[10] - order.size + order)
-            plan.begins[first + 1 : last] = plan.ends[first : last - 1] = row[8] + places * row[9]
+            begins[first + 1 : last] = ends[first : last - 1] = row[8] + places * row[9]
             each = self._memory[self._divisible.samples[plan.split[number]]] / row[0]
-            room[ranks] -= (plan.ends[first:last] - plan.begins[first:last]) * each
+            room[own] -= (ends[first:last] - begins[first:last]) * each
 
     def _measured(self, plan: _Plan) -> tuple[Floats, Floats, int, int]:
         base = np.bincount(plan.whole_ranks, self._costs[plan.whole], self._num_ranks).astype(np.float64)
-        table = self._table[plan.split]
-        return measure(base, table, plan.firsts, plan.ranks, plan.begins, plan.ends, self._nodes, *self._prices)
+        return measure(base, plan.pieces, self._machine)
 
     def _shares(self, plan: _Plan) -> tuple[Integers, Floats]:
         """(pieces,) the sample of each piece, and the share of its positions that the piece has."""
-        numbers = np.repeat(plan.split, np.diff(plan.firsts))
-        return self._divisible.samples[numbers], (plan.ends - plan.begins) / self._spans.positions[numbers]
+        _, firsts, _, begins, ends = plan.pieces
+        numbers = np.repeat(plan.split, np.diff(firsts))
+        return self._divisible.samples[numbers], (ends - begins) / self._spans.positions[numbers]
 
     def _has_enough(self, plan: _Plan) -> bool:
         fewest = self._options.min_samples
         if not fewest or self._costs.size < fewest * self._num_ranks:
             return True
-        counts = np.bincount(np.concatenate([plan.whole_ranks, plan.ranks]), minlength=self._num_ranks)
+        counts = np.bincount(np.concatenate([plan.whole_ranks, plan.pieces.ranks]), minlength=self._num_ranks)
         return int(counts.min()) >= fewest
 
     def _fits(self, plan: _Plan) -> bool:
         samples, shares = self._shares(plan)
         held = np.bincount(plan.whole_ranks, self._memory[plan.whole], self._num_ranks)
-        held = held + np.bincount(plan.ranks, self._memory[samples] * shares, self._num_ranks)
+        held = held + np.bincount(plan.pieces.ranks, self._memory[samples] * shares, self._num_ranks)
         return bool((held <= self._caps * HELD).all())
 
     def result(self, plan: _Plan) -> SplitPartition:
@@ -326,13 +335,13 @@ class _Search:
         loads, exchange, within, between = self._measured(plan)
         of_pieces, shares = self._shares(plan)
         samples, none = np.concatenate([plan.whole, of_pieces]), np.zeros(plan.whole.size, np.int64)
-        begins, ends = np.concatenate([none, plan.begins]), np.concatenate([none, plan.ends])
+        begins, ends = np.concatenate([none, plan.pieces.begins]), np.concatenate([none, plan.pieces.ends])
         order = np.lexsort((begins, samples))
         return SplitPartition(
             samples=samples[order],
             begins=begins[order],
             ends=ends[order],
-            ranks=np.concatenate([plan.whole_ranks, plan.ranks]).astype(np.int32)[order],
+            ranks=np.concatenate([plan.whole_ranks, plan.pieces.ranks]).astype(np.int32)[order],
             shares=np.concatenate([np.ones(plan.whole.size), shares])[order],
             loads=loads,
             exchange=exchange,

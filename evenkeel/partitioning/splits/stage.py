@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.api import evenness
-from evenkeel.partitioning.errors import PartitionError, PartitionNotFoundError
+from evenkeel.partitioning.problem import PartitionError, PartitionNotFoundError
 from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples, partition_batches
 from evenkeel.partitioning.splits.parts import PIECE_WIDTH, RoundParts
 from evenkeel.partitioning.splits.samples import Divisible
@@ -42,7 +41,7 @@ def split_heavy(
     order = np.lexsort((begins, of))
     of, begins, ends, ranks = of[order], begins[order], ends[order], ranks[order]
     steps_of = None if steps is None else np.ascontiguousarray(steps[of])
-    loads_before = _home_loads(samples)
+    loads_before = samples.home_loads
     return RoundPlan(
         destinations=np.ascontiguousarray(ranks, np.int32),
         steps=steps_of,
@@ -97,14 +96,6 @@ def _not_in_parts_either(error: PartitionError, one: RoundSamples, options: Roun
     )
 
 
-def _home_loads(samples: RoundSamples) -> NDArray[np.float64]:
-    """(batches, ranks) summed cost as loaded."""
-    count, ranks = samples.num_batches, samples.num_ranks
-    places = np.repeat(np.arange(ranks * count), samples.batch_sizes.ravel())
-    loads: NDArray[np.float64] = np.bincount(places, samples.costs, ranks * count).astype(np.float64)
-    return loads.reshape(ranks, count).T
-
-
 def _round_parts(
     samples: RoundSamples,
     of: Integers,
@@ -153,18 +144,15 @@ def _figures(
     split: SplitPartition,
 ) -> Figures:
     speeds = np.array(options.speeds) if options.speeds else None
-    max_before, imbalance_before = evenness(before, speeds)
-    largest, imbalance = evenness(split.loads, speeds)
     known = None if isinstance(whole, PartitionError) else whole.batches[0]
     sizes, homes = one.moving_sizes[split.samples] * split.shares, one.homes[split.samples]
     nodes = np.zeros(one.num_ranks, np.int32) if one.nodes is None else one.nodes
     moves, is_piece = split.ranks != homes, split.ends > 0
-    return Figures(
-        mean_load=float(sum(split.loads.tolist())) / one.num_ranks,
-        max_load_before=max_before,
-        max_load_after=split.time,
-        imbalance_before=imbalance_before,
-        imbalance_after=imbalance * (split.time / largest if largest > 0 else 1.0),
+    return Figures.of(
+        before,
+        split.loads,
+        speeds,
+        split.time,
         lower_bound=split.heaviest if known is None else known.lower_bound,
         samples=len(one.costs),
         moved_samples=int(np.count_nonzero(moves)),

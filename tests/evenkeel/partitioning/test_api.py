@@ -3,18 +3,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.partitioning import (
     ImpossiblePartitionError,
-    Partition,
     PartitionError,
     PartitionNotFoundError,
     partition,
     strategies,
 )
-from tests.evenkeel.partitioning.reference import allowed_counts, assignments
+from evenkeel.partitioning.problem import MAX_RANKS
 
 STRATEGIES = ("karmarkar_karp", "lpt", "minimal_move", "plain")
 
@@ -49,71 +47,6 @@ def calls(draw: st.DrawFn, most_samples: int = 40, most_ranks: int = 7) -> dict[
     return call
 
 
-def check(result: Partition, call: dict[str, Any]) -> None:
-    costs, homes, num_ranks = call["costs"], call["homes"], call["num_ranks"]
-    destinations = result.destinations
-    assert destinations.dtype == np.int32
-    assert destinations.shape == costs.shape
-    assert ((destinations >= 0) & (destinations < num_ranks)).all()
-    held = np.bincount(destinations, minlength=num_ranks)
-    for count, allowed in zip(held, allowed_counts(homes.tolist(), num_ranks, call["counts"]), strict=True):
-        assert count in allowed
-    for loads, ranks in ((result.loads, destinations), (result.home_loads, homes)):
-        assert loads.dtype == costs.dtype
-        expected = np.zeros(num_ranks, costs.dtype)
-        np.add.at(expected, ranks, costs)
-        assert (loads == expected).all()
-    times = result.loads / np.asarray(call.get("speeds", np.ones(num_ranks)))
-    assert times.max() >= result.lower_bound * (1 - 1e-12)
-    assert result.imbalance == (pytest.approx(times.max() / times.mean()) if times.any() else 1.0)
-    moved = destinations != homes
-    sizes = np.asarray(call.get("sizes", costs), np.float64)
-    nodes = np.asarray(call.get("nodes", np.zeros(num_ranks)))
-    assert result.moved_samples == moved.sum()
-    assert result.moved_size == pytest.approx(sizes[moved].sum())
-    crossing = nodes[destinations] != nodes[homes]
-    assert result.moved_size_between_nodes == pytest.approx(sizes[crossing].sum())
-    assert result.strategy == call["strategy"]
-
-
-@settings(max_examples=400, deadline=None)
-@given(calls())
-def test_every_answer_is_an_assignment_within_the_constraints(call: dict[str, Any]) -> None:
-    result = partition(**call)
-    check(result, call)
-    again = partition(**call)
-    assert (again.destinations == result.destinations).all()
-
-
-@settings(max_examples=150, deadline=None)
-@given(calls(), st.floats(1.0, 2.5))
-def test_memory_caps_are_respected_or_refused(call: dict[str, Any], room: float) -> None:
-    rng = np.random.default_rng(len(call["costs"]))
-    memory = rng.integers(0, 20, len(call["costs"]))
-    caps = np.full(call["num_ranks"], np.ceil(memory.sum() / call["num_ranks"] * room))
-    try:
-        result = partition(**call, memory=memory, memory_caps=caps)
-    except PartitionError:
-        return
-    check(result, call)
-    used = np.bincount(result.destinations, weights=memory, minlength=call["num_ranks"])
-    assert (used <= caps).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(calls(most_samples=6, most_ranks=3), st.sampled_from(STRATEGIES))
-def test_the_bound_holds_for_every_assignment(call: dict[str, Any], strategy: str) -> None:
-    call["strategy"] = strategy
-    result = partition(**call)
-    speeds = np.asarray(call.get("speeds", np.ones(call["num_ranks"])))
-    best = np.inf
-    for ranks in assignments(call["homes"].tolist(), call["num_ranks"], call["counts"]):
-        loads = np.bincount(np.array(ranks, int), weights=call["costs"], minlength=call["num_ranks"])
-        best = min(best, (loads / speeds).max())
-    assert result.lower_bound <= best * (1 + 1e-12)
-    assert (result.loads / speeds).max() >= best * (1 - 1e-12)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [np.int64, np.float64])
 def test_ordinary_edges(strategy: str, dtype: type) -> None:
@@ -139,12 +72,12 @@ def test_integers_stay_exact_beyond_doubles() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"costs": [1.0, np.nan, 2.0]}, ["costs[1]", "nan", "finite"]),
-        ({"costs": [1.0, np.inf, 2.0]}, ["costs[1]", "inf", "finite"]),
-        ({"costs": [1, -2, 3]}, ["costs[1]", "-2", "0 or more"]),
+        ({"costs": [1.0, np.nan, 2.0]}, ["costs[1]", "nan", "0 to 1e+300"]),
+        ({"costs": [1.0, np.inf, 2.0]}, ["costs[1]", "inf", "0 to 1e+300"]),
+        ({"costs": [1, -2, 3]}, ["costs[1]", "-2", "0 to"]),
         ({"costs": ["a", "b", "c"]}, ["costs", "dtype"]),
         ({"costs": [[1, 2, 3]]}, ["costs", "(1, 3)", "one-dimensional"]),
-        ({"costs": [2**62, 2**62, 1]}, ["costs", "2**62", "float64"]),
+        ({"costs": [2**62, 2**62, 1]}, ["costs add up to", "4.61169e+18"]),
         ({"homes": [0, 1]}, ["homes", "2 entries", "3"]),
         ({"homes": [0, 1, 2]}, ["homes[2]", "2", "0 to 1"]),
         ({"homes": [0, -1, 1]}, ["homes[1]", "-1"]),
@@ -161,6 +94,16 @@ def test_integers_stay_exact_beyond_doubles() -> None:
         ({"memory": [1, 2, np.nan], "memory_caps": [9, 9]}, ["memory[2]"]),
         ({"nodes": [0, -1]}, ["nodes[1]"]),
         ({"strategy": "best"}, ["strategy", "'best'", "karmarkar_karp, lpt, minimal_move, plain"]),
+        ({"min_samples": -1}, ["min_samples is -1", "0 or more"]),
+        ({"num_ranks": 10**12}, ["num_ranks is 1000000000000", f"positive integer up to {MAX_RANKS}"]),
+        ({"tolerance": 1.5}, ["tolerance is 1.5; pass a number from 0 to 1"]),
+        ({"speeds": [1, 1e-7]}, ["speeds[1] is 1e-07; pass numbers from 1e-06 to 1e+06"]),
+        ({"speeds": [float("inf"), 1]}, ["speeds[0] is inf"]),
+        ({"speeds": [1, float("nan")]}, ["speeds[1] is nan"]),
+        ({"costs": [1e300, 1e300, 0]}, ["costs add up to 2e+300; scale them"]),
+        ({"costs": [1e308, 1e308, 0]}, ["costs[0] is 1e+308"]),
+        ({"sizes": [1e300, 9e299, 0]}, ["sizes add up to 1.9e+300"]),
+        ({"memory": [1e300, 1e300, 0], "memory_caps": [np.inf, 1]}, ["memory add up to 2e+300"]),
     ],
 )
 def test_wrong_arguments_are_named_with_their_remedy(change: dict[str, Any], words: list[str]) -> None:

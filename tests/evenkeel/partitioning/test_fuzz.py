@@ -118,6 +118,7 @@ def check_answer(
 ) -> None:
     """What holds of every partition."""
     ranks = found.destinations
+    assert (ranks.dtype, ranks.shape, found.strategy) == (np.int32, costs.shape, given["strategy"])
     counts = np.bincount(ranks, minlength=num_ranks).tolist()
     allowed = allowed_counts(homes.tolist(), num_ranks, given["counts"])
     assert all(count in each for count, each in zip(counts, allowed, strict=True))
@@ -125,12 +126,20 @@ def check_answer(
         expected = np.zeros(num_ranks, costs.dtype)
         np.add.at(expected, places, costs)
         assert (loads == expected).all()
-    largest = float((found.loads / np.asarray(given.get("speeds", np.ones(num_ranks)))).max())
+        assert loads.dtype == costs.dtype
+    times = found.loads / np.asarray(given.get("speeds", np.ones(num_ranks)))
+    largest = float(times.max())
+    assert math.isclose(found.imbalance, largest / times.mean() if largest > 1e-290 else found.imbalance, rel_tol=1e-9)
     assert found.lower_bound <= largest * (1 + 1e-12) + 1e-323
     assert found.imbalance >= 1 - 1e-9 or largest < 1e-300
     moved, sizes = ranks != homes, np.asarray(given.get("sizes", costs), np.float64)
     assert found.moved_samples == moved.sum()
+    nodes = np.asarray(given.get("nodes", np.zeros(num_ranks)))
+    crossing = nodes[ranks] != nodes[homes]
     assert math.isclose(found.moved_size, math.fsum(sizes[moved].tolist()), rel_tol=1e-9, abs_tol=1e-320)
+    assert math.isclose(
+        found.moved_size_between_nodes, math.fsum(sizes[crossing].tolist()), rel_tol=1e-9, abs_tol=1e-320
+    )
     if "memory" in given:
         assert _within(_sums(given["memory"], ranks, num_ranks), given["memory_caps"], ROUNDING), "above a cap"
 

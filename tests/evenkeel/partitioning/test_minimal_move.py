@@ -34,19 +34,19 @@ def test_it_is_never_worse_than_the_others_by_more_than_the_tolerance(call: dict
 
 @pytest.mark.parametrize("lengths", sorted(LENGTHS))
 @pytest.mark.parametrize("shape", [(8, 8), (8, 32), (64, 32), (32, 128)])
-def test_it_balances_every_kind_of_batch(lengths: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("linear", [1024, 0])
+def test_it_balances_every_kind_of_batch(lengths: str, shape: tuple[int, int], linear: int) -> None:
+    """Also heavy samples of one length on many ranks: the bound that these raise lies just above the plain one."""
     num_ranks, samples = shape
     for seed in range(2):
         values = LENGTHS[lengths](np.random.default_rng(seed), num_ranks * samples)
-        costs, homes = values * values + 1024 * values, np.repeat(np.arange(num_ranks), samples)
-        results = {
-            strategy: partition(costs, homes, num_ranks, strategy=strategy, sizes=values, move_price=0)
-            for strategy in ("karmarkar_karp", "lpt", "minimal_move")
-        }
-        best = min(results["karmarkar_karp"].imbalance, results["lpt"].imbalance)
-        assert results["minimal_move"].imbalance <= max(
-            best * 1.001, 1.001 * results["lpt"].lower_bound / costs.sum() * num_ranks
-        ) * (1 + 1e-12)
+        costs, homes = values * values + linear * values, np.repeat(np.arange(num_ranks), samples)
+        over = {}
+        for strategy in ("karmarkar_karp", "lpt", "minimal_move"):
+            result = partition(costs, homes, num_ranks, strategy=strategy, sizes=values, move_price=0)
+            over[strategy] = float(result.loads.max()) / result.lower_bound
+        best = min(over["karmarkar_karp"], over["lpt"])
+        assert over["minimal_move"] <= max(best * 1.001, 1.001) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("lengths", ["uniform", "lognormal", "zipf"])
@@ -59,29 +59,6 @@ def test_it_moves_little(lengths: str) -> None:
             moved += partition(costs, homes, 32, sizes=values).moved_size
             total += values.sum()
         assert moved / total < most
-
-
-@pytest.mark.parametrize("cost", ["mixed", "quadratic"])
-def test_it_is_near_the_bound_where_another_is(cost: str) -> None:
-    """Heavy samples of one length on many ranks: the bound that their crowding raises lies just above the plain one."""
-    homes = np.repeat(np.arange(64), 32)
-    for seed in range(6):
-        values = np.minimum(np.random.default_rng(seed).zipf(1.2, homes.size), 4096)
-        costs = values * values + 1024 * values if cost == "mixed" else values * values
-        over = {}
-        for strategy in ("karmarkar_karp", "lpt", "minimal_move"):
-            result = partition(costs, homes, 64, strategy=strategy, sizes=values, move_price=0)
-            over[strategy] = float(result.loads.max()) / result.lower_bound
-        best = min(over["karmarkar_karp"], over["lpt"])
-        assert over["minimal_move"] <= max(best * 1.001, 1.001) * (1 + 1e-12)
-        assert over["minimal_move"] <= 1.002 * (1 + 1e-12) or best > 1.002
-
-
-def test_balanced_homes_stay() -> None:
-    result = partition([5, 5, 5, 5], [0, 1, 2, 3], 4)
-    assert result.moved_samples == 0
-    result = partition([7, 1, 4, 4], [0, 0, 1, 1], 2)
-    assert result.moved_samples == 0
 
 
 def test_only_what_a_node_has_too_much_of_leaves_it() -> None:
@@ -104,15 +81,6 @@ def test_overload_inside_a_node_stays_inside_it(homes: list[int]) -> None:
     result = partition([5] * 8, homes, 4, speeds=[3, 1, 1, 3], nodes=[0, 0, 1, 1], counts="free")
     assert result.loads.tolist() == [15, 5, 5, 15]
     assert result.moved_size_between_nodes == 0
-
-
-def test_heavy_tails_inside_nodes_do_not_leave_them() -> None:
-    lengths = np.clip(np.random.default_rng(2).lognormal(6, 1, 64 * 32), 1, 4096).astype(np.int64)
-    costs, homes, nodes = lengths * lengths, np.repeat(np.arange(64), 32), np.arange(64) // 8
-    blind = partition(costs, homes, 64, sizes=lengths)
-    result = partition(costs, homes, 64, sizes=lengths, nodes=nodes)
-    assert result.imbalance <= blind.imbalance * 1.001
-    assert result.moved_size_between_nodes < 0.5 * lengths[nodes[blind.destinations] != nodes[homes]].sum()
 
 
 def test_a_slow_rank_gets_less() -> None:

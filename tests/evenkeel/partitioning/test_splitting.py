@@ -256,34 +256,23 @@ def test_where_the_exchange_takes_longer_samples_stay_whole() -> None:
     assert planned(spans, [0] * 4, 1, SplitOptions())[1] is None
 
 
-def test_what_fits_no_rank_is_split_for_that_reason() -> None:
-    spans = SpanCosts.of([100, 10, 10, 10], per_position=1.0)
+@pytest.mark.parametrize(
+    ("lengths", "caps", "above"),
+    [
+        ([100, 10, 10, 10], [40.0] * 4, 100.0),  # no rank holds the first: it is split for that reason alone
+        ([1000, 100, 100], [800.0, 300.0, 110.0], 0.05),  # parts fill what different caps leave
+        ([1000, 10], [560.0, 560.0], 0.05),  # equal work would break them
+    ],
+)
+def test_parts_keep_to_memory_caps(lengths: list[int], caps: list[float], above: float) -> None:
+    spans, num_ranks = SpanCosts.of(lengths, per_pair=1.0), len(caps)
     how: dict[str, Any] = {"memory": spans.positions, "counts": "free"}
-    found, plan = planned(spans, range(4), 4, SplitOptions(above=100.0), memory_caps=[40.0] * 4, **how)
-    assert isinstance(found, PartitionError)
+    plan = planned(spans, range(num_ranks), num_ranks, SplitOptions(above=above), memory_caps=caps, **how)[1]
     assert plan is not None
     held = np.where(plan.ends > 0, plan.ends - plan.begins, spans.positions[plan.samples])
-    assert np.bincount(plan.ranks, held).max() <= 40
-    assert planned(spans, range(4), 4, SplitOptions(), memory_caps=[20.0] * 4, **how)[1] is None
-
-
-def test_parts_fill_what_different_memory_caps_leave() -> None:
-    spans = SpanCosts.of([1000, 100, 100], per_pair=1.0)
-    caps = np.array([800.0, 300.0, 110.0])
-    plan = planned(spans, [0, 1, 2], 3, SplitOptions(), memory=spans.positions, memory_caps=caps, counts="free")[1]
-    assert plan is not None
-    held = np.where(plan.ends > 0, plan.ends - plan.begins, spans.positions[plan.samples])
-    assert (np.bincount(plan.ranks, held, 3) <= caps).all()
-
-
-def test_memory_caps_hold_where_equal_work_would_break_them() -> None:
-    spans = SpanCosts.of([1000, 10], per_pair=1.0)
-    plan = planned(spans, [0, 1], 2, SplitOptions(), memory=spans.positions, memory_caps=[560.0, 560.0], counts="free")[
-        1
-    ]
-    assert plan is not None
-    held = np.where(plan.ends > 0, plan.ends - plan.begins, spans.positions[plan.samples])
-    assert np.bincount(plan.ranks, held).max() <= 560
+    assert (np.bincount(plan.ranks, held, num_ranks) <= caps).all()
+    tight = [0.2 * sum(lengths) / num_ranks] * num_ranks
+    assert planned(spans, range(num_ranks), num_ranks, SplitOptions(), memory_caps=tight, **how)[1] is None
 
 
 @pytest.mark.parametrize(

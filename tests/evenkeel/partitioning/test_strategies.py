@@ -1,0 +1,171 @@
+"""Strategies beside plain transcriptions of them; sets where most of them stays; bounds that no assignment beats."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+
+from evenkeel.partitioning import PartitionError, partition
+from evenkeel.partitioning.karmarkar_karp import difference
+from evenkeel.partitioning.matching import EXACT
+from evenkeel.partitioning.problem import ascending_order, crowding_bound, make_problem
+from tests.evenkeel.partitioning.reference import allowed_counts, assignments, karmarkar_karp_sets, lpt_loads
+from tests.evenkeel.partitioning.test_api import calls
+
+INTEGERS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 2**40)), max_size=40)
+
+
+def _check(costs: np.ndarray, num_sets: int) -> None:
+    order = ascending_order(costs)
+    assert difference(costs, order, num_sets, True).tolist() == karmarkar_karp_sets(costs, num_sets, equal=True)
+    assert difference(costs, order, num_sets, False).tolist() == karmarkar_karp_sets(costs, num_sets, equal=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(INTEGERS, st.integers(1, 9))
+def test_integer_costs_match_the_transcription(costs: list[int], num_sets: int) -> None:
+    _check(np.array(costs, np.int64), num_sets)
+
+
+@pytest.mark.parametrize("distinct", [1, 2, 50, 10**6])
+def test_many_sets_match_the_transcription(distinct: int) -> None:
+    """Enough sets for the radix sort to take over from insertion, with and without long runs of equal sums."""
+    rng = np.random.default_rng(distinct)
+    _check(rng.integers(0, distinct, 330), 61)
+    _check(rng.integers(0, distinct, 330) * 7, 130)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 7))
+def test_free_counts_match_the_transcription(costs: list[int], num_ranks: int) -> None:
+    result = partition(np.array(costs, np.int64), [0] * len(costs), num_ranks, strategy="lpt", counts="free")
+    assert sorted(result.loads.tolist()) == sorted(lpt_loads(costs, num_ranks, [len(costs)] * num_ranks))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=40), st.integers(2, 7))
+def test_equal_counts_match_the_transcription(costs: list[int], num_ranks: int) -> None:
+    floor, remainder = divmod(len(costs), num_ranks)
+    result = partition(np.array(costs, np.int64), [0] * len(costs), num_ranks, strategy="lpt")
+    most = [floor + (remainder > 0)] * num_ranks
+    assert sorted(result.loads.tolist()) == sorted(lpt_loads(costs, num_ranks, most, remainder or -1))
+
+
+def test_a_faster_rank_gets_more() -> None:
+    result = partition(np.ones(30, np.int64), [0] * 30, 3, strategy="lpt", counts="free", speeds=[1.0, 2.0, 3.0])
+    assert result.loads.tolist() == [5, 10, 15]
+    assert result.imbalance == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 7, 30])
+def test_as_much_as_possible_stays_home(num_ranks: int) -> None:
+    rng = np.random.default_rng(num_ranks)
+    costs, homes = rng.integers(1, 4000, num_ranks * 16), np.repeat(np.arange(num_ranks), 16)
+    sizes = rng.integers(1, 100, costs.size)
+    result = partition(costs, homes, num_ranks, strategy="karmarkar_karp", sizes=sizes)
+    sets = difference(costs, ascending_order(costs), num_ranks, True)
+    shared = np.zeros((num_ranks, num_ranks))
+    np.add.at(shared, (sets, homes), sizes)
+    assert sizes.sum() - result.moved_size == shared[linear_sum_assignment(shared, maximize=True)].sum()
+
+
+@pytest.mark.parametrize("num_ranks", [24, EXACT + 24])
+def test_sets_stay_inside_the_node_first(num_ranks: int) -> None:
+    rng = np.random.default_rng(0)
+    costs, homes = rng.integers(1, 4000, num_ranks * 8), np.repeat(np.arange(num_ranks), 8)
+    nodes = np.arange(num_ranks) // 8
+    for strategy in ("karmarkar_karp", "lpt"):
+        without = partition(costs, homes, num_ranks, strategy=strategy)
+        crossing = costs[nodes[without.destinations] != nodes[homes]].sum()
+        result = partition(costs, homes, num_ranks, strategy=strategy, nodes=nodes)
+        assert result.moved_size_between_nodes < crossing
+        assert sorted(result.loads.tolist()) == sorted(without.loads.tolist())
+
+
+def test_many_ranks_of_several_kinds_get_sets_of_their_kind() -> None:
+    num_ranks = EXACT + 5
+    homes = np.repeat(np.arange(num_ranks), np.where(np.arange(num_ranks) % 3 == 0, 3, 2))
+    costs = np.random.default_rng(1).integers(0, 50, homes.size)
+    result = partition(costs, homes, num_ranks, strategy="karmarkar_karp", nodes=np.arange(num_ranks) % 4)
+    assert np.bincount(result.destinations).tolist() == np.bincount(homes).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=8), st.integers(2, 3), st.booleans())
+def test_the_crowding_bound_holds_for_every_assignment(costs: list[int], num_ranks: int, equal: bool) -> None:
+    homes = [i * num_ranks // len(costs) for i in range(len(costs))]
+    counts = "equal" if equal else "free"
+    values = np.array(costs, np.int64)
+    fewest = min(allowed[0] for allowed in allowed_counts(homes, num_ranks, counts))
+    bound = crowding_bound(values, ascending_order(values), fewest, num_ranks)
+    best = min(
+        np.bincount(ranks, weights=values, minlength=num_ranks).max() for ranks in assignments(homes, num_ranks, counts)
+    )
+    assert bound <= best
+
+
+def test_the_bound_fills_the_rank_of_the_heaviest() -> None:
+    result = partition([100, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 1], 2, tolerance=0.0)
+    assert result.lower_bound == 103.0
+    assert sorted(result.loads.tolist()) == [12, 103]
+    assert partition([100, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 1], 2, counts="free").lower_bound == 100.0
+    assert partition([4, 1, 2, 3], [0, 0, 1, 1], 2, speeds=[1.0, 3.0], counts="free").lower_bound == 2.5
+
+
+def test_crowding_proves_what_the_mean_cannot() -> None:
+    """Five samples of ten on two ranks: one gets three."""
+    values = np.array([10, 10, 10, 10, 10, 0, 0, 0])
+    assert crowding_bound(values, ascending_order(values), 4, 2) == 30.0
+
+
+@settings(max_examples=150, deadline=None)
+@given(calls())
+def test_it_sees_the_problem_that_the_kernels_see(call: dict[str, Any]) -> None:
+    how = {"sizes": None, "counts": "equal", "tolerance": 1e-3, "move_price": 0.01, "speeds": None, "nodes": None}
+    how |= {name: value for name, value in call.items() if name not in ("strategy", "memory", "memory_caps")}
+    plain, compiled = make_problem(**how, compiled=False), make_problem(**how)
+    assert plain.bound == pytest.approx(compiled.bound, rel=1e-15)
+    for name in ("arrays", "order", "home_counts", "home_loads"):
+        one, other = (getattr(each, name) for each in (plain, compiled))
+        for x, y in zip(one, other, strict=True) if name == "arrays" else [(one, other)]:
+            np.testing.assert_allclose(x, y, rtol=1e-15)
+
+
+def test_it_balances_as_longest_first() -> None:
+    costs, homes = np.random.default_rng(0).integers(1, 5000, 640), np.repeat(np.arange(8), 80)
+    for counts in ("equal", "free"):
+        loads = [partition(costs, homes, 8, strategy=name, counts=counts).loads.max() for name in ("plain", "lpt")]
+        assert loads[0] == loads[1]
+
+
+@pytest.mark.parametrize("counts", ["equal", "free"])
+def test_caps_are_kept_where_memory_is_not_cost(counts: str) -> None:
+    rng = np.random.default_rng(1)
+    costs, homes, memory = rng.integers(1, 100, 256), np.repeat(np.arange(8), 32), rng.integers(1, 100, 256)
+    caps = np.full(8, np.ceil(memory.sum() / 8 * 1.02))
+    found = partition(costs, homes, 8, strategy="plain", counts=counts, memory=memory, memory_caps=caps)
+    assert (np.bincount(found.destinations, memory) <= caps).all()
+    with pytest.raises(PartitionError, match="raise memory_caps"):
+        partition([1, 1, 1], [0, 1, 1], 2, strategy="plain", memory=[3, 3, 3], memory_caps=[5, 5])
+
+
+def test_no_kernel_is_compiled() -> None:
+    program = """
+import sys
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from evenkeel.partitioning import partition
+found = partition(np.arange(64.0), np.arange(64) % 4, 4, strategy="plain", memory=np.ones(64), memory_caps=[20] * 4,
+                  counts="free", min_samples=2, nodes=[0, 0, 1, 1], speeds=[1, 1, 1, 2])
+assert found.imbalance < 1.05
+kernels = [value for name, module in list(sys.modules.items()) if name.startswith("evenkeel.")
+           for value in vars(module).values() if isinstance(value, Dispatcher)]
+assert len(kernels) > 10
+assert not any(kernel.signatures for kernel in kernels)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
