@@ -229,7 +229,7 @@ def are_ordinary(costs: Integers | Floats, homes: Ranks, sizes: Floats, num_rank
 
 def _samples(
     costs: ArrayLike, homes: ArrayLike, sizes: ArrayLike | None, num_ranks: int, compiled: bool
-) -> tuple[Integers | Floats, Ranks, Floats]:
+) -> tuple[NDArray[Any], Ranks, Floats]:
     """Costs, homes and sizes, checked."""
     values = _vector("costs", costs, None, "sample")
     places = _vector("homes", homes, values.size, "sample", "iu")
