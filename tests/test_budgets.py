@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (14328, 9500),
-    "services": (4588, 4500),
+    "evenkeel": (13836, 9500),
+    "services": (4573, 4500),
     "services/balancer": (1731, 2000),
-    "trainer_client": (22628, 15000),
-    "trainer_client/balancing": (12265, 8000),
-    "tests": (31418, 20000),
+    "trainer_client": (22398, 15000),
+    "trainer_client/balancing": (12183, 8000),
+    "tests": (31107, 20000),
     "benchmarks": (7998, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
