@@ -38,7 +38,7 @@ AREAS: dict[str, tuple[str, str, str]] = {  # a folder, modules in it, and their
     "slices": (PARTITIONING, "slices", f"{PARTITIONING}/test_slices {PARTITIONING}/test_windows"),
     "partition": (
         PARTITIONING, "api minimal_move matching windows stages",
-        " ".join(f"{PARTITIONING}/test_{name}" for name in ("api", "matching", "minimal_move", "windows", "fitting")),
+        " ".join(f"{PARTITIONING}/test_{name}" for name in ("api", "strategies", "minimal_move", "windows", "memory")),
     ),
     "routing": (
         f"{EMBEDDING}/routing", "ownership bucketize skew",
