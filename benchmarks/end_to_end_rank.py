@@ -69,8 +69,7 @@ def main() -> None:
             balancer = make_balancer(setting, options, lengths)
             entrants.append(Entrant(setting=setting, balancer=balancer, cost=cost, state=trainer.state()))
         for first in range(0, len(batches), length):
-            # Settings take turns, in turned order, so that a host that slows down does so for all.
-            entrants.reverse()
+            entrants.reverse()  # settings take turns, so that a host that slows down does so for all
             for entrant in entrants:
                 trainer.restore(entrant.state)
                 compiled = compilations()
@@ -134,16 +133,17 @@ def make_data(options: argparse.Namespace, lengths: str, rank: int) -> Synthetic
 
 
 def make_balancer(setting: str, options: argparse.Namespace, lengths: str) -> Balancer:
-    """The balancer of a setting."""
+    """The balancer of a setting, as a job of its own: streams of one job and name wait for each other."""
+    job = f"{setting}-{lengths}"
     match setting:
         case "off":
             return Balancer.off()
         case "window":
-            return Balancer.embedded(options=BalanceOptions(window=options.window))
+            return Balancer.embedded(job=job, options=BalanceOptions(window=options.window))
         case "embedded" | "fitted":
-            return Balancer.embedded()
+            return Balancer.embedded(job=job)
         case "grpc":
-            return Balancer.connect(options.balancer, job=f"{setting}-{lengths}")
+            return Balancer.connect(options.balancer, job=job)
     raise ValueError(f"the setting is {setting!r}")
 
 
