@@ -41,10 +41,10 @@ SAMPLES = 64  # whose costs, sizes and lengths make 1.5 kB
 FAULT_RANKS = 8
 
 
-def _communicators(loader: str) -> Communicators:
+def _communicators() -> Communicators:
     membership = read_membership(None, None)
     assert membership is not None
-    return take_communicators(membership, ("job", "group", loader), timedelta(seconds=120))
+    return take_communicators(membership, timedelta(seconds=120))
 
 
 def agree(_: int, rounds: int) -> dict[str, float]:
@@ -55,7 +55,7 @@ def agree(_: int, rounds: int) -> dict[str, float]:
         batch_sizes=(SAMPLES,),
     )  # fmt: skip
     contribution = Contribution(samples=samples, schema=schema_number(template.schema))
-    communicators, world_size, lead = _communicators("rounds"), dist.get_world_size(), None
+    communicators, world_size, lead = _communicators(), dist.get_world_size(), None
     if communicators.leads:
         lead = make_lead("rounds", BalanceOptions(), balance=False, template=template, nodes=["here"] * world_size)
     of_rounds = SharedRounds("rounds", communicators, depth=2, counters=Counters(), template=template, lead=lead)
@@ -71,7 +71,7 @@ def agree(_: int, rounds: int) -> dict[str, float]:
         times.append(1e3 * (time.perf_counter() - began))
     cpu_of_rounds = time.process_time() - cpu
     of_rounds.close(10)
-    bare, packed = _communicators("bare"), contribution.pack()
+    bare, packed = _communicators(), contribution.pack()
     directives = (
         None
         if lead is None

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from tests.trainer_client.balancing.jobs import SPEC, connect, cost_of, make_batch
+from trainer_client import BalancedLoader, BalanceOptions
 
 NUM_STEPS = 8
 DIES = (1, 4)  # (rank, step), in the first incarnation
@@ -42,7 +42,7 @@ def train(address: str, folder: Path) -> None:
     checkpoint = folder / "finished"
     first = int(checkpoint.read_text()) if checkpoint.exists() else 0
     options = BalanceOptions(timeout=timedelta(seconds=30))
-    with Balancer.connect(address, job="under-torchrun", options=options) as balancer:
+    with connect(address, job="under-torchrun", options=options) as balancer:
         loader = BalancedLoader(Steps(rank, first), balancer, cost=cost_of, spec=SPEC)
         for step, batch in enumerate(loader, first):
             if restart == 0 and (rank, step) == DIES:

@@ -130,24 +130,24 @@ class World:
 
     def __init__(self, num_ranks: int, seconds: float) -> None:
         self.num_ranks = num_ranks
-        self._communicators: defaultdict[str, list[Communicator]] = defaultdict(
+        self._communicators: defaultdict[int, list[Communicator]] = defaultdict(
             lambda: [Communicator(num_ranks, seconds) for _ in range(3)]
         )
-        self._kept: dict[tuple[int, str], ThreadCommunicators] = {}
+        self._kept: defaultdict[int, list[ThreadCommunicators]] = defaultdict(list)
         self._lock = threading.Lock()
 
     def balancer(self, rank: int, options: BalanceOptions) -> Balancer:
         """A rank's balancer, whose streams meet those of the other threads."""
         return Balancer.embedded(group="threads", options=options, process_group=Member(self, rank))  # type: ignore[arg-type]
 
-    def communicators(self, rank: int, loader: str, timeout: timedelta) -> ThreadCommunicators:
-        """A rank's communicators of a stream, once no earlier one uses them."""
+    def communicators(self, rank: int, timeout: timedelta) -> ThreadCommunicators:
+        """A rank's communicators of a stream: those that one has left, or new ones."""
         with self._lock:
-            kept = self._kept.get((rank, loader))
+            kept = next((each for each in self._kept[rank] if each.closed), None)
             if kept is None:
-                up, down, data = self._communicators[loader]
+                up, down, data = self._communicators[len(self._kept[rank])]
                 peers = np.arange(self.num_ranks)[:, None]
-                kept = self._kept[rank, loader] = ThreadCommunicators(
+                kept = ThreadCommunicators(
                     up=up,
                     down=down,
                     data=Place(data, rank),
@@ -156,6 +156,8 @@ class World:
                     peer=0,  # type: ignore[arg-type]
                 )
                 kept.free.set()
+                self._kept[rank].append(kept)
+            kept.closed = False
         if not kept.free.wait(timeout.total_seconds()):
             raise TimeoutError("an earlier loop of this name has not ended")
         kept.free.clear()
@@ -189,15 +191,15 @@ def _membership(process_group: Any, peers: Any) -> Membership | None:
     if not isinstance(process_group, Member):
         return read_membership(process_group, peers)
     world, rank = process_group
-    membership = ThreadMembership(ranks=tuple(range(world.num_ranks)), peers=(rank,), backend="gloo", own=rank)
+    membership = ThreadMembership(ranks=tuple(range(world.num_ranks)), peers=(rank,), backend="gloo", rank=rank)
     object.__setattr__(membership, "world", world)
     return membership
 
 
-def _communicators(membership: Membership, key: tuple[str, str, str], timeout: timedelta) -> Communicators:
+def _communicators(membership: Membership, timeout: timedelta) -> Communicators:
     if not isinstance(membership, ThreadMembership):  # ranks that other tests fork from this process
-        return take_communicators(membership, key, timeout)
-    return membership.world.communicators(membership.own, key[2], timeout)
+        return take_communicators(membership, timeout)
+    return membership.world.communicators(membership.rank, timeout)
 
 
 opening.take_communicators = _communicators  # type: ignore[assignment]

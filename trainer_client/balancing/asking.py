@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -39,11 +40,12 @@ SERVICE = "evenkeel.balancer.v2.BalancerService"
 GRACE = 2e-3
 """Seconds for which a wanted batch waits for an answer that is on its way, or as long as planning here takes."""
 MOST_MISSES = 3
-"""Rounds in a row without an answer in time, after which the service is asked now and then only."""
+"""Calls in a row that ended without an answer, after which the service is asked now and then only."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 REQUIRED_SECONDS = 30.0
 """How long `BalanceOptions.require_service` waits for a service that may be starting too."""
-_REFUSALS = ("INVALID_ARGUMENT", "FAILED_PRECONDITION")  # of this round: they say nothing against the service
+# Of this round: they say nothing against the service.
+_REFUSALS = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED")
 _LASTING = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", *_REFUSALS)
 _MOST_LOGGED = 100  # troubles, each once
 _OPTIONS = [
@@ -60,9 +62,13 @@ _OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Whether the service is asked; a function of how earlier calls ended."""
+    """Whether the service is asked; a function of how earlier calls ended.
 
-    misses: int = 0  # rounds in a row that had no answer in time
+    A miss is a call that ended without an answer: one that comes after the lead has planned by itself is no outage, but
+    no round asks while it is under way.
+    """
+
+    misses: int = 0  # calls in a row
     until: float = 0.0  # when it is asked again, `time.monotonic` seconds; 0: it is asked
     pause: float = 0.0  # seconds of the latest pause
 
@@ -80,7 +86,7 @@ class Breaker:
         return self if self.closed else Breaker(self.misses, now + self.pause, self.pause)
 
     def missed(self, now: float) -> Breaker:
-        """After a round without an answer in time; after one with, it is a new breaker."""
+        """After a call without an answer; after one with, it is a new breaker."""
         if self.misses + 1 < MOST_MISSES:
             return Breaker(self.misses + 1)
         pause = min(max(FIRST_PAUSE, 2 * self.pause), LONGEST_PAUSE)
@@ -111,6 +117,7 @@ class Asker(Stage):
         self._name, self._timeout, self._counters = loader, timeout, counters
         self._changed = threading.Condition()
         self._wanted = -1
+        self._late = 0  # calls under way that the lead has not waited for
         self._latest: Round | None = None  # that was asked for
         self._channel: Any = None
         self._logged: set[str] = set()
@@ -124,13 +131,13 @@ class Asker(Stage):
             self._changed.notify_all()
 
     def begin(self, round_: Round) -> None:
-        """Asks for the plan of a round, unless the breaker is open."""
+        """Asks for the plan of a round, unless the breaker is open or an answer is owed."""
         if round_.decision.mode is not Mode.EMBEDDED or (round_.window is not None and round_.window["plain"]):
             return
         round_.reason = Reason.NOT_ASKED
         with self._changed:
             now = time.monotonic()
-            if not self.breaker.asks(now):
+            if self._late or not self.breaker.asks(now):
                 return
             self.breaker = self.breaker.asked(now)
         learned, rounds = round_.extras.learned, self._counters.rounds
@@ -161,32 +168,47 @@ class Asker(Stage):
         with self._changed:
             self._changed.wait_for(lambda: call.done() or self._wanted >= round_.number)
             self._changed.wait_for(call.done, max(GRACE, planning_seconds))
-        round_.wait_seconds = time.perf_counter() - began
-        round_.reason = self._take(round_)
-        if round_.plan is not None:
+        round_.extras.wait_seconds = time.perf_counter() - began
+        if not call.done():
+            round_.reason = Reason.NO_DECISION
+            with self._changed:
+                self._late += 1
+            call.add_done_callback(self._came_late)
+            return
+
+        def take(data: bytes) -> None:
+            assert round_.samples is not None
+            round_.plan = read_response(data, round_.samples)
             round_.decision = replace(round_.decision, mode=Mode.SERVICE)
 
-    def _take(self, round_: Round) -> Reason:
-        """The plan of a round's call, which is given up where it has not ended; why there is none."""
-        if not round_.call.done():
-            round_.call.cancel()
-            return self._missed("", "no answer when the batch was wanted")
-        assert round_.samples is not None
+        round_.reason = self._hear(call, take)
+
+    def _came_late(self, call: Any) -> None:
+        with self._changed:
+            self._late -= 1
+            closed = self._channel is None
+        if not closed:
+            self._hear(call, lambda _: None)
+
+    def _hear(self, call: Any, take: Callable[[bytes], None]) -> Reason:
+        """Gives the answer of a call that has ended to `take`, and notes how it ended; why there is none."""
         try:
-            round_.plan = read_response(round_.call.result(), round_.samples)
+            take(call.result())
         except grpc.RpcError as error:
-            status = error.code().name
-            return self._missed(status, f"{error.details() or 'no details'} ({status})")
+            status, details = error.code().name, error.details() or "no details"
+            if "larger than max" in details:  # says gRPC itself
+                details += "; raise the balancer's max_message_bytes"
+            return self._missed(status, f"{details} ({status})")
         except (InvalidMessage, grpc.FutureCancelledError) as error:
             return self._missed("INTERNAL", f"the answer is no plan of this round: {error}")
         self._move(lambda _: Breaker())
         return Reason.NONE
 
     def _missed(self, status: str, why: str) -> Reason:
-        """Notes that a round has no answer that can be used; logs it where it is news."""
-        self._trouble = why
-        if status in _LASTING and why not in self._logged and len(self._logged) < _MOST_LOGGED:
-            self._logged.add(why)
+        """Notes that a round has no answer that can be used; logs it where it is news, whatever its numbers."""
+        self._trouble, kind = why, re.sub(r"\d+", "", why)
+        if status in _LASTING and kind not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(kind)
             logger.error("%s: the balancer at %s refuses: %s; rank 0 plans meanwhile", self._name, self._address, why)
         if status in _REFUSALS:
             return Reason.REFUSED
@@ -204,8 +226,8 @@ class Asker(Stage):
             logger.warning("%s: the balancer is back", self._name)
         else:
             logger.warning(
-                "%s: %d rounds in a row without an answer of the balancer at %s in time (%s); rank 0 plans by itself, "
-                "and asks again from time to time", self._name, breaker.misses, self._address, self._trouble,
+                "%s: %d calls in a row without an answer of the balancer at %s (%s); rank 0 plans by itself, and asks "
+                "again from time to time", self._name, breaker.misses, self._address, self._trouble,
             )  # fmt: skip
 
     def require(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ class Balancer:
         address: str | None,
         job: str,
         group: str | None,
-        options: BalanceOptions,
+        options: BalanceOptions | None,
         process_group: Ranks | None,
         peers: Ranks | None = None,
         balance: bool = True,
@@ -57,20 +58,16 @@ class Balancer:
             if not value or len(value) > 200 or not value.isprintable():
                 raise ValueError(f"{field} is {value!r}; give a name of 1 to 200 printable characters")
         read_launch()  # what it says in vain is refused here, where all ranks are, not where rank 0 names a session
-        self._address = address
-        self._job = job
-        self._group = group
-        self._options = options
-        self._process_group = process_group
-        self._peers = peers
-        self._balance = balance
         if address is not None:
             if credentials is None:
                 from evenkeel.credentials import Credentials
 
                 credentials = Credentials.from_env()
             credentials.check(address)
-        self._credentials = credentials
+        self._config = StreamConfig(
+            job=job, group=group, loader="", address=address, balance=balance, options=options or BalanceOptions(),
+            process_group=process_group, peers=peers, credentials=credentials,
+        )  # fmt: skip
         self._streams: dict[str, BatchStream] = {}
         self._specs: dict[str, BatchSpec | None] = {}  # of what was submitted by hand
         _open_balancers.add(self)
@@ -111,14 +108,9 @@ class Balancer:
                 it is not clear which ranks balance.
         """
         return cls(
-            address=check_address(address),
-            job=job,
-            group=group,
-            options=options or BalanceOptions(),
-            process_group=process_group,
-            peers=peers,
-            credentials=credentials,
-        )
+            address=check_address(address), job=job, group=group, options=options, process_group=process_group,
+            peers=peers, credentials=credentials,
+        )  # fmt: skip
 
     @classmethod
     def embedded(
@@ -131,14 +123,7 @@ class Balancer:
         peers: Ranks | None = None,
     ) -> Balancer:
         """A balancer without a service: rank 0 of the group plans."""
-        return cls(
-            address=None,
-            job=job,
-            group=group,
-            options=options or BalanceOptions(),
-            process_group=process_group,
-            peers=peers,
-        )
+        return cls(address=None, job=job, group=group, options=options, process_group=process_group, peers=peers)
 
     @classmethod
     def off(
@@ -150,14 +135,9 @@ class Balancer:
     ) -> Balancer:
         """No balancing: every sample stays at home, and the reports tell how uneven that is."""
         return cls(
-            address=None,
-            job="off",
-            group=None,
-            options=options or BalanceOptions(),
-            process_group=process_group,
-            peers=peers,
+            address=None, job="off", group=None, options=options, process_group=process_group, peers=peers,
             balance=False,
-        )
+        )  # fmt: skip
 
     @classmethod
     def from_env(
@@ -186,48 +166,31 @@ class Balancer:
         except ValueError as error:
             raise ValueError(f"EVENKEEL_BALANCER: {error}; or 'embedded', or 'off'") from None
         return cls(
-            address=address,
-            job=name,
-            group=group,
-            options=options or BalanceOptions(),
-            process_group=process_group,
-            peers=peers,
+            address=address, job=name, group=group, options=options, process_group=process_group, peers=peers,
             balance=where != "off",
-        )
+        )  # fmt: skip
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that balance together, as ranks of the job."""
-        membership = read_membership(self._process_group, self._peers)
+        membership = read_membership(self._config.process_group, self._config.peers)
         return (0,) if membership is None else membership.ranks
 
     @property
     def options(self) -> BalanceOptions:
         """How its streams balance; rank 0's hold for all ranks."""
-        return self._options
+        return self._config.options
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """This rank among those that balance together, and how many they are."""
-        membership = read_membership(self._process_group, self._peers)
-        return (0, 1) if membership is None else (membership.ranks.index(membership.own), len(membership.ranks))
+        membership = read_membership(self._config.process_group, self._config.peers)
+        return (0, 1) if membership is None else (membership.ranks.index(membership.rank), len(membership.ranks))
 
     def stream(self, loader: str = "train") -> BatchStream:
         """The stream of batches of one loader; each loader has rounds of its own."""
         if loader not in self._streams:
-            self._streams[loader] = BatchStream(
-                StreamConfig(
-                    job=self._job,
-                    group=self._group,
-                    loader=loader,
-                    address=self._address,
-                    balance=self._balance,
-                    options=self._options,
-                    process_group=self._process_group,
-                    peers=self._peers,
-                    credentials=self._credentials,
-                )
-            )
+            self._streams[loader] = BatchStream(replace(self._config, loader=loader))
         return self._streams[loader]
 
     def submit(
@@ -254,9 +217,8 @@ class Balancer:
         stream.go_on_by_hand()
         if batch is not None:
             self._specs[loader] = spec
-            return stream.submit_window([batch], cost=cost, memory=memory, spec=spec)[1]
         try:
-            return stream.submit_exhausted()[1]
+            return stream.submit_window([] if batch is None else [batch], cost=cost, memory=memory, spec=spec)
         except NoDataError:
             return Ticket.of_nothing()
 
@@ -300,7 +262,7 @@ class Balancer:
             except Exception:
                 stream.leave()  # the others have begun to move, which is done here with what was submitted
                 raise
-        return stream.start(flats, ticket, directive, device).wait().unflatten(spec)
+        return stream.start(ticket, directive, device, flats=flats).wait().unflatten(spec)
 
     def leave(self, *, loader: str = "train") -> None:
         """Leaves a loop of submissions before its end, or ends one that may be followed by another.

@@ -143,27 +143,18 @@ def schema_number(schema: Schema) -> int:
 
 
 class Contributions:
-    """The contributions of all ranks to a round.
-
-    Attributes:
-        headers: (ranks,) of `HEADER`, of the ranks that balance together.
-        copies: (ranks, peers) of `HEADER`, of all that train the same batches; the first column are `headers`.
-        holders: The ranks that have samples.
-        schema: Of the first rank that has samples; 0: none has.
-        extras: Of the ranks that have some.
-        num_batches: Of the window that the round balances.
-    """
+    """The contributions of all ranks to a round."""
 
     def __init__(self, table: Bytes, num_peers: int = 1) -> None:
         """Reads (ranks × peers, width) what ranks have packed, peers of a rank side by side; behind each anything."""
         self._table = table[::num_peers]
         headers = np.ascontiguousarray(table[:, : HEADER.itemsize]).view(HEADER)[:, 0]
-        self.copies = headers.reshape(-1, num_peers)
-        self.headers = self.copies[:, 0]
-        self.num_batches = max(1, int(self.headers["num_batches"].max()))
+        self.copies = headers.reshape(-1, num_peers)  # (ranks, peers) of all that train the same batches
+        self.headers = self.copies[:, 0]  # (ranks,) of those that balance together
+        self.num_batches = max(1, int(self.headers["num_batches"].max()))  # of the window
         self._counts = self.headers["num_samples"].astype(np.int64)
-        self.holders: list[int] = np.flatnonzero(self._counts).tolist()
-        self.schema = int(self.headers["schema"][self.holders[0]]) if self.holders else 0
+        self.with_samples: list[int] = np.flatnonzero(self._counts).tolist()  # ranks
+        self.schema = int(self.headers["schema"][self.with_samples[0]]) if self.with_samples else 0
         n, header = self._counts, self.headers
         sizes = (
             4 * header["num_batches"].astype(np.int64), 8 * n, 8 * n, 8 * n * self.flag(_MEMORY),
@@ -173,7 +164,7 @@ class Contributions:
         for name, size in zip(_PARTS, sizes, strict=True):
             self._begins[name], self._ends[name] = at, at + size
             at = at + size + -size.astype(np.int64) % 8
-        self.extras: dict[int, Extras] = {
+        self.extras: dict[int, Extras] = {  # of the ranks that have some
             rank: Extras(**pickle.loads(self._bytes("extras", rank).tobytes()))
             for rank in np.flatnonzero(header["extras"]).tolist()
         }
@@ -202,8 +193,8 @@ class Contributions:
         sizes[np.arange(self.num_batches) < counts[:, None]] = self._joined("batch_sizes", "<u4")
         return sizes
 
-    def samples(self, nodes: NDArray[np.int32] | None = None, roles: NDArray[np.int64] | None = None) -> RoundSamples:
-        """The samples of all ranks, given (ranks,) their hosts and what fields are to samples in parts."""
+    def samples(self, nodes: NDArray[np.int32] | None = None) -> RoundSamples:
+        """The samples of all ranks, given (ranks,) their hosts."""
         n, is_float = self._counts, self.flag(_FLOAT)
         has_float = bool((is_float & (n > 0)).any())
         costs = self._joined("costs", "<f8" if has_float else "<i8")
@@ -211,7 +202,7 @@ class Contributions:
             whole = np.repeat(~is_float, n)
             costs[whole] = costs[whole].view(np.int64)
         fields = self.headers["num_fields"]
-        num_fields = int(fields[self.holders[0]] if self.holders else fields.max())
+        num_fields = int(fields[self.with_samples[0]] if self.with_samples else fields.max())
         lengths = self._joined("lengths", "<u4") if num_fields else np.zeros(0, np.uint32)
         divisible = None
         if (counts := self.headers["num_divisible"].astype(np.int64)).any():
@@ -219,7 +210,7 @@ class Contributions:
             divisible[:, 0] += np.repeat(np.cumsum(n) - n, counts)
         return RoundSamples(
             batch_sizes=self.batch_sizes, costs=costs, lengths=lengths.reshape(int(n.sum()), num_fields),
-            sizes=self._joined("sizes", "<i8"), nodes=nodes, divisible=divisible, roles=roles,
+            sizes=self._joined("sizes", "<i8"), nodes=nodes, divisible=divisible,
             memory=self._joined("memory", "<f8") if self.flag(_MEMORY).any() else None,
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ def decide(contributions: Contributions, rules: Rules, number: int = 0) -> Decis
     except ValueError as error:
         return Decision(mode=Mode.END, error=error)
     ended = contributions.headers["state"] == State.EXHAUSTED
-    if ended.all() and not contributions.holders:
+    if ended.all() and not contributions.with_samples:
         return Decision(mode=Mode.END)
     decision = Decision(mode=Mode.EMBEDDED)
     if not rules.balance:

@@ -1,16 +1,15 @@
 """What the lead sends to each rank of a round: one NumPy header, then arrays; written and read here and nowhere else.
 
-    header | figures f8 | extras (pickled) | loads f8 | destinations i4 | batches i4 | cuts i8
-           | sources a batch i4 | sources i4 | source counts i4 | source totals i8
+    header | extras (pickled) | loads f8 | destinations i4 | batches i4 | cuts i8 | sources a batch i4
+           | sources i4 | source counts i4 | source totals i8
 
-Header, figures and extras are the same for all ranks; what follows is each one's own. Each part begins at a multiple of
-8 bytes.
+The extras are the same for all ranks; what follows is each one's own. Each part begins at a multiple of 8 bytes.
 """
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,45 +21,40 @@ from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds
 from evenkeel.partitioning.splits import SplitSample, read_parts, read_splits
 from trainer_client.balancing.contribution import Bytes, pack_changed
 from trainer_client.balancing.decide import Decision
-from trainer_client.balancing.report import Mode, Reason, RoundReport
+from trainer_client.balancing.report import Mode, RoundReport
 
 if TYPE_CHECKING:
     from trainer_client.balancing.batches import FlatBatch
     from trainer_client.balancing.costs.learned import Fit
 
-_MODES, _REASONS = tuple(Mode), tuple(Reason)
-_NUM_FIGURES = len(Figures.__slots__)
+END = Decision(mode=Mode.END)
 NO_LOADS = np.zeros((0, 0))
 
 HEADER = np.dtype(
     [
         ("size", "<u4"),  # bytes in all
-        ("room_up", "<u4"),  # bytes of a contribution that one gather takes, `depth` rounds later
         ("room_down", "<u4"),  # bytes of a directive that one scatter takes, in the next round
-        ("mode", "u1"),
-        ("reason", "u1"),
-        ("last", "u1"),
-        ("planned", "u1"),
-        ("num_batches", "<u4"),
-        ("num_fields", "<u4"),
+        ("extras", "<u4"),  # bytes
         ("num_parts", "<u4"),
         ("num_cuts", "<u4"),
         ("num_sources", "<u4"),
-        ("extras", "<u4"),  # bytes
-        ("world_size", "<u4"),
-        ("windowed", "u1"),
-        ("padding", "u1", (3,)),
-        ("seconds", "<f8"),
-        ("wait", "<f8"),
     ]
 )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Extras:
-    """What is rarely part of a directive, the same for all ranks."""
+    """What a directive says to all ranks alike."""
 
-    decision: Decision | None = None  # where header and mode do not tell all of it
+    decision: Decision = END
+    world_size: int = 1
+    room_up: int = 0  # bytes of a contribution that one gather takes, `depth` rounds later
+    figures: tuple[Figures, ...] = ()  # of each batch of the window that some rank has
+    planned: bool = False  # samples may move
+    windowed: bool = False  # and change their batch
+    num_fields: int = 0  # with lengths
+    partition_seconds: float = 0.0
+    wait_seconds: float = 0.0  # for which the lead waited for the service
     learned: LearnedSpeeds = ALL_EQUAL  # what is known of the ranks' speeds
     template: FlatBatch | None = None  # an empty batch of the round's schema, where it has changed
     fit: tuple[Fit | None] | None = None  # that learned costs follow from `depth` rounds on; None: as before
@@ -80,8 +74,7 @@ class Directive:
     reports: tuple[RoundReport, ...] = ()  # one per batch of the window; none where the round does not take place
     template: FlatBatch | None = None  # an empty batch of the round's schema
     extras: Extras = NO_EXTRAS
-    room_up: int = 0  # see `HEADER`
-    room_down: int = 0
+    room_down: int = 0  # see `HEADER`
 
     @property
     def ended(self) -> bool:
@@ -105,61 +98,41 @@ class Directive:
 
 
 def pack_directives(
-    decision: Decision,
+    extras: Extras,
     *,
-    world_size: int,
-    figures: tuple[Figures, ...] = (),
     home_loads: NDArray[np.float64] = NO_LOADS,
     loads: NDArray[np.float64] = NO_LOADS,
     plan: RoundPlan | None = None,
     slices: Slices | None = None,
-    wait_seconds: float = 0.0,
-    extras: Extras = NO_EXTRAS,
-    room_up: int = 0,
 ) -> Bytes:
-    """The directives of all ranks.
+    """(ranks, width) the directives of all ranks, which `set_room` completes.
 
     Args:
-        decision: What all ranks do.
-        world_size: How many they are.
-        figures: Of each batch of the window that some rank has.
+        extras: What they say to all alike.
         home_loads: (batches, ranks) as loaded.
         loads: (batches, ranks) as trained.
         plan: Which rank trains which sample; None: every sample stays where it was loaded.
         slices: The plan's.
-        wait_seconds: For which the lead waited for the service.
-        extras: What is rarely there.
-        room_up: See `HEADER`.
-
-    Returns:
-        (ranks, width); `set_room` tells them of the next scatter.
     """
-    if decision != Decision(mode=decision.mode, reason=decision.reason, last=decision.last) or decision.error:
-        extras = replace(extras, decision=decision)
-    packed = pack_changed(extras)
-    rows = _Rows(world_size)
-    header = rows.header
-    header["room_up"], header["extras"], header["world_size"] = room_up, len(packed), world_size
-    header["mode"], header["reason"] = _MODES.index(decision.mode), _REASONS.index(decision.reason)
-    header["last"], header["num_batches"], header["wait"] = decision.last, len(figures), wait_seconds
-    rows.add_common(np.array([astuple(one) for one in figures], "<f8").tobytes())
-    rows.add_common(packed)
+    if plan is not None and slices is not None:
+        extras = replace(
+            extras, planned=True, windowed=plan.steps is not None, partition_seconds=plan.seconds,
+            num_fields=slices.source_totals.shape[1],
+        )  # fmt: skip
+    rows = _Rows(extras.world_size, pack_changed(extras))
     rows.add(np.stack([home_loads.T, loads.T], axis=2).astype("<f8", copy=False))
     if plan is not None and slices is not None:
         begins, source_begins = slices.home_begin, slices.source_begin[:: slices.num_batches]
-        header["planned"], header["seconds"] = True, plan.seconds
-        header["windowed"] = plan.steps is not None
-        header["num_fields"] = slices.source_totals.shape[1]
-        header["num_parts"], header["num_sources"] = np.diff(begins), np.diff(source_begins)
+        rows.header["num_parts"], rows.header["num_sources"] = np.diff(begins), np.diff(source_begins)
         rows.add(slices.destinations, begins)
         rows.add(slices.steps if slices.steps is not None else np.zeros(0, "<i4"), begins)
         if plan.parts is not None:
             further = plan.parts.begins > 0
             cuts = np.stack([plan.parts.samples[further], plan.parts.begins[further]], axis=1)
             cut_begins = np.concatenate([[0], np.cumsum(further)])[begins]
-            header["num_cuts"] = np.diff(cut_begins)
+            rows.header["num_cuts"] = np.diff(cut_begins)
             rows.add(cuts, cut_begins)
-        rows.add(np.diff(slices.source_begin).astype("<i4").reshape(world_size, -1))
+        rows.add(np.diff(slices.source_begin).astype("<i4").reshape(extras.world_size, -1))
         for array in (slices.sources, slices.source_counts, slices.source_totals):
             rows.add(array, source_begins)
     return rows.table()
@@ -167,22 +140,18 @@ def pack_directives(
 
 def set_room(table: Bytes, room: int) -> None:
     """Writes into packed directives how many bytes the next scatter takes."""
-    table[:, 8:12].view("<u4")[:] = room
+    table[:, 4:8].view("<u4")[:] = room
 
 
 class _Rows:
     """A table of bytes, a row for each rank, filled part by part without a loop over ranks."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, extras: bytes) -> None:
         self.header = np.zeros(num_ranks, HEADER)
-        self._ends = np.full(num_ranks, HEADER.itemsize, np.int64)
+        self.header["extras"] = len(extras)
+        self._extras = np.frombuffer(extras, np.uint8)
+        self._ends = np.full(num_ranks, HEADER.itemsize + len(extras) + -len(extras) % 8, np.int64)
         self._parts: list[tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]] = []
-        self._common: list[tuple[int, bytes]] = []
-
-    def add_common(self, data: bytes) -> None:
-        """The same for all; before all others."""
-        self._common.append((int(self._ends[0]), data))
-        self._ends += len(data) + -len(data) % 8
 
     def add(self, array: NDArray[Any], begins: NDArray[np.int64] | None = None) -> None:
         """Rows of an array to each rank, from `begins[rank]` to before `begins[rank + 1]`; by default one each."""
@@ -201,8 +170,7 @@ class _Rows:
         width = int(self._ends.max())
         table = np.zeros((len(self.header), width), np.uint8)
         table[:, : HEADER.itemsize] = self.header.view(np.uint8).reshape(len(self.header), -1)
-        for at, data in self._common:
-            table[:, at : at + len(data)] = np.frombuffer(data, np.uint8)
+        table[:, HEADER.itemsize : HEADER.itemsize + len(self._extras)] = self._extras
         words, rows = table.reshape(-1).view("<u4"), np.arange(len(self.header)) * (width // 4)
         for part, begins, ends in self._parts:
             shifts = np.repeat(rows + ends - begins[:-1], np.diff(begins))
@@ -230,20 +198,19 @@ def read_directive(
         begin, at = at, at + size + -size % 8
         return row[begin : begin + size].view(dtype).reshape(shape)
 
-    count = int(header["num_batches"])
-    figures = tuple(_figures(values) for values in take("<f8", count, _NUM_FIGURES).tolist())
     packed = take("u1", int(header["extras"]))
     extras = Extras(**pickle.loads(packed.tobytes())) if packed.size else NO_EXTRAS
+    decision, figures, count = extras.decision, extras.figures, len(extras.figures)
     template = extras.template or template
     loads = take("<f8", count, 2).tolist()
-    if header["planned"]:
+    if extras.planned:
         num_parts, num_cuts, num_sources = (int(header[name]) for name in ("num_parts", "num_cuts", "num_sources"))
         destinations = take("<i4", num_parts)
-        steps = take("<i4", num_parts) if header["windowed"] else None
+        steps = take("<i4", num_parts) if extras.windowed else None
         cuts = take("<i8", num_cuts, 2)
         ends = np.cumsum(take("<i4", count)).tolist()
         sources, counts = take("<i4", num_sources), take("<i4", num_sources)
-        totals = take("<i8", num_sources, int(header["num_fields"]))
+        totals = take("<i8", num_sources, extras.num_fields)
         slices = tuple(
             Slice(
                 rank=rank, destinations=destinations if steps is None else destinations[steps == batch],
@@ -259,17 +226,14 @@ def read_directive(
         if not len(samples) and template is not None:  # a rank whose data has ended has samples of no fields
             samples = replace(samples, lengths=template.lengths)
         plan = RankPlan.staying(rank, samples, count)
-    decision = extras.decision or Decision(
-        mode=_MODES[header["mode"]], reason=_REASONS[header["reason"]], last=bool(header["last"])
-    )
     reports = tuple(
         RoundReport(
             round=number, batch=batch, mode=decision.mode, reason=decision.reason, ranks=decision.ranks,
-            world_size=int(header["world_size"]), home_load=home_load, own_load=own_load, mean_load=one.mean_load,
+            world_size=extras.world_size, home_load=home_load, own_load=own_load, mean_load=one.mean_load,
             max_load_before=one.max_load_before, max_load=one.max_load_after, imbalance_before=one.imbalance_before,
             imbalance=one.imbalance_after, lower_bound=one.lower_bound, samples=one.samples,
             own_samples=int(plan.slices[batch].source_counts.sum()), moved_samples=one.moved_samples, size=one.size,
-            moved_size=one.moved_size, wait_seconds=float(header["wait"]), partition_seconds=float(header["seconds"]),
+            moved_size=one.moved_size, wait_seconds=extras.wait_seconds, partition_seconds=extras.partition_seconds,
             split_samples=one.split_samples, pieces=one.pieces, exchanged=one.exchanged,
             max_load_whole=one.max_load_whole, learned=extras.learned,
         )
@@ -277,13 +241,5 @@ def read_directive(
     )  # fmt: skip
     return Directive(
         decision=decision, plan=plan, reports=reports, template=template, extras=extras,
-        room_up=int(header["room_up"]), room_down=int(header["room_down"]),
+        room_down=int(header["room_down"]),
     )  # fmt: skip
-
-
-_COUNTED = {name for name, kind in Figures.__annotations__.items() if kind in ("int", int)}
-
-
-def _figures(values: list[float]) -> Figures:
-    figures = zip(Figures.__slots__, values, strict=True)
-    return Figures(**{name: int(value) if name in _COUNTED else value for name, value in figures})  # type: ignore[arg-type]

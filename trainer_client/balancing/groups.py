@@ -1,7 +1,7 @@
 """The communicators of a stream: contributions go up to the lead, directives come down, samples move between ranks.
 
 A communicator holds threads and, with NCCL, device memory, and ending one is safe only when all its ranks do so with
-nothing in flight. So each loader keeps its own for as long as the default process group lives.
+nothing in flight. So those of a stream are kept, for the next one, for as long as the default process group lives.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from trainer_client.balancing.contribution import Bytes
 from trainer_client.balancing.membership import Membership, check_grid
 from trainer_client.process_groups import make_group
 
-Key = tuple[str, str, str]
-"""Job, group and loader."""
-
 _OBJECT_ROOM = 4096
+_LOOK = timedelta(seconds=0.2)
 
 
 @dataclass(eq=False)
 class Communicators:
-    """Those of one loader."""
+    """Those of one stream."""
 
     up: Any  # Gloo, for contributions; used by one thread
     down: Any  # Gloo, for directives; used by one thread
@@ -40,8 +38,9 @@ class Communicators:
     peers: NDArray[np.int64]  # (ranks, peers) the job's ranks, in the order of `up`: those of a row train copies
     rank: int  # this one, among those that balance together
     peer: int  # which of a row this one is; the first contributes
-    free: threading.Event = field(default_factory=threading.Event)  # set while no stream uses them
-    failed: bool = False  # a collective has; they are of no use any more
+    closed: bool = False  # the stream that used them has been: at the same point of the program on all ranks
+    free: threading.Event = field(default_factory=threading.Event)  # set once nothing of that stream is in flight
+    failed: bool = False  # a collective has; they are of no use any more, and nobody waits for one
 
     @property
     def world_size(self) -> int:
@@ -64,12 +63,12 @@ class Communicators:
         options.rootRank = 0
         with _explained():
             if not self.leads:
-                self.up.gather([], [torch.from_numpy(send)], options).wait()
+                self._wait(self.up.gather([], [torch.from_numpy(send)], options))
                 if len(row) > room:
                     self.up.send([torch.from_numpy(row[room:].copy())], 0, 0).wait()
                 return None
             table = np.empty((self.peers.size, room), np.uint8)
-            self.up.gather([list(torch.from_numpy(table).unbind())], [torch.from_numpy(send)], options).wait()
+            self._wait(self.up.gather([list(torch.from_numpy(table).unbind())], [torch.from_numpy(send)], options))
             sizes = _sizes(table)
             if int(sizes.max()) <= room:
                 return table
@@ -90,7 +89,7 @@ class Communicators:
         options.rootRank = 0
         with _explained():
             if table is None:
-                self.down.scatter([torch.from_numpy(mine)], [], options).wait()
+                self._wait(self.down.scatter([torch.from_numpy(mine)], [], options))
                 size = int(mine[:4].view("<u4")[0])
                 if size <= room:
                     return mine
@@ -101,11 +100,11 @@ class Communicators:
             sent = np.zeros((len(table), room), np.uint8)
             sent[:, : min(room, table.shape[1])] = table[:, :room]
             rows = list(torch.from_numpy(np.repeat(sent, num_peers, axis=0)).unbind())
-            self.down.scatter([torch.from_numpy(mine)], [rows], options).wait()
+            self._wait(self.down.scatter([torch.from_numpy(mine)], [rows], options))
             for rank in np.flatnonzero(sizes > room).tolist():
                 beyond = torch.from_numpy(table[rank, room : sizes[rank]].copy())
-                for place in range(max(1, rank * num_peers), (rank + 1) * num_peers):
-                    self.down.send([beyond], place, 0).wait()
+                for at in range(max(1, rank * num_peers), (rank + 1) * num_peers):
+                    self.down.send([beyond], at, 0).wait()
             lead: Bytes = table[0]
             return lead
 
@@ -124,6 +123,23 @@ class Communicators:
         for group in (self.up, self.down, self.data):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
+    def release(self) -> None:
+        """Leaves them to the next stream."""
+        self.closed = True
+        self.free.set()
+
+    def _wait(self, work: dist.Work) -> None:
+        """Waits for a collective, by short waits, since one that has failed elsewhere ends none that is under way."""
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            if self.failed:
+                raise RuntimeError("another collective or the move of a batch has failed, and with it this one")
+
 
 def _sizes(table: Bytes) -> NDArray[np.uint32]:
     return table[:, :4].copy().view("<u4")[:, 0]
@@ -138,44 +154,50 @@ def _unpacked(row: Bytes) -> Any:
     return pickle.loads(row[8 : int(row[:4].view("<u4")[0])].tobytes())
 
 
-_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Membership, Key], Communicators]] = (
-    weakref.WeakKeyDictionary()
-)
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Membership, list[Communicators]]] = weakref.WeakKeyDictionary()
 _grids: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Membership, NDArray[np.int64]]] = weakref.WeakKeyDictionary()
+_taking = threading.Lock()  # by streams that open after each other, of which one may have been interrupted
 
 
-def take_communicators(membership: Membership, key: Key, timeout: timedelta) -> Communicators:
-    """Those of a loader, once no earlier stream uses them. Collective: all ranks and their peers call it.
+def take_communicators(membership: Membership, timeout: timedelta) -> Communicators:
+    """Those that a closed stream has left, or new ones. Collective: all ranks and their peers call it.
+
+    Not those of a stream of this name: ranks that begin different loaders meet, and hear of it.
 
     Raises:
         ValueError: If the ranks and their peers are not those of one grid; on all ranks.
         RuntimeError: If not all of them come within the timeout.
-        TimeoutError: If an earlier stream of the loader does not end within it.
+        TimeoutError: If the stream that was closed does not end within it.
     """
     world = dist.group.WORLD
     assert world is not None
-    kept = _kept.setdefault(world, {})
-    existing = kept.get((membership, key))
-    if existing is not None:
-        if not existing.free.wait(timeout.total_seconds()):
-            raise TimeoutError(f"{key[2]}: an earlier loop of this name has not ended on all ranks")
-        if not existing.failed:
-            existing.free.clear()
-            return existing
+    with _taking:
+        kept = _kept.setdefault(world, {}).setdefault(membership, [])
+        existing = next((one for one in kept if one.closed), None)
+        if existing is not None:
+            if not existing.free.wait(timeout.total_seconds()):
+                raise TimeoutError("an earlier loop, whose balancer was closed, has not ended on all ranks")
+            if not existing.failed:
+                existing.closed = False
+                existing.free.clear()
+                return existing
+            kept.remove(existing)
+        kept.append(_make(membership, timeout))
+        return kept[-1]
+
+
+def _make(membership: Membership, timeout: timedelta) -> Communicators:
     with _explained():
         peers = _grid(membership, timeout)
         everyone = tuple(peers.ravel().tolist())
-        # Named by their number, not by the loader: ranks that begin different loaders meet, and hear of it.
-        existing = Communicators(
+        return Communicators(
             up=make_group(everyone, "gloo", timeout, use="/up"),
             down=make_group(everyone, "gloo", timeout, use="/down"),
             data=make_group(membership.ranks, membership.backend, timeout, use="/data"),
             peers=peers,
-            rank=membership.ranks.index(membership.own),
-            peer=membership.peers.index(membership.own),
+            rank=membership.ranks.index(membership.rank),
+            peer=membership.peers.index(membership.rank),
         )
-    kept[membership, key] = existing
-    return existing
 
 
 def _grid(membership: Membership, timeout: timedelta) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The compiled kernels of the lead: loaded when its first stream opens, or compiled beside its first rounds."""
+"""Compiled kernels: for plans, which the lead compiles beside its first rounds; for moves, before the first one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cache
 
 from evenkeel import partitioning
 from evenkeel.partitioning.compile import Preparation
+from trainer_client.balancing.redistribution.copying import load_on_host
 
 logger = logging.getLogger(__name__)
 
@@ -14,6 +15,16 @@ logger = logging.getLogger(__name__)
 @cache
 def _preparation() -> Preparation:
     return Preparation(partitioning.warm_up)
+
+
+@cache
+def _moves() -> Preparation:
+    return Preparation(load_on_host)
+
+
+def prepare_moves() -> None:
+    """Waits until moving samples compiles nothing, on every rank."""
+    _moves().wait()
 
 
 class Kernels:

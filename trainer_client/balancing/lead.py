@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundPlan, RoundSamples
+from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples
 from evenkeel.partitioning.slices import Slices
 from trainer_client.balancing.contribution import Bytes, Contributions
 from trainer_client.balancing.decide import Decision, Rules, decide
-from trainer_client.balancing.directive import NO_LOADS, Extras, pack_directives, set_room
-from trainer_client.balancing.errors import ResumeError
+from trainer_client.balancing.directive import END, NO_LOADS, Extras, pack_directives, set_room
+from trainer_client.balancing.errors import ResumeError, SchemaMismatchError
 from trainer_client.balancing.report import Mode, Reason
 from trainer_client.balancing.schemas import Templates
 
@@ -42,13 +42,10 @@ class Round:
     reason: Reason = Reason.NO_SERVICE  # why the lead plans
     plan: RoundPlan | None = None
     slices: Slices | None = None
-    figures: tuple[Figures, ...] = ()  # of each batch of the window
     home_loads: NDArray[np.float64] = field(default_factory=NO_LOADS.copy)  # (batches, ranks) as loaded
     loads: NDArray[np.float64] = field(default_factory=NO_LOADS.copy)  # (batches, ranks) as trained
     step_seconds: float = 0.0  # median of a step's computation, for people to see
-    wait_seconds: float = 0.0  # for which the lead waited for the service
     extras: Extras = field(default_factory=Extras)
-    room_up: int = 0  # bytes of a contribution from `depth` rounds later on
 
 
 class Stage:
@@ -106,8 +103,8 @@ class Lead:
         """Decides what a round does, and asks for its plan."""
         self._room_up = _room(self._room_up, int(contributions.headers["size"].max()))
         round_ = Round(
-            number=number, contributions=contributions, decision=Decision(mode=Mode.END), options=self._options,
-            room_up=self._room_up,
+            number=number, contributions=contributions, decision=END, options=self._options,
+            extras=Extras(world_size=self.world_size, room_up=self._room_up),
         )  # fmt: skip
         try:
             round_.decision = decision = decide(contributions, self._rules, number)
@@ -129,31 +126,22 @@ class Lead:
     def directives(self, round_: Round) -> Bytes:
         """(ranks, width) what all ranks are sent of a round."""
         try:
-            table = self.finish(round_)
-        except Exception as error:
+            if round_.samples is not None:
+                for finish in self._finishes:
+                    finish(round_)
+            round_.extras.decision = round_.decision
             table = pack_directives(
-                self._failed(round_.number, error), world_size=self.world_size, room_up=round_.room_up
+                round_.extras, home_loads=round_.home_loads, loads=round_.loads, plan=round_.plan, slices=round_.slices
             )
+        except Exception as error:
+            failed = self._failed(round_.number, error)
+            table = pack_directives(Extras(decision=failed, world_size=self.world_size, room_up=round_.extras.room_up))
         self._room_down = _room(self._room_down, table.shape[1])
         set_room(table, self._room_down)
         return table
 
-    def finish(self, round_: Round) -> Bytes:
-        """Plans a round, or takes the service's plan, and cuts it for the ranks."""
-        if round_.samples is None:
-            return pack_directives(
-                round_.decision, world_size=self.world_size, extras=round_.extras, room_up=round_.room_up
-            )
-        for finish in self._finishes:
-            finish(round_)
-        return pack_directives(
-            round_.decision, world_size=self.world_size, figures=round_.figures, home_loads=round_.home_loads,
-            loads=round_.loads, plan=round_.plan, slices=round_.slices, wait_seconds=round_.wait_seconds,
-            extras=round_.extras, room_up=round_.room_up,
-        )  # fmt: skip
-
     def _failed(self, number: int, error: Exception) -> Decision:
-        if not isinstance(error, ResumeError):
+        if not isinstance(error, ResumeError | SchemaMismatchError):
             logger.error("%s: round %d could not be made", self._rules.name, number, exc_info=error)
             error = RuntimeError(f"the lead (rank 0) could not make a round: {type(error).__name__}: {error}")
         return Decision(mode=Mode.END, error=error)

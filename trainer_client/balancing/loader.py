@@ -267,7 +267,7 @@ class BalancedLoader(Generic[B]):
         if self._resume is not None:
             return self._resume.to_state()
         progress = self._progress[max(0, len(self._progress) - 1 - ahead)]
-        rank, world_size = self.balancer.place
+        rank, world_size = self.balancer.rank_and_size
         return LoaderState(
             name=self.name, rank=rank, world_size=world_size, epoch=self._epoch, batches=progress.batches,
             finished=self._finished and progress is self._progress[-1], source=progress.position,
@@ -294,7 +294,7 @@ class BalancedLoader(Generic[B]):
         states = read_states(state, self.name)
         if repeat_window:
             states = [one.repeating() for one in states]
-        rank, world_size = self.balancer.place
+        rank, world_size = self.balancer.rank_and_size
         self._resume = state_for(states, self.loader, rank=rank, world_size=world_size)
 
     @property
@@ -434,12 +434,10 @@ class _Loop:
 
     def _submit(self, batches: list[Any]) -> Ticket:
         loader, source = self._loader, self.source
-        if not batches:
-            return self.stream.submit_exhausted(loader._device, drop_last=loader._drop_last)[1]
         return self.stream.submit_window(
             batches, cost=source.cost, memory=source.memory, spec=loader._spec, device=loader._device,
             drop_last=loader._drop_last,
-        )[1]  # fmt: skip
+        )  # fmt: skip
 
     def start_next(self) -> _Moving | None:
         """Starts to move the batch that is next; None if nothing is left that was submitted."""
@@ -458,7 +456,7 @@ class _Loop:
         window, directive = self._window, self._window.directive
         assert directive is not None
         batch = window.left.popleft()
-        pending = self.stream.start(window.ticket.flats, window.ticket, directive, self._loader._device, batch=batch)
+        pending = self.stream.start(window.ticket, directive, self._loader._device, batch=batch)
         self._batches += 1
         window.done += 1
         progress = _Progress(window.end, self._batches)

@@ -19,7 +19,7 @@ class Membership:
     ranks: tuple[int, ...]  # that balance together, ascending, this one among them: a data-parallel group
     peers: tuple[int, ...]  # that train the same batches, in the order of their group or mesh; the first contributes
     backend: str  # of the data-parallel group
-    own: int  # this rank
+    rank: int  # this one
 
     @property
     def group_name(self) -> str:
@@ -44,12 +44,12 @@ def read_membership(process_group: Ranks | None, peers: Ranks | None) -> Members
         if process_group is None and peers is None:
             return None
         raise ValueError("process_group is given, but torch.distributed is not initialised; initialise it first")
-    own = dist.get_rank()
+    rank = dist.get_rank()
     if process_group is None:
         if peers is not None:
             raise ValueError("peers is given without process_group; pass the data-parallel group too, as mesh['dp']")
         everyone = tuple(range(dist.get_world_size()))
-        return Membership(ranks=everyone, peers=(own,), backend=_backend(dist.group.WORLD), own=own)
+        return Membership(ranks=everyone, peers=(rank,), backend=_backend(dist.group.WORLD), rank=rank)
     if isinstance(process_group, DeviceMesh) and process_group.ndim > 1 and _root(process_group) is process_group:
         names = process_group.mesh_dim_names
         example = f"mesh[{names[0]!r}]" if names else "a mesh with mesh_dim_names, cut as mesh['dp']"
@@ -58,21 +58,21 @@ def read_membership(process_group: Ranks | None, peers: Ranks | None) -> Members
             f"process_group is a mesh of the dimensions {_dims(process_group)}; say which of them hold different "
             f"batches: pass {example}{several}, or leave process_group out if all ranks load batches of their own"
         )
-    ranks = _ranks("process_group", process_group, own)
+    ranks = _ranks("process_group", process_group, rank)
     if peers is not None:
-        same = _ranks("peers", peers, own)
+        same = _ranks("peers", peers, rank)
     elif isinstance(process_group, DeviceMesh):
-        same = _other_dimensions(process_group, own)
+        same = _other_dimensions(process_group, rank)
     else:
-        same = (own,)
-    both = sorted(set(ranks) & set(same) - {own})
+        same = (rank,)
+    both = sorted(set(ranks) & set(same) - {rank})
     if both:
         raise ValueError(
             f"ranks {both} are in both process_group and peers; peers train the same batches as this rank, those of "
             "process_group others"
         )
     one = process_group.get_group(0) if isinstance(process_group, DeviceMesh) else process_group
-    return Membership(ranks=tuple(sorted(ranks)), peers=same, backend=_backend(one), own=own)
+    return Membership(ranks=tuple(sorted(ranks)), peers=same, backend=_backend(one), rank=rank)
 
 
 def check_grid(mine: Membership, peers_of_ranks: list[tuple[int, ...]], ranks_of_peers: list[tuple[int, ...]]) -> str:
@@ -81,36 +81,36 @@ def check_grid(mine: Membership, peers_of_ranks: list[tuple[int, ...]], ranks_of
     Given are `peers` of each of `mine.ranks`, and `ranks` of each of `mine.peers`.
     """
     if len({len(peers) for peers in peers_of_ranks}) == 1:
-        across = [tuple(peers[place] for peers in peers_of_ranks) for place in range(len(mine.peers))]
+        across = [tuple(peers[at] for peers in peers_of_ranks) for at in range(len(mine.peers))]
         if across == ranks_of_peers:
             return ""
     return (
-        f"process_group and peers of rank {mine.own} do not fit those of others: it balances with {list(mine.ranks)}, "
+        f"process_group and peers of rank {mine.rank} do not fit those of others: it balances with {list(mine.ranks)}, "
         f"which have the peers {list(map(list, peers_of_ranks))}, while its own peers {list(mine.peers)} balance with "
         f"{list(map(list, ranks_of_peers))}; pass two dimensions of one mesh on all ranks, such as mesh['dp'] and "
         "mesh['tp']"
     )
 
 
-def _ranks(field: str, value: Any, own: int) -> tuple[int, ...]:
+def _ranks(field: str, value: Any, rank: int) -> tuple[int, ...]:
     if isinstance(value, DeviceMesh):
-        found = tuple(value.mesh.flatten().tolist())
+        ranks = tuple(value.mesh.flatten().tolist())
     elif isinstance(value, dist.ProcessGroup):
-        found = tuple(dist.get_process_group_ranks(value))
+        ranks = tuple(dist.get_process_group_ranks(value))
     else:
         raise ValueError(
             f"{field} is {value!r}; pass a process group that this rank is in, or dimensions of a DeviceMesh"
         )
-    if own not in found:
-        raise ValueError(f"{field} has the ranks {list(found)}, and this is rank {own}; pass the group that it is in")
-    return found
+    if rank not in ranks:
+        raise ValueError(f"{field} has the ranks {list(ranks)}, and this is rank {rank}; pass the group that it is in")
+    return ranks
 
 
-def _other_dimensions(mesh: DeviceMesh, own: int) -> tuple[int, ...]:
+def _other_dimensions(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
     """The ranks that differ from this one only in dimensions that `mesh` was not cut from."""
     root = _root(mesh)
     if root is mesh or root.size() == mesh.size():
-        return (own,)
+        return (rank,)
     names, all_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if not names or not set(names) <= set(all_names):
         raise ValueError(
@@ -120,7 +120,7 @@ def _other_dimensions(mesh: DeviceMesh, own: int) -> tuple[int, ...]:
         )
     coordinate = root.get_coordinate()
     assert coordinate is not None
-    at = tuple(place if name in names else slice(None) for name, place in zip(all_names, coordinate, strict=True))
+    at = tuple(index if name in names else slice(None) for name, index in zip(all_names, coordinate, strict=True))
     return tuple(root.mesh[at].flatten().tolist())
 
 

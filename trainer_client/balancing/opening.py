@@ -21,7 +21,7 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.errors import NoDataError, PeersDifferError, ProgramOrderError
 from trainer_client.balancing.groups import Communicators, take_communicators
-from trainer_client.balancing.kernels import Kernels
+from trainer_client.balancing.kernels import Kernels, prepare_moves
 from trainer_client.balancing.lead import Lead
 from trainer_client.balancing.membership import Ranks, read_membership
 from trainer_client.balancing.options import BalanceOptions
@@ -78,44 +78,70 @@ class _Hello:
     on_gpu: bool
 
 
-def begin_opening(
-    config: StreamConfig,
-    first: FlatBatch | None,
-    *,
-    counters: Counters,
-    learns: Callable[[], LearnedCost | None],
-    resumes: bool,
-) -> Future[Opened]:
-    """Begins to open a stream, in a thread. Collective.
+class Opening:
+    """The meeting of all ranks that opens a stream. Collective; `result` begins it."""
 
-    Args:
-        config: This rank's.
-        first: Its first batch; None if it has none.
-        counters: Of the stream.
-        learns: Its learned cost, if it has one.
-        resumes: The first pass goes on from a state, and is to do what it would have done: it waits for kernels.
+    def __init__(
+        self,
+        config: StreamConfig,
+        first: FlatBatch | None,
+        *,
+        counters: Counters,
+        learns: Callable[[], LearnedCost | None],
+        resumes: bool,
+    ) -> None:
+        """Meets nobody yet.
 
-    Returns:
-        What the ranks have settled; or `NoDataError` if no rank has a batch, and `ValueError`, `RuntimeError` and their
-        kin where they differ, on all ranks alike.
-    """
-    membership = read_membership(config.process_group, config.peers)
-    nccl = membership is not None and membership.backend == "nccl"
-    hello = _Hello(
-        config=replace(config, process_group=None, peers=None, credentials=None), version=__version__, node=node_name(),
-        template=None if first is None else first.empty(), has_samples=first is not None and first.num_samples > 0,
-        on_gpu=nccl or (first is not None and first.device is not None and first.device.type == "cuda"),
-    )  # fmt: skip
-    future: Future[Opened] = Future()
+        Args:
+            config: This rank's.
+            first: Its first batch; None if it has none.
+            counters: Of the stream.
+            learns: Its learned cost, if it has one.
+            resumes: The first pass goes on from a state, and is to do what it would have done: it waits for kernels.
+        """
+        self._config, self._counters, self._learns, self._resumes = config, counters, learns, resumes
+        membership = read_membership(config.process_group, config.peers)
+        self._membership = None if membership is None or len(membership.ranks) == 1 else membership
+        self._world = None if membership is None else dist.group.WORLD
+        nccl = membership is not None and membership.backend == "nccl"
+        self._hello = _Hello(
+            config=replace(config, process_group=None, peers=None, credentials=None), version=__version__,
+            node=node_name(), template=None if first is None else first.empty(),
+            has_samples=first is not None and first.num_samples > 0,
+            on_gpu=nccl or (first is not None and first.device is not None and first.device.type == "cuda"),
+        )  # fmt: skip
+        self._future: Future[Opened] = Future()
+        self._begun = threading.Lock()
 
-    def open_() -> Opened:
-        communicators: Communicators | None = None
-        hellos: list[_Hello] | None = [hello]
-        if membership is not None and len(membership.ranks) > 1:
-            communicators = take_communicators(
-                membership, (config.job, config.group, config.loader), config.options.collective_timeout
-            )
-            hellos = communicators.gather_objects(hello)
+    def error(self, seconds: float | None = None) -> BaseException | None:
+        """Waits, and may be interrupted; why the ranks could not settle, if so.
+
+        `NoDataError` if no rank has a batch, and `ValueError`, `RuntimeError` and their kin, on all ranks alike.
+        """
+        if not self._begun.locked():
+            threading.Thread(target=self._run, name=f"evenkeel-{self._config.loader}-open", daemon=True).start()
+        return self._future.exception(seconds)
+
+    @property
+    def opened(self) -> Opened:
+        """What the ranks have settled."""
+        return self._future.result()
+
+    def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return  # `error` was interrupted as it began this, and called again
+        try:
+            if self._membership is not None or self._config.options.window > 1:
+                prepare_moves()  # here, as an exception in the training thread would end the compiler's work
+            self._future.set_result(self._settle())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def _settle(self) -> Opened:
+        config, communicators, hellos = self._config, None, [self._hello]
+        if self._membership is not None:
+            communicators = take_communicators(self._membership, config.options.collective_timeout)
+            hellos = communicators.gather_objects(self._hello)
         peers = np.zeros((1, 1), np.int64) if communicators is None else communicators.peers
         settled: tuple[BalanceOptions, FlatBatch, bool] | Exception | None = None
         lead: Lead | None = None
@@ -123,7 +149,7 @@ def begin_opening(
         if hellos is not None:
             try:
                 template = _common_template(hellos, peers)
-                lead, asker = _lead(config, hellos, template, peers, counters=counters, learns=learns, resumes=resumes)
+                lead, asker = self._lead(hellos, template, peers)
                 settled = config.options, template, any(one.on_gpu for one in hellos)
             except Exception as error:
                 settled = error
@@ -131,66 +157,47 @@ def begin_opening(
             settled = communicators.broadcast_object(settled)
         if isinstance(settled, Exception):
             if communicators is not None:
-                communicators.free.set()
+                communicators.release()
             raise settled
         assert settled is not None
         options, template, to_gpu = settled
-        rounds = Rounds(lead, counters, template)
+        rounds = Rounds(lead, self._counters, template)
         if communicators is not None:
             communicators.set_timeout(options.collective_timeout)
             rounds = SharedRounds(
-                config.loader, communicators, depth=options.depth, counters=counters, template=template, lead=lead
+                config.loader, communicators, depth=options.depth, counters=self._counters, template=template, lead=lead
             )
         return Opened(
             template=template, options=options, to_gpu=to_gpu, rounds=rounds, asker=asker, communicators=communicators,
-            world=None if membership is None else dist.group.WORLD,
-            rank=0 if communicators is None else communicators.rank, world_size=len(peers),
+            world=self._world, rank=0 if communicators is None else communicators.rank, world_size=len(peers),
         )  # fmt: skip
 
-    def work() -> None:
-        try:
-            future.set_result(open_())
-        except BaseException as error:
-            future.set_exception(error)
+    def _lead(
+        self, hellos: Sequence[_Hello], template: FlatBatch, peers: NDArray[np.int64]
+    ) -> tuple[Lead, Asker | None]:
+        """What decides from now on, and asks the service."""
+        config, options, num_ranks = self._config, self._config.options, len(peers)
+        options.check_world(num_ranks)
+        asker, kernels = None, None
+        if config.balance and num_ranks > 1:
+            wait = options.memory_caps is not None or options.min_samples > 0 or self._resumes
+            kernels = Kernels(config.loader, wait=wait)
+            if config.address is not None:
+                from trainer_client.balancing.asking import Asker
 
-    if membership is None or len(membership.ranks) == 1:
-        work()  # nobody is waited for
-    else:
-        threading.Thread(target=work, name=f"evenkeel-{config.loader}-open", daemon=True).start()
-    return future
-
-
-def _lead(
-    config: StreamConfig,
-    hellos: Sequence[_Hello],
-    template: FlatBatch,
-    peers: NDArray[np.int64],
-    *,
-    counters: Counters,
-    learns: Callable[[], LearnedCost | None],
-    resumes: bool,
-) -> tuple[Lead, Asker | None]:
-    """What decides from now on, and asks the service."""
-    options, num_ranks = config.options, len(peers)
-    options.check_world(num_ranks)
-    asker, kernels = None, None
-    if config.balance and num_ranks > 1:
-        kernels = Kernels(config.loader, wait=options.memory_caps is not None or options.min_samples > 0 or resumes)
-        if config.address is not None:
-            from trainer_client.balancing.asking import Asker
-
-            assert config.credentials is not None
-            asker = Asker(
-                config.address, config.credentials, job=config.job, group=config.group, loader=config.loader,
-                timeout=options.timeout.total_seconds(), counters=counters,
-            )  # fmt: skip
-            if options.require_service:
-                asker.require()
-    lead = make_lead(
-        config.loader, options, balance=config.balance, template=template,
-        nodes=[one.node for one in hellos[:: peers.shape[1]]], peers=peers, asker=asker, kernels=kernels, learns=learns,
-    )  # fmt: skip
-    return lead, asker
+                assert config.credentials is not None
+                asker = Asker(
+                    config.address, config.credentials, job=config.job, group=config.group, loader=config.loader,
+                    timeout=options.timeout.total_seconds(), counters=self._counters,
+                )  # fmt: skip
+                if options.require_service:
+                    asker.require()
+        lead = make_lead(
+            config.loader, options, balance=config.balance, template=template,
+            nodes=[one.node for one in hellos[:: peers.shape[1]]], peers=peers, asker=asker, kernels=kernels,
+            learns=self._learns,
+        )  # fmt: skip
+        return lead, asker
 
 
 def _common_template(hellos: Sequence[_Hello], peers: NDArray[np.int64]) -> FlatBatch:

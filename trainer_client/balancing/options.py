@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from evenkeel.partitioning.problem import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE
+from evenkeel.partitioning.problem import MEMORY_CAPS, MOVE_PRICE, SPEEDS, TOLERANCE, Range
 from evenkeel.partitioning.rounds import RoundOptions
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client.checks import is_number, is_whole
@@ -73,29 +73,22 @@ class BalanceOptions:
     of_rounds: RoundOptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.counts not in get_args(Counts):
-            raise ValueError(f"counts is {self.counts!r}; use one of {', '.join(get_args(Counts))}")
-        for name in ("require_service", "learn_speeds"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; use True or False")
-        if not self.strategy:
-            raise ValueError("strategy is empty; name one, for example 'minimal_move'")
-        if not (is_number(self.tolerance) and TOLERANCE.holds(self.tolerance)):
-            raise ValueError(f"tolerance is {self.tolerance!r}; use a share of the lower bound, {TOLERANCE}")
-        if not (is_number(self.move_price) and MOVE_PRICE.holds(self.move_price)):
-            raise ValueError(f"move_price is {self.move_price!r}; use a share of a step's time, {MOVE_PRICE}")
-        if not is_whole(self.min_samples) or not 0 <= self.min_samples < 2**31:
-            raise ValueError(f"min_samples is {self.min_samples!r}; use a whole number of samples, 0 or more")
-        if not is_whole(self.depth) or self.depth < 1:
-            raise ValueError(f"depth is {self.depth!r}; use a whole number of at least 1 batch in flight")
-        if not is_whole(self.window) or not 1 <= self.window <= MAX_WINDOW:
-            raise ValueError(f"window is {self.window!r}; use 1 to {MAX_WINDOW} batches")
-        if self.split is not None and not isinstance(self.split, SplitOptions):
-            raise ValueError(f"split is {self.split!r}; use SplitOptions(), or None")
-        for name in ("timeout", "group_timeout"):
-            value = getattr(self, name)
-            if not isinstance(value, timedelta) or value <= timedelta(0):
-                raise ValueError(f"{name} is {value}; use a positive timedelta")
+        for name, fits, remedy in (
+            ("strategy", bool(self.strategy), "the name of one, for example 'minimal_move'"),
+            ("counts", self.counts in get_args(Counts), f"one of {', '.join(get_args(Counts))}"),
+            ("min_samples", is_whole(self.min_samples) and 0 <= self.min_samples < 2**31, "a number of samples, or 0"),
+            ("tolerance", _is_in(TOLERANCE, self.tolerance), f"a share of the lower bound, {TOLERANCE}"),
+            ("move_price", _is_in(MOVE_PRICE, self.move_price), f"a share of a step's time, {MOVE_PRICE}"),
+            ("timeout", _is_positive(self.timeout), "a positive timedelta"),
+            ("depth", is_whole(self.depth) and self.depth >= 1, "a whole number of at least 1 batch in flight"),
+            ("window", is_whole(self.window) and 1 <= self.window <= MAX_WINDOW, f"1 to {MAX_WINDOW} batches"),
+            ("learn_speeds", isinstance(self.learn_speeds, bool), "True or False"),
+            ("split", self.split is None or isinstance(self.split, SplitOptions), "SplitOptions(), or None"),
+            ("require_service", isinstance(self.require_service, bool), "True or False"),
+            ("group_timeout", _is_positive(self.group_timeout), "a positive timedelta"),
+        ):
+            if not fits:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; use {remedy}")
         for name, allowed in (("speeds", SPEEDS), ("memory_caps", MEMORY_CAPS)):
             values = getattr(self, name)
             if values is None:
@@ -106,15 +99,10 @@ class BalanceOptions:
                 if not allowed.holds(value):
                     raise ValueError(f"{name}[{rank}] is {value}; use numbers from {allowed}")
         of_rounds = RoundOptions(
-            strategy=self.strategy,
-            counts=self.counts,
-            tolerance=self.tolerance,
-            move_price=self.move_price,
-            speeds=() if self.speeds is None else tuple(self.speeds),
+            strategy=self.strategy, counts=self.counts, tolerance=self.tolerance, move_price=self.move_price,
+            speeds=() if self.speeds is None else tuple(self.speeds), min_samples=self.min_samples, split=self.split,
             memory_caps=() if self.memory_caps is None else tuple(self.memory_caps),
-            min_samples=self.min_samples,
-            split=self.split,
-        )
+        )  # fmt: skip
         object.__setattr__(self, "of_rounds", of_rounds)  # made once, read in every round
 
     @property
@@ -137,6 +125,14 @@ class BalanceOptions:
             values = getattr(self, name)
             if values is not None and len(values) != world_size:
                 raise ValueError(f"{name} has {len(values)} entries for {world_size} ranks; give one for each rank")
+
+
+def _is_in(allowed: Range, value: Any) -> bool:
+    return is_number(value) and allowed.holds(value)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, timedelta) and value > timedelta(0)
 
 
 def _is_real(value: object) -> bool:

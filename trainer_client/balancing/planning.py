@@ -56,15 +56,15 @@ class Planning(Stage):
         if round_.decision.reason in (Reason.INVALID_COSTS, Reason.PARTITION_FAILED):
             self._say_unplanned(round_.number, round_.decision)
         if round_.plan is not None:
-            round_.figures = round_.plan.batches
+            round_.extras.figures = round_.plan.batches
             round_.home_loads, round_.loads = round_.plan.loads_before, round_.plan.loads_after
         else:
             loads = samples.home_loads
             if round_.decision.reason is Reason.INVALID_COSTS:
-                round_.figures = _figures(np.full_like(loads, np.nan), samples, options.speeds)
+                round_.extras.figures = _figures(np.full_like(loads, np.nan), samples, options.speeds)
                 loads[:, list(round_.decision.ranks)] = np.nan
             else:
-                round_.figures = _figures(loads, samples, options.speeds)
+                round_.extras.figures = _figures(loads, samples, options.speeds)
             round_.home_loads = round_.loads = loads
 
     def _is_plain(self, round_: Round) -> bool:

@@ -20,7 +20,7 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Bytes, Contribution, Contributions, State
 from trainer_client.balancing.costs.learned import Fit
 from trainer_client.balancing.decide import Decision
-from trainer_client.balancing.directive import Directive, read_directive
+from trainer_client.balancing.directive import END, Directive, read_directive
 from trainer_client.balancing.groups import Communicators
 from trainer_client.balancing.lead import Lead, Round
 from trainer_client.balancing.report import Counters, Mode, Reason
@@ -97,7 +97,7 @@ class Rounds:
         self._lead, self._counters = lead, counters
         self.template = template  # an empty batch of the latest round that this rank knows of
         self._fits: deque[tuple[int, Fit | None]] = deque([(0, None)])  # from which round on costs follow which fit
-        self._end = Decision(mode=Mode.END)  # what rounds are told that do not take place, as their pass is over
+        self._end = END  # what rounds are told that do not take place, as their pass is over
         self.clock = Clock(depth)
 
     def put(self, item: Item) -> None:
@@ -113,6 +113,9 @@ class Rounds:
 
     def want(self, item: Item) -> None:
         """The loop waits for an item's directive."""
+
+    def fail(self, error: BaseException) -> None:
+        """Raises the error wherever somebody waits for a round, now or later."""
 
     def close(self, seconds: float | None = None) -> bool:  # noqa: ARG002
         """Ends after what has been queued, waiting at most so long; whether it has."""
@@ -220,7 +223,7 @@ class SharedRounds(Rounds):
                 elif self._takes_place(item):
                     self._gather(item)
             except BaseException as error:
-                self._fail(error)
+                self.fail(error)
         self._gathered.put(None)
 
     def _takes_place(self, item: Item) -> bool:
@@ -267,7 +270,7 @@ class SharedRounds(Rounds):
                     round_.call.cancel()
                 self._settle(item, Directive(decision=self._end))
             except BaseException as error:
-                self._fail(error)
+                self.fail(error)
 
     def _receive(self, item: Item, round_: Round | None) -> None:
         table = None if self._lead is None or round_ is None else self._lead.directives(round_)
@@ -275,14 +278,14 @@ class SharedRounds(Rounds):
         with self._changed:
             directive = self._directed(item, row, self._communicators.rank)
             self._room_down = directive.room_down
-            self._rooms.append((item.number + self.clock.depth, directive.room_up))
+            self._rooms.append((item.number + self.clock.depth, directive.extras.room_up))
             if directive.decision.ends:  # before the loop hears of it, which may begin the next pass
                 self._items.put(_Until(self.clock.void_until))
             self._changed.notify_all()
         self._settle(item, directive)
 
-    def _fail(self, error: BaseException) -> None:
-        """Raises the error wherever somebody waits for a round, now or later."""
+    def fail(self, error: BaseException) -> None:
+        """Wakes everybody at once."""
         with self._changed:
             self._failure = self._failure or error
             self._communicators.failed = True

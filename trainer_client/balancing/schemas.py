@@ -16,38 +16,52 @@ _MOST_SCHEMAS = 64  # that are remembered; a stream's batches have one, or some 
 class Templates:
     """Empty batches of the schemas of a stream's rounds."""
 
-    def __init__(self, first: FlatBatch) -> None:
+    def __init__(self, name: str, first: FlatBatch) -> None:
+        self._name = name  # the loader's
         self._current = schema_number(first.schema)
         self._by_number = {self._current: first}
+        self._first: FlatBatch | None = (
+            None  # of the first round with samples: what has none tells little of its fields
+        )
 
     def lines(self, number: int) -> Sequence[str]:
         """A readable line per field of a schema."""
         return self._by_number[number].schema.lines if number in self._by_number else ()
 
     def follow(self, contributions: Contributions) -> FlatBatch | None:
-        """The empty batch of a round, where its schema is another one than that of the round before."""
+        """The empty batch of a round, where its schema is another one than that of the round before.
+
+        Raises:
+            SchemaMismatchError: If its jagged fields are others than those that the stream began with.
+        """
         for extras in contributions.extras.values():
             if extras.template is not None:
                 if len(self._by_number) >= _MOST_SCHEMAS:
                     del self._by_number[next(iter(self._by_number))]
                 self._by_number[schema_number(extras.template.schema)] = extras.template
-        number = contributions.schema
-        if number in (0, self._current):
+        if not (number := contributions.schema):
+            return None
+        template = self._by_number[number]
+        self._first = template if self._first is None else self._first
+        if template.structure.columns != self._first.structure.columns:
+            difference = self._first.schema.diff(template.schema, own="the first", others="this one")
+            raise SchemaMismatchError(f"{self._name!r} began with batches of other fields: {difference}; {_NAMES}")
+        if number == self._current:
             return None
         self._current = number
-        return self._by_number[number]
+        return template
 
 
 def schemas_differ(contributions: Contributions, lines_of: Callable[[int], Sequence[str]]) -> SchemaMismatchError:
     """The error of ranks whose batches have other fields; `lines_of` knows those of earlier schemas."""
-    holders, numbers = contributions.holders, contributions.headers["schema"]
-    other = next(rank for rank in holders if numbers[rank] != numbers[holders[0]])
+    ranks, numbers = contributions.with_samples, contributions.headers["schema"]
+    other = next(rank for rank in ranks if numbers[rank] != numbers[ranks[0]])
     lines = []
-    for rank in (holders[0], other):
+    for rank in (ranks[0], other):
         extras = contributions.extras.get(rank)
         template = None if extras is None else extras.template
         lines.append(lines_of(int(numbers[rank])) if template is None else template.schema.lines)
-    return mismatch(holders[0], lines[0], other, lines[1])
+    return mismatch(ranks[0], lines[0], other, lines[1])
 
 
 def mismatch(first: int, lines: Sequence[str], other: int, other_lines: Sequence[str]) -> SchemaMismatchError:
@@ -69,8 +83,8 @@ def mismatch(first: int, lines: Sequence[str], other: int, other_lines: Sequence
 def shared_values_differ(contributions: Contributions) -> SchemaMismatchError:
     """The error of ranks whose samples share other values."""
     extras, digests = contributions.extras, contributions.headers["shared"]
-    holders = [rank for rank in contributions.holders if digests[rank]]
-    values = [(rank, dict(extras[rank].shared) if rank in extras else {}) for rank in holders]
+    ranks = [rank for rank in contributions.with_samples if digests[rank]]
+    values = [(rank, dict(extras[rank].shared) if rank in extras else {}) for rank in ranks]
     first_rank, first = values[0]
     for rank, one in values[1:]:
         for path, value in first.items():

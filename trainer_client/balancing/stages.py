@@ -53,7 +53,7 @@ def make_lead(
         kernels: That plans need; None: nothing is planned, or they are there.
         learns: The lead's own learned cost, if its loader has one.
     """
-    templates, alone = Templates(template), len(nodes) == 1
+    templates, alone = Templates(name, template), len(nodes) == 1
     stages: list[Stage | None] = [
         Splitting(template) if options.split is not None else None,
         SpeedLearner(name, nodes=nodes, speeds=options.speeds) if options.learn_speeds and not alone else None,

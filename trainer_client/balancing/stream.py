@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,16 +25,15 @@ import torch.distributed as dist
 
 from evenkeel.partitioning.rounds import RankSamples
 from evenkeel.partitioning.splits import SplitSample
-from trainer_client.balancing.batches import BatchSpec, FlatBatch, Schema, flatten
+from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.batches.fields import digest as shared_digest
-from trainer_client.balancing.contribution import NO_SAMPLES, Contribution, Extras, State, schema_number
+from trainer_client.balancing.contribution import Contribution, Extras, State, schema_number
 from trainer_client.balancing.costs.learned import LearnedCost
-from trainer_client.balancing.decide import Decision
-from trainer_client.balancing.directive import Directive
+from trainer_client.balancing.directive import END, Directive
 from trainer_client.balancing.dividing import Cost, warn_of_unasked_splits
 from trainer_client.balancing.errors import NoDataError, out_of_order, used_after, used_closed
 from trainer_client.balancing.measured import Measured
-from trainer_client.balancing.opening import Opened, StreamConfig, begin_opening
+from trainer_client.balancing.opening import Opened, Opening, StreamConfig
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.peers import digest_of_copy
 from trainer_client.balancing.reading import read_round
@@ -43,7 +41,7 @@ from trainer_client.balancing.redistribution import Pending, load_on_device
 from trainer_client.balancing.redistribution import start as start_moving
 from trainer_client.balancing.redistribution.copying import pick
 from trainer_client.balancing.redistribution.cutting import cut
-from trainer_client.balancing.report import Counters, Mode, Reason, RoundReport
+from trainer_client.balancing.report import Counters, Reason, RoundReport
 from trainer_client.balancing.resume import Resumed
 from trainer_client.balancing.rounds import Item
 
@@ -64,7 +62,6 @@ class Ticket:
 
     item: Item
     flats: tuple[FlatBatch, ...]  # the batches, flattened, until all of them have begun to move
-    schema: Schema
     started: int = 0  # batches whose move has begun
     measured: Measured = field(default_factory=Measured)  # where the times of its stream's batches are noted
     unasked: bool = True  # nobody has asked for its `splits`
@@ -73,8 +70,8 @@ class Ticket:
     def of_nothing(cls) -> Ticket:
         """That of a loop which is over before it has begun, as no rank has had any batch."""
         item = Item(-1, Contribution(state=State.EXHAUSTED))
-        item.future.set_result(Directive(decision=Decision(mode=Mode.END)))
-        return cls(item=item, flats=(), schema=Schema(fields=()))
+        item.future.set_result(Directive(decision=END))
+        return cls(item=item, flats=())
 
     @property
     def samples(self) -> RankSamples:
@@ -110,28 +107,18 @@ class Ticket:
 
 
 class Pass:
-    """One `iter(loader)`, or one loop of the user's own, on this rank.
-
-    Attributes:
-        opened: What the stream has settled with the other ranks; None before it is open.
-        number: Counts the passes of the stream, on all ranks alike.
-        over: The loop has seen its end, which came on all ranks in the same round.
-        left: This rank has left the loop.
-        resumed: From where it goes on, until its first round; None: it begins at its beginning.
-        problem: What made this rank leave, for the others to hear; empty: nothing.
-        latest: The ticket whose batch was started last.
-        failure: Of its last moves, after it was left.
-    """
+    """One `iter(loader)`, or one loop of the user's own, on this rank."""
 
     def __init__(self, counters: Counters, patience: float, *, by_hand: bool = False) -> None:
-        """Begins a pass, by an iterator or by submissions by hand, whose rounds may take so many seconds each."""
-        self.opened: Opened | None = None
-        self.number, self.submitted = -1, 0
-        self.by_hand, self.over, self.left, self.problem = by_hand, False, False, ""
-        self.resumed: Resumed | None = None
-        self.latest: Ticket | None = None
-        self.failure: BaseException | None = None
-        self._counters, self._patience = counters, patience
+        self.opened: Opened | None = None  # once the stream is
+        self.number, self.submitted = -1, 0  # of the pass in its stream, on all ranks alike; of its rounds
+        self.by_hand = by_hand  # submissions of the user's own, not an iterator
+        self.over = False  # the loop has seen its end, which came on all ranks in the same round
+        self.left, self.problem = False, ""  # this rank has left the loop, and why, for the others to hear
+        self.resumed: Resumed | None = None  # from where it goes on, until its first round
+        self.latest: Ticket | None = None  # whose batch was started last
+        self.failure: BaseException | None = None  # of its last moves, after it was left
+        self._counters, self._patience = counters, patience  # seconds that a round may take
         self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
         self._moves: deque[Pending] = deque()  # started, and not waited for when it was last looked
         self._taken = 0
@@ -226,24 +213,30 @@ class Pass:
 
     def _drain(self, since: tuple[torch.device, torch.cuda.Event] | None) -> None:
         """Starts and waits for the moves that are left; drops what arrives."""
+        farewell = None if self._farewell is None else self._farewell.future
         try:
             with _beside(since):
                 for pending in list(self._moves):
                     pending.wait()
                 while self._tickets:
                     ticket = self._tickets[0]
-                    directive = ticket.item.future.result(self._patience)
+                    if ticket.item.future.exception(self._patience) is not None:
+                        break  # the loop's end too, with an error that all ranks have
+                    directive = ticket.item.future.result()
                     if directive.ended:
                         break
                     if not directive.moves:
                         self._tickets.popleft()
                         continue
                     self._start(ticket.flats, ticket, directive, self._device).wait()
-            if self._farewell is not None:
-                self._farewell.future.result(self._patience)
+            if farewell is not None:
+                farewell.exception(self._patience)
         except BaseException as error:
             logger.debug("the last moves of a loop that was left: %s", error)
             self.failure = error
+            if farewell is not None:
+                with suppress(TimeoutError):  # the others may still hear of it
+                    farewell.exception(LEAVE_SECONDS)
         finally:
             self._tickets.clear()
             self._moves.clear()
@@ -285,19 +278,14 @@ class BatchStream:
     """Rounds of one loader, in passes: each is one loop over batches, and ends on all ranks in the same round.
 
     All ranks submit and redistribute their batches in the same order. A rank whose data ends goes on with
-    `submit_exhausted`; one that leaves its loop says so with `leave`, and the loops of all ranks end.
+    empty submissions; one that leaves its loop says so with `leave`, and the loops of all ranks end.
     """
 
     def __init__(self, config: StreamConfig) -> None:
-        """Opens nothing yet.
-
-        Args:
-            config: What it is made from.
-        """
         self._config = config
         self._pass: Pass | None = None
         self._opened: Opened | None = None
-        self._opening: Future[Opened] | None = None
+        self._opening: Opening | None = None
         self._attempted: Pass | None = None  # in which this rank has tried to open the stream
         self._process = os.getpid()
         self._patience = config.options.patience  # seconds that a round may take
@@ -308,6 +296,8 @@ class BatchStream:
         opened: Opened | None = getattr(self, "_opened", None)
         # In the background, as closing waits for other ranks; from wherever it is collected, so without locks.
         if opened is not None and opened.world_size > 1 and os.getpid() == self._process and not sys.is_finalizing():
+            assert opened.communicators is not None
+            opened.communicators.closed = True
             with suppress(RuntimeError):  # no thread to be had
                 _thread.start_new_thread(self.close, ())
 
@@ -381,13 +371,7 @@ class BatchStream:
             logger.debug("%s: the stream did not open: %s", self._config.loader, other)
 
     def open(self, first: Any | None, spec: BatchSpec | None, device: Device) -> None:
-        """Meets all ranks, which take rank 0's options, unless they have; as the first submission does. Collective.
-
-        Args:
-            first: The first batch, to be submitted later; None where there is none.
-            spec: How to read its fields; as in `submit_window`.
-            device: Where the batches will be trained; as in `submit_window`.
-        """
+        """Meets all ranks, unless they have, as the first submission does; `first` is submitted later. Collective."""
         if self._opened is None:
             self._open(None if first is None else flatten(first, spec), device)
 
@@ -400,13 +384,14 @@ class BatchStream:
         spec: BatchSpec | None = None,
         device: Device = None,
         drop_last: bool = False,
-    ) -> tuple[tuple[FlatBatch, ...], Ticket]:
+    ) -> Ticket:
         """Announces batches that are balanced together: costs and lengths go to the lead, nothing moves yet.
 
         The first submission opens the stream, which is collective. Later ones return at once.
 
         Args:
-            batches: One to `BalanceOptions.window` batches of the host, in the order in which they are to be trained.
+            batches: Up to `BalanceOptions.window` batches of the host, in the order in which they are to be trained;
+                none after this rank's data has ended, as long as other ranks have some.
             cost: From a batch to the predicted work of each sample.
             memory: From a batch to what each sample adds to the memory caps; default: its bytes.
             spec: How to read the batches' fields.
@@ -416,7 +401,11 @@ class BatchStream:
         Raises:
             ValueError: If the batches or their costs cannot be read, which the message names, or are too many.
             SchemaMismatchError: If the ranks' batches differ in their fields.
+            NoDataError: If no rank has ever had a batch; on all ranks.
         """
+        if not batches:
+            flat = self._open(None, device).rounds.template
+            return self._submit(Contribution(state=State.EXHAUSTED, drop_last=drop_last), (flat,), device)
         try:
             flats = tuple(flatten(batch, spec) for batch in batches)
         except Exception as error:
@@ -424,8 +413,8 @@ class BatchStream:
             raise
         for flat in flats:
             flat.watch()
-        opened = self._open(next((flat for flat in flats if flat.num_samples), flats[0]) if flats else None, device)
-        if not 1 <= len(flats) <= (window := opened.options.window):
+        opened = self._open(_first_of(flats), device)
+        if len(flats) > (window := opened.options.window):
             raise ValueError(f"{len(flats)} batches for a window of {window}; set BalanceOptions.window")
         if isinstance(learned := getattr(cost, "function", cost), LearnedCost):
             self._follow_fit(learned)
@@ -437,25 +426,10 @@ class BatchStream:
         contribution = Contribution(
             samples=samples, drop_last=drop_last, invalid=bool(problem), extras=Extras(problem=problem)
         )
-        return flats, self._submit(contribution, flats, device)
-
-    def submit_exhausted(self, device: Device = None, *, drop_last: bool = False) -> tuple[FlatBatch, Ticket]:
-        """Takes part in a round after this rank's data has ended, with no sample.
-
-        Raises:
-            NoDataError: If none of them has ever had a batch; on all ranks.
-        """
-        flat = self._open(None, device).rounds.template
-        contribution = Contribution(state=State.EXHAUSTED, samples=NO_SAMPLES, drop_last=drop_last)
-        return flat, self._submit(contribution, (flat,), device)
+        return self._submit(contribution, flats, device)
 
     def directive(self, ticket: Ticket) -> Directive:
-        """What this rank is to do with a round; waits for it.
-
-        Raises:
-            RuntimeError: If the process group failed, or what else ended the rounds.
-            TimeoutError: If it did not come within the timeouts of its collectives.
-        """
+        """What this rank is to do with a round; waits for it, and raises what has ended the rounds."""
         item = ticket.item
         if not item.future.done() and self._opened is not None:
             self._opened.rounds.want(item)
@@ -474,21 +448,21 @@ class BatchStream:
 
     def start(
         self,
-        flat: FlatBatch | Sequence[FlatBatch],
         ticket: Ticket,
         directive: Directive,
         device: Device = None,
         *,
         batch: int = 0,
+        flats: Sequence[FlatBatch] | None = None,
     ) -> Pending:
-        """Starts to move the samples of a round as the lead has directed.
+        """Starts to move the samples of a batch as the lead has directed; each batch once, in order, on all ranks.
 
         Args:
-            flat: The flattened batch, or all flattened batches of the window.
             ticket: What `submit_window` returned for it.
             directive: What `directive` gave for it.
             device: Where the result shall be; default: where the batch is.
-            batch: Which batch of the window, 0 to `len(directive.reports)` - 1; each once, in order, on all ranks.
+            batch: Which batch of the window, 0 to `len(directive.reports)` - 1.
+            flats: The flattened batches of the window; default: those that were submitted.
 
         Returns:
             The move in flight; its `wait()` gives the batch that this rank trains, sorted by (home, index at home).
@@ -503,7 +477,7 @@ class BatchStream:
         latest = current.latest if current.by_hand else None
         if latest is not None and latest.unasked and latest.item.future.result().plan.splits:
             warn_of_unasked_splits(self._config.loader)
-        return current.start([flat] if isinstance(flat, FlatBatch) else flat, ticket, directive, device, batch)
+        return current.start(ticket.flats if flats is None else flats, ticket, directive, device, batch)
 
     def end(self, directive: Directive, ticket: Ticket) -> None:
         """Notes that a loop of the user's own has seen its end, with the round of a ticket."""
@@ -534,34 +508,34 @@ class BatchStream:
 
     def close(self) -> None:
         """Leaves the loop and ends the threads; the process groups are kept for the next stream of this loader."""
-        until = time.monotonic() + CLOSE_SECONDS
         current, self._pass = self._pass, None
-        opened, self._opened, self._opening = self._opened, None, None
-        settled = True
-        if current is not None:
-            current.leave()
-            settled = current.settle(CLOSE_SECONDS)
+        opened, self._opened = self._opened, None
+        opening, self._opening = self._opening, None
+        if opened is None and opening is not None:  # of a loop that was interrupted
+            with suppress(Exception):
+                opened = opening.opened if opening.error(CLOSE_SECONDS) is None else None
         if opened is None:
             return
-        ended = opened.rounds.close(max(0.1, until - time.monotonic()))
         communicators = opened.communicators
-        if communicators is None:
-            return
+        if communicators is not None:
+            communicators.closed = True
+        if current is not None:
+            current.leave()
 
-        def free() -> None:
-            communicators.failed |= current is not None and current.failure is not None
-            communicators.free.set()
-
-        def wait() -> None:
+        def end(seconds: float | None = None) -> bool:
             if current is not None:
-                current.settle()
-            opened.rounds.close()
-            free()
+                if not current.settle(seconds):
+                    return False
+                if current.failure is not None:
+                    opened.rounds.fail(current.failure)  # wakes who waits for collectives to which nobody comes
+            if not opened.rounds.close(seconds):
+                return False
+            if communicators is not None:
+                communicators.release()
+            return True
 
-        if settled and ended:
-            free()
-        else:
-            threading.Thread(target=wait, name=f"evenkeel-{self._config.loader}-close", daemon=True).start()
+        if not end(CLOSE_SECONDS / 2):
+            threading.Thread(target=end, name=f"evenkeel-{self._config.loader}-close", daemon=True).start()
 
     # ------------------------------------------------------------------ inside
 
@@ -575,18 +549,15 @@ class BatchStream:
         self._attempted = current
         if self._opening is None:
             self._process = os.getpid()
-            self._opening = begin_opening(
+            self._opening = Opening(
                 self._config, flat, counters=self.counters, learns=self.measured.learned_cost,
                 resumes=current.resumed is not None,
             )  # fmt: skip
-        try:
-            self._opened = self._opening.result()
-        except NoDataError:
-            self._opening, current.over = None, True  # on all ranks
-            raise
-        except Exception:
+        if (error := self._opening.error()) is not None:  # while it waits, anything may interrupt it
             self._opening = None
-            raise
+            current.over |= isinstance(error, NoDataError)  # on all ranks
+            raise error
+        self._opened = self._opening.opened
         self._opening, self._patience = None, self._opened.options.patience
         load_on_device("cuda" if device is None and self._opened.to_gpu else device)
         current.enter(self._opened)
@@ -596,7 +567,7 @@ class BatchStream:
         """Completes a contribution by what the stream knows, and contributes it."""
         current, opened = self._pass, self._opened
         assert current is not None and opened is not None  # noqa: PT018
-        first = next((flat for flat in flats if flat.num_samples), flats[0])
+        first = _first_of(flats)
         extras, samples, template = contribution.extras, contribution.samples, opened.rounds.template
         if len(samples):
             shared = first.structure.shared
@@ -618,7 +589,7 @@ class BatchStream:
             contribution = replace(contribution, measured=self.measured.take())
         contribution = replace(contribution, extras=extras)
         item = Item(current.number, contribution)
-        ticket = Ticket(item=item, flats=flats, schema=first.schema, measured=self.measured)
+        ticket = Ticket(item=item, flats=flats, measured=self.measured)
         current.submit(ticket, device)
         return ticket
 
@@ -629,6 +600,11 @@ class BatchStream:
         if (ticket := self._pass.in_flight(self._opened.options.depth)) is not None:
             self.directive(ticket)  # which may bring the fit of the round to come
         cost.fit = self._opened.rounds.fit_at(self._pass.next_round)
+
+
+def _first_of(flats: Sequence[FlatBatch]) -> FlatBatch:
+    """The first that has samples, if one does: an empty one tells little of its fields."""
+    return next((flat for flat in flats if flat.num_samples), flats[0])
 
 
 def _is_dropped(ticket: Ticket) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +19,15 @@ def connect(address: str, **arguments: Any) -> Balancer:
     """A balancer whose lead waits for the service, however starved the machine is: every round is served."""
     asking.GRACE = 60.0  # of this process, which is a rank of one test
     return Balancer.connect(address, **arguments)
+
+
+def logged(name: str = "trainer_client", *, form: str = "%(message)s") -> list[str]:
+    """What is logged in this process from now on, a rank of one test."""
+    lines: list[str] = []
+    handler, formatter = logging.Handler(), logging.Formatter(form)
+    handler.emit = lambda record: lines.append(formatter.format(record))  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    return lines
 
 
 def check_served(loader: BalancedLoader[Any], address: str | None) -> None:

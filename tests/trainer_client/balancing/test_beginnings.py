@@ -1,19 +1,22 @@
-"""Loops whose first batch fails, and loops by hand that begin where another one is not over."""
+"""Loops whose first batch fails, that are interrupted as they begin, or begin where another one is not over."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of
 from tests.trainer_client.balancing.loops import STEPS, Ledger, balancer_of, failing, source
 from trainer_client import BalancedLoader
-from trainer_client.balancing import ProgramOrderError
+from trainer_client.balancing import ProgramOrderError, kernels
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +125,43 @@ def test_a_loop_by_hand_ends_an_iterator_that_is_kept(how: str, service: Service
     for step in range(3):
         found = sorted(sample for trained in results for sample in trained[step])
         assert found == sorted(int(one) for rank in range(2) for one in source(rank, 1, 3)[step]["id"])
+
+
+class TooLongError(Exception):
+    """What a program raises from a signal."""
+
+
+def interrupted(rank: int, where: str) -> tuple[int, list[list[int]]]:
+    """Rank 0's loop is interrupted twice while its stream opens, for which the other rank or the compiler is waited."""
+
+    def ring(*_: object) -> None:
+        raise TooLongError
+
+    compiled = threading.Event()
+    if where == "compiling":
+        kernels.prepare_moves.__globals__["_moves"] = lambda: compiled
+    attempts, loops = 0, []
+    with balancer_of(None) as balancer:
+        loader = BalancedLoader(source(rank, 0), balancer, cost=cost_of, spec=SPEC)
+        if rank == 0:
+            signal.signal(signal.SIGALRM, ring)
+            for _ in range(2):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.4)
+                    next(iter(loader))
+                except TooLongError:
+                    attempts += 1
+        if where == "others":
+            dist.barrier()
+        compiled.set()
+        for _ in range(2):
+            loops.append([sample for batch in loader for sample in batch["id"].tolist()])
+    return attempts, loops
+
+
+@pytest.mark.parametrize("where", ["others", "compiling"])
+def test_a_loop_that_is_interrupted_while_its_stream_opens_begins_again(where: str) -> None:
+    (attempts, first), (_, second) = run_ranks(2, interrupted, where)
+    assert attempts == 2
+    everything = sorted(int(one) for rank in range(2) for batch in source(rank, 0) for one in batch["id"])
+    assert [sorted(one + other) for one, other in zip(first, second, strict=True)] == [everything] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import os
 import socket
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.delays import Cause
+from tests.trainer_client.balancing.jobs import logged
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.report import RoundReport
 from trainer_client.observing.measurement import StepTimer
@@ -95,10 +95,7 @@ def rank_of(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_job(rank: int, address: str, url: str, slow_in: str) -> dict[str, Any]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer_client.balancing.learned_speeds").addHandler(handler)
+    lines = logged("trainer_client.balancing.learned_speeds")
     options = BalanceOptions(timeout=timedelta(seconds=20), counts="free")
     measures = RankMeasures(job=slow_in, rank=rank)
     with Balancer.connect(address, job=slow_in, options=options) as balancer:

@@ -1,7 +1,10 @@
-"""Loaders that outlive their process group, or were iterated before there was one, on real Gloo ranks."""
+"""Loaders that outlive their process group, were begun before there was one, or share it, on real Gloo ranks."""
 
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.ranks import run_ranks
-from trainer_client import BalancedLoader, Balancer
+from trainer_client import BalancedLoader, BalanceOptions, Balancer
 
 
 def batches(rank: int, count: int = 4) -> list[dict[str, torch.Tensor]]:
@@ -58,3 +61,46 @@ def test_a_loader_balances_over_the_group_that_there_is(tmp_path: Path) -> None:
         assert sorted(ids + other_ids) == everything
         assert scale == other_scale == 2 / 16
         assert moved == other_moved > 0
+
+
+def two_at_once(rank: int) -> list[list[list[int]]]:
+    """Two balancers whose loaders have one name, in one loop; twice, the second time where the first have closed."""
+    results = []
+    for _ in range(2):
+        with Balancer.embedded() as first, Balancer.embedded() as second:
+            loaders = make_loader(rank, first), make_loader(rank, second)
+            pairs = list(zip(*loaders, strict=True))
+        results.append(
+            [sorted(i for batch in column for i in batch["id"].tolist()) for column in zip(*pairs, strict=True)]
+        )
+    return results
+
+
+def test_balancers_that_live_at_once_do_not_wait_for_each_other() -> None:
+    everything = sorted(one for rank in range(2) for batch in batches(rank) for one in batch["id"].tolist())
+    for first, second in zip(*run_ranks(2, two_at_once), strict=True):
+        assert [sorted(mine + other) for mine, other in zip(first, second, strict=True)] == [everything] * 2
+
+
+def move_fails(rank: int) -> tuple[str, float, list[str]]:
+    """Rank 1 takes longer in a step than the move of the next batch may."""
+    balancer = Balancer.embedded(
+        options=BalanceOptions(timeout=timedelta(seconds=1), group_timeout=timedelta(seconds=2))
+    )
+    try:
+        for step, _ in enumerate(make_loader(rank, balancer, 8)):
+            if rank == 1 and step == 2:
+                time.sleep(7)
+        error = ""
+    except RuntimeError as raised:
+        error = str(raised)
+    started = time.monotonic()
+    balancer.close()
+    return error, time.monotonic() - started, [one.name for one in threading.enumerate() if "evenkeel" in one.name]
+
+
+def test_closing_after_a_move_that_failed_wakes_whoever_waits() -> None:
+    for error, seconds, threads in run_ranks(2, move_fails):
+        assert error
+        assert seconds < 3
+        assert threads == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.partitioning.compile import Preparation
-from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of, make_batch
+from tests.trainer_client.balancing.jobs import SPEC, Job, cost_of, logged, make_batch
 from trainer_client import BalancedLoader, BalanceOptions
 from trainer_client.balancing import kernels
 
@@ -29,10 +28,7 @@ class _Late(Preparation):
 
 def _run(rank: int, late: int, caps: list[float] | None) -> tuple[list[tuple[str, str, int]], list[str]]:
     """Trains while rank `late` compiles until its fourth step; each step's outcome, and what was logged."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer_client").addHandler(handler)
+    told = logged()
     preparation = _Late()
     if rank != late:
         preparation.finish()

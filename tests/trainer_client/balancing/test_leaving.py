@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import SPEC, check_served, connect, cost_of
+from tests.trainer_client.balancing.jobs import SPEC, check_served, connect, cost_of, logged
 from tests.trainer_client.balancing.loops import STEPS, Ledger, balancer_of, failing, source
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import ProgramOrderError
@@ -30,10 +29,7 @@ def service() -> Iterator[ServiceProcess]:
 def leave_in_many_ways(rank: int, address: str | None, options: dict[str, Any]) -> tuple[Ledger, list[str]]:
     """Loops over one name, each left in another way, at other steps on each rank."""
     ledger: Ledger = {}
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logging.getLogger("trainer_client.balancing").addHandler(handler)
+    said = logged("trainer_client.balancing", form="%(levelname)s %(message)s")
 
     def take(batch: dict[str, torch.Tensor], loop: str) -> None:
         assert batch["values"].tolist() == batch["id"].repeat_interleave(batch["count"]).tolist()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from evenkeel.partitioning.rounds import RankSamples, RoundOptions
 from evenkeel.partitioning.stages import plan_round, slice_round
+from trainer_client.balancing import directive
 from trainer_client.balancing.contribution import Contribution, Contributions, Extras, Measure, State
 from trainer_client.balancing.decide import Decision, Rules, decide
 from trainer_client.balancing.directive import Directive, pack_directives, read_directive, set_room
@@ -92,14 +93,14 @@ def test_directives_are_read_as_they_were_written(samples: list[RankSamples], sp
     plan = plan_round(gathered, options.spreading() if spread else options)
     slices = slice_round(plan, gathered)
     decision = Decision(mode=Mode.EMBEDDED, reason=Reason.NO_SERVICE, last=last)
-    table = pack_directives(
-        decision, world_size=len(samples), figures=plan.batches, home_loads=plan.loads_before, loads=plan.loads_after,
-        plan=plan, slices=slices, wait_seconds=0.5, room_up=77,
-    )  # fmt: skip
+    alike = directive.Extras(
+        decision=decision, world_size=len(samples), figures=plan.batches, wait_seconds=0.5, room_up=77
+    )
+    table = pack_directives(alike, home_loads=plan.loads_before, loads=plan.loads_after, plan=plan, slices=slices)
     set_room(table, 99)
     for rank, own in enumerate(samples):
         read = read_directive(table[rank], number=5, rank=rank, samples=own)
-        assert (read.decision, read.room_up, read.room_down) == (decision, 77, 99)
+        assert (read.decision, read.extras.room_up, read.room_down) == (decision, 77, 99)
         for batch, (one, wanted) in enumerate(zip(read.plan.slices, slices.batches_of(rank), strict=True)):
             for name in ("destinations", "sources", "source_counts", "source_totals"):
                 assert getattr(one, name).tolist() == getattr(wanted, name).tolist(), name
@@ -114,7 +115,7 @@ def test_directives_are_read_as_they_were_written(samples: list[RankSamples], sp
 def test_a_directive_without_a_plan_leaves_every_sample_at_home() -> None:
     error = ValueError("why")
     for decision in (Decision(mode=Mode.END, error=error), Decision(mode=Mode.END, reason=Reason.LEFT, ranks=(1,))):
-        row = pack_directives(decision, world_size=2)[1]
+        row = pack_directives(directive.Extras(decision=decision, world_size=2))[1]
         read = read_directive(row, number=0, rank=1, samples=Contribution().samples)
         assert isinstance(read, Directive)
         assert read.ended

@@ -124,6 +124,7 @@ def test_peers_agree_in_every_mode(service: ServiceProcess) -> None:
     assert window[2] == window[3]
     trained = [sample for rank in (0, 2) for step in window[rank] for sample in step[2]]
     assert sorted(trained) == sorted(sample for step in loaded for sample in step)
+    assert all(len(set(result[-1])) == 1 for result in results)  # balancers after each other share their communicators
 
 
 def mistaken(rank: int, what: str) -> None:

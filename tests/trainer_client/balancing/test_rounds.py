@@ -1,19 +1,20 @@
-"""Rounds that are not like the others: rows of other shapes, ranks without samples, too few samples for all ranks."""
+"""Rounds that are not like the others: of other shapes or fields, with few samples or none, or that nobody can plan."""
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.balancing.jobs import check_served, connect
-from trainer_client import BalancedLoader, BalanceOptions, Balancer
+from tests.trainer_client.balancing.jobs import check_served, connect, logged
+from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, RoundReport
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,34 @@ def test_batches_of_one_window_must_have_rows_of_one_shape() -> None:
         assert "batches of one window differ" in str(error)
         assert "int64[3]" in str(error)
         assert "use window=1, or pad them alike" in str(error)
+
+
+def other_fields_under_one_name(rank: int, name: str) -> list[Any]:
+    """A loop, one over batches of another kind, and the first again; the first batch of all has no sample."""
+    plain = [padded(rank, 0, 0), padded(rank, 0, 4)]
+    jagged = [{"count": torch.tensor([1, 2]), "values": torch.arange(3)}]
+    spec = BatchSpec(rows_per_sample={"values": "count"})
+    results: list[Any] = []
+    with balancer_of(None, "names") as balancer:
+        for batches, each in ((plain, "train"), (jagged, name), (plain, "train")):
+            costs, how = ("id", None) if batches is plain else ("count", spec)
+            loader: BalancedLoader[Any] = BalancedLoader(
+                batches, balancer, cost=lambda batch, costs=costs: batch[costs] + 1, spec=how, name=each
+            )
+            try:
+                results.append(sum(len(batch[costs]) for batch in loader))
+            except ValueError as error:
+                results.append(str(error))
+    return results
+
+
+def test_other_fields_under_one_name_are_refused_with_a_hint_at_names() -> None:
+    for first, error, again in run_ranks(2, other_fields_under_one_name, "train"):
+        assert first == again == 4
+        assert "'train' began with batches of other fields" in error
+        assert "this one has values: int64[], jagged by count" in error
+        assert "different names (BalancedLoader(name=…))" in error
+    assert run_ranks(2, other_fields_under_one_name, "eval") == [[4, 2, 4]] * 2
 
 
 LOADED = ((5, 3, 2, 0, 1, 4), (5, 1, 1, 2, 0), (6, 2, 0, 0, 1))
@@ -164,10 +193,7 @@ def test_drop_last_ends_the_loops_of_all_ranks_where_one_rank_s_data_has_ended()
 
 
 def weights(rank: int) -> tuple[list[float], list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer_client").addHandler(handler)
+    said = logged()
     with balancer_of("off", "weights") as balancer:
         loader = BalancedLoader([{"id": torch.arange(4 - 2 * rank)}] * 2, balancer, cost=lambda batch: batch["id"])
         empty = BalancedLoader([{"id": torch.arange(4)}] * (2 - 2 * rank), balancer, cost=lambda batch: batch["id"])
@@ -230,3 +256,36 @@ def test_a_tolerance_of_0_wants_exact_balance_embedded_and_from_the_service(how:
     exact = run_ranks(2, nearly_even, address, 0.0)
     costs = {10 * rank + index: cost for rank, each in enumerate(NEAR) for index, cost in enumerate(each)}
     assert {sum(costs[sample] for sample in ids) for ids in exact} == {1004}
+
+
+def unplanned(rank: int, batches: int, invalid: int = -1) -> tuple[list[str], list[RoundReport]]:
+    said = logged()
+    data = [{"tokens": torch.tensor([5, 9, 2])} for _ in range(batches)]
+    with balancer_of(None, "unplanned", memory_caps=[1, 1] if invalid < 0 else None) as balancer:
+        loader = BalancedLoader(data, balancer, cost=lambda batch: batch["tokens"] * (-1 if rank == invalid else 1))
+        reports = [loader.report for _ in loader]
+    assert {report.mode.value for report in reports} == {"identity"}
+    return said, reports
+
+
+def test_one_rank_tells_of_fewer_and_fewer_of_them() -> None:
+    (said, stayed), (nothing, too) = run_ranks(2, unplanned, 9)
+    assert len(stayed) == len(too) == 9
+    assert [(report.imbalance, report.home_load) for report in stayed] == [(1.0, 16.0)] * 9
+    assert nothing == []
+    counts = [re.search(r"stays unbalanced \((\d+) so far\): .*raise memory_caps", line) for line in said]
+    assert [found and int(found[1]) for found in counts] == [1, 2, 4, 8]
+
+
+def test_costs_that_cannot_be_used_are_told_by_their_rank_and_the_first_again_and_again() -> None:
+    results = run_ranks(3, unplanned, 9, 1)
+    for rank, (_, reports) in enumerate(results):
+        for report in reports:
+            np.testing.assert_equal(report.home_load, np.nan if rank == 1 else 16.0)
+            np.testing.assert_equal(report.own_load, np.nan if rank == 1 else 16.0)
+            assert np.isnan([report.imbalance_before, report.imbalance, report.max_load, report.lower_bound]).all()
+    first, own, other = (said for said, _ in results)
+    assert own == other == []  # the lead says it for all
+    why = r"the costs of rank\(s\) 1 cannot be used: .*must be finite and at least 0"
+    counts = [re.search(rf"stays unbalanced \((\d+) so far\): .*{why}", line) for line in first]
+    assert [found and int(found[1]) for found in counts] == [1, 2, 4, 8]

@@ -113,10 +113,10 @@ def _submits_by_hand(rank: int) -> list[list[int]]:
     trained = []
     with Balancer.embedded(options=options(window=4)) as balancer:
         stream = balancer.stream()
-        flats, ticket = stream.submit_window(batches, cost=lambda batch: batch["count"], spec=SPEC)
+        ticket = stream.submit_window(batches, cost=lambda batch: batch["count"], spec=SPEC)
         outcome = stream.directive(ticket)
         for index in range(len(outcome.reports)):
-            moved = stream.start(flats, ticket, outcome, batch=index).wait().unflatten()
+            moved = stream.start(ticket, outcome, batch=index).wait().unflatten()
             trained.append(moved["id"].tolist())
         moved = balancer.redistribute(
             batches[0], balancer.submit(batches[0], cost=lambda batch: batch["count"], spec=SPEC), spec=SPEC

@@ -170,8 +170,8 @@ def run_program(seed: int, world_size: int, group: Any, device: torch.device | N
         try:
             for number, structure in enumerate(structures):
                 batch, spec = structure.collate(own[number]), specs[id(structure)]
-                flats, ticket = stream.submit_window([batch], cost=_cost, spec=spec, device=device)
-                moved = stream.start(flats, ticket, stream.directive(ticket), device).wait().unflatten(spec)
+                ticket = stream.submit_window([batch], cost=_cost, spec=spec, device=device)
+                moved = stream.start(ticket, stream.directive(ticket), device).wait().unflatten(spec)
                 ids = moved["id"].tolist()
                 # a rank without samples gets what the others have; without any, nobody knows what there could be
                 holders = [structure] if own[number] else program.holders(number)
