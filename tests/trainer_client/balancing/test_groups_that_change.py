@@ -21,8 +21,8 @@ def batches(rank: int, count: int = 4) -> list[dict[str, torch.Tensor]]:
             for step in range(count)]  # fmt: skip
 
 
-def make_loader(rank: int, balancer: Balancer, count: int = 4) -> BalancedLoader[dict[str, torch.Tensor]]:
-    return BalancedLoader(batches(rank, count), balancer, cost=lambda batch: batch["cost"])
+def make_loader(rank: int, balancer: Balancer, count: int = 4, name: str = "train") -> BalancedLoader[Any]:
+    return BalancedLoader(batches(rank, count), balancer, cost=lambda batch: batch["cost"], name=name)
 
 
 def train(loader: BalancedLoader[dict[str, torch.Tensor]]) -> tuple[list[int], float, int]:
@@ -64,15 +64,15 @@ def test_a_loader_balances_over_the_group_that_there_is(tmp_path: Path) -> None:
 
 
 def two_at_once(rank: int) -> list[list[list[int]]]:
-    """Two balancers whose loaders have one name, in one loop; twice, the second time where the first have closed."""
+    """Two balancers whose loaders have one name, in turns; again, where these have closed; two loaders of one."""
     results = []
-    for _ in range(2):
-        with Balancer.embedded() as first, Balancer.embedded() as second:
-            loaders = make_loader(rank, first), make_loader(rank, second)
+    for names in (("train", "train"), ("train", "train"), ("train", "eval")):
+        with Balancer.embedded() as first, Balancer.embedded() as other:
+            second = first if names[1] == "eval" else other
+            loaders = make_loader(rank, first), make_loader(rank, second, name=names[1])
             pairs = list(zip(*loaders, strict=True))
-        results.append(
-            [sorted(i for batch in column for i in batch["id"].tolist()) for column in zip(*pairs, strict=True)]
-        )
+        columns = zip(*pairs, strict=True)
+        results.append([sorted(i for batch in column for i in batch["id"].tolist()) for column in columns])
     return results
 
 

@@ -156,7 +156,10 @@ def by_hand(rank: int, address: str | None, steps: tuple[int, ...]) -> list[list
                 balanced = balancer.redistribute(batch, ticket, spec=SPEC)
                 if balanced is None:
                     break
+                assert balanced["values"].tolist() == balanced["id"].repeat_interleave(balanced["count"]).tolist()
+                assert ticket.report.mode.value == ("service" if address else "embedded")
                 got.append(balanced["id"].tolist())
+                assert got[-1] == sorted(got[-1])  # by (home, index at home)
                 if loop == 1 and rank == 1 and len(got) == 2:
                     balancer.leave()
                     break

@@ -23,50 +23,29 @@ def run(job: Job) -> list[list[dict[str, Any]]]:
     return results
 
 
-def test_the_service_balances_every_round(balancer: ServiceProcess) -> None:
-    results = run(Job(steps=(6, 6, 6), address=balancer.address, name="every-round"))
-    assert [record["mode"] for record in results[0]] == ["service"] * 6
-    assert mean(record["imbalance"] for record in results[0]) < mean(record["before"] for record in results[0])
-    for record in results[0]:
-        assert record["imbalance"] >= 1.0
-
-
-def test_embedded_gives_the_same_plans_as_the_service(balancer: ServiceProcess) -> None:
-    job = Job(steps=(4, 4), address=balancer.address, name="same-plans")
-    served, embedded = run(job), run(replace(job, address=None))
-    assert {record["mode"] for record in embedded[0]} == {"embedded"}
-    for rank in range(2):
-        assert [record["ids"] for record in served[rank]] == [record["ids"] for record in embedded[rank]]
-
-
-def test_off_leaves_every_sample_at_home_and_tells_the_imbalance() -> None:
-    results = run(Job(steps=(3, 3), address="off"))
-    for rank, records in enumerate(results):
-        assert {sample // 1_000_000 for record in records for sample in record["ids"]} == {rank}
-        assert all(record["mode"] == "identity" and record["before"] == record["imbalance"] for record in records)
-
-
-def test_ranks_that_run_out_go_on_until_the_last(balancer: ServiceProcess) -> None:
-    results = run(Job(steps=(1, 5, 3), address=balancer.address, name="uneven"))
-    assert len(results[0]) == 5
-    assert any(record["ids"] for record in results[0][1:])  # got its share of the others' samples
-
-
-def test_a_rank_without_any_data_takes_part(balancer: ServiceProcess) -> None:
-    results = run(Job(steps=(0, 4), address=balancer.address, name="without-data"))
-    assert len(results[0]) == 4
-    assert any(record["ids"] for record in results[0])
+@pytest.mark.parametrize("steps", [(6, 6, 6), (1, 5, 3), (0, 4)], ids=str)
+def test_whoever_plans_all_ranks_train_each_sample_once(balancer: ServiceProcess, steps: tuple[int, ...]) -> None:
+    """Also where ranks run out or have no data at all, and in a job that is started again under its name."""
+    job = Job(steps=steps, name=f"{steps}", epochs=2)
+    served, again, embedded, off = (run(replace(job, address=to)) for to in (*[balancer.address] * 2, None, "off"))
+    for results, mode in ((served, "service"), (again, "service"), (embedded, "embedded"), (off, "identity")):
+        assert len(results[0]) == 2 * max(steps)
+        assert {record["mode"] for record in results[0]} == {mode}
+        for step in zip(*results, strict=True):
+            averaged = sum(record["loss_scale"] * len(record["ids"]) for record in step) / len(step)
+            assert averaged == pytest.approx(1.0)
+        assert all(record["imbalance"] >= 1.0 for record in results[0])
+    for rank in range(len(steps)):
+        ids = [[record["ids"] for record in results[rank]] for results in (served, again, embedded)]
+        assert ids[0] == ids[1] == ids[2]
+        assert {sample // 1_000_000 for record in off[rank] for sample in record["ids"]} <= {rank}
+        assert all(record["before"] == record["imbalance"] for record in off[rank])
+    assert mean(record["imbalance"] for record in served[0]) < mean(record["before"] for record in served[0])
+    assert all(any(record["ids"] for record in records) for records in served), "a share of the others' samples"
 
 
 def test_no_data_at_all() -> None:
     assert run_ranks(2, run_job, Job(steps=(0, 0))) == [[], []]
-
-
-def test_epochs_and_a_job_started_again_under_its_name(balancer: ServiceProcess) -> None:
-    job = Job(steps=(3, 2), address=balancer.address, name="again", epochs=2)
-    for _ in range(2):
-        results = run(job)
-        assert {record["mode"] for record in results[0]} == {"service"}
 
 
 def test_a_service_that_is_never_there_costs_no_wait() -> None:
@@ -92,13 +71,6 @@ def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCapture
 def test_one_rank_alone_needs_no_process_group() -> None:
     job = Job(steps=(3,))
     check_complete(job, [run_job(0, job)])
-
-
-def test_the_weights_of_all_ranks_add_up_to_a_mean_over_the_global_batch(balancer: ServiceProcess) -> None:
-    results = run(Job(steps=(2, 2, 2), address=balancer.address, name="weights"))
-    for step in zip(*results, strict=True):
-        averaged = sum(record["loss_scale"] * len(record["ids"]) for record in step) / len(step)
-        assert averaged == pytest.approx(1.0)
 
 
 def _rounds_without_samples(rank: int) -> list[tuple[int, ...]]:
