@@ -43,11 +43,6 @@ class Communicators:
     failed: bool = False  # a collective has; they are of no use any more, and nobody waits for one
 
     @property
-    def world_size(self) -> int:
-        """Ranks that balance together."""
-        return len(self.peers)
-
-    @property
     def leads(self) -> bool:
         """Whether this rank decides."""
         return self.rank == 0 and self.peer == 0
@@ -115,7 +110,7 @@ class Communicators:
 
     def broadcast_object(self, value: Any) -> Any:
         """The lead's value. Collective on `down`."""
-        table = np.tile(_packed(value), (self.world_size, 1)) if self.leads else None
+        table = np.tile(_packed(value), (len(self.peers), 1)) if self.leads else None
         return _unpacked(self.scatter(table, _OBJECT_ROOM))
 
     def set_timeout(self, timeout: timedelta) -> None:

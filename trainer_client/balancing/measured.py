@@ -17,18 +17,14 @@ _FIRST_ROWS = 10  # batches with times until the lead first hears of them, and t
 
 
 class Measured:
-    """The batches of this rank whose time is known, since the lead last heard of them.
-
-    Attributes:
-        learns: The cost that is learned from them; None: it is given.
-    """
+    """The batches of this rank whose time is known, since the lead last heard of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.batches, self._sums = 0, Measure()
         self._rows: deque[NDArray[np.float64]] = deque(maxlen=_MOST_ROWS)
         self._enough = _FIRST_ROWS
-        self.learns: LearnedCost | None = None
+        self.learns: LearnedCost | None = None  # the cost that is learned from them; None: it is given
 
     def add(
         self,
@@ -40,15 +36,9 @@ class Measured:
         *,
         terms: NDArray[np.float64] | None = None,
     ) -> None:
-        """Notes a batch; one without load, or with a time that is none, tells nothing.
+        """Notes a batch, as `Measure` has it, with (terms,) of a learned cost summed over it.
 
-        Args:
-            load: Of the batch.
-            seconds: See `Measure`, as the next three.
-            late: See there.
-            loading: See there.
-            loop: See there.
-            terms: (terms,) of a learned cost, summed over the batch.
+        One without load, or with a time that is none, tells nothing.
         """
         values = (load, seconds, late, loading, loop)
         try:
@@ -62,10 +52,6 @@ class Measured:
             self._sums = Measure(*(before + more for before, more in zip(self._sums, new, strict=True)))
             if terms is not None:
                 self._rows.append(np.append(terms, 1e3 * new.seconds))
-
-    def learned_cost(self) -> LearnedCost | None:
-        """The cost that is learned, if one is."""
-        return self.learns
 
     def take(self) -> Measure:
         """The mean of the batches noted since the last call; zeros if there were none."""

@@ -55,7 +55,6 @@ class StreamConfig:
 class Opened:
     """What all ranks have settled."""
 
-    template: FlatBatch  # an empty batch
     options: BalanceOptions  # rank 0's
     to_gpu: bool  # batches go to the ranks' GPUs where no device is named
     rounds: Rounds  # this rank's part in them
@@ -168,7 +167,7 @@ class Opening:
                 config.loader, communicators, depth=options.depth, counters=self._counters, template=template, lead=lead
             )
         return Opened(
-            template=template, options=options, to_gpu=to_gpu, rounds=rounds, asker=asker, communicators=communicators,
+            options=options, to_gpu=to_gpu, rounds=rounds, asker=asker, communicators=communicators,
             world=self._world, rank=0 if communicators is None else communicators.rank, world_size=len(peers),
         )  # fmt: skip
 

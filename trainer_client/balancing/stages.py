@@ -40,18 +40,9 @@ def make_lead(
     kernels: Kernels | None = None,
     learns: Callable[[], LearnedCost | None] = lambda: None,
 ) -> Lead:
-    """The lead of a stream.
+    """The lead of a stream of ranks on `nodes`; `peers` (ranks, peers) are the job's ranks, copies in a row.
 
-    Args:
-        name: The loader's.
-        options: How to balance.
-        balance: False: every sample stays at home.
-        template: An empty batch.
-        nodes: The host of each rank.
-        peers: (ranks, peers) the job's rank of each that trains copies; None: there are none.
-        asker: Asks the service; None: there is none.
-        kernels: That plans need; None: nothing is planned, or they are there.
-        learns: The lead's own learned cost, if its loader has one.
+    Without an `asker` there is no service; without `kernels` nothing is planned, or they are there.
     """
     templates, alone = Templates(name, template), len(nodes) == 1
     stages: list[Stage | None] = [

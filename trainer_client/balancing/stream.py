@@ -550,7 +550,7 @@ class BatchStream:
         if self._opening is None:
             self._process = os.getpid()
             self._opening = Opening(
-                self._config, flat, counters=self.counters, learns=self.measured.learned_cost,
+                self._config, flat, counters=self.counters, learns=lambda: self.measured.learns,
                 resumes=current.resumed is not None,
             )  # fmt: skip
         if (error := self._opening.error()) is not None:  # while it waits, anything may interrupt it
