@@ -26,7 +26,7 @@ def digest_of_copy(flats: Sequence[FlatBatch], contribution: Contribution, *, va
 
 
 def check_copies(contributions: Contributions, ranks: NDArray[np.int64] | None, number: int) -> None:
-    """Raises `PeersDifferError` if copies differ; `ranks` (ranks, peers) are the job's numbers of those that hold them."""
+    """Raises `PeersDifferError` if copies differ; `ranks` (ranks, peers) are the job's of those that hold them."""
     copies = contributions.copies
     facts = ("state", "num_samples", "schema", "copy")
     if copies.shape[1] == 1 or all((copies[name] == copies[name][:, :1]).all() for name in facts):

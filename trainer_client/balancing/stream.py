@@ -125,6 +125,7 @@ class Pass:
         self._device: Device = None
         self._farewell: Item | None = None  # by which the lead hears that this rank has left
         self._drained = threading.Event()
+        self._leaver: threading.Thread | None = None
         self._owner, self._process = threading.get_ident(), os.getpid()
 
     def enter(self, opened: Opened) -> None:
@@ -200,7 +201,9 @@ class Pass:
             if self._device is None:
                 self._device = self._goes_to(self._tickets[0].flats if self._tickets else (), None)
             since = _queued_by_now(self._device)
-            threading.Thread(target=self._drain, args=(since,), name="evenkeel-leave", daemon=True).start()
+            leaver = threading.Thread(target=self._drain, args=(since,), name="evenkeel-leave", daemon=True)
+            leaver.start()
+            self._leaver = leaver
         except RuntimeError:  # the interpreter is ending, and with it the job
             self._drained.set()
             return
@@ -209,7 +212,10 @@ class Pass:
 
     def settle(self, seconds: float | None = None) -> bool:
         """Waits until nothing of a pass that was left is in flight on this rank, or its last moves have failed."""
-        return self._drained.wait(seconds)
+        settled = self._drained.wait(seconds)
+        if settled and self._leaver is not None:
+            self._leaver.join()  # which has nothing left to do
+        return settled
 
     def _drain(self, since: tuple[torch.device, torch.cuda.Event] | None) -> None:
         """Starts and waits for the moves that are left; drops what arrives."""
