@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, check_served, connect, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import SchemaMismatchError
 
 PATIENT = BalanceOptions(timeout=timedelta(seconds=20))
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 def constrained(rank: int, address: str | None) -> tuple[list[float], list[str]]:
@@ -39,8 +32,8 @@ def constrained(rank: int, address: str | None) -> tuple[list[float], list[str]]
     return memory, modes
 
 
-def test_memory_caps_hold(service: ServiceProcess) -> None:
-    for address, mode in ((service.address, "service"), (None, "embedded")):
+def test_memory_caps_hold(balancer: ServiceProcess) -> None:
+    for address, mode in ((balancer.address, "service"), (None, "embedded")):
         results = run_ranks(2, constrained, address)
         for memory, modes in results:
             assert memory[0] <= 14.0
@@ -94,8 +87,8 @@ def on_two_hosts(rank: int, address: str | None) -> list[int]:
     return ids
 
 
-def test_hosts_are_known_to_the_partition(service: ServiceProcess) -> None:
-    assert run_ranks(4, on_two_hosts, service.address) == run_ranks(4, on_two_hosts, None)
+def test_hosts_are_known_to_the_partition(balancer: ServiceProcess) -> None:
+    assert run_ranks(4, on_two_hosts, balancer.address) == run_ranks(4, on_two_hosts, None)
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, cost_of
 from tests.trainer_client.balancing.loops import STEPS, Ledger, balancer_of, failing, source
 from trainer_client import BalancedLoader
 from trainer_client.balancing import ProgramOrderError, kernels
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 class Gone:
@@ -98,8 +92,8 @@ def submit_ahead_of_the_end(rank: int, address: str) -> list[tuple[str, int]]:
     return told
 
 
-def test_what_is_submitted_after_the_end_costs_the_next_loop_no_answer(service: ServiceProcess) -> None:
-    for told in run_ranks(2, submit_ahead_of_the_end, service.address):
+def test_what_is_submitted_after_the_end_costs_the_next_loop_no_answer(balancer: ServiceProcess) -> None:
+    for told in run_ranks(2, submit_ahead_of_the_end, balancer.address):
         assert [mode for mode, _ in told] == ["service"] * 9
 
 
@@ -120,8 +114,8 @@ def by_hand_after_an_iterator(rank: int, address: str | None) -> Any:
 
 
 @pytest.mark.parametrize("how", ["embedded", "service"])
-def test_a_loop_by_hand_ends_an_iterator_that_is_kept(how: str, service: ServiceProcess) -> None:
-    results = run_ranks(2, by_hand_after_an_iterator, service.address if how == "service" else None)
+def test_a_loop_by_hand_ends_an_iterator_that_is_kept(how: str, balancer: ServiceProcess) -> None:
+    results = run_ranks(2, by_hand_after_an_iterator, balancer.address if how == "service" else None)
     for step in range(3):
         found = sorted(sample for trained in results for sample in trained[step])
         assert found == sorted(int(one) for rank in range(2) for one in source(rank, 1, 3)[step]["id"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, check_served, connect, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
@@ -115,8 +115,7 @@ def test_batches_that_arrive_are_balanced_as_those_of_the_host() -> None:
     assert run_ranks(2, train, None, True, None) == run_ranks(2, train, None, False, None)
 
 
-def test_a_default_device_of_the_program_changes_nothing() -> None:
+def test_a_default_device_of_the_program_changes_nothing(balancer: ServiceProcess) -> None:
     """Whatever the library makes without saying where would be on a device that has no memory."""
-    with running_balancer() as balancer:
-        found = run_ranks(2, train, balancer.address, False, "meta")
+    found = run_ranks(2, train, balancer.address, False, "meta")
     assert found == run_ranks(2, train, None, False, None)

@@ -11,10 +11,20 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, connect, cost_of, make_batch
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
+
+
+def threads_left() -> list[str]:
+    """Threads of the library that do not end."""
+    until = time.monotonic() + 20
+    while (left := [one.name for one in threading.enumerate() if one.name.startswith("evenkeel")]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.02)
+    return left
 
 
 def one_after_the_other(rank: int, address: str | None, leave: bool) -> Any:
@@ -41,28 +51,20 @@ def one_after_the_other(rank: int, address: str | None, leave: bool) -> Any:
         del opened
         del balancer, loader  # and nothing else
     gc.collect()
-    until = time.monotonic() + 20
-    while (left := [one.name for one in threading.enumerate() if one.name.startswith("evenkeel")]) and (
-        time.monotonic() < until
-    ):
-        time.sleep(0.05)
-    return modes, pairs, left
+    return modes, pairs, threads_left()
 
 
-def test_a_dropped_balancer_leaves_nothing_behind_and_its_successor_takes_its_place() -> None:
-    for modes, pairs, left in run_ranks(2, one_after_the_other, None, False):
-        assert modes == [["embedded"] * 6] * 5
+@pytest.mark.parametrize("leave", [False, True])
+@pytest.mark.parametrize("mode", ["embedded", "service"])
+def test_a_dropped_balancer_leaves_nothing_behind_and_its_successor_takes_its_place(
+    balancer: ServiceProcess, mode: str, leave: bool
+) -> None:
+    address = balancer.address if mode == "service" else None
+    for modes, pairs, left in run_ranks(2, one_after_the_other, address, leave):
+        assert {each for loop in modes for each in loop} == {mode}
+        assert leave or {len(loop) for loop in modes} == {6}
         assert len(set(pairs)) == 1
         assert left == []
-
-
-def test_a_successor_is_served_under_the_same_name() -> None:
-    with running_balancer() as service:
-        for leave in (False, True):
-            for modes, pairs, left in run_ranks(2, one_after_the_other, service.address, leave):
-                assert {mode for loop in modes for mode in loop} == {"service"}
-                assert len(set(pairs)) == 1
-                assert left == []
 
 
 def ends_of(rank: int, error: bool) -> list[str]:
@@ -82,11 +84,7 @@ def ends_of(rank: int, error: bool) -> list[str]:
         for _ in loader:
             pass
     del balancer, loader
-    until = time.monotonic() + 20
-    while (left := [one.name for one in threading.enumerate() if one.name.startswith("evenkeel")]) and (
-        time.monotonic() < until
-    ):
-        time.sleep(0.02)
+    left = threads_left()
     gc.enable()
     return left
 

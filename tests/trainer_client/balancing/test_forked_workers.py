@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.harness.balancer_process import running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import connect
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
@@ -48,9 +48,8 @@ def iterate(rank: int, address: str) -> list[list[int]]:
 
 
 @pytest.mark.timeout(180)
-def test_four_forked_workers_and_three_epochs() -> None:
-    with running_balancer() as balancer:
-        results = run_ranks(2, iterate, balancer.address)
+def test_four_forked_workers_and_three_epochs(balancer: ServiceProcess) -> None:
+    results = run_ranks(2, iterate, balancer.address)
     for epoch in range(3):
         assert sorted(results[0][epoch] + results[1][epoch]) == list(range(2 * SAMPLES))
 

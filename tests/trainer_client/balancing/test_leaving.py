@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,18 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, check_served, connect, cost_of, logged
 from tests.trainer_client.balancing.loops import STEPS, Ledger, balancer_of, failing, source
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing import ProgramOrderError
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 def leave_in_many_ways(rank: int, address: str | None, options: dict[str, Any]) -> tuple[Ledger, list[str]]:
@@ -119,8 +112,8 @@ def loaded(rank: int, loop: str, step: int) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["embedded", "service", "off", "window", "depth"])
-def test_ranks_that_leave_at_different_steps_lose_and_mix_nothing(how: str, service: ServiceProcess) -> None:
-    address = {"service": service.address, "off": "off"}.get(how)
+def test_ranks_that_leave_at_different_steps_lose_and_mix_nothing(how: str, balancer: ServiceProcess) -> None:
+    address = {"service": balancer.address, "off": "off"}.get(how)
     options: dict[str, Any] = {
         "window": {"window": 3},
         "depth": {"depth": 5},
@@ -169,9 +162,9 @@ def by_hand(rank: int, address: str | None, steps: tuple[int, ...]) -> list[list
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_loops_of_ones_own_over_uneven_data(service: ServiceProcess, served: bool) -> None:
+def test_loops_of_ones_own_over_uneven_data(balancer: ServiceProcess, served: bool) -> None:
     steps = (2, 5, 0)
-    results = run_ranks(3, by_hand, service.address if served else None, steps)
+    results = run_ranks(3, by_hand, balancer.address if served else None, steps)
     for loop in (0, 2):
         assert [len(result[loop]) for result in results] == [5] * 3
         for step in range(5):
@@ -297,8 +290,8 @@ def peers_leave(rank: int, address: str | None) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_peers_that_leave_at_different_steps_go_on_with_the_same_batches(service: ServiceProcess, served: bool) -> None:
-    results = run_ranks(4, peers_leave, service.address if served else None)
+def test_peers_that_leave_at_different_steps_get_the_same_batches(balancer: ServiceProcess, served: bool) -> None:
+    results = run_ranks(4, peers_leave, balancer.address if served else None)
     for first, second in ((0, 1), (2, 3)):
         for loop in range(4):
             pairs = zip(results[first][loop], results[second][loop], strict=loop in (1, 3))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.proxy import TcpProxy
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import SPEC, connect, cost_of, make_batch
@@ -22,12 +22,6 @@ from trainer_client.balancing.membership import read_membership
 
 PATIENT = timedelta(seconds=20)
 STEPS = 24
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 def mesh_of(*sizes: int, names: str = "dp tp") -> DeviceMesh:
@@ -75,8 +69,8 @@ def lose_the_service(rank: int, address: str) -> Any:
         return steps, proxy.seen["swallowed"]
 
 
-def test_peers_agree_when_the_lead_loses_the_service(service: ServiceProcess) -> None:
-    results = run_ranks(4, lose_the_service, service.address)
+def test_peers_agree_when_the_lead_loses_the_service(balancer: ServiceProcess) -> None:
+    results = run_ranks(4, lose_the_service, balancer.address)
     check([steps for steps, _ in results], [ids_of(step) for step in range(STEPS)])
     assert [swallowed > 0 for _, swallowed in results] == [True, False, False, False], "the lead alone asks"
     outcomes = [step[:2] for step in results[0][0]]
@@ -110,8 +104,8 @@ def many_ways(rank: int, address: str) -> list[Any]:
     return [*found, pairs]
 
 
-def test_peers_agree_in_every_mode(service: ServiceProcess) -> None:
-    results = run_ranks(4, many_ways, service.address)
+def test_peers_agree_in_every_mode(balancer: ServiceProcess) -> None:
+    results = run_ranks(4, many_ways, balancer.address)
     loaded = [ids_of(step, (5 if step < 3 else 0, 6)) for step in range(5)]
     service_mode, embedded, off, caps, window = ([result[way] for result in results] for way in range(5))
     for way in (service_mode, embedded, off, caps):
@@ -230,5 +224,5 @@ def two_groups(rank: int, address: str) -> list[str]:
     return modes
 
 
-def test_two_groups_of_a_job_need_no_names(service: ServiceProcess) -> None:
-    assert run_ranks(4, two_groups, service.address) == [["service"] * 4] * 4
+def test_two_groups_of_a_job_need_no_names(balancer: ServiceProcess) -> None:
+    assert run_ranks(4, two_groups, balancer.address) == [["service"] * 4] * 4

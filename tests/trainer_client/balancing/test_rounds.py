@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,16 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.balancer_process import ServiceProcess, running_balancer
+from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.jobs import check_served, connect, logged
 from trainer_client import BalancedLoader, BalanceOptions, Balancer, BatchSpec, RoundReport
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceProcess]:
-    with running_balancer() as process:
-        yield process
 
 
 def balancer_of(address: str | None, job: str, **options: Any) -> Balancer:
@@ -54,8 +47,8 @@ def shapes(rank: int, address: str | None) -> list[tuple[list[int], tuple[int, .
 
 
 @pytest.mark.parametrize("how", ["embedded", "service", "off"])
-def test_ranks_without_samples_follow_rounds_whose_rows_have_other_shapes(how: str, service: ServiceProcess) -> None:
-    address = {"service": service.address, "off": "off"}.get(how)
+def test_ranks_without_samples_follow_rounds_whose_rows_have_other_shapes(how: str, balancer: ServiceProcess) -> None:
+    address = {"service": balancer.address, "off": "off"}.get(how)
     results = run_ranks(3, shapes, address)
     assert {len(steps) for steps in results} == {10}
     for index, step in enumerate(zip(*results, strict=True)):
@@ -140,9 +133,9 @@ def total(step: int) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["embedded", "service", "off", "window"])
-def test_every_rank_gets_samples_while_there_are_as_many(how: str, service: ServiceProcess) -> None:
+def test_every_rank_gets_samples_while_there_are_as_many(how: str, balancer: ServiceProcess) -> None:
     more: dict[str, Any] = {}
-    address = {"service": service.address, "off": "off"}.get(how)
+    address = {"service": balancer.address, "off": "off"}.get(how)
     if how == "window":
         more = {"window": 2}
     for least in (1, 2):
@@ -162,8 +155,8 @@ def test_every_rank_gets_samples_while_there_are_as_many(how: str, service: Serv
 
 
 @pytest.mark.parametrize("how", ["embedded", "service", "off", "window"])
-def test_drop_last_drops_batches_with_fewer_samples_than_ranks(how: str, service: ServiceProcess) -> None:
-    address = {"service": service.address, "off": "off"}.get(how)
+def test_drop_last_drops_batches_with_fewer_samples_than_ranks(how: str, balancer: ServiceProcess) -> None:
+    address = {"service": balancer.address, "off": "off"}.get(how)
     more = {"window": 4} if how == "window" else {}
     results = run_ranks(3, few, address, 1, True, more)
     kept = [0, 1, 2]  # the fourth and fifth are too small; the sixth has enough, but two ranks' data has ended by then
@@ -250,8 +243,8 @@ def nearly_even(rank: int, address: str | None, tolerance: float) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["embedded", "service"])
-def test_a_tolerance_of_0_wants_exact_balance_embedded_and_from_the_service(how: str, service: ServiceProcess) -> None:
-    address = service.address if how == "service" else None
+def test_a_tolerance_of_0_wants_exact_balance_embedded_and_from_the_service(how: str, balancer: ServiceProcess) -> None:
+    address = balancer.address if how == "service" else None
     assert run_ranks(2, nearly_even, address, 1e-3) == [[0, 1, 2], [10, 11, 12]]
     exact = run_ranks(2, nearly_even, address, 0.0)
     costs = {10 * rank + index: cost for rank, each in enumerate(NEAR) for index, cost in enumerate(each)}
