@@ -137,7 +137,9 @@ class Opening:
             self._future.set_exception(error)
 
     def _settle(self) -> Opened:
-        config, communicators, hellos = self._config, None, [self._hello]
+        config = self._config
+        communicators: Communicators | None = None
+        hellos: list[_Hello] | None = [self._hello]
         if self._membership is not None:
             communicators = take_communicators(self._membership, config.options.collective_timeout)
             hellos = communicators.gather_objects(self._hello)
