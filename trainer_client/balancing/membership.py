@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -50,7 +49,11 @@ def read_membership(process_group: Ranks | None, peers: Ranks | None) -> Members
             raise ValueError("peers is given without process_group; pass the data-parallel group too, as mesh['dp']")
         everyone = tuple(range(dist.get_world_size()))
         return Membership(ranks=everyone, peers=(rank,), backend=_backend(dist.group.WORLD), rank=rank)
-    if isinstance(process_group, DeviceMesh) and process_group.ndim > 1 and _root(process_group) is process_group:
+    if (
+        isinstance(process_group, DeviceMesh)
+        and process_group.ndim > 1
+        and process_group._get_root_mesh() is process_group
+    ):
         names = process_group.mesh_dim_names
         example = f"mesh[{names[0]!r}]" if names else "a mesh with mesh_dim_names, cut as mesh['dp']"
         several = f", or mesh[{', '.join(map(repr, names[:-1]))}] for several" if names and len(names) > 2 else ""
@@ -108,7 +111,7 @@ def _ranks(field: str, value: Any, rank: int) -> tuple[int, ...]:
 
 def _other_dimensions(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
     """The ranks that differ from this one only in dimensions that `mesh` was not cut from."""
-    root = _root(mesh)
+    root: DeviceMesh = mesh._get_root_mesh()
     if root is mesh or root.size() == mesh.size():
         return (rank,)
     names, all_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
@@ -124,16 +127,9 @@ def _other_dimensions(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
     return tuple(root.mesh[at].flatten().tolist())
 
 
-def _root(mesh: DeviceMesh) -> DeviceMesh:
-    root: DeviceMesh = mesh._get_root_mesh()
-    return root
-
-
 def _dims(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    sizes = tuple(mesh.mesh.shape)
-    assert prod(sizes) == mesh.size()
-    return ", ".join(f"{name} ({size})" for name, size in zip(names, sizes, strict=True))
+    return ", ".join(f"{name} ({size})" for name, size in zip(names, mesh.mesh.shape, strict=True))
 
 
 def _backend(group: dist.ProcessGroup | None) -> str:

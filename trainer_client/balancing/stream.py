@@ -122,7 +122,7 @@ class Pass:
         self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
         self._moves: deque[Pending] = deque()  # started, and not waited for when it was last looked
         self._taken = 0
-        self._device: Device = None
+        self._device: Device = None  # where batches go; None: where they are
         self._farewell: Item | None = None  # by which the lead hears that this rank has left
         self._drained = threading.Event()
         self._leaver: threading.Thread | None = None
@@ -172,7 +172,7 @@ class Pass:
         self._device = self._goes_to(flats, device)
         _ = self.taken  # lets go of batches that the loop has got
         self.latest = ticket
-        pending = self._start(flats, ticket, directive, device)
+        pending = self._start(flats, ticket, directive)
         self._moves.append(pending)
         return pending
 
@@ -234,7 +234,7 @@ class Pass:
                     if not directive.moves:
                         self._tickets.popleft()
                         continue
-                    self._start(ticket.flats, ticket, directive, self._device).wait()
+                    self._start(ticket.flats, ticket, directive).wait()
             if farewell is not None:
                 farewell.exception(self._patience)
         except BaseException as error:
@@ -248,8 +248,9 @@ class Pass:
             self._moves.clear()
             self._drained.set()
 
-    def _start(self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive, device: Device) -> Pending:
+    def _start(self, flats: Sequence[FlatBatch], ticket: Ticket, directive: Directive) -> Pending:
         """Starts to move the samples of a ticket's next batch."""
+        assert self.opened is not None
         batch = directive.batches[ticket.started]
         # a batch without samples may have other fields than those before it
         template = flats[0].empty() if not directive.reports[batch].samples and flats else directive.template
@@ -258,16 +259,13 @@ class Pass:
         if ticket.started == len(directive.batches):
             self._tickets.popleft()
             ticket.flats = ()
-        assert self.opened is not None
-        if device is None and self.opened.to_gpu:
-            device = _gpu_of(flats)
         began = time.perf_counter()
         samples = _samples_of(directive, flats, batch, template)
         if (cuts := directive.plan.cuts_in(batch)) is not None:
             samples = cut(samples, cuts)
         communicators = self.opened.communicators
         group = communicators.data if communicators is not None and directive.moves else None
-        pending = start_moving(samples, directive.plan.slices[batch], group=group, device=device)
+        pending = start_moving(samples, directive.plan.slices[batch], group=group, device=self._device)
         self._counters.redistribution_seconds += time.perf_counter() - began
         return pending
 
