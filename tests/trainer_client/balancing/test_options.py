@@ -1,3 +1,4 @@
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -10,39 +11,28 @@ from trainer_client.balancing.options import BalanceOptions
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "words"),
     [
-        ("counts", "even"),
-        ("strategy", ""),
-        ("tolerance", -0.1),
-        ("tolerance", float("nan")),
-        ("tolerance", "0.1"),
-        ("tolerance", 1.5),
-        ("depth", 0),
-        ("depth", True),
-        ("window", 2.5),
-        ("window", "4"),
-        ("memory_caps", 5),
-        ("speeds", [1.0, "x"]),
-        ("timeout", 2.0),
-        ("timeout", timedelta(0)),
-        ("group_timeout", timedelta(seconds=-1)),
-    ],
-)
-def test_a_wrong_option_is_named_with_its_value(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{field} is "):
-        BalanceOptions(**{field: value})
-
-
-def test_per_rank_options_fit_the_world() -> None:
-    BalanceOptions(speeds=[1.0, 0.5]).check_world(2)
-    with pytest.raises(ValueError, match="speeds has 2 entries for 3 ranks"):
-        BalanceOptions(speeds=[1.0, 0.5]).check_world(3)
-
-
-@pytest.mark.parametrize(
-    ("field", "values", "words"),
-    [
+        ("counts", "even", "use one of equal, free"),
+        ("strategy", "", "use the name of one"),
+        ("tolerance", -0.1, "use a share of the lower bound, 0 to 1"),
+        ("tolerance", float("nan"), ""),
+        ("tolerance", "0.1", ""),
+        ("tolerance", 1.5, ""),
+        ("depth", 0, "use a whole number of at least 1 batch in flight"),
+        ("depth", True, ""),
+        ("window", 2.5, "use 1 to 64 batches"),
+        ("window", "4", ""),
+        ("window", 0, ""),
+        ("window", 65, ""),
+        ("min_samples", -1, "use a number of samples, or 0"),
+        ("split", True, r"use SplitOptions\(\), or None"),
+        ("learn_speeds", 1, "use True or False"),
+        ("timeout", 2.0, "use a positive timedelta"),
+        ("timeout", timedelta(0), ""),
+        ("group_timeout", timedelta(seconds=-1), ""),
+        ("memory_caps", 5, "give a list of one number for each rank"),
+        ("speeds", [1.0, "x"], ""),
         ("speeds", [1.0, float("inf")], r"speeds\[1\] is inf; use numbers from 1e-06 to 1e\+06"),
         ("speeds", [0.0, 1.0], r"speeds\[0\] is 0"),
         ("speeds", [1.0, 1e7], r"speeds\[1\] is 1"),
@@ -50,9 +40,16 @@ def test_per_rank_options_fit_the_world() -> None:
         ("memory_caps", [float("nan"), 1.0], r"memory_caps\[0\] is nan"),
     ],
 )
-def test_a_rank_out_of_range_is_named(field: str, values: list[float], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        BalanceOptions(**{field: values})
+def test_a_wrong_option_is_named_with_its_value_and_the_remedy(field: str, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"{field}(\[\d\])? is ") as error:
+        BalanceOptions(**{field: value})
+    assert re.search(words, str(error.value))
+
+
+def test_per_rank_options_fit_the_world() -> None:
+    BalanceOptions(speeds=[1.0, 0.5]).check_world(2)
+    with pytest.raises(ValueError, match="speeds has 2 entries for 3 ranks"):
+        BalanceOptions(speeds=[1.0, 0.5]).check_world(3)
 
 
 def test_a_rank_may_have_no_cap() -> None:

@@ -135,9 +135,3 @@ def test_a_loop_of_its_own_submits_windows() -> None:
     )
     last = sorted(sample for steps in results for sample in steps[4])
     assert last == sorted(int(sample) for rank in range(2) for sample in make_batch(rank, 0, 6)["id"])
-
-
-@pytest.mark.parametrize("window", [0, 65])
-def test_a_window_out_of_range_is_refused(window: int) -> None:
-    with pytest.raises(ValueError, match=f"window is {window}; use 1 to 64 batches"):
-        BalanceOptions(window=window)
