@@ -51,8 +51,6 @@ class Round:
 class Stage:
     """A capability of rounds. One that does nothing at one of the two moments leaves it out."""
 
-    learns = False  # it does nothing before a rank has measured something
-
     def begin(self, round_: Round) -> None:
         """All have contributed; in the order of the stages."""
 
@@ -75,17 +73,13 @@ class Lead:
         options: RoundOptions,
         *,
         templates: Templates,
-        nodes: Sequence[str],
+        nodes: Sequence[str],  # the hosts of the ranks
         stages: Sequence[Stage],
     ) -> None:
-        """Knows nothing of any round yet; `nodes` are the hosts of the ranks."""
         self.world_size = len(nodes)
         self._rules, self._options, self._templates, self._stages = rules, options, templates, stages
         hosts = {host: number for number, host in enumerate(dict.fromkeys(nodes))}
         self._nodes = np.array([hosts[host] for host in nodes], np.int32) if len(hosts) > 1 else None
-        self._measured = False  # whether any rank has measured anything
-        self._begins = [one for one in stages if type(one).begin is not Stage.begin and not one.learns]
-        self._finishes = [stage.finish for stage in reversed(stages) if type(stage).finish is not Stage.finish]
         self._schema = 0  # of the latest round with samples
         self._room_up = self._room_down = _ROOM
 
@@ -114,10 +108,7 @@ class Lead:
                 if contributions.schema not in (0, self._schema) or contributions.extras:
                     round_.extras.template = self._templates.follow(contributions)
                     self._schema = contributions.schema or self._schema
-                if not self._measured and contributions.headers["measured"].any():
-                    self._measured = True
-                    self._begins = [one for one in self._stages if type(one).begin is not Stage.begin]
-                for stage in self._begins:
+                for stage in self._stages:
                     stage.begin(round_)
         except Exception as error:  # of a cost's fit, say: all ranks hear of it, and nobody waits
             round_.decision, round_.samples = self._failed(number, error), None
@@ -127,8 +118,8 @@ class Lead:
         """(ranks, width) what all ranks are sent of a round."""
         try:
             if round_.samples is not None:
-                for finish in self._finishes:
-                    finish(round_)
+                for stage in reversed(self._stages):
+                    stage.finish(round_)
             round_.extras.decision = round_.decision
             table = pack_directives(
                 round_.extras, home_loads=round_.home_loads, loads=round_.loads, plan=round_.plan, slices=round_.slices

@@ -30,8 +30,6 @@ class CostLearner(Stage):
         fit: That the cost is to follow; None: the prior.
     """
 
-    learns = True
-
     def __init__(self, name: str, num_ranks: int, cost: Callable[[], LearnedCost | None]) -> None:
         """Knows nothing yet; `cost` gives the lead's own, None where it learns none."""
         self._name, self._cost = name, cost

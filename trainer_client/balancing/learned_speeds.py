@@ -24,8 +24,6 @@ class SpeedLearner(Stage):
         learned: What is known of them.
     """
 
-    learns = True
-
     def __init__(self, name: str, *, nodes: Sequence[str], speeds: Sequence[float] | None) -> None:
         """Knows nothing yet; `speeds` are the user's, `nodes` the hosts of the ranks."""
         self._name, self._nodes = name, nodes
