@@ -78,7 +78,7 @@ class _Hello:
 
 
 class Opening:
-    """The meeting of all ranks that opens a stream. Collective; `result` begins it."""
+    """The meeting of all ranks that opens a stream. Collective; `error` begins it."""
 
     def __init__(
         self,

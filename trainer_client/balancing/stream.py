@@ -117,7 +117,8 @@ class Pass:
         self.left, self.problem = False, ""  # this rank has left the loop, and why, for the others to hear
         self.resumed: Resumed | None = None  # from where it goes on, until its first round
         self.latest: Ticket | None = None  # whose batch was started last
-        self.failure: BaseException | None = None  # of its last moves, after it was left
+        self.failure: BaseException | None = None  # of its last rounds, after it was left, for the next pass to raise
+        self.move_failed = False  # so that ranks do not meet any more
         self._counters, self._patience = counters, patience  # seconds that a round may take
         self._tickets: deque[Ticket] = deque()  # submitted, and not wholly started
         self._moves: deque[Pending] = deque()  # started, and not waited for when it was last looked
@@ -226,8 +227,11 @@ class Pass:
                     pending.wait()
                 while self._tickets:
                     ticket = self._tickets[0]
-                    if ticket.item.future.exception(self._patience) is not None:
-                        break  # the loop's end too, with an error that all ranks have
+                    if (error := ticket.item.future.exception(self._patience)) is not None:
+                        self.failure = (
+                            None if self.over else error
+                        )  # the end on all ranks, which the loop may have seen
+                        break
                     directive = ticket.item.future.result()
                     if directive.ended:
                         break
@@ -239,7 +243,7 @@ class Pass:
                 farewell.exception(self._patience)
         except BaseException as error:
             logger.debug("the last moves of a loop that was left: %s", error)
-            self.failure = error
+            self.failure, self.move_failed = error, True
             if farewell is not None:
                 with suppress(TimeoutError):  # the others may still hear of it
                     farewell.exception(LEAVE_SECONDS)
@@ -447,6 +451,11 @@ class BatchStream:
                 f"{self._config.loader}: the ranks did not come to round {max(item.number, 0)} in time; a rank whose "
                 "data has ended goes on with submit(None), and one that leaves its loop calls leave()"
             ) from None
+        except Exception:
+            all_raise = item.future.done() and item.future.exception() is not None  # else this loop is interrupted
+            if all_raise and self._pass is not None and self._pass.number == item.pass_number:
+                self._pass.over = True
+            raise
         finally:
             self.counters.exposed_seconds += time.perf_counter() - started
 
@@ -530,7 +539,7 @@ class BatchStream:
             if current is not None:
                 if not current.settle(seconds):
                     return False
-                if current.failure is not None:
+                if current.failure is not None and current.move_failed:
                     opened.rounds.fail(current.failure)  # wakes who waits for collectives to which nobody comes
             if not opened.rounds.close(seconds):
                 return False
@@ -552,9 +561,9 @@ class BatchStream:
             return self._opened
         self._attempted = current
         if self._opening is None:
-            self._process = os.getpid()
+            self._process, measured = os.getpid(), self.measured  # not this stream, which its lead must not keep
             self._opening = Opening(
-                self._config, flat, counters=self.counters, learns=lambda: self.measured.learns,
+                self._config, flat, counters=self.counters, learns=lambda: measured.learns,
                 resumes=current.resumed is not None,
             )  # fmt: skip
         if (error := self._opening.error()) is not None:  # while it waits, anything may interrupt it
