@@ -122,7 +122,7 @@ def test_answers_that_are_late_refused_or_wrong(crew: Crew, relay: Relay, harm: 
     assert run.results[0]["breaker_changes"] == 0 or harm is not late
 
 
-@pytest.mark.parametrize(("limit", "most"), [("max_message_bytes", 3000), ("max_samples", 100)])
+@pytest.mark.parametrize(("limit", "most"), [("max_message_bytes", 1500), ("max_samples", 100)])
 def test_rounds_over_a_limit_are_told_once_and_count_as_no_outage(crew: Crew, limit: str, most: int) -> None:
     big = frozenset((1, step) for step in range(8, 100_000, 8))
     with (
