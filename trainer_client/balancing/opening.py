@@ -130,7 +130,7 @@ class Opening:
         if not self._begun.acquire(blocking=False):
             return  # `error` was interrupted as it began this, and called again
         try:
-            if self._membership is not None or self._config.options.window > 1:
+            if self._membership is not None:
                 prepare_moves()  # here, as an exception in the training thread would end the compiler's work
             self._future.set_result(self._settle())
         except BaseException as error:
