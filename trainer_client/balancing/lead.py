@@ -1,7 +1,8 @@
 """The lead of a stream: rank 0 of the ranks that balance together makes directives of the contributions of all.
 
 `begin` decides what a round does, as soon as all have contributed; `directives` ends it. Between the two the round goes
-through stages (`stages.py`), whose state nobody else knows.
+through stages (`stages.py`), whose state nobody else knows. A round that was under way when its pass ended is begun and
+never ended: what ranks are to hear is put into directives when these are made.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.rounds import RoundOptions, RoundPlan, RoundSamples
 from evenkeel.partitioning.slices import Slices
+from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Bytes, Contributions
 from trainer_client.balancing.decide import Decision, Rules, decide
 from trainer_client.balancing.directive import END, NO_LOADS, Extras, pack_directives, set_room
@@ -37,6 +39,7 @@ class Round:
     decision: Decision  # what all ranks do, as far as it is known
     options: RoundOptions  # how to plan it
     samples: RoundSamples | None = None  # of all ranks; None: the round does not take place
+    template: FlatBatch | None = None  # of its batches; None: no rank has samples
     window: dict[str, Any] | None = None  # what a state keeps of the window that the ranks go on in
     call: Any = None  # of the service, under way
     reason: Reason = Reason.NO_SERVICE  # why the lead plans
@@ -80,7 +83,6 @@ class Lead:
         self._rules, self._options, self._templates, self._stages = rules, options, templates, stages
         hosts = {host: number for number, host in enumerate(dict.fromkeys(nodes))}
         self._nodes = np.array([hosts[host] for host in nodes], np.int32) if len(hosts) > 1 else None
-        self._schema = 0  # of the latest round with samples
         self._room_up = self._room_down = _ROOM
 
     def want(self, number: int) -> None:
@@ -105,9 +107,7 @@ class Lead:
             if decision.error is None and decision.reason is not Reason.LEFT:
                 if decision.mode is not Mode.END:
                     round_.samples = contributions.samples(self._nodes)
-                if contributions.schema not in (0, self._schema) or contributions.extras:
-                    round_.extras.template = self._templates.follow(contributions)
-                    self._schema = contributions.schema or self._schema
+                round_.template = self._templates.of_round(contributions)
                 for stage in self._stages:
                     stage.begin(round_)
         except Exception as error:  # of a cost's fit, say: all ranks hear of it, and nobody waits
@@ -118,6 +118,8 @@ class Lead:
         """(ranks, width) what all ranks are sent of a round."""
         try:
             if round_.samples is not None:
+                if round_.template is not None and round_.template is not self._templates.sent:
+                    round_.extras.template = self._templates.sent = round_.template
                 for stage in reversed(self._stages):
                     stage.finish(round_)
             round_.extras.decision = round_.decision

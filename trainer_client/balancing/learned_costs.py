@@ -40,17 +40,22 @@ class CostLearner(Stage):
         self._thread: threading.Thread | None = None
         self._fitted: Fit | None = None
         self.fit: Fit | None = None
+        self._sent: Fit | None = None  # that all ranks follow
 
     def begin(self, round_: Round) -> None:
-        """Lets the ranks follow a new fit."""
+        """Takes into account what ranks have measured."""
         self._timed += round_.contributions.headers["measured"][:, 1] > 0
-        if (round_.contributions.extras or self._fitted is not self.fit) and self.note(
-            round_.number, self._cost(), round_.contributions.extras
-        ):
-            round_.extras.fit = (self.fit,)
+        if round_.contributions.extras or self._fitted is not self.fit:
+            self.note(round_.number, self._cost(), round_.contributions.extras)
 
-    def note(self, number: int, cost: LearnedCost | None, extras: Mapping[int, Extras]) -> bool:
-        """Takes into account what ranks have measured by a round; whether the fit has changed."""
+    def finish(self, round_: Round) -> None:
+        """Lets the ranks follow a new fit."""
+        fit = self.fit
+        if fit is not self._sent:
+            round_.extras.fit, self._sent = (fit,), fit
+
+    def note(self, number: int, cost: LearnedCost | None, extras: Mapping[int, Extras]) -> None:
+        """Takes into account what ranks have measured by a round, which may change the fit."""
         measured = {rank: one for rank, one in extras.items() if one.term_rows is not None}
         if measured and not self._differ:
             names = () if cost is None else tuple(cost.terms.names)
@@ -74,7 +79,6 @@ class CostLearner(Stage):
         if changed and cost is not None and (wanted is None) != (self.fit is None):
             _say(self._name, number, cost, wanted)
         self.fit = wanted
-        return changed
 
     def _add(self, measured: Mapping[int, Extras], options: FitOptions) -> None:
         """Keeps the latest batches of each rank but for the first ones."""

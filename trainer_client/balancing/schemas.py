@@ -14,12 +14,16 @@ _MOST_SCHEMAS = 64  # that are remembered; a stream's batches have one, or some 
 
 
 class Templates:
-    """Empty batches of the schemas of a stream's rounds."""
+    """Empty batches of the schemas of a stream's rounds.
+
+    Attributes:
+        sent: The one that all ranks have.
+    """
 
     def __init__(self, name: str, first: FlatBatch) -> None:
+        self.sent = first
         self._name = name  # the loader's
-        self._current = schema_number(first.schema)
-        self._by_number = {self._current: first}
+        self._by_number = {schema_number(first.schema): first}
         self._first: FlatBatch | None = (
             None  # of the first round with samples: what has none tells little of its fields
         )
@@ -28,8 +32,8 @@ class Templates:
         """A readable line per field of a schema."""
         return self._by_number[number].schema.lines if number in self._by_number else ()
 
-    def follow(self, contributions: Contributions) -> FlatBatch | None:
-        """The empty batch of a round, where its schema is another one than that of the round before.
+    def of_round(self, contributions: Contributions) -> FlatBatch | None:
+        """The empty batch of a round; None: no rank has samples.
 
         Raises:
             SchemaMismatchError: If its jagged fields are others than those that the stream began with.
@@ -46,9 +50,6 @@ class Templates:
         if template.structure.columns != self._first.structure.columns:
             difference = self._first.schema.diff(template.schema, own="the first", others="this one")
             raise SchemaMismatchError(f"{self._name!r} began with batches of other fields: {difference}; {_NAMES}")
-        if number == self._current:
-            return None
-        self._current = number
         return template
 
 

@@ -227,10 +227,11 @@ class Pass:
                     pending.wait()
                 while self._tickets:
                     ticket = self._tickets[0]
+                    if self.opened is not None:
+                        self.opened.rounds.want(ticket.item)  # the others wait for what was agreed on
                     if (error := ticket.item.future.exception(self._patience)) is not None:
-                        self.failure = (
-                            None if self.over else error
-                        )  # the end on all ranks, which the loop may have seen
+                        # The end on all ranks, of which the loop may have heard.
+                        self.failure = None if self.over else error
                         break
                     directive = ticket.item.future.result()
                     if directive.ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from evenkeel.partitioning.rounds import RankSamples
 from evenkeel.partitioning.splits import SplitOptions
 from trainer_client import BalanceOptions
 from trainer_client.balancing.batches import flatten
-from trainer_client.balancing.contribution import Contribution, Contributions, Measure, schema_number
+from trainer_client.balancing.contribution import Contribution, Contributions, Extras, Measure, schema_number
 from trainer_client.balancing.directive import Directive, read_directive
 from trainer_client.balancing.lead import Lead, Round, Stage
 from trainer_client.balancing.planning import Planning
@@ -94,3 +95,16 @@ def test_a_plan_that_cannot_be_made_leaves_samples_at_home_and_says_why(caplog: 
     assert first.reports[0].own_load == first.reports[0].home_load == 400
     assert first.reports[0].imbalance == pytest.approx(400 / 136)
     assert "stays unbalanced (1 so far)" in caplog.text
+
+
+def test_what_changes_in_a_round_that_does_not_take_place_is_heard_in_the_next() -> None:
+    """Whoever has no samples then reads the batches with the fields that the others' have."""
+    one, wide = lead(), flatten({"id": torch.zeros(2, 5)}).empty()
+    given = [replace(each, schema=schema_number(wide.schema), extras=Extras(template=wide)) for each in contributions()]
+    assert directives(one)[0].template is None
+    one.begin(1, Contributions.of(given))  # the pass has ended before, so nobody hears of this round
+    again = [replace(each, extras=Extras()) for each in given]
+    table = one.directives(one.begin(2, Contributions.of(again)))
+    read = read_directive(table[0], number=2, rank=0, samples=again[0].samples)
+    assert read.template is not None
+    assert read.template.schema.hash == wide.schema.hash
