@@ -155,7 +155,7 @@ class Asker(Stage):
         except ValueError as error:  # a file of the credentials, or a channel that has just been closed
             round_.reason = self._missed("UNAUTHENTICATED", str(error))
             return
-        call.add_done_callback(lambda _: self.want(-1))
+        call.add_done_callback(self._wake)
         round_.call = call
 
     def finish(self, round_: Round) -> None:
@@ -170,7 +170,7 @@ class Asker(Stage):
             self._changed.wait_for(call.done, max(GRACE, planning_seconds))
         round_.extras.wait_seconds = time.perf_counter() - began
         if not call.done():
-            round_.reason = Reason.NO_DECISION
+            round_.reason = Reason.NO_ANSWER
             with self._changed:
                 self._late += 1
             call.add_done_callback(self._came_late)
@@ -182,6 +182,10 @@ class Asker(Stage):
             round_.decision = replace(round_.decision, mode=Mode.SERVICE)
 
         round_.reason = self._hear(call, take)
+
+    def _wake(self, _: Any) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _came_late(self, call: Any) -> None:
         with self._changed:
@@ -213,7 +217,7 @@ class Asker(Stage):
         if status in _REFUSALS:
             return Reason.REFUSED
         self._move(lambda breaker: breaker.missed(time.monotonic()))
-        return Reason.NO_DECISION
+        return Reason.NO_ANSWER
 
     def _move(self, step: Callable[[Breaker], Breaker]) -> None:
         with self._changed:

@@ -33,7 +33,7 @@ class Reason(StrEnum):
     LEFT = "left"  # some rank has left its loop
     TOO_FEW_SAMPLES = "too_few_samples"  # for all ranks; the loader has drop_last
     NO_SERVICE = "no_service"  # the balancer is embedded or off
-    NO_DECISION = "no_decision"  # the service had not answered when the lead's loop came for the batch, or it failed
+    NO_ANSWER = "no_answer"  # the service had not answered when the lead's loop came for the batch, or it failed
     NOT_ASKED = "not_asked"  # the service owes an earlier answer, or gave none before: it is asked again after a while
     REFUSED = "refused"  # the service refuses rounds like this one, as its limits say
     INVALID_COSTS = "invalid_costs"  # a rank's costs are no finite numbers of at least 0

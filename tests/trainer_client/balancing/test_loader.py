@@ -52,7 +52,7 @@ def test_a_service_that_is_never_there_costs_no_wait() -> None:
     options = BalanceOptions(timeout=timedelta(seconds=0.5))
     results = run(Job(steps=(8, 8), address="127.0.0.1:9", name="nobody", options=options))
     assert {record["mode"] for record in results[0]} == {"embedded"}
-    assert {record["reason"] for record in results[0]} <= {"no_decision", "not_asked"}
+    assert {record["reason"] for record in results[0]} <= {"no_answer", "not_asked"}
     assert results[0][-1]["reason"] == "not_asked"
 
 

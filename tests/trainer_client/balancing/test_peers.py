@@ -75,7 +75,7 @@ def test_peers_agree_when_the_lead_loses_the_service(balancer: ServiceProcess) -
     assert [swallowed > 0 for _, swallowed in results] == [True, False, False, False], "the lead alone asks"
     outcomes = [step[:2] for step in results[0][0]]
     assert ("service", "none") in outcomes[:6]
-    assert ("embedded", "no_decision") in outcomes[6:10]
+    assert ("embedded", "no_answer") in outcomes[6:10]
 
 
 def many_ways(rank: int, address: str) -> list[Any]:
