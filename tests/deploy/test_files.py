@@ -79,7 +79,7 @@ def test_two_balancers_are_behind_one_name() -> None:
 
 
 def test_every_metric_that_is_named_exists() -> None:
-    from trainer_client.observing.measures import RankMeasures
+    from trainer_client.observing.metrics import RankMeasures
 
     services = [
         build_metrics(History(), Occupancy(max_calls=1, max_bytes=1), WorkerPool(RoundLimits(), workers=1, seconds=1)),

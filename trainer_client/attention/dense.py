@@ -64,14 +64,14 @@ class _Dense(ABC):
             torch.as_tensor(count).expand(len(lengths)).tolist() for count in (num_context, num_candidates)
         )
         masks = [visible(*counts, query.device) for counts in zip(lengths.tolist(), context, candidates, strict=True)]
-        return self._all(query, key, value, lengths.tolist(), lengths.tolist(), masks)
+        return _attended(self.over(query, key, value, lengths.tolist(), lengths.tolist(), masks))
 
     def other(self, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Attended:
         """Attention in which each query of a block sees all keys of the block."""
         queries, keys = blocks.query_offsets.diff().tolist(), blocks.key_offsets.diff().tolist()
-        return self._all(query, key, value, queries, keys, [None] * len(queries))
+        return _attended(self.over(query, key, value, queries, keys, [None] * len(queries)))
 
-    def _all(
+    def over(
         self,
         query: Tensor,
         key: Tensor,
@@ -79,7 +79,8 @@ class _Dense(ABC):
         query_lengths: list[int],
         key_lengths: list[int],
         masks: Sequence[Tensor | None],
-    ) -> Attended:
+    ) -> tuple[Tensor, ...]:
+        """Results of packed queries over packed keys, by sequence; a mask of None: all keys are seen."""
         dtype, repeats = value.dtype, query.shape[1] // key.shape[1]
         query, key, value = map(wide, (query, key, value))
         key, value = (part.repeat_interleave(repeats, 1) if repeats > 1 else part for part in (key, value))
@@ -95,7 +96,11 @@ class _Dense(ABC):
                 query, key, value = (part.transpose(0, 1) for part in (query, key, value))
                 results = [self.attend(query @ key.transpose(1, 2), value, None)]
         sums, *logs = (torch.cat(part, 1).transpose(0, 1) for part in zip(*results, strict=True))
-        return (sums.to(dtype), logs[0]) if logs else sums.to(dtype)
+        return sums.to(dtype), *logs
+
+
+def _attended(parts: tuple[Tensor, ...]) -> Attended:
+    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ values that have arrived.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer_client.attention import over_pieces
-from trainer_client.attention.dense import wide
+from trainer_client.attention.dense import DenseSoftmax, visible, wide
 from trainer_client.attention.exchange import Exchange
 from trainer_client.attention.pieces import Pieces
 from trainer_client.checks import check_whole
@@ -84,8 +83,7 @@ class VarlenSoftmax:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         """Outputs, and (heads, rows) logarithms of the sums of exponentials."""
         if not _by_flash(query):
-            with torch.autocast(query.device.type, enabled=False):
-                return _plain_forward(query, key, value, packed, self._scale_of(query))
+            return self._plain(query, key, value, packed)
         out, logs, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, packed.query_offsets, packed.key_offsets, packed.max_queries, packed.max_keys, 0.0,
             packed.causal, return_debug_mask=False, scale=self.scale,
@@ -94,19 +92,34 @@ class VarlenSoftmax:
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, packed: Packed
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Gradients of queries, keys and values; output and logarithms may be of more keys than these."""
         if not _by_flash(query):
-            return _plain_backward(grad, query, key, value, out, logs, packed, self._scale_of(query))
+            return self._plain_backward(grad, query, key, value, out, logs, packed)
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of random numbers, without dropout
-        results: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, logs, packed.query_offsets, packed.key_offsets, packed.max_queries,
             packed.max_keys, 0.0, packed.causal, state, query.new_empty(0), scale=self.scale,
         )  # fmt: skip
         return results
 
-    def _scale_of(self, query: Tensor) -> float:
-        return float(query.shape[-1] ** -0.5) if self.scale is None else self.scale
+    def _plain(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+        lengths = [offsets.diff().tolist() for offsets in (packed.query_offsets, packed.key_offsets)]
+        masks = [visible(length, 0, 0, query.device) if packed.causal else None for length in lengths[0]]
+        out, logs = DenseSoftmax(scale=self.scale).over(query, key, value, *lengths, masks)
+        return out, logs.t()
+
+    def _plain_backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, packed: Packed
+    ) -> tuple[Tensor, ...]:
+        """Through these keys' part of the merged output, which is Σ exp(part's logarithm − logs) part."""
+        grad = wide(grad)
+        inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        with torch.enable_grad():
+            part, part_logs = self._plain(*map(wide, inputs), packed)
+        weights = (part_logs.detach() - logs).exp()
+        of_logs = weights * ((part.detach() - wide(out)) * grad).sum(-1).t()
+        return torch.autograd.grad([part, part_logs], inputs, [weights.t().unsqueeze(-1) * grad, of_logs])
 
 
 _whole: Any = None
@@ -228,46 +241,3 @@ def _merge_into(out: Tensor, logs: Tensor, rows: Tensor, results: Tensor, other_
     sums.addcmul_(results.to(sums.dtype), weights[1].to(sums.dtype))
     out.index_copy_(0, rows, sums.to(out.dtype))
     logs.index_copy_(1, rows, merged)
-
-
-def _scores(
-    query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float
-) -> Iterator[tuple[slice, Any, Any]]:
-    """Of each sequence its queries, (heads, queries, keys) scores, and (keys, heads, value dim) values."""
-    queries, keys = packed.query_offsets.tolist(), packed.key_offsets.tolist()
-    repeats = query.shape[1] // key.shape[1]
-    for q, q_end, k, k_end in zip(queries, queries[1:], keys, keys[1:], strict=False):
-        each = [tensor[k:k_end].repeat_interleave(repeats, 1) for tensor in (key, value)]
-        scores = torch.einsum("qhd,khd->hqk", query[q:q_end], each[0]) * scale
-        if packed.causal:
-            seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).tril()
-            scores = scores.masked_fill(~seen, float("-inf"))
-        yield slice(q, q_end), scores, each[1]
-
-
-def _plain_forward(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float) -> tuple[Tensor, Tensor]:
-    dtype = value.dtype
-    query, key, value = map(wide, (query, key, value))
-    out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-    logs = query.new_zeros(query.shape[1], query.shape[0])
-    for here, scores, values in _scores(query, key, value, packed, scale):
-        logs[:, here] = scores.logsumexp(-1)
-        out[here] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-    return out.to(dtype), logs
-
-
-def _plain_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, packed: Packed, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients as the flash kernels compute them: with w = exp(scores − logs), of Σ w (grad · value − grad · out)."""
-    grad, out = wide(grad), wide(out)
-    dots = (grad * out).sum(-1).t()[..., None]
-    with torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        totals = [wide(tensor)[:0].sum() for tensor in inputs]
-        wide_query, wide_key, wide_value = map(wide, inputs)
-        for here, scores, values in _scores(wide_query, wide_key, wide_value, packed, scale):
-            weights = (scores - logs[:, here, None]).exp()
-            totals.append((weights * (torch.einsum("qhd,khd->hqk", grad[here], values) - dots[:, here])).sum())
-        of_query, of_key, of_value = torch.autograd.grad(totals, inputs)
-    return of_query, of_key, of_value

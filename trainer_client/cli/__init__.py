@@ -15,10 +15,10 @@ import typer
 
 from evenkeel import __version__
 from trainer_client.cli import checkpoint
-from trainer_client.cli.calibrate import calibrate_command
+from trainer_client.cli.calibrate import calibrate
 from trainer_client.cli.doctor import doctor
 from trainer_client.cli.gain import gain
-from trainer_client.cli.plan import plan_command
+from trainer_client.cli.plan import plan
 from trainer_client.cli.top import top
 from trainer_client.cli.warm_up import warm_up
 
@@ -26,7 +26,6 @@ _WITHOUT_TORCH = (
     "PyTorch is not installed here: checkpoint, and calibrate without --raw, need it. Install the build for your CUDA "
     "version."
 )
-
 _WITH_TRAINER = "a balancer's calls need grpcio and protobuf: pip install 'evenkeel[trainer]'"
 _REMEDIES = {
     "grpc": _WITH_TRAINER,
@@ -42,15 +41,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-
-
-app.command("gain")(gain)
-app.command("plan")(plan_command)
-app.command("calibrate")(calibrate_command)
+for command in (gain, plan, calibrate, doctor, top, warm_up):
+    app.command()(command)
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command("doctor")(doctor)
-app.command("top")(top)
-app.command("warm-up")(warm_up)
 
 
 def _show_version(wanted: bool) -> None:

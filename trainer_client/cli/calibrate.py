@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table as RichTable
 
-if TYPE_CHECKING:  # what solves and measures is imported when the command runs
-    from collections.abc import Iterable
+from trainer_client.cli.common import errors_in_a_sentence, show, waiting, write
+
+_STEPS_HELP = "JSON list of measured DynamicEmb steps to fit its constants to."
+_RANKS_HELP = "GPUs to measure whole steps of TorchRec on; all by default, 0 for none."
 
 
-def calibrate_command(
+def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the profile here.")] = Path("profile.json"),
     name: Annotated[str, typer.Option(help="Name of the profile.")] = "calibrated",
     base: Annotated[str, typer.Option(help="Built-in profile that gives what is not measured.")] = "h200",
     device: Annotated[str, typer.Option(help="Device to measure.")] = "cuda",
     raw: Annotated[Path | None, typer.Option(help="Raw measurements taken earlier, instead of measuring.")] = None,
-    dynamicemb_steps: Annotated[
-        Path | None, typer.Option(help="JSON list of measured DynamicEmb steps to fit its constants to.")
-    ] = None,
-    table_gib: Annotated[
-        float, typer.Option(min=0.001, max=1024, help="Size of the table to gather from, in GiB.")
-    ] = 4.0,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=0, max=1024, help="GPUs to measure whole steps of TorchRec on; all by default, 0 for none."),
-    ] = None,
+    dynamicemb_steps: Annotated[Path | None, typer.Option(help=_STEPS_HELP)] = None,
+    table_gib: Annotated[float, typer.Option(min=0.001, max=1024, help="GiB of the table to gather from.")] = 4.0,
+    ranks: Annotated[int | None, typer.Option(min=0, max=1024, help=_RANKS_HELP)] = None,
     keep_raw: Annotated[Path | None, typer.Option(help="Write the raw measurements here, for --raw.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of tables.")] = False,
 ) -> None:
@@ -38,19 +31,12 @@ def calibrate_command(
     Measures random gathers from HBM and host memory by row width, the link, TorchRec's kernels by themselves and whole
     steps with the host's part where it is installed, and fits the constants of the cost model to them.
     """
-    from evenkeel.placement import InvalidInputError, Runtime, builtin_profile
-    from evenkeel.placement.calibration import (
-        calibrated_profile,
-        measured_samples,
-        measured_steps,
-        with_whole_steps,
-    )
+    from evenkeel.placement import Runtime, builtin_profile
+    from evenkeel.placement.calibration import calibrated_profile, measured_samples, measured_steps, with_whole_steps
     from evenkeel.placement.hardware import profile_json
-    from trainer_client.cli.files import write
 
-    console = Console(stderr=True)
-    try:
-        values = _measure(console, device, table_gib, ranks) if raw is None else _read("--raw", raw, dict)
+    with errors_in_a_sentence():
+        values = _measure(device, table_gib, ranks) if raw is None else _read("--raw", raw, dict)
         records = {runtime: values.get("kernels", {}).get(runtime.value, []) for runtime in Runtime}
         if dynamicemb_steps is not None:
             records[Runtime.DYNAMICEMB] = _read("--dynamicemb-steps", dynamicemb_steps, list)
@@ -59,50 +45,48 @@ def calibrate_command(
         whole: Any = ()
         if samples := measured_samples(values.get("whole_steps") or ()):
             profile, whole = with_whole_steps(profile, samples)
-    except (InvalidInputError, OSError, RuntimeError, ValueError, AssertionError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
     text = json.dumps(profile_json(profile), indent=2) + "\n"
-    kept = "" if keep_raw is None else write("--keep-raw", keep_raw, json.dumps(values, indent=1) + "\n")
-    trouble = write("--output", output, text)
-    if as_json or trouble:
+    troubles = [] if keep_raw is None else [write("--keep-raw", keep_raw, json.dumps(values, indent=1) + "\n")]
+    unwritten = write("--output", output, text)
+    if as_json or unwritten:
         typer.echo(text, nl=False)
-    for why in [kept] * bool(kept) + [f"{trouble}; the profile is above"] * bool(trouble):
-        typer.echo(f"error: {why}", err=True)
-    if kept or trouble:
+    if unwritten:
+        troubles.append(f"{unwritten}; the profile is above")
+    if any(troubles):
+        typer.echo("\n".join(f"error: {why}" for why in troubles if why), err=True)
         raise typer.Exit(2)
     if as_json:
         return
     gathers = zip(values["hbm_gather"], values["host_gather"], strict=True)
-    rates = ((f"{width:.0f}", f"{hbm / 1e9:.0f}", f"{host / 1e9:.1f}") for (width, hbm), (_, host) in gathers)
-    _show(f"{values.get('device', 'measured')}: random gathers, GB/s", ("row bytes", "HBM", "host memory"), rates)
+    rates = [(f"{width:.0f}", f"{hbm / 1e9:.0f}", f"{host / 1e9:.1f}") for (width, hbm), (_, host) in gathers]
+    show(f"{values.get('device', 'measured')}: random gathers, GB/s", ("row bytes", "HBM", "host memory"), rates)
     for runtime, rows in errors.items():
-        fits = ((f"{r.mode.value} {r.ratio:g}", *_beside(r.measured_s, r.predicted_s)) for r in rows)
-        _show(f"kernels of {runtime.value}, ms", ("mode and ratio", "measured", "predicted", "error"), fits)
+        fits = [(f"{r.mode.value} {r.ratio:g}", *_beside(r.measured_s, r.predicted_s)) for r in rows]
+        show(f"kernels of {runtime.value}, ms", ("mode and ratio", "measured", "predicted", "error"), fits)
     if whole:
-        fits = ((sample.name, *_beside(sample.seconds, predicted)) for sample, predicted in whole)
+        fits = [(sample.name, *_beside(sample.seconds, predicted)) for sample, predicted in whole]
         title = f"whole steps of torchrec, GPUs: {whole[0][0].ranks}, ms"
-        _show(title, ("tables", "measured", "predicted", "error"), fits)
+        show(title, ("tables", "measured", "predicted", "error"), fits)
     typer.echo(f"profile {name!r} written to {output}; use it with: evenkeel plan tables.yaml --profile {output} ...")
 
 
 def _read(flag: str, path: Path, kind: type) -> Any:
     from trainer_client.cli.files import read
 
-    found = read(path, "measurements of a machine")
-    if not isinstance(found, kind):
-        what, remedy = "these are no measurements", "give what --keep-raw wrote, or a list of measured steps"
-        raise ValueError(f"{flag} {path}: {what} of a machine; {remedy}")
-    return found
+    content = read(path, "measurements of a machine")
+    if not isinstance(content, kind):
+        remedy = "give what --keep-raw wrote, or a list of measured steps"
+        raise ValueError(f"{flag} {path}: these are no measurements of a machine; {remedy}")
+    return content
 
 
-def _measure(console: Console, device: str, table_gib: float, ranks: int | None) -> dict[str, Any]:
+def _measure(device: str, table_gib: float, ranks: int | None) -> dict[str, Any]:
     try:
+        import torch
+
         from trainer_client.planning import measuring
     except ModuleNotFoundError as error:
         raise RuntimeError(f"measuring needs torch: {error}; install it, or give --raw") from None
-    import torch
-
     cuda = device.startswith("cuda")
     if cuda and not torch.cuda.is_available():
         remedy = "run this where the job will run, or give --device cpu to try it, or --raw"
@@ -111,30 +95,21 @@ def _measure(console: Console, device: str, table_gib: float, ranks: int | None)
         ranks = torch.cuda.device_count() if cuda and measuring.can_measure_steps() else 0
     elif cuda and ranks > torch.cuda.device_count():
         raise RuntimeError(f"--ranks {ranks}: PyTorch finds {torch.cuda.device_count()} GPUs here; give fewer")
-    with console.status("measuring", spinner="line") as status:
+    with waiting("measuring") as status:
         size = int(table_gib * 2**30)
         rows = min(1 << 20, max(256, size >> 13))
-        found = measuring.measure(device, table_bytes=size, gathered_rows=rows, progress=status.update)
+        values = measuring.measure(device, table_bytes=size, gathered_rows=rows, progress=status.update)
         if ranks > 0:
             status.update(f"whole steps, GPUs: {ranks}")
             if cuda:
                 torch.cuda.empty_cache()
             try:
                 kind, scale = device.partition(":")[0], min(1.0, table_gib / 4)
-                found["whole_steps"] = measuring.measure_on_ranks(ranks, kind, scale=scale)
+                values["whole_steps"] = measuring.measure_on_ranks(ranks, kind, scale=scale)
             except RuntimeError as error:  # the rest is worth having
-                console.print(f"warning: {error}; the profile has no whole steps", markup=False)
-    return found
+                typer.echo(f"warning: {error}; the profile has no whole steps", err=True)
+    return values
 
 
 def _beside(measured: float, predicted: float) -> tuple[str, str, str]:
     return f"{measured * 1e3:.3f}", f"{predicted * 1e3:.3f}", f"{predicted / measured - 1:+.0%}"
-
-
-def _show(title: str, headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    table = RichTable(title=title)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

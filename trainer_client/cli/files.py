@@ -1,4 +1,4 @@
-"""Files that `evenkeel plan` reads and writes."""
+"""Files of tables, requests, plans, profiles and measurements that commands read: YAML or JSON."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _MOST = 256 << 20
 
 
 def read(path: Path, holds: str = "a list of tables, a request or a plan") -> object:
-    """The content of a YAML or JSON file, which should hold `holds`."""
+    """The content of a file, which should hold `holds`."""
+    kind = "JSON" if path.suffix == ".json" else "YAML"
     text = _text(path, holds)
     try:
-        return parse_json(text, str(path)) if path.suffix == ".json" else _yaml(path, text)
+        return parse_json(text, str(path)) if kind == "JSON" else _yaml(path, text)
+    except InvalidInputError:
+        raise
     except RecursionError:
         raise InvalidInputError(str(path), text[:40], "holds itself, or too much in itself", "write it flat") from None
     except ValueError as error:
-        if isinstance(error, InvalidInputError):
-            raise
-        kind = "JSON" if path.suffix == ".json" else "YAML"
         raise InvalidInputError(str(path), text[:40], f"is no {kind}: {error}", "correct the file") from None
 
 
@@ -59,13 +59,13 @@ def _yaml(path: Path, text: str) -> object:
         """Takes 400M, 4e8 and 139GiB for numbers, and no field twice."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-            seen: set[str] = set()
+            names: set[str] = set()
             for key, _ in node.value:
                 name = str(key.value) if isinstance(key, yaml.ScalarNode) else ""
-                if name and name in seen:
+                if name and name in names:
                     what = f"is there twice in one object, the second time in line {key.start_mark.line + 1}"
                     raise InvalidInputError(f"{path}: {name}", name, what, "keep one of them")
-                seen.add(name)
+                names.add(name)
             made: dict[object, object] = super().construct_mapping(node, deep)
             return made
 
@@ -79,14 +79,4 @@ def _yaml(path: Path, text: str) -> object:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise InvalidInputError(str(path), text[:40], f"is no YAML: {error}", "correct the file") from None
-
-
-def write(flag: str, path: Path, text: str) -> str:
-    """Writes a file; why it could not be written, if so, and what to do."""
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        why = error.strerror or error
-        return f"{flag}: {path}: {why}; name a file in a folder that is there and may be written"
-    return ""
+        raise ValueError(str(error)) from None

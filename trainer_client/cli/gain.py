@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainer_client.cli.common import errors_in_a_sentence
+
 if TYPE_CHECKING:  # numpy and the kernels are imported when the command runs
     import numpy as np
     from numpy.typing import NDArray
@@ -19,6 +21,11 @@ _QUIET_SECONDS = 2.0
 _BARS, _WIDTH = 8, 40
 _WORTH = 1.02  # a speed-up below is little beside what else a step's time varies by
 _COSTS = {"linear": (1.0, 0.0), "attention": (0.0, 1.0)}
+_COST_HELP = (
+    "What a sample of n positions costs: linear, attention (n(n+1)/2), or A,B for A·n + B·n(n+1)/2; of a transformer "
+    "of width W about 6·W,1."
+)
+_COLUMN_HELP = "Column of a CSV or Parquet file; lists count their items. The only one by default."
 
 
 def gain(
@@ -27,17 +34,8 @@ def gain(
     ],
     ranks: Annotated[int, typer.Option(min=1, max=4096, help="Ranks that train together.")] = 8,
     batch: Annotated[int, typer.Option(min=1, max=1 << 20, help="Samples of a rank's batch.")] = 128,
-    column: Annotated[
-        str | None,
-        typer.Option(help="Column of a CSV or Parquet file; lists count their items. The only one by default."),
-    ] = None,
-    cost: Annotated[
-        str,
-        typer.Option(
-            help="What a sample of n positions costs: linear, attention (n(n+1)/2), or A,B for A·n + B·n(n+1)/2; of a "
-            "transformer of width W about 6·W,1."
-        ),
-    ] = "linear",
+    column: Annotated[str | None, typer.Option(help=_COLUMN_HELP)] = None,
+    cost: Annotated[str, typer.Option(help=_COST_HELP)] = "linear",
     in_order: Annotated[bool, typer.Option("--in-order", help="Batches as the file has them, not shuffled.")] = False,
     png: Annotated[Path | None, typer.Option(help="Draw the loads here; needs matplotlib.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON instead.")] = False,
@@ -46,20 +44,17 @@ def gain(
 
     A step is taken to last as long as its heaviest rank computes: of a job that waits for other things it is a bound.
     """
-    try:
+    with errors_in_a_sentence():
         linear, pairs = _cost(cost)
-        found = _estimate(_read(lengths, column), ranks, batch, linear, pairs, shuffle=not in_order)
+        gains = _estimate(_read(lengths, column), ranks, batch, linear, pairs, shuffle=not in_order)
         if png is not None:
-            _draw(png, found, ranks)
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+            _draw(png, gains, ranks)
     if as_json:
-        rows = [{name: getattr(one, name) for name in ("way", "speed_up", "imbalance", "moved_share")} for one in found]
-        loads = {one.way: one.loads.round(6).tolist() for one in found}
+        rows = [{name: getattr(one, name) for name in ("way", "speed_up", "imbalance", "moved_share")} for one in gains]
+        loads = {one.way: one.loads.round(6).tolist() for one in gains}
         typer.echo(json.dumps({"ranks": ranks, "batch": batch, "cost": cost, "ways": rows, "loads": loads}))
     else:
-        _show(found, ranks, batch)
+        _show(gains, ranks, batch)
 
 
 def _cost(text: str) -> tuple[float, float]:
@@ -73,19 +68,12 @@ def _cost(text: str) -> tuple[float, float]:
 
 
 def _read(path: Path, column: str | None) -> NDArray[np.int64]:
-    """(n,) the lengths of a file.
-
-    Raises:
-        ValueError: If it holds none; the message says what to give.
-    """
+    """(n,) the lengths of a file."""
     import numpy as np
 
-    if path.suffix == ".npy":
-        values: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    elif path.suffix in (".csv", ".parquet"):
-        values = _column(path, column)
-    else:
+    if path.suffix not in (".npy", ".csv", ".parquet"):
         raise ValueError(f"{path}: the name must end in .npy, .csv or .parquet")
+    values = np.load(path, mmap_mode="r", allow_pickle=False) if path.suffix == ".npy" else _column(path, column)
     if values.ndim != 1 or values.dtype.kind not in "iuf":
         raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}; give one number for each sample")
     if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -98,21 +86,17 @@ def _read(path: Path, column: str | None) -> NDArray[np.int64]:
 def _column(path: Path, column: str | None) -> Any:
     try:
         import pyarrow.compute
-        import pyarrow.csv
-        import pyarrow.parquet
+        import pyarrow.dataset
     except ModuleNotFoundError:
         raise ValueError(f"{path}: CSV and Parquet are read with pyarrow: install it, or give a .npy file") from None
     try:
-        if path.suffix == ".csv":
-            table = pyarrow.csv.read_csv(path)
-        else:
-            table = pyarrow.parquet.read_table(path, columns=None if column is None else [column])
-    except pyarrow.ArrowException as error:
+        data = pyarrow.dataset.dataset(path, format=path.suffix[1:])
+        names = data.schema.names
+        if column not in names if column is not None else len(names) != 1:
+            raise ValueError(f"--column is {column!r}; name one of {', '.join(names)}")
+        values = data.to_table(columns=[column or names[0]]).column(0)
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    names = table.column_names
-    if column not in names if column is not None else len(names) != 1:
-        raise ValueError(f"--column is {column!r}; name one of {', '.join(names)}")
-    values = table.column(names[0] if column is None else column)
     if pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type):
         values = pyarrow.compute.list_value_length(values)
     if values.null_count:
@@ -143,45 +127,45 @@ def _estimate(
         return estimate_gain(lengths, ranks=ranks, batch=batch, linear=linear, pairs=pairs, progress=show)
 
 
-def _show(found: list[Gain], ranks: int, batch: int) -> None:
+def _show(gains: list[Gain], ranks: int, batch: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table("", "heaviest / mean rank", "step time", "bytes moved", title=f"{ranks} ranks × {batch} samples")
-    for one in found:
+    for one in gains:
         share = f"{1 / one.speed_up - 1:+.1%}" if one.speed_up != 1 else ""
         table.add_row(one.way, f"{one.imbalance:.3f}", share, f"{one.moved_share:.1%}" if share else "")
     console = Console()
     console.print(table)
-    most = max(one.loads[0] for one in found)
-    for one in found[:2]:
+    most = max(one.loads[0] for one in gains)
+    for one in gains[:2]:
         console.print(f"load of the ranks, {one.way}, heaviest first; 1 is the mean")
         for rank in sorted({round(place * (ranks - 1) / (_BARS - 1)) for place in range(_BARS)}):
             console.print(f"{rank + 1:5} {one.loads[rank]:6.3f} {'█' * round(_WIDTH * one.loads[rank] / most)}")
-    console.print(_next_step(found))
+    console.print(_next_step(gains))
 
 
-def _next_step(found: list[Gain]) -> str:
+def _next_step(gains: list[Gain]) -> str:
     """What to do, in one line."""
-    _, plain, windows, split = found
+    _, plain, windows, split = gains
     best = max(plain, windows, split, key=lambda one: one.speed_up)
     if best.speed_up < _WORTH:
         return "Next: nothing. These batches are even as they are, or as even as samples of this kind can be."
     if best.speed_up < _WORTH * plain.speed_up:
         return "Next: wrap the loader, BalancedLoader(loader, Balancer.embedded(), cost=…): docs/start/tutorial.md"
     if windows.speed_up * _WORTH >= split.speed_up:
-        return f"Next: wrap the loader, with BalanceOptions(window={found[2].way.split()[-1]}): docs/train/windows.md"
+        return f"Next: wrap the loader, with BalanceOptions(window={windows.way.split()[-1]}): docs/train/windows.md"
     return "Next: wrap the loader, and split samples (what their exchange takes is not counted): docs/train/giants.md"
 
 
-def _draw(path: Path, found: list[Gain], ranks: int) -> None:
+def _draw(path: Path, gains: list[Gain], ranks: int) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError("--png needs matplotlib: install it, or leave --png away") from None
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for one in found:
+    for one in gains:
         axes.plot(range(1, ranks + 1), one.loads, label=f"{one.way}: {one.imbalance:.3f}", drawstyle="steps-mid")
     axes.set(xlabel="rank, heaviest first", ylabel="load over the mean", title="load of the ranks")
     axes.legend()

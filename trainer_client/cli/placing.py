@@ -1,25 +1,22 @@
-"""What `evenkeel plan` does: makes a request of a file and of flags, and has it planned here or by a service."""
+"""What `evenkeel plan` does: makes a request of a file and of flags, and has plans raced."""
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+import typer
 
-from evenkeel.credentials import Credentials
-from evenkeel.placement import InvalidInputError, Plan, PlanRequest, Runtime
+from evenkeel.placement import InvalidInputError, PlanRequest, Runtime
 from evenkeel.placement.codec import decode, encode
-from evenkeel.placement.hardware import HardwareProfile, parse_profile
+from evenkeel.placement.hardware import parse_profile
 from evenkeel.placement.model import MAX_BYTES
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 from evenkeel.plan_requests import DEFAULT_RESERVE, as_object, quantity, unpacked, with_measured
-from evenkeel.planner_client import PlannerClient
-from trainer_client.cli.files import read
 
 if TYPE_CHECKING:
     from evenkeel.key_statistics import MeasuredCurve
@@ -29,68 +26,64 @@ _LEAST_SIZE = 1 << 20
 """Bytes below which a reservation lacks its unit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flags:
-    """What the command line says of the request.
+def _note(text: str) -> None:
+    typer.echo(f"note: {text}", err=True)
 
-    Attributes:
+
+def build_request(
+    content: object,
+    *,
+    topology: str | None,
+    hbm_gib: float | None,
+    host_gib: float | None,
+    reserve: str | None,
+    profile: object,
+    overrides: Mapping[str, object],
+) -> PlanRequest:
+    """The request of a file's content and of flags, which go before it; notes say what may not be expected.
+
+    Args:
+        content: Of the file.
         topology: Machines in short.
         hbm_gib: HBM of a rank that tables may use, but for `reserve` where that is given.
         host_gib: Memory of a host that tables may use.
         reserve: HBM of a rank that tables may not use, in bytes or per cent.
-        runtime: Name of the runtime.
-        samples: Samples of a batch on one rank.
-        profile: File of a hardware profile.
-        dense_ms: Time of a step's dense part.
+        profile: Content of a hardware profile's file; None: as the request says.
+        overrides: `runtime` and fields of the step, where they are not None.
     """
-
-    topology: str | None = None
-    hbm_gib: float | None = None
-    host_gib: float | None = None
-    reserve: str | None = None
-    runtime: str | None = None
-    samples: int | None = None
-    profile: Path | None = None
-    dense_ms: float | None = None
-
-
-def build_request(content: object, flags: Flags, note: Callable[[str], None] = lambda _: None) -> PlanRequest:
-    """The request of a file's content and of flags, which go before it; `note` is told what may not be expected."""
-    is_whole = flags.hbm_gib is None and flags.reserve is None
-    value, measured = unpacked(content, topology=flags.topology, reserve=DEFAULT_RESERVE if is_whole else 0.0)
-    profile = None if flags.profile is None else _profile(flags.profile)
+    is_whole = hbm_gib is None and reserve is None
+    value, measured = unpacked(content, topology=topology, reserve=DEFAULT_RESERVE if is_whole else 0.0)
     if "topology" not in value:
         remedy = "give --topology, such as h200x8, or a topology in the file"
         raise InvalidInputError("topology", None, "is missing", remedy)
     if profile is not None:
-        value["hardware"] = encode(profile)
-    if flags.runtime is not None:
-        value["runtime"] = flags.runtime
-    step = {"samples_per_rank": flags.samples, "dense_ms": flags.dense_ms}
-    step = {name: given for name, given in step.items() if given is not None}
+        value["hardware"] = encode(parse_profile(profile))
+    step = {name: field for name, field in overrides.items() if field is not None}
+    if "runtime" in step:
+        value["runtime"] = step.pop("runtime")
     if step:
         value["step"] = {**as_object("step", value.get("step", {})), **step}
     request = decode(PlanRequest, value)
-    return _with_memory(request if profile is not None else with_measured(request, measured), flags, note)
-
-
-def _with_memory(request: PlanRequest, flags: Flags, note: Callable[[str], None]) -> PlanRequest:
-    machines, profile = request.topology, request.profile
-    if flags.hbm_gib is not None:
-        size = _gib("--hbm-gib", flags.hbm_gib)
-        if (machines.hbm_reserved_fraction or machines.hbm_reserved_bytes) and flags.reserve is None:
-            note("--hbm-gib is what tables may use: what the file reserves of HBM is not taken off; --reserve would be")
-        if size > profile.hbm_bytes:
-            gpu = f"the {profile.hbm_bytes / 2**30:.4g} GiB of a GPU of {profile.name}"
-            note(f"--hbm-gib {flags.hbm_gib:g} is more than {gpu}")
+    if profile is None:
+        request = with_measured(request, measured)
+    machines = request.topology
+    if hbm_gib is not None:
+        size = _gib("--hbm-gib", hbm_gib)
+        if (machines.hbm_reserved_fraction or machines.hbm_reserved_bytes) and reserve is None:
+            _note(
+                "--hbm-gib is what tables may use: what the file reserves of HBM is not taken off; --reserve would be"
+            )
+        if size > request.profile.hbm_bytes:
+            gpu = f"the {request.profile.hbm_bytes / 2**30:.4g} GiB of a GPU of {request.profile.name}"
+            _note(f"--hbm-gib {hbm_gib:g} is more than {gpu}")
         machines = replace(machines, hbm_bytes=size, hbm_reserved_fraction=0.0, hbm_reserved_bytes=0)
-    if flags.host_gib is not None:
+    if host_gib is not None:
         if machines.host_reserved_fraction or machines.host_reserved_bytes:
-            note("--host-gib is what tables may use: what the file reserves of host memory is not taken off")
-        size = _gib("--host-gib", flags.host_gib)
+            _note("--host-gib is what tables may use: what the file reserves of host memory is not taken off")
+        size = _gib("--host-gib", host_gib)
         machines = replace(machines, host_bytes=size, host_reserved_fraction=0.0, host_reserved_bytes=0)
-    if flags.reserve is not None:
-        share, size = _reserve(flags.reserve)
+    if reserve is not None:
+        share, size = _reserve(reserve)
         machines = replace(machines, hbm_reserved_fraction=share, hbm_reserved_bytes=size)
     return replace(request, topology=machines)
 
@@ -116,28 +109,26 @@ def _gib(flag: str, gib: float) -> int:
     return round(gib * 2**30)
 
 
-def measured(
-    request: PlanRequest, files: Sequence[Path], note: Callable[[str], None]
-) -> tuple[PlanRequest, dict[str, MeasuredCurve]]:
-    """The request with the key statistics of files, and their curves; `note` is told of names that do not meet."""
+def with_statistics_of(files: Sequence[Path], request: PlanRequest) -> tuple[PlanRequest, Mapping[str, MeasuredCurve]]:
+    """The request with the key statistics of files, and their curves; notes name tables that do not meet."""
     from evenkeel.key_statistics import loads, merge, with_statistics
 
     contents: dict[bytes, Path] = {}
     every = []
     for path in files:
+        flag = f"--statistics {path}"
         try:
             content = path.read_bytes()
+            every.append(loads(content))
         except OSError as error:
             remedy = "name a file that KeyStatistics.save wrote"
-            raise InvalidInputError(f"--statistics {path}", error.strerror, "cannot be read", remedy) from None
+            raise InvalidInputError(flag, error.strerror, "cannot be read", remedy) from None
+        except InvalidInputError as error:
+            raise InvalidInputError(flag, error.value, error.problem, error.remedy) from None
         if content in contents:
             what = f"holds the same as {contents[content]}"
             raise InvalidInputError("--statistics", str(path), what, "give the file of each rank once")
         contents[content] = path
-        try:
-            every.append(loads(content))
-        except InvalidInputError as error:
-            raise InvalidInputError(f"--statistics {path}", error.value, error.problem, error.remedy) from None
     traces = merge(every)
     names = [table.name for table in request.tables]
     strange, without = [name for name in traces if name not in names], [name for name in names if name not in traces]
@@ -145,10 +136,20 @@ def measured(
         remedy = f"name tables as the statistics do: {', '.join(strange[:5])}"
         raise InvalidInputError("--statistics", names[:5], "are tables of which no statistics tell", remedy)
     if strange:
-        note(f"statistics of tables that are not in the request: {', '.join(strange)}")
+        _note(f"statistics of tables that are not in the request: {', '.join(strange)}")
     if without:
-        note(f"tables without statistics, planned with the access that they are given: {', '.join(without)}")
+        _note(f"tables without statistics, planned with the access that they are given: {', '.join(without)}")
     return with_statistics(request, traces)
+
+
+def check_outputs(outputs: Mapping[str, Path], tables: Path) -> None:
+    """Refuses two outputs, or the input and an output, in one file; `outputs` are by flag."""
+    for flag, path in outputs.items():
+        if path.exists() and path.samefile(tables):
+            raise InvalidInputError(flag, str(path), "is the file that is read", "name another")
+        for other, its in outputs.items():
+            if its == path and other != flag:
+                raise InvalidInputError(flag, str(path), f"is the file of {other} too", "name another")
 
 
 def check_sharding_plan(path: Path | None, request: PlanRequest) -> None:
@@ -160,32 +161,14 @@ def check_sharding_plan(path: Path | None, request: PlanRequest) -> None:
         what = f"is TorchRec's, and the runtime is {request.runtime.value}"
         raise InvalidInputError(flag, str(path), what, "add --runtime torchrec, or leave it out for --code")
     if not path.stem.isidentifier() or path.suffix != ".py":
-        remedy = "name it like sharding.py"
-        raise InvalidInputError(flag, str(path), "is no name of a Python module", remedy)
+        raise InvalidInputError(flag, str(path), "is no name of a Python module", "name it like sharding.py")
     for index, table in enumerate(request.tables):
         if not table.group:
             remedy = "give the path of the module that owns the table, or load the plan file with load_sharding_plan"
             raise InvalidInputError(f"tables[{index}].group", table.group, f"is empty, and {flag} needs it", remedy)
 
 
-def solve(
-    request: PlanRequest, planner: str | None, credentials: Credentials, cache: Path | None, *, quiet: bool
-) -> Plan:
-    """The plan of a request, made here where no planner is named."""
-    console = Console(stderr=True)
-    with console.status("planning", spinner="line") if not quiet else Console(quiet=True).status(""):
-        return PlannerClient.of(planner, credentials=credentials, cache=cache).plan(request)
-
-
-def race(
-    request: PlanRequest,
-    found: Plan,
-    seconds: float,
-    *,
-    statistics: Sequence[Path],
-    device: str,
-    quiet: bool,
-) -> PlanFile:
+def race(content: PlanFile, seconds: float, statistics: Sequence[Path], device: str) -> PlanFile:
     """The quickest of a plan and its contenders, trained on as many ranks of this machine as the plan is for."""
     try:
         import torch
@@ -197,18 +180,12 @@ def race(
     if not 0 < seconds <= _LONGEST_CLOCK:
         remedy = f"give the seconds that each plan is trained, up to {_LONGEST_CLOCK:g}"
         raise InvalidInputError("--clock", seconds, "is no time", remedy)
-    ranks = request.topology.ranks if device == "cpu" else torch.cuda.device_count()
-    check_request(request, ranks)
-    console = Console(stderr=True)
-    waiting = console.status("running plans", spinner="line") if not quiet else Console(quiet=True).status("")
-    with tempfile.TemporaryDirectory() as folder, waiting:
+    ranks = content.request.topology.ranks if device == "cpu" else torch.cuda.device_count()
+    check_request(content.request, ranks)
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
-        path.write_text(dumps(PlanFile(request=request, plan=found)), "utf-8")
+        path.write_text(dumps(content), "utf-8")
         flags: list[object] = ["--plan", path, "--seconds", seconds, "--device", device]
         flags += [part for file in statistics for part in ("--statistics", file)]
         run_on_ranks("trainer_client.planning.clock", ranks, *flags)
         return loads(path.read_text("utf-8"))
-
-
-def _profile(path: Path) -> HardwareProfile:
-    return parse_profile(read(path, "a hardware profile, as `evenkeel calibrate` writes it,"))

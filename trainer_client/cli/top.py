@@ -9,51 +9,75 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
 from evenkeel.addresses import Endpoint, endpoints
 from evenkeel.credentials import Credentials, read_credentials
-from trainer_client.cli.connection_options import CaOption, TokenOption
+from trainer_client.cli.common import CaOption, TokenOption, errors_in_a_sentence
 
 Document = dict[str, Any]
 
 _USUAL = "127.0.0.1:9101"
+_PAGES_HELP = f"Metrics ports of balancers, several replicas behind a name among them. [default: {_USUAL}]"
 _MOST_RANKS = 16  # that are shown of a stream
 _BAR = 30
 _COLUMNS: dict[str, Callable[[Document], str]] = {
     "state": lambda row: row["state"],
     "ranks": lambda row: str(row["ranks"]),
     "round": lambda row: str(row["round"]),
-    "rounds/s": lambda row: _known("{:.1f}", row["rounds_per_second"]),
-    "before": lambda row: _known("{:.3f}", row["imbalance_before"]),
-    "after": lambda row: _known("{:.3f}", row["imbalance_after"]),
-    "bound": lambda row: _known("{:.3f}", row["imbalance_bound"]),
-    "moved": lambda row: _known("{:.1%}", row["moved_share"]),
-    "round_ms": lambda row: _known("{:.2f}", 1e3 * row["round_seconds"]),
+    "rounds/s": lambda row: _figure("{:.1f}", row["rounds_per_second"]),
+    "before": lambda row: _figure("{:.3f}", row["imbalance_before"]),
+    "after": lambda row: _figure("{:.3f}", row["imbalance_after"]),
+    "bound": lambda row: _figure("{:.3f}", row["imbalance_bound"]),
+    "moved": lambda row: _figure("{:.1%}", row["moved_share"]),
+    "round_ms": lambda row: _figure("{:.2f}", 1e3 * row["round_seconds"]),
     "by_lead": lambda row: str(row["rounds_by_lead"]),
     "slow": lambda row: str(row["slow_ranks"]),
-    "saved_gpu_h": lambda row: _known("{:.3g}", row["saved_gpu_hours"]),
+    "saved_gpu_h": lambda row: _figure("{:.3g}", row["saved_gpu_hours"]),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """The page of a replica.
+def top(
+    pages: Annotated[
+        list[str] | None, typer.Argument(envvar="EVENKEEL_PAGES", metavar="[HOST:PORT]...", help=_PAGES_HELP)
+    ] = None,
+    tls_ca: CaOption = None,
+    token_file: TokenOption = None,
+    job: Annotated[str | None, typer.Option(help="Only this training job, with its ranks and what went wrong.")] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    count: Annotated[int, typer.Option(min=0, help="Looks to take; 0: until interrupted.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per look, as for a ticket.")] = False,
+) -> None:
+    """Show the live jobs of balancers: how even they are, how fast they go, and who holds them up.
 
-    Attributes:
-        place: Where it is.
-        context: For TLS; None: plaintext.
-        headers: Of each request.
+    A job is seen at the replica that its rank 0 is connected to. Exit code: 0 at the end, also if nobody reads on, 1 if
+    no balancer answers or a counted look finds no such job, 2 if the command line is wrong.
     """
+    with errors_in_a_sentence(failure=1):
+        credentials = read_credentials(tls_ca, token_file)
+        names = [name for each in pages or [_USUAL] for name in each.split(",")]
+        try:
+            replicas = [replica for name in names for replica in _replicas(name, credentials)]
+            _watch(replicas, job, interval, count, as_json=as_json)
+        except BrokenPipeError:  # who read has seen enough, as in `evenkeel top | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except KeyboardInterrupt:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """A balancer's page: where it is, for TLS the context, and the headers of each request."""
 
     place: Endpoint
     context: ssl.SSLContext | None
@@ -72,169 +96,109 @@ class Page:
                 connection.sock = self.context.wrap_socket(connection.sock, server_hostname=self.place.server_name)
             connection.request("GET", path, headers=self.headers)
             response = connection.getresponse()
-            document = json.loads(response.read())
-        except (http.client.HTTPException, ValueError) as error:
+            document = dict(json.loads(response.read()))
+        except (http.client.HTTPException, ValueError, TypeError) as error:
             raise OSError(f"{error}: is this the balancer's metrics port, and does it want TLS?") from None
         finally:
             connection.close()
         if response.status != http.HTTPStatus.OK:
-            raise OSError(str(document.get("detail", response.status)) if isinstance(document, dict) else "no answer")
-        return dict(document)
+            raise OSError(str(document.get("detail", response.status)))
+        return document
+
+    def look(self, job: str | None, timeout: float) -> Document:
+        """What the replica shows; of one job, its streams with their ranks and failures."""
+        try:
+            overview = self.read("/v1/streams", timeout)
+            if job is not None:
+                rows = [row for row in overview["streams"] if row["job"] == job]
+                queries = [urlencode({name: row[name] for name in ("job", "group", "loader")}) for row in rows]
+                details = [self.read(f"/v1/stream?{query}", timeout) for query in queries]
+                overview |= {"streams": rows, "details": details}
+        except OSError as error:
+            return {"replica": str(self.place), "error": str(error)}
+        return {"replica": str(self.place), **overview}
 
 
-def top(
-    pages: Annotated[
-        list[str] | None,
-        typer.Argument(
-            envvar="EVENKEEL_PAGES", metavar="[HOST:PORT]...",
-            help=f"Metrics ports of balancers, several replicas behind a name among them. [default: {_USUAL}]",
-        ),
-    ] = None,
-    tls_ca: CaOption = None,
-    token_file: TokenOption = None,
-    job: Annotated[str | None, typer.Option(help="Only this training job, with its ranks and what went wrong.")] = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
-    count: Annotated[int, typer.Option(min=0, help="Looks to take; 0: until interrupted.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per look, as for a ticket.")] = False,
-) -> None:  # fmt: skip
-    """Show the live jobs of balancers: how even they are, how fast they go, and who holds them up.
-
-    A job is seen at the replica that its rank 0 is connected to. Exit code: 0 at the end, also if nobody reads on, 1 if
-    no balancer answers or a counted look finds no such job, 2 if the command line is wrong.
-    """
-    try:
-        credentials = read_credentials(tls_ca, token_file)
-        names = [name for each in pages or [_USUAL] for name in each.split(",")]
-        found = [page for name in names for page in _pages(name, credentials)]
-        _watch(found, job, interval, count, as_json=as_json)
-    except (ValueError, LookupError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
-    except BrokenPipeError:  # who read has seen enough, as in `evenkeel top | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        return
-
-
-def _pages(name: str, credentials: Credentials) -> list[Page]:
-    """The pages behind an address, each with the token if that cannot be read on the way.
-
-    Raises:
-        ValueError: If it is no address, or a file of the credentials cannot be used.
-    """
+def _replicas(name: str, credentials: Credentials) -> list[_Replica]:
+    """The balancers behind an address, each with the token if that cannot be read on the way."""
     scheme, _, bare = name.rpartition("://")
-    secure = scheme == "https" if scheme else credentials.secure
     host, _, port = bare.rstrip("/").rpartition(":")
     if scheme not in ("", "http", "https") or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"{name!r} is no page: give the host and the metrics port of a balancer, as in {_USUAL}")
+    secure = scheme == "https" if scheme else credentials.secure
     context = credentials.ssl_context() or ssl.create_default_context() if secure else None
+    shown = credentials if secure else Credentials(token_file=credentials.token_file)
     try:
         places = endpoints(f"{host}:{port}")
     except OSError as error:
-        raise LookupError(f"{host} has no address: {error}; check the name and the DNS") from None
-    shown = credentials if secure else Credentials(token_file=credentials.token_file)
-    return [Page(place, context, dict(shown.metadata(str(place)))) for place in places]
+        raise OSError(f"{host} has no address: {error}; check the name and the DNS") from None
+    return [_Replica(place, context, dict(shown.metadata(str(place)))) for place in places]
 
 
-def _watch(pages: list[Page], job: str | None, interval: float, count: int, *, as_json: bool) -> None:
+def _watch(replicas: list[_Replica], job: str | None, interval: float, count: int, *, as_json: bool) -> None:
     """Looks again and again; `count` times, or until interrupted (0).
 
     Raises:
-        LookupError: If no balancer answers, or looks are counted and there is no such job.
+        RuntimeError: If no balancer answers, or looks are counted and there is no such job.
     """
     console, looks = Console(), 0
-    with (
-        Live(console=console, auto_refresh=False, transient=False)
-        if console.is_terminal and not as_json
-        else _Lines() as live
-    ):
+    live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
+    with live or nullcontext():
         while True:
-            documents = [_look(page, job, max(5.0, interval)) for page in pages]
+            documents = [replica.look(job, max(5.0, interval)) for replica in replicas]
             if all("error" in document for document in documents):
-                raise LookupError("; ".join(f"no answer from {one['replica']}: {one['error']}" for one in documents))
+                raise RuntimeError("; ".join(f"no answer from {one['replica']}: {one['error']}" for one in documents))
             looks += 1
             if job and count == looks and not any(document.get("streams") for document in documents):
-                raise LookupError(f"there is no job {job!a} here; evenkeel top without --job shows those there are")
+                raise RuntimeError(f"there is no job {job!a} here; evenkeel top without --job shows those there are")
             if as_json:
                 print(json.dumps(documents), flush=True)
+            elif live is not None:
+                live.update(Group(*renderables(documents)), refresh=True)
             else:
-                live.update(_Shown(documents, len(pages) > 1), refresh=True)
+                for line in _lines(documents):
+                    print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), line, flush=True)
             if looks == count:
                 return
             time.sleep(interval)
 
 
-class _Lines:
-    """Where there is no terminal: a line a stream and look, for files and pipes."""
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def update(self, shown: _Shown, *, refresh: bool) -> None:
-        del refresh
-        at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        for line in shown.lines():
-            print(at, line, flush=True)
+def _lines(documents: Sequence[Document]) -> Iterator[str]:
+    """A line a stream, for files and pipes."""
+    for document in documents:
+        if "error" in document:
+            yield f"{document['replica']}: no answer: {document['error']}"
+        for row in document.get("streams", ()):
+            values = " ".join(f"{name}={read(row)}" for name, read in _COLUMNS.items())
+            yield f"{document['replica']} {_name(row)} {values}"
 
 
-def _look(page: Page, job: str | None, timeout: float) -> Document:
-    """What a replica shows; of one job, its streams with their ranks and failures."""
-    try:
-        overview = page.read("/v1/streams", timeout)
-        if job is not None:
-            rows = [row for row in overview["streams"] if row["job"] == job]
-            overview["streams"] = rows
-            overview["details"] = [page.read(_path_of(row), timeout) for row in rows]
-    except OSError as error:
-        return {"replica": str(page.place), "error": str(error)}
-    return {"replica": str(page.place), **overview}
-
-
-def _path_of(row: Document) -> str:
-    return f"/v1/stream?{urlencode({name: row[name] for name in ('job', 'group', 'loader')})}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """A look at all replicas, as a table or as lines."""
-
-    documents: list[Document]
-    several: bool
-
-    def lines(self) -> Iterator[str]:
-        for document in self.documents:
-            if "error" in document:
-                yield f"{document['replica']}: no answer: {document['error']}"
-            for row in document.get("streams", ()):
-                values = " ".join(f"{name}={read(row)}" for name, read in _COLUMNS.items())
-                yield f"{document['replica']} {_name(row)} {values}"
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(box=None, pad_edge=False)
-        for column in (*(["replica"] if self.several else []), "stream", *_COLUMNS):
-            table.add_column(column, justify="left" if column in ("replica", "stream", "state") else "right")
-        for document in self.documents:
-            for row in document.get("streams", ()):
-                cells = [_name(row), *(read(row) for read in _COLUMNS.values())]
-                table.add_row(*([document["replica"]] if self.several else []), *map(escape, cells))
-        yield table
-        for document in self.documents:
-            if "error" in document:
-                yield f"[red]{document['replica']}: no answer: {escape(document['error'])}[/red]"
-            for detail in document.get("details", ()):
-                yield from _details(detail)
+def renderables(documents: Sequence[Document]) -> Iterator[str | Table]:
+    """What a terminal shows of a look at all replicas."""
+    several = len(documents) > 1
+    table = Table(box=None, pad_edge=False)
+    for column in (*(["replica"] if several else []), "stream", *_COLUMNS):
+        table.add_column(column, justify="left" if column in ("replica", "stream", "state") else "right")
+    for document in documents:
+        for row in document.get("streams", ()):
+            cells = [_name(row), *(read(row) for read in _COLUMNS.values())]
+            table.add_row(*([document["replica"]] if several else []), *map(escape, cells))
+    yield table
+    for document in documents:
+        if "error" in document:
+            yield f"[red]{document['replica']}: no answer: {escape(document['error'])}[/red]"
+        for detail in document.get("details", ()):
+            yield from _details(detail)
 
 
 def _details(detail: Document) -> Iterator[str | Table]:
     """The ranks of a stream, those with most to do or that hold up the others, and the latest failures."""
     ranks = sorted(detail["ranks"], key=lambda one: (one["delay"] is None, one["speed"], -(one["load_after"] or 0)))
     most = max([1e-300, *((one["load_after"] or 0.0) for one in ranks)])
-    table = Table(box=None, pad_edge=False, title=_name(detail["stream"]), title_justify="left")
-    for column in ("rank", "load", "", "holds the others up"):
-        table.add_column(column)
+    table = Table(
+        "rank", "load", "", "holds the others up",
+        box=None, pad_edge=False, title=_name(detail["stream"]), title_justify="left",
+    )  # fmt: skip
     for one in ranks[:_MOST_RANKS]:
         load = one["load_after"] or 0.0
         why = [f"computes at {one['speed']:.2f} of the median"] if one["speed"] < 1 else []
@@ -252,5 +216,5 @@ def _name(row: Document) -> str:
     return "/".join(row[name] for name in ("job", "group", "loader"))
 
 
-def _known(form: str, value: float | None) -> str:
+def _figure(form: str, value: float | None) -> str:
     return "unknown" if value is None else form.format(value)

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from benchmarks.harness.ranks import run_ranks
 from examples import train_hstu
-from trainer_client.cli.plan import plan_command
+from trainer_client.cli import app
 
 USERS, ITEMS = 24, 60
 
@@ -33,11 +32,9 @@ def _write_movielens(folder: Path) -> None:
 
 
 def _write_plan(folder: Path, rows: int) -> Path:
-    app = typer.Typer()
-    app.command("plan")(plan_command)
     tables, output = folder / "tables.yaml", folder / "plan.json"
     tables.write_text(f"- {{name: item, rows: {rows}, dim: 8, ids_per_sample: 10, optimizer: rowwise_adagrad}}\n")
-    flags = [str(tables), "--topology", "h200x2", "--runtime", "torchrec", "--output", str(output)]
+    flags = ["plan", str(tables), "--topology", "h200x2", "--runtime", "torchrec", "--output", str(output)]
     planned = CliRunner().invoke(app, flags)
     assert planned.exit_code == 0, planned.output
     return output

@@ -24,7 +24,7 @@ from tests.trainer_client.balancing.jobs import logged
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.report import RoundReport
 from trainer_client.observing.measurement import StepTimer
-from trainer_client.observing.measures import RankMeasures
+from trainer_client.observing.metrics import RankMeasures
 
 RANKS, SLOW, SIZE, STEPS = 3, 1, 16, 400
 COMPUTES = 0.02  # seconds of a step with a mean load

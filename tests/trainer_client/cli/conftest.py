@@ -1,14 +1,17 @@
-"""The command that plans, and a file of tables."""
+"""The command line in this process, and a file of tables."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
+from click.testing import Result
+from typer.testing import CliRunner
 
-from trainer_client.cli.plan import plan_command
+from trainer_client.cli import app
 
+Run = Callable[..., Result]
 TABLES = """
 - {name: user, rows: 4000000, dim: 64}
 - {name: item, rows: 900000, dim: 64, ids_per_sample: 20, access: {kind: zipf, exponent: 0.9}}
@@ -16,10 +19,15 @@ TABLES = """
 
 
 @pytest.fixture
-def command() -> typer.Typer:
-    app = typer.Typer()
-    app.command("plan")(plan_command)
-    return app
+def run() -> Run:
+    """Runs a command, which ends in an exit code and never in a traceback."""
+
+    def invoke(*arguments: object) -> Result:
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return done
+
+    return invoke
 
 
 @pytest.fixture

@@ -1,9 +1,13 @@
-"""The list of commands: there at once, wherever it is asked for."""
+"""The list of commands: there at once, wherever it is asked for; and what commands share."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.trainer_client.cli.conftest import Run
+from trainer_client.cli import main
 
 HELP = """
 import sys
@@ -16,10 +20,9 @@ finally:
     loaded = [name for name in ("torch", "numpy", "scipy", "numba", "grpc") if sys.modules.get(name)]
     assert not loaded, loaded
 """
-WITHOUT_TORCH = "sys.modules['torch'] = None"
 
 
-@pytest.mark.parametrize("given", ["", WITHOUT_TORCH])
+@pytest.mark.parametrize("given", ["", "sys.modules['torch'] = None"])
 def test_help_lists_every_command_and_loads_none(given: str) -> None:
     shown = subprocess.run([sys.executable, "-c", HELP.format(given)], capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
@@ -28,27 +31,47 @@ def test_help_lists_every_command_and_loads_none(given: str) -> None:
     assert ("PyTorch is not installed here" in shown.stdout) == bool(given)
 
 
-@pytest.mark.parametrize("arguments", [["checkpoint", "inspect", "."], ["calibrate"]])
-def test_a_command_that_needs_torch_says_so(arguments: list[str]) -> None:
-    program = f"import sys; {WITHOUT_TORCH}; from trainer_client.cli import main; main()"
+@pytest.mark.parametrize(
+    ("missing", "arguments", "needed"),
+    [
+        ("torch", ["checkpoint", "inspect", "."], True),
+        ("torch", ["calibrate"], True),
+        ("torch", ["plan", "none.json"], False),
+        ("grpc", ["doctor", "--balancer", "127.0.0.1:1"], True),
+        ("grpc", ["top", "127.0.0.1:1", "--count", "1"], False),
+        ("grpc", ["calibrate", "--raw"], False),
+        ("grpc", ["checkpoint", "inspect", "."], False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_a_command_needs_is_said_and_nothing_else_is_needed(
+    missing: str, arguments: list[str], needed: bool
+) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; from trainer_client.cli import main; main()"
     shown = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
     assert shown.returncode in (1, 2)
-    assert "torch" in shown.stderr.lower()
-    assert "install" in shown.stderr
-
-
-COMMANDS = [
-    ["top", "127.0.0.1:1", "--count", "1"], ["doctor", "--balancer", "127.0.0.1:1"],
-    ["plan", "none.json"], ["calibrate", "--raw"], ["checkpoint", "inspect", "."], ["warm-up", "--help"],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
-def test_a_command_without_grpcio_says_what_to_install_or_does_not_need_it(arguments: list[str]) -> None:
-    program = "import sys; sys.modules['grpc'] = None; from trainer_client.cli import main; main()"
-    shown = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
     assert "Traceback" not in shown.stderr
-    if arguments[0] == "doctor":
-        assert shown.returncode == 2
-        assert shown.stderr.startswith("error: a balancer's calls need grpcio and protobuf: pip install")
-        assert shown.stderr.count("\n") == 1
+    assert (shown.stderr.startswith("error: ") and "install" in shown.stderr) == needed
+
+
+def test_an_output_that_is_full_is_an_error_in_a_sentence(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "argv", ["evenkeel", "plan", str(tables), "--topology", "h200x8", "--json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: standard output cannot be written: No space left on device; ")
+
+
+def test_a_folder_of_kernels_that_cannot_be_written_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for name, wrong in (("file", True), ("folder", False)):
+        monkeypatch.setenv("EVENKEEL_CACHE_DIR", str(tmp_path / name))
+        done = run("warm-up")
+        assert (f"EVENKEEL_CACHE_DIR is {tmp_path / name}, which cannot be written to" in done.stderr) == wrong
+        assert (done.exit_code, "kernels ready" in done.stderr) == (0, True)

@@ -1,193 +1,196 @@
+"""`evenkeel plan`: files and flags that it takes, what it writes, whom it asks, and what it refuses."""
+
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import trustme
-import typer
 import yaml
+from click.testing import Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.harness.authorities import write_certificate
 from evenkeel.placement.codec import decode
 from evenkeel.placement.plan_file import loads
 from evenkeel.placement.report import Report
+from evenkeel.placement.request import PlanRequest
 from evenkeel.plan_cache import sealed
 from services.security.tokens import hash_token
 from tests.services.planner.serving import served
-from trainer_client.cli import main
+from tests.trainer_client.cli.conftest import Run
+from trainer_client.cli import app
+
+ON_EIGHT = ("--topology", "h200x8")
+SMALL = ("--topology", "h200x2", "--hbm-gib", "0.6", "--host-gib", "0.1")
+Plan = Callable[..., Result]
 
 
-def test_tables_are_planned_and_written(command: typer.Typer, tables: Path, tmp_path: Path) -> None:
-    output = tmp_path / "plan.json"
-    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--output", str(output)])
+@pytest.fixture
+def plan(run: Run, tables: Path) -> Plan:
+    """Plans the tables, or another file."""
+
+    def invoke(*flags: object, file: Path = tables) -> Result:
+        return run("plan", file, *flags)
+
+    return invoke
+
+
+def test_tables_are_planned_and_written(plan: Plan, tmp_path: Path) -> None:
+    output, report = tmp_path / "plan.json", tmp_path / "report.json"
+    shown = plan("--topology", "h200x16/8", "--output", output, "--report", report)
     assert shown.exit_code == 0, shown.output
-    assert "HBM_ONLY" in shown.output
-    assert "proved optimal" in shown.output
-    written = loads(output.read_text())
+    for text in ("HBM_ONLY", "proved optimal", "0-15", "2 RW", f"plan written to {output}"):
+        assert text in shown.stdout
+    written, read = loads(output.read_text()), decode(Report, json.loads(report.read_text()))
     assert [p.table for p in written.plan.placements] == ["user", "item"]
-    as_json = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--json"])
-    assert loads(as_json.stdout) == written
+    assert read.ranks[0].ranks == tuple(range(16))
+    assert f"{read.ranks[0].seconds * 1e3:.3g}" in shown.stdout
+    assert loads(plan("--topology", "h200x16/8", "--json").stdout) == written
+    again = loads(plan("--json", "--hbm-gib", "1", file=output).stdout).request
+    assert (again.tables, again.topology.hbm_bytes) == (written.request.tables, 1 << 30)
 
 
-def test_the_report_says_what_each_rank_takes_and_is_written(
-    command: typer.Typer, tables: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "report.json"
-    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x16/8", "--report", str(output)])
-    assert shown.exit_code == 0, shown.output
-    assert "0-15" in shown.stdout
-    assert "2 RW" in shown.stdout
-    report = decode(Report, json.loads(output.read_text()))
-    assert report.ranks[0].ranks == tuple(range(16))
-    assert [host.hosts for host in report.hosts] == [(0, 1)]
-    assert f"{report.ranks[0].seconds * 1e3:.3g}" in shown.stdout
+def test_what_does_not_fit_exits_with_three(plan: Plan) -> None:
+    shown = plan(*SMALL)
+    assert (shown.exit_code, "Nothing fits" in shown.stdout) == (3, True)
+    code = plan(*SMALL, "--code")
+    assert (code.exit_code, code.stdout, "Nothing fits" in code.stderr) == (3, "", True)
+    nothing = plan(*ON_EIGHT, "--reserve", "100%")
+    assert (nothing.exit_code, "proved the smallest" in nothing.stdout) == (3, False)
 
 
-def test_what_does_not_fit_exits_with_three(command: typer.Typer, tables: Path) -> None:
-    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x2", "--hbm-gib", "0.6", "--host-gib", "0.1"])
-    assert shown.exit_code == 3
-    assert "Nothing fits" in shown.output
-
-
-def test_lines_to_paste_are_printed(command: typer.Typer, tables: Path) -> None:
-    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--runtime", "torchrec", "--code"])
+def test_lines_to_paste_are_printed(plan: Plan) -> None:
+    shown = plan(*ON_EIGHT, "--runtime", "torchrec", "--code")
     assert shown.exit_code == 0
     compile(shown.stdout, "pasted", "exec")
     assert "ParameterConstraints" in shown.stdout
 
 
-@pytest.mark.parametrize(
-    ("content", "flags", "message"),
-    [
-        ("- {name: a, rows: 0, dim: 4}", ["--topology", "h200x8"], "rows"),
-        ("- {name: a, rows: 5, dim: 4}", [], "--topology"),
-        ("- {name: a, rows: 5, dim: 4}", ["--topology", "z80x8"], "z80"),
-        ("5", ["--topology", "h200x8"], "list of tables"),
-        ("a: [", ["--topology", "h200x8"], "YAML"),
-    ],
-)
-def test_errors_name_the_field_and_exit_with_two(
-    command: typer.Typer, tmp_path: Path, content: str, flags: list[str], message: str
+def test_the_whole_sharding_plan_is_a_module(plan: Plan, tmp_path: Path) -> None:
+    path, module = tmp_path / "bags.yaml", tmp_path / "sharding.py"
+    path.write_text("- {name: a, rows: 40M, dim: 8, group: bags, sharding: table_wise}")
+    shown = plan("--topology", "h200x4", "--sharding-plan", module, "--runtime", "torchrec", file=path)
+    assert shown.exit_code == 0, shown.output
+    assert f"sharding plan written to {module}" in shown.stdout
+    check = "from sharding import plan; import sys; assert 'evenkeel' not in sys.modules"
+    check += "; print(plan.plan['bags']['a'].ranks)"
+    done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[0]"
+
+
+# What is refused: the file, the flags, and what the message says.
+REFUSED: list[tuple[bytes, tuple[str, ...], str]] = [
+    (b"", (), "is empty"),
+    (b"5", (), "list of tables"),
+    (b"a: [", (), "is no YAML"),
+    (b"\x7fELF\x00\x01", (), "is no"),
+    (b"- {name: caf\xe9, rows: 5, dim: 4}", (), "is no UTF-8 text"),
+    (b"{tables: [], step: 5}", ("--samples", "8"), "step: is no object"),
+    (b"{format: evenkeel-plan, request: 5}", (), "request: is no object"),
+    (b"- {name: a, rows: 0, dim: 4}", (), "rows"),
+    (b"- {name: a, rows: .nan, dim: 4}", (), "rows"),
+    (b"- {name: a, rows: 1.5, dim: 4}", (), "rows"),
+    (b"- {name: a, rows: 400X, dim: 4}", (), "rows"),
+    (b"- {name: 400M, rows: 5, dim: 4}", (), "name"),
+    (b"- {name: a, rows: 5, dim: 4, ratio: .nan}", (), "ratio"),
+    (b"a: &a [*a]", (), "unknown"),
+    (b"[" * 5000, (), "holds itself, or too much in itself"),
+    (b"- {name: a, rows: " + b"9" * 5000 + b", dim: 4}", (), "is no YAML"),
+    (b"- !!python/object:os.system x", (), "is no YAML"),
+    (b"{tables: [], topology: h200x\xc2\xb2}", (), "topology"),
+    (b"- {name: a, rows: 5, dim: 4,\n   rows: 6}", (), "rows: is there twice in one object"),
+    (b'[{"name": "a", "rows": 5, "dim": 4, "rows": 6}]', (), "rows: is there twice in one object"),
+]
+FLAGS: list[tuple[tuple[str, ...], str]] = [
+    ((), "give --topology"),
+    (("--topology", "z80x8"), "z80"),
+    (("--hbm-gib", "nan"), "--hbm-gib: is out of range (got nan); give a number from 0 to"),
+    (("--hbm-gib", "-1"), "--hbm-gib: is out of range"),
+    (("--host-gib", "inf"), "--host-gib: is out of range"),
+    (("--host-gib", "1e9"), "--host-gib: is out of range"),
+    *((("--reserve", text), "--reserve: is out of range") for text in ("101%", "%", "NaN%")),
+    *((("--reserve", text), "--reserve: is no size") for text in ("nan", "-1", "much", "1e30", "")),
+    (("--reserve", "40"), "write 40% or 40GiB"),
+    (("--profile", "{}/empty"), "write a hardware profile"),
+    (("--output", "{}/tables.yaml"), "is the file that is read"),
+    (("--output", "{}/x", "--report", "{}/x"), "is the file of --report too"),
+    (("--sharding-plan", "{}/sharding.py"), "the runtime is dynamicemb"),
+    (("--runtime", "torchrec", "--sharding-plan", "{}/sharding.py"), "tables[0].group: is empty"),
+    (("--runtime", "torchrec", "--sharding-plan", "{}/my-plan.py"), "no name of a Python module"),
+    (("--clock", "0", "--runtime", "torchrec"), "--clock: is no time"),
+    (("--clock", "1", "--device", "cpu"), "runtime: is not run by the clock"),
+    (("--planner", "https://127.0.0.1:9", "--tls-ca", "{}/empty"), "empty cannot be used"),
+    *((("--planner", url), f"url is {url!r}; give http://host:port") for url in ("a:80", "http://[::1", "ftp://a")),
+]
+
+
+@pytest.mark.parametrize(("content", "flags", "message"), REFUSED, ids=[case[0][:30] for case in REFUSED])
+def test_odd_files_end_in_a_sentence(
+    run: Run, tmp_path: Path, content: bytes, flags: tuple[str, ...], message: str
 ) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(content)
-    shown = CliRunner().invoke(command, [str(path), *flags])
-    assert shown.exit_code == 2
-    assert message in shown.output
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(content)
+    shown = run("plan", path, *(() if b"topology" in content else ON_EIGHT), *flags)
+    assert (shown.exit_code, shown.stderr.startswith("error: "), message in shown.stderr) == (2, True, True), shown
 
 
-def test_a_file_of_another_encoding_is_named(command: typer.Typer, tmp_path: Path) -> None:
-    path = tmp_path / "latin.yaml"
-    path.write_bytes("- {name: café, rows: 5, dim: 4}".encode("latin-1"))
-    shown = CliRunner().invoke(command, [str(path), "--topology", "h200x8"])
-    assert shown.exit_code == 2
-    assert "latin.yaml" in shown.output
-    assert "is no UTF-8 text" in shown.output
-
-
-def test_a_service_gives_the_same_plan(command: typer.Typer, tables: Path, tmp_path: Path) -> None:
-    with served(tmp_path) as running:
-        asked = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--json", "--url", running.url])
-    own = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--json"])
-    assert asked.exit_code == 0, asked.output
-    assert asked.stdout == own.stdout
-
-
-def test_a_service_behind_tls_and_a_token_gives_the_same_plan(
-    command: typer.Typer, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("flags", "message"), FLAGS, ids=[" ".join(case[0]) for case in FLAGS])
+def test_odd_flags_end_in_a_sentence(
+    plan: Plan, tables: Path, tmp_path: Path, flags: tuple[str, ...], message: str
 ) -> None:
-    server = write_certificate(trustme.CA(), tmp_path, "planner")
-    known, token = tmp_path / "tokens.yml", tmp_path / "token"
-    token.write_text("t" * 43)
-    known.write_text(yaml.safe_dump({"tokens": [{"name": "me", "sha256": hash_token("t" * 43)}]}))
-    tls = ("--tls-certificate", str(server.certificate), "--tls-key", str(server.key))
-    flags = [str(tables), "--topology", "h200x8", "--json"]
-    with served(tmp_path, "--token-file", str(known), *tls) as running:
-        url = running.url.replace("http://127.0.0.1", "https://localhost")
-        without = CliRunner().invoke(command, [*flags, "--url", url, "--tls-ca", str(server.ca)])
-        assert without.exit_code == 2
-        assert "give a token: --token-file or EVENKEEL_TOKEN_FILE" in without.output
-        named = [*flags, "--url", url, "--tls-ca", str(server.ca), "--token-file", str(token)]
-        by_flags = CliRunner().invoke(command, named)
-        for given, said in (
-            ([url.replace("https", "http")], "if it speaks TLS, use https://, or plan without a service"),
-            ([url], "set EVENKEEL_TLS_CA to the file of its authority"),
-        ):
-            shown = CliRunner().invoke(command, [*flags, "--url", *given])
-            assert shown.exit_code == 2
-            assert said in shown.output
-        with monkeypatch.context() as behind:
-            behind.setenv("https_proxy", "http://user:secret@127.0.0.1:1")
-            shown = CliRunner().invoke(command, named)
-            assert "through the proxy 127.0.0.1:1: add localhost to no_proxy" in shown.output
-            assert "secret" not in shown.output
-        monkeypatch.setenv("EVENKEEL_TLS_CA", str(server.ca))
-        monkeypatch.setenv("EVENKEEL_TOKEN_FILE", str(token))
-        by_environment = CliRunner().invoke(command, [*flags, "--url", url])
-    own = CliRunner().invoke(command, flags)
-    assert by_flags.stdout == by_environment.stdout == own.stdout, by_flags.output
-    clear = CliRunner().invoke(command, [*flags, "--url", "http://planner:8080"])
-    assert clear.exit_code == 2
-    assert "http://planner:8080 needs https:// for a token" in clear.output
+    (tmp_path / "empty").write_text("")
+    before = tables.read_text()
+    named = ON_EIGHT if flags and "--topology" not in flags else ()
+    shown = plan(*named, *(flag.replace("{}", str(tmp_path)) for flag in flags))
+    assert (shown.exit_code, message in shown.stderr) == (2, True), shown.output
+    assert tables.read_text() == before
+    assert not (tmp_path / "x").exists()
 
 
-def test_the_command_needs_no_torch() -> None:
-    check = "import trainer_client.cli.plan, trainer_client.cli.calibrate, sys; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", check], check=True)
+def test_files_that_are_none_or_have_no_end(plan: Plan, tmp_path: Path) -> None:
+    assert "holds more than" in plan(*ON_EIGHT, file=Path("/dev/zero")).stderr
+    assert "does not exist" in plan(*ON_EIGHT, file=tmp_path / "nowhere.yaml").stderr
 
 
-def test_a_plan_outlives_a_file_that_cannot_be_written(command: typer.Typer, tables: Path, tmp_path: Path) -> None:
+def test_a_plan_outlives_a_file_that_cannot_be_written(plan: Plan, tmp_path: Path) -> None:
     output = tmp_path / "no" / "plan.json"
-    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--output", str(output)])
-    assert shown.exit_code == 2
-    assert "proved optimal" in shown.stdout
+    shown = plan(*ON_EIGHT, "--output", output)
+    assert (shown.exit_code, "proved optimal" in shown.stdout) == (2, True)
     assert f"--output: {output}: No such file or directory; name a file" in shown.stderr
-    assert "Traceback" not in shown.output
 
 
-def test_an_output_that_is_full_is_an_error_in_a_sentence(
-    tables: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        monkeypatch.setattr(sys, "argv", ["evenkeel", "plan", str(tables), "--topology", "h200x8", "--json"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: standard output cannot be written: No space left on device; ")
+def request_of(text: str, *flags: str, suffix: str = ".yaml") -> PlanRequest:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"job{suffix}")
+        path.write_text(text)
+        shown = CliRunner().invoke(app, ["plan", str(path), "--json", *flags])
+    assert shown.exit_code == 0, shown.output
+    return loads(shown.stdout).request
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), [("--hbm-gib", "nan"), ("--hbm-gib", "-1"), ("--host-gib", "inf"), ("--host-gib", "1e9")]
-)
-def test_sizes_of_memory_that_are_none(command: typer.Typer, tables: Path, flag: str, value: str) -> None:
-    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", flag, value])
-    assert shown.exit_code == 2
-    assert f"{flag}: is out of range (got {float(value)}); give a number from 0 to" in shown.stderr
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "KiB": 2**10, "e3": 10**3, "e+2": 100, ".0e1": 10}
 
 
-def test_a_plan_file_is_planned_again(command: typer.Typer, tables: Path, tmp_path: Path) -> None:
-    output = tmp_path / "plan.json"
-    CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--output", str(output)])
-    again = CliRunner().invoke(command, [str(output), "--json"])
-    assert loads(again.stdout).request == loads(output.read_text()).request
-    smaller = CliRunner().invoke(command, [str(output), "--hbm-gib", "1", "--json"])
-    assert loads(smaller.stdout).request.topology.hbm_bytes == 1 << 30
+@given(number=st.integers(1, 999), unit=st.sampled_from(list(UNITS)))
+@settings(max_examples=12, deadline=None)
+def test_quantities_are_numbers_and_names_are_not(number: int, unit: str) -> None:
+    (table,) = request_of(f"- {{name: '2e5', rows: {number}{unit}, dim: 6.4e1}}", *ON_EIGHT).tables
+    assert (table.name, table.rows, table.dim) == ("2e5", number * UNITS[unit], 64)
 
 
-def test_powers_of_ten_are_numbers_in_yaml(command: typer.Typer, tmp_path: Path) -> None:
-    path = tmp_path / "tables.yaml"
-    path.write_text("- {name: '2e5', rows: 4e6, dim: 6.4e1, ids_per_sample: 1.5e-1, admission_rows: 1.5K}")
-    shown = CliRunner().invoke(command, [str(path), "--topology", "h200x8", "--json"])
-    (table,) = loads(shown.stdout).request.tables
-    assert (table.name, table.rows, table.dim, table.ids_per_sample) == ("2e5", 4_000_000, 64, 0.15)
-    assert table.admission_rows == 1500
+def test_json_may_have_units_and_a_byte_order_mark() -> None:
+    (table,) = request_of('\ufeff[{"name": "a", "rows": "4M", "dim": 4}]', *ON_EIGHT, suffix=".json").tables
+    assert table.rows == 4_000_000
 
 
 @pytest.mark.parametrize(
@@ -202,57 +205,74 @@ def test_powers_of_ten_are_numbers_in_yaml(command: typer.Typer, tmp_path: Path)
         (["--hbm-gib", "60", "--reserve", "10%"], (0.1, 0)),
     ],
 )
-def test_hbm_is_left_for_the_model(
-    command: typer.Typer, tables: Path, flags: list[str], reserved: tuple[float, int]
-) -> None:
-    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--json", *flags])
-    machines = loads(shown.stdout).request.topology
+def test_hbm_is_left_for_the_model(plan: Plan, flags: list[str], reserved: tuple[float, int]) -> None:
+    machines = loads(plan(*ON_EIGHT, "--json", *flags).stdout).request.topology
     assert (machines.hbm_reserved_fraction, machines.hbm_reserved_bytes) == reserved
 
 
-@pytest.mark.parametrize("reserve", ["nan", "101%", "-1", "much", "1e30", "%", "NaN%", ""])
-def test_reservations_that_are_none(command: typer.Typer, tables: Path, reserve: str) -> None:
-    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--reserve", reserve])
-    assert shown.exit_code == 2
-    assert f"--reserve: is {'out of range' if reserve.endswith('%') else 'no size'}" in shown.stderr
-
-
-def test_a_file_keeps_the_reservation_that_it_says(command: typer.Typer, tmp_path: Path) -> None:
+def test_a_file_keeps_the_reservation_that_it_says(run: Run, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("tables: [{name: a, rows: 4M, dim: 8}]\ntopology: {ranks: 2, hbm_bytes: 60GiB}")
-    kept = loads(CliRunner().invoke(command, [str(job), "--json"]).stdout).request.topology
+    kept = loads(run("plan", job, "--json").stdout).request.topology
     assert (kept.hbm_bytes, kept.hbm_reserved_fraction) == (60 << 30, 0.0)
     held = "{ranks: 2, hbm_bytes: 60GiB, hbm_reserved_fraction: 0.6, host_bytes: 9GiB, host_reserved_bytes: 8GiB}"
     job.write_text(f"tables: [{{name: a, rows: 4M, dim: 8}}]\ntopology: {held}")
-    told = CliRunner().invoke(command, [str(job), "--json", "--hbm-gib", "150", "--host-gib", "7"])
-    given = loads(told.stdout).request.topology
+    noted = run("plan", job, "--json", "--hbm-gib", "150", "--host-gib", "7")
+    given = loads(noted.stdout).request.topology
     assert (given.hbm_budget, given.host_budget) == (150 << 30, 7 << 30), "what tables may use"
-    for noted in ("what the file reserves of HBM", "what the file reserves of host", "150 is more than the 139 GiB"):
-        assert noted in told.stderr
-    less = CliRunner().invoke(command, [str(job), "--json", "--hbm-gib", "60", "--reserve", "10%"])
+    for text in ("what the file reserves of HBM", "what the file reserves of host", "150 is more than the 139 GiB"):
+        assert text in noted.stderr
+    less = run("plan", job, "--json", "--hbm-gib", "60", "--reserve", "10%")
     assert loads(less.stdout).request.topology.hbm_reserved_fraction == 0.1
     assert not less.stderr
-    job.write_text("tables: [{name: a, rows: 4M, dim: 8}]\ntopology: h100x16/8")
-    named = loads(CliRunner().invoke(command, [str(job), "--json"]).stdout).request
+    named = request_of("tables: [{name: a, rows: 4M, dim: 8}]\ntopology: h100x16/8")
     assert (named.topology.ranks, named.topology.local_ranks, named.hardware) == (16, 8, "h100")
     assert named.topology.hbm_reserved_fraction == 0.15
 
 
-def test_the_variable_names_the_planner_and_embedded_plans_here(
-    command: typer.Typer, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = [str(tables), "--topology", "h200x8", "--json"]
-    monkeypatch.setenv("EVENKEEL_PLANNER", "http://127.0.0.1:9")
-    refused = CliRunner().invoke(command, flags)
-    assert refused.exit_code == 2
-    assert "http://127.0.0.1:9/v1/plans" in refused.stderr
-    here = CliRunner().invoke(command, [*flags, "--planner", "embedded"])
-    assert here.exit_code == 0, here.output
+def test_a_service_gives_the_same_plan(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (*ON_EIGHT, "--json")
+    here = plan(*flags)
     with served(tmp_path) as running:
+        assert plan(*flags, "--url", running.url).stdout == here.stdout
         monkeypatch.setenv("EVENKEEL_PLANNER", running.url)
-        assert CliRunner().invoke(command, flags).stdout == here.stdout
-    monkeypatch.setenv("EVENKEEL_PLANNER", "embedded")
-    assert CliRunner().invoke(command, flags).stdout == here.stdout
+        assert plan(*flags).stdout == here.stdout
+    assert plan(*flags, "--planner", "embedded").stdout == here.stdout
+    monkeypatch.setenv("EVENKEEL_PLANNER", "http://127.0.0.1:9")
+    refused = plan(*flags)
+    assert (refused.exit_code, "http://127.0.0.1:9/v1/plans" in refused.stderr) == (2, True)
+
+
+def test_a_service_behind_tls_and_a_token_gives_the_same_plan(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = write_certificate(trustme.CA(), tmp_path, "planner")
+    known, token = tmp_path / "tokens.yml", tmp_path / "token"
+    token.write_text("t" * 43)
+    known.write_text(yaml.safe_dump({"tokens": [{"name": "me", "sha256": hash_token("t" * 43)}]}))
+    tls = ("--tls-certificate", str(server.certificate), "--tls-key", str(server.key))
+    flags = (*ON_EIGHT, "--json")
+    with served(tmp_path, "--token-file", str(known), *tls) as running:
+        url = running.url.replace("http://127.0.0.1", "https://localhost")
+        trusted = ("--url", url, "--tls-ca", server.ca)
+        for given, said in (
+            (trusted, "give a token: --token-file or EVENKEEL_TOKEN_FILE"),
+            (("--url", url.replace("https", "http")), "if it speaks TLS, use https://, or plan without a service"),
+            (("--url", url), "set EVENKEEL_TLS_CA to the file of its authority"),
+            (("--url", "http://planner:8080", "--token-file", token), "http://planner:8080 needs https:// for a token"),
+        ):
+            refused = plan(*flags, *given)
+            assert (refused.exit_code, said in refused.stderr) == (2, True), refused.output
+        by_flags = plan(*flags, *trusted, "--token-file", token)
+        with monkeypatch.context() as behind:
+            behind.setenv("https_proxy", "http://user:secret@127.0.0.1:1")
+            shown = plan(*flags, *trusted, "--token-file", token)
+            assert "through the proxy 127.0.0.1:1: add localhost to no_proxy" in shown.output
+            assert "secret" not in shown.output
+        monkeypatch.setenv("EVENKEEL_TLS_CA", str(server.ca))
+        monkeypatch.setenv("EVENKEEL_TOKEN_FILE", str(token))
+        by_environment = plan(*flags, "--url", url)
+    assert by_flags.stdout == by_environment.stdout == plan(*flags).stdout, by_flags.output
 
 
 @pytest.mark.parametrize(
@@ -265,7 +285,7 @@ def test_the_variable_names_the_planner_and_embedded_plans_here(
         (None, "check the address"),
     ],
 )
-def test_what_is_no_planner_is_named(command: typer.Typer, tables: Path, body: bytes | None, said: str) -> None:
+def test_what_is_no_planner_is_named(plan: Plan, body: bytes | None, said: str) -> None:
     class Other(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -284,7 +304,7 @@ def test_what_is_no_planner_is_named(command: typer.Typer, tables: Path, body: b
     thread.start()
     try:
         url = f"http://127.0.0.1:{server.server_port}"
-        shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--planner", url])
+        shown = plan(*ON_EIGHT, "--planner", url)
     finally:
         server.shutdown()
         thread.join()
@@ -294,42 +314,27 @@ def test_what_is_no_planner_is_named(command: typer.Typer, tables: Path, body: b
     assert said in shown.stderr
 
 
-@pytest.mark.parametrize("url", ["planner:8080", "http://[::1", "http://a:99999", "ftp://a", "http://"])
-def test_addresses_that_are_none(command: typer.Typer, tables: Path, url: str) -> None:
-    shown = CliRunner().invoke(command, [str(tables), "--topology", "h200x8", "--planner", url])
-    assert shown.exit_code == 2
-    assert f"url is {url!r}; give http://host:port" in shown.stderr
-
-
-def test_the_same_request_gets_its_kept_plan(command: typer.Typer, tables: Path, tmp_path: Path) -> None:
+def test_the_same_request_gets_its_kept_plan(plan: Plan, tmp_path: Path) -> None:
     folder = tmp_path / "plans"
-    flags = [str(tables), "--topology", "h200x8", "--json", "--cache", str(folder)]
-    first = CliRunner().invoke(command, flags)
-    assert first.exit_code == 0, first.output
+    flags = (*ON_EIGHT, "--json", "--cache", folder)
+    assert plan(*flags).exit_code == 0
     (path,) = folder.iterdir()
     kept = path.read_bytes().partition(b"\n")[2]
     path.write_bytes(sealed(kept.replace(b'"status": "OPTIMAL"', b'"status": "FEASIBLE"')))
-    assert json.loads(CliRunner().invoke(command, flags).stdout)["plan"]["status"] == "FEASIBLE"
-    assert json.loads(CliRunner().invoke(command, [*flags, "--samples", "77"]).stdout)["plan"]["status"] == "OPTIMAL"
+    assert json.loads(plan(*flags).stdout)["plan"]["status"] == "FEASIBLE"
+    assert json.loads(plan(*flags, "--samples", "77").stdout)["plan"]["status"] == "OPTIMAL"
 
 
-def test_the_clock_runs_the_plan_and_its_contenders(command: typer.Typer, tmp_path: Path) -> None:
+def test_the_clock_runs_the_plan_and_its_contenders(run: Run, tmp_path: Path) -> None:
     tables, output = tmp_path / "tables.yaml", tmp_path / "plan.json"
     tables.write_text("- {name: a, rows: 40K, dim: 16, ids_per_sample: 4}\n- {name: b, rows: 4000, dim: 16}\n")
     flags = ["--runtime", "torchrec", "--topology", "h200x1", "--hbm-gib", "2.01", "--samples", "32"]
     clock = ["--clock", "0.2", "--dense-ms", "0.5", "--device", "cpu"]
-    shown = CliRunner().invoke(command, [str(tables), *flags, *clock, "--output", str(output)])
+    shown = run("plan", tables, *flags, *clock, "--output", output)
     assert shown.exit_code == 0, shown.output
     assert "all cached alike" in shown.stdout
     content = json.loads(output.read_text())
     assert sum(one["chosen"] for one in content["measured"]) == 1
     assert content["request"]["step"]["dense_ms"] == 0.5
-    again = CliRunner().invoke(command, [str(output), "--json"])
+    again = run("plan", output, "--json")
     assert again.exit_code == 0, again.output
-    for wrong, said in (
-        (["--clock", "0"], "--clock: is no time"),
-        (["--clock", "1", "--runtime", "dynamicemb"], "runtime"),
-    ):
-        refused = CliRunner().invoke(command, [str(tables), *flags, "--device", "cpu", *wrong])
-        assert refused.exit_code == 2
-        assert said in refused.stderr

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 from typer.testing import CliRunner
 
 from benchmarks.harness.authorities import channel
 from benchmarks.harness.balancer_process import running_balancer
 from tests.services.balancer.jobs import TROUBLE, RunningJob, watched
 from trainer_client.cli import app
-from trainer_client.cli.top import _Shown
+from trainer_client.cli.top import renderables
 
 GONE = "127.0.0.1:1"
 
@@ -67,7 +67,7 @@ def test_jobs_and_a_replica_that_is_gone(page: str) -> None:
 def test_a_table_with_the_ranks_of_a_job(page: str) -> None:
     (document,) = json.loads(run("--json", page, "--count", "1", "--job", "a-slow-one").stdout)
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(_Shown([document], several=False))
+    console.print(Group(*renderables([document])))
     text = console.export_text()
     ranks = text.partition("holds the others up")[2].split()
     assert ranks[0] == "2"  # who comes last stands first

@@ -19,11 +19,10 @@ from trainer_client.embedding.checkpoint.dynamicemb import (
     write_options,
 )
 from trainer_client.embedding.checkpoint.files import Staging, recover
-from trainer_client.embedding.checkpoint.record import CheckpointError, TableRecord, repeated_key, split_by_owner
+from trainer_client.embedding.checkpoint.record import Checkpoint, CheckpointError, TableRecord, repeated_key
 from trainer_client.embedding.routing import RoutingLike, as_routing
 from trainer_client.embedding.routing.ownership import check_world_size
 
-Checkpoint = dcp.DcpCheckpoint | DynamicEmbDump
 Format = Literal["dcp", "dynamicemb"]
 Progress = Callable[[int, int], None]
 """Called with rows done and rows to do; for a `torch.distributed.checkpoint` target each row counts twice."""
@@ -122,17 +121,20 @@ def convert(
     ):
         files = {record.name: RawRows(Path(scratch), record, dump=to_dump) for record in new}
         moved = sum(_distribute(source, raw, advance) for raw in files.values())
-        finished = [raw.counted() for raw in files.values()]
 
         def read(name: str, rank: int, array: str, first: int, count: int) -> Tensor:
-            advance(count if array == "keys" else 0)
             return files[name].read(rank, array, first, count)
 
+        def written(name: str, rank: int, array: str, first: int, count: int) -> Tensor:
+            advance(count if array == "keys" else 0)
+            return read(name, rank, array, first, count)
+
+        finished = [record.with_rows(files[record.name].counts, None if to_dump else read) for record in new]
         if to_dump:
             for record in finished:
                 write_options(path, record)
         else:
-            dcp.write(path, finished, range(world_size), read, alone=True)
+            dcp.write(path, finished, range(world_size), written, alone=True)
     return Conversion(tables=tuple(finished), rows=total, moved=moved)
 
 
@@ -142,8 +144,8 @@ def _distribute(source: Checkpoint, raw: RawRows, advance: Callable[[int], None]
     before = source.records[after.name]
     for rank in range(before.world_size):
         for rows in source.rows(before.name, rank):
-            for owner, part in split_by_owner(rows, after):
-                raw.append(owner, part)
+            for owner, part in rows.by_owner(after):
+                raw.append(owner, part.arrays)
                 moved += part.keys.numel() if owner != rank else 0
             advance(rows.keys.numel())
     for rank, count in enumerate(raw.counts):

@@ -7,7 +7,7 @@ as bytes. Each chunk is a file.
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,18 +22,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainer_client.embedding.checkpoint.record import (
-    KEYS,
+    Checkpoint,
     CheckpointError,
-    Rows,
+    ReadArray,
     TableRecord,
-    check_owner,
     from_json,
     to_json,
 )
 
 RECORD = "evenkeel.record"
-ReadArray = Callable[[str, int, str, int, int], Tensor]
-"""Rows of an array, by table, rank, array, first row and number of rows."""
 
 
 def _entry(table: str, rank: int, array: str, chunk: int) -> str:
@@ -75,7 +72,7 @@ def write(
     sources: dict[str, Callable[[], Tensor]] = {}
     for record, rank in itertools.product(records, ranks):
         for chunk, (first, count) in enumerate(record.chunks(rank)):
-            for array, spec in {"keys": KEYS, **record.arrays}.items():
+            for array, spec in record.stored.items():
                 entry = _entry(record.name, rank, array, chunk)
                 state[entry] = spec.empty(count, device="meta")
                 sources[entry] = partial(read, record.name, rank, array, first, count)
@@ -88,32 +85,28 @@ def write(
         )  # fmt: skip
 
 
-class DcpCheckpoint:
-    """Reads a checkpoint, chunk by chunk, checking what it reads."""
+class DcpCheckpoint(Checkpoint):
+    """Reads such a directory."""
 
     format = "dcp"
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, metadata_file = path, path / ".metadata"
         self._reader = filesystem.FileSystemReader(path)
         try:
             self._metadata = self._reader.read_metadata()
         except Exception as error:
-            raise CheckpointError(f"{path / '.metadata'}: cannot be read ({error!r})") from error
+            raise CheckpointError(f"{metadata_file}: cannot be read ({error!r})") from error
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         size = self._metadata.state_dict_metadata.get(RECORD)
         if not isinstance(size, TensorStorageMetadata):
-            raise CheckpointError(f"{path / '.metadata'}: no routing record; this is no checkpoint of routed tables")
+            raise CheckpointError(f"{metadata_file}: no routing record; this is no checkpoint of routed tables")
         stored: dict[Any, Any] = self._metadata.storage_data
         self._files = {index.fqn: path / info.relative_path for index, info in stored.items()}
         text = torch.empty(size.size, dtype=torch.uint8, device="cpu")
         self._fill({RECORD: text})
-        where = self._files[RECORD]
-        try:
-            decoded = bytes(text.numpy()).decode()
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{where}: the routing record is damaged") from error
-        self.records = {record.name: record for record in from_json(decoded, where=str(where))}
+        read = from_json(bytes(text.numpy()), where=str(self._files[RECORD]))
+        self.records = {record.name: record for record in read}
 
     def _fill(self, state: dict[str, Tensor]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -130,18 +123,10 @@ class DcpCheckpoint:
         """The file of some of a rank's keys."""
         return str(self._files.get(_entry(table, rank, "keys", chunk), self.path / ".metadata"))
 
-    def rows(self, table: str, rank: int) -> Iterator[Rows]:
-        """Chunks of a table's rows on a rank."""
+    def read(self, table: str, rank: int, chunk: int) -> dict[str, Tensor]:
+        """The keys and arrays of a chunk."""
         record = self.records[table]
-        for chunk, (_, count) in enumerate(record.chunks(rank)):
-            arrays = {array: spec.empty(count) for array, spec in {"keys": KEYS, **record.arrays}.items()}
-            self._fill({_entry(table, rank, array, chunk): tensor for array, tensor in arrays.items()})
-            where = self.where(table, rank, chunk)
-            rows = Rows(keys=arrays.pop("keys"), arrays=arrays, where=where)
-            if rows.digest() != record.digests[rank][chunk]:
-                raise CheckpointError(
-                    f"{where}: rows of table {table}, rank {rank}, are not those that were saved (checksum differs); "
-                    "restore the file from a copy"
-                )
-            check_owner(rows, record, rank)
-            yield rows
+        _, count = record.chunks(rank)[chunk]
+        arrays = {array: spec.empty(count) for array, spec in record.stored.items()}
+        self._fill({_entry(table, rank, array, chunk): tensor for array, tensor in arrays.items()})
+        return arrays

@@ -86,17 +86,15 @@ def recover(target: Path) -> None:
 
 def _check_replaceable(target: Path) -> None:
     """Checks that nothing is lost with a target but a checkpoint."""
+    remedy = "and is not replaced; choose another name"
     if target.is_symlink():
-        raise CheckpointError(
-            f"{target} is a symbolic link, which is not replaced; name what it points to, or remove it"
-        )
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise CheckpointError(f"{target} is a file and no checkpoint, and is not replaced; choose another name")
-    others = sorted(entry.name for entry in target.iterdir() if not (entry.is_file() and _is_of_checkpoint(entry.name)))
+        raise CheckpointError(f"{target} is a symbolic link, {remedy}, or that of what it points to")
+    if target.is_file():
+        raise CheckpointError(f"{target} is a file and no checkpoint, {remedy}")
+    entries = sorted(target.iterdir()) if target.exists() else []
+    others = [repr(entry.name) for entry in entries if not (entry.is_file() and _is_of_checkpoint(entry.name))]
     if others:
-        named = ", ".join(map(repr, others[:3])) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         raise CheckpointError(
             f"{target} holds {named}, which belong to no checkpoint of tables and would be gone; "
             "give the checkpoint a directory of its own"
@@ -110,7 +108,5 @@ def _is_of_checkpoint(name: str) -> bool:
 
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_client.embedding.checkpoint import dcp
-from trainer_client.embedding.checkpoint.convert import Checkpoint, open_checkpoint
+from trainer_client.embedding.checkpoint.convert import open_checkpoint
 from trainer_client.embedding.checkpoint.files import Staging
 from trainer_client.embedding.checkpoint.optimizers import Layout, Optimizers, optimizer_of
 from trainer_client.embedding.checkpoint.record import (
     ArraySpec,
+    Checkpoint,
     CheckpointError,
     RoutingMismatchError,
     Rows,
@@ -26,64 +27,15 @@ from trainer_client.embedding.checkpoint.record import (
 from trainer_client.embedding.tables import RoutedEmbeddingCollection, RoutedTable
 
 
-def _check_storage(table: RoutedTable, part: Any) -> None:
+def _storage(collection: RoutedEmbeddingCollection, table: RoutedTable) -> Any:
+    """This rank's part of a table."""
+    part = collection.tables[table.name]
     if not hasattr(part, "held_keys"):
         raise CheckpointError(
             f"table {table.name}: its storage {type(part).__name__} keeps its rows to itself; use its own dump and "
             "load, and `evenkeel checkpoint convert` between routings"
         )
-
-
-class _Part:
-    """A rank's rows of one table, and the record of that rank alone."""
-
-    def __init__(self, table: RoutedTable, part: Any, optimizers: Optimizers, world_size: int) -> None:
-        _check_storage(table, part)
-        optimizer = optimizer_of(optimizers, part.weight, table.name)
-        state: dict[str, Tensor] = {}
-        scalars: dict[str, float] = {}
-        if optimizer is not None:
-            layout = Layout.of(optimizer, part.weight, table.name)
-            state, scalars = layout.read(optimizer.state.get(part.weight, {}))
-        keys = part.held_keys()
-        count = keys.numel()
-        arrays = {"values": part.weight.detach(), **state}
-        self._tensors = {"keys": keys, **arrays}
-        # What a row that no key has taken holds, if there is one.
-        free = {name: array[-1].double().flatten().tolist() for name, array in state.items() if len(array) > count}
-        self.record = TableRecord(
-            name=table.name,
-            routing=table.resolved_routing,
-            world_size=world_size,
-            num_embeddings=table.num_embeddings,
-            rows=(count,),
-            arrays={name: ArraySpec.of(array) for name, array in arrays.items()},
-            scalars=scalars,
-            optimizer=type(optimizer).__name__ if optimizer else "",
-            fresh=free,
-        )
-        digests = []
-        for first, size in self.record.chunks(0):
-            chunk = {name: self.read(name, first, size) for name in self._tensors}
-            digests.append(Rows(keys=chunk.pop("keys"), arrays=chunk).digest())
-        self.record = dataclasses.replace(self.record, digests=(tuple(digests),))
-
-    def read(self, array: str, first: int, count: int) -> Tensor:
-        """Some rows, on the CPU."""
-        rows: Tensor = self._tensors[array][first : first + count].cpu()
-        return rows
-
-
-def _of_all_ranks(parts: list[TableRecord]) -> TableRecord:
-    first = max(parts, key=lambda record: len(record.arrays))
-    if any(record.arrays != first.arrays for record in parts):
-        raise CheckpointError(f"table {first.name}: ranks hold different optimizer state; step it on all ranks")
-    return dataclasses.replace(
-        first,
-        rows=tuple(record.rows[0] for record in parts),
-        digests=tuple(record.digests[0] for record in parts),
-        fresh=next((record.fresh for record in parts if record.fresh), {}),
-    )
+    return part
 
 
 def _gather(value: Any, collection: RoutedEmbeddingCollection) -> list[Any]:
@@ -110,6 +62,50 @@ def _raised_by_all(collection: RoutedEmbeddingCollection, path: Path | str) -> I
         raise problem or failed[0]
 
 
+def _snapshot(
+    collection: RoutedEmbeddingCollection, table: RoutedTable, optimizers: Optimizers
+) -> tuple[TableRecord, dict[str, Tensor]]:
+    """What this rank has of a table: its record, as if of one rank, and the arrays."""
+    part = _storage(collection, table)
+    optimizer = optimizer_of(optimizers, part.weight, table.name)
+    state: dict[str, Tensor] = {}
+    scalars: dict[str, float] = {}
+    if optimizer is not None:
+        layout = Layout.of(optimizer, part.weight, table.name)
+        state, scalars = layout.read(optimizer.state.get(part.weight, {}))
+    keys = part.held_keys()
+    tensors = {"keys": keys, "values": part.weight.detach(), **state}
+    record = TableRecord(
+        name=table.name,
+        routing=table.resolved_routing,
+        world_size=collection.world_size,
+        num_embeddings=table.num_embeddings,
+        rows=(),
+        arrays={name: ArraySpec.of(array) for name, array in tensors.items() if name != "keys"},
+        scalars=scalars,
+        optimizer=type(optimizer).__name__ if optimizer else "",
+        # What a row that no key has taken holds, if there is one.
+        fresh={name: rows[-1].double().flatten().tolist() for name, rows in state.items() if len(rows) > len(keys)},
+    )
+    return record.with_rows([len(keys)], lambda _, __, *rows: _read(tensors, *rows)), tensors
+
+
+def _read(tensors: dict[str, Tensor], array: str, first: int, count: int) -> Tensor:
+    return tensors[array][first : first + count].cpu()
+
+
+def _of_all_ranks(parts: list[TableRecord]) -> TableRecord:
+    first = max(parts, key=lambda record: len(record.arrays))
+    if any(record.arrays != first.arrays for record in parts):
+        raise CheckpointError(f"table {first.name}: ranks hold different optimizer state; step it on all ranks")
+    return dataclasses.replace(
+        first,
+        rows=tuple(record.rows[0] for record in parts),
+        digests=tuple(record.digests[0] for record in parts),
+        fresh=next((record.fresh for record in parts if record.fresh), {}),
+    )
+
+
 def save(
     collection: RoutedEmbeddingCollection, path: Path | str, *, optimizer: Optimizers = None, overwrite: bool = False
 ) -> None:
@@ -131,24 +127,18 @@ def save(
     """
     staging: Staging | None = None
     with _raised_by_all(collection, path):
-        parts = {
-            t.name: _Part(t, collection.tables[t.name], optimizer, collection.world_size) for t in collection.configs
-        }
-    gathered = _gather({name: part.record for name, part in parts.items()}, collection)
+        parts = {table.name: _snapshot(collection, table, optimizer) for table in collection.configs}
+    gathered = _gather({name: record for name, (record, _) in parts.items()}, collection)
     records = [_of_all_ranks([rank[name] for rank in gathered]) for name in parts]
     with _raised_by_all(collection, path):
         if collection.rank == 0:
             staging = Staging(Path(path), overwrite=overwrite)
-    (folder,) = {folder for folder in _gather(staging and staging.path, collection) if folder}
+    folder = next(filter(None, _gather(staging and staging.path, collection)))
     try:
         dcp.write(
-            folder,
-            records,
-            [collection.rank],
-            lambda name, _, array, first, count: parts[name].read(array, first, count),
-            alone=collection.world_size == 1,
-            group=collection.group,
-        )
+            folder, records, [collection.rank], lambda name, _, *rows: _read(parts[name][1], *rows),
+            alone=collection.world_size == 1, group=collection.group,
+        )  # fmt: skip
         _gather(None, collection)
     except BaseException:
         if staging is not None:
@@ -168,12 +158,10 @@ class _Load:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        collection: RoutedEmbeddingCollection,
         table: RoutedTable,
-        part: Any,
+        optimizers: Optimizers,
         *,
-        rank: int,
-        world_size: int,
-        optimizer: Optimizers,
         convert: bool,
     ) -> None:
         saved, where = checkpoint.records.get(table.name), checkpoint.path
@@ -184,26 +172,26 @@ class _Load:
             raise CheckpointError(
                 f"{where}: table {table.name} has rows of shape {shape}, not ({table.embedding_dim},)"
             )
-        local = saved.rerouted(table.resolved_routing, world_size)
-        local = dataclasses.replace(local, num_embeddings=table.num_embeddings)
+        local = saved.rerouted(table.resolved_routing, collection.world_size)
+        self._record = local = dataclasses.replace(local, num_embeddings=table.num_embeddings)
+        self._checkpoint, self._saved, self._rank = checkpoint, saved, collection.rank
         self._same = local.routes_like(saved)
         if not self._same and not convert:
             raise RoutingMismatchError(
                 f"{where}: table {table.name} was saved under {saved.describe()} and is loaded under "
                 f"{local.describe()}; allow conversion, or convert it first with `evenkeel checkpoint convert`"
             )
-        _check_storage(table, part)
+        self._part = part = _storage(collection, table)
         forgets = hasattr(part, "reset_parameters") or table.resolved_routing.dist_type == "continuous"
         if not forgets and part.held_keys().numel():
             raise CheckpointError(
                 f"table {table.name}: it holds keys already, and its storage {type(part).__name__} has no "
                 "reset_parameters() that would make it forget them; load into a newly made collection"
             )
-        self._optimizer, self._layout = optimizer_of(optimizer, part.weight, table.name), None
+        self._optimizer, self._layout = optimizer_of(optimizers, part.weight, table.name), None
         if self._optimizer is not None:
             self._layout = Layout.of(self._optimizer, part.weight, table.name, local)
             self._layout.check(local, where)
-        self._checkpoint, self._record, self._part, self._rank = checkpoint, local, part, rank
 
     def run(self) -> int:
         """Loads the rows; returns how many."""
@@ -214,8 +202,7 @@ class _Load:
         if self._optimizer is not None and self._layout is not None:
             targets |= self._layout.prepare(self._optimizer, part.weight, record)
         filled = torch.zeros(part.weight.shape[0], dtype=torch.bool, device=part.weight.device)
-        sources = [self._rank] if self._same else range(self._checkpoint.records[record.name].world_size)
-        for source in sources:
+        for source in [self._rank] if self._same else range(self._saved.world_size):
             for rows in self._checkpoint.rows(record.name, source):
                 local = rows if self._same else rows.take(record.owners(rows.keys) == self._rank)
                 if local.keys.numel() == 0:
@@ -264,18 +251,7 @@ def load(
     """
     with _raised_by_all(collection, path):
         checkpoint = open_checkpoint(os.fspath(path))
-        fitting = {
-            table.name: _Load(
-                checkpoint,
-                table,
-                collection.tables[table.name],
-                rank=collection.rank,
-                world_size=collection.world_size,
-                optimizer=optimizer,
-                convert=convert,
-            )
-            for table in collection.configs
-        }
+        fitting = {t.name: _Load(checkpoint, collection, t, optimizer, convert=convert) for t in collection.configs}
     with _raised_by_all(collection, path):
         loaded = {name: one.run() for name, one in fitting.items()}
     totals = {name: sum(each[name] for each in _gather(loaded, collection)) for name in loaded}

@@ -20,11 +20,16 @@ PREFIX = "optimizer."  # of the names of its arrays in a checkpoint
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
+def _group_of(optimizer: Optimizer, weight: nn.Parameter) -> dict[str, Any] | None:
+    groups = (group for group in optimizer.param_groups if any(weight is trained for trained in group["params"]))
+    return next(groups, None)
+
+
 def optimizer_of(optimizers: Optimizers, weight: nn.Parameter, table: str) -> Optimizer | None:
     """The optimizer that trains a table; None if none is given, or none need be because the table is frozen."""
     given: Iterable[Optimizer] = [optimizers] if isinstance(optimizers, Optimizer) else optimizers or []
     for optimizer in given:
-        if any(weight is trained for group in optimizer.param_groups for trained in group["params"]):
+        if _group_of(optimizer, weight) is not None:
             return optimizer
     if given and weight.requires_grad:
         raise CheckpointError(
@@ -102,18 +107,17 @@ class Layout:
         saved = bool(record.scalars or _saved_rows(record))
         if not saved and type(optimizer) is not torch.optim.Adagrad:  # which keeps state before its first step
             return {}
-        state: dict[str, Any] = {}
+        rows, numbers = {}, {}
         for name, row in self.rows.items():
             fresh = record.fresh.get(PREFIX + name)
-            if fresh is not None:
-                row = torch.tensor(fresh, dtype=torch.float64, device="cpu").to(row.device, row.dtype).view(row.shape)  # noqa: PLW2901
-            spread = row.expand(weight.shape[0], *row.shape[1:])
-            state[name] = spread.clone(memory_format=torch.contiguous_format)
+            first = row if fresh is None else row.new_tensor(fresh).view(row.shape)
+            spread = first.expand(weight.shape[0], *row.shape[1:])
+            rows[name] = spread.clone(memory_format=torch.contiguous_format)
         for name, example in self.numbers.items():
             value = record.scalars.get(name, 0.0)
-            state[name] = torch.full_like(example, value) if isinstance(example, Tensor) else type(example)(value)
-        optimizer.state[weight] = state
-        return {PREFIX + name: state[name] for name in self.rows} if saved else {}
+            numbers[name] = torch.full_like(example, value) if isinstance(example, Tensor) else type(example)(value)
+        optimizer.state[weight] = rows | numbers
+        return {PREFIX + name: array for name, array in rows.items()} if saved else {}
 
 
 def _saved_rows(record: TableRecord) -> set[str]:
@@ -122,15 +126,14 @@ def _saved_rows(record: TableRecord) -> set[str]:
 
 def _try(optimizer: Optimizer, weight: nn.Parameter, rows: int) -> dict[str, Any] | None:
     """State after one step without gradients on a table of a few rows; None if the optimizer cannot be made anew."""
-    kind = type(optimizer)
-    group = next(g for g in optimizer.param_groups if any(weight is trained for trained in g["params"]))
+    group = _group_of(optimizer, weight) or {}
     options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     zeros = torch.zeros(rows, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
     small = nn.Parameter(zeros, requires_grad=False)  # so that a differentiable step writes to it too
     small.grad = torch.zeros_like(small)
     try:
-        accepted = inspect.signature(kind).parameters
-        other: Any = kind([small], **{name: value for name, value in options.items() if name in accepted})
+        accepted = inspect.signature(type(optimizer)).parameters
+        other: Any = type(optimizer)([small], **{name: value for name, value in options.items() if name in accepted})
         other.param_groups[0].update(options)
         other._warned_capturable_if_run_uncaptured = True  # it is a trial: a warning would mislead
         with torch.no_grad():
@@ -146,8 +149,6 @@ def _recorded(record: TableRecord | None, weight: Tensor, optimizer: Optimizer) 
         return {}
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     number = torch.zeros((), device=weight.device if on_device else "cpu")
-    rows = {
-        name: torch.zeros_like(record.arrays[PREFIX + name].empty(weight.shape[0]), device=weight.device)
-        for name in _saved_rows(record)
-    }
+    arrays = {name: record.arrays[PREFIX + name] for name in _saved_rows(record)}
+    rows = {name: spec.empty(weight.shape[0]).zero_().to(weight.device) for name, spec in arrays.items()}
     return rows | dict.fromkeys(record.scalars, number)

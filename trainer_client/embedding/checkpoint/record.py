@@ -1,11 +1,13 @@
-"""What a checkpoint records of each table, and rows on their way between a table and a file."""
+"""What a checkpoint records of each table, rows on their way, and what is checked of every checkpoint that is read."""
 
 import dataclasses
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ class RoutingMismatchError(CheckpointError):
 
 FORMAT_VERSION = 2
 READS = (1, 2)  # version 1 has no `optimizer` and no `fresh`
+
+ReadArray = Callable[[str, int, str, int, int], Tensor]
+"""Rows of an array, by table, rank, array, first row and number of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +101,11 @@ class TableRecord:
             raise CheckpointError(f"table {self.name} is continuous, but its size is not recorded; give num_embeddings")
         return block_size(self.num_embeddings, self.world_size)
 
+    @property
+    def stored(self) -> dict[str, ArraySpec]:
+        """The keys and all arrays."""
+        return {"keys": KEYS, **self.arrays}
+
     def describe(self) -> str:
         """The routing in words."""
         return f"{self.routing} over {self.world_size} rank{'s' if self.world_size != 1 else ''}"
@@ -117,13 +127,27 @@ class TableRecord:
         """(n) ranks that own keys (n)."""
         return owners(keys, self.routing, world_size=self.world_size, block_size=self.block)
 
+    def with_rows(self, counts: Sequence[int], read: ReadArray | None) -> Self:
+        """The record of a table with so many rows on each rank, and their checksums if they can be read."""
+        counted = dataclasses.replace(self, rows=tuple(counts))
+        if read is None:
+            return counted
+        digests = [
+            tuple(
+                Rows({array: read(self.name, rank, array, *chunk) for array in self.stored}).digest()
+                for chunk in counted.chunks(rank)
+            )
+            for rank in range(len(counts))
+        ]
+        return dataclasses.replace(counted, digests=tuple(digests))
+
 
 def to_json(records: Sequence[TableRecord]) -> str:
     """Records as JSON text."""
     return json.dumps({"format_version": FORMAT_VERSION, "tables": [dataclasses.asdict(record) for record in records]})
 
 
-def from_json(text: str, *, where: str) -> list[TableRecord]:
+def from_json(text: str | bytes, *, where: str) -> list[TableRecord]:
     """Records of JSON text."""
     try:
         document = json.loads(text)
@@ -135,7 +159,7 @@ def from_json(text: str, *, where: str) -> list[TableRecord]:
             plain["routing"] = Routing(**plain["routing"])
             specs = plain["arrays"].items()
             plain["arrays"] = {name: ArraySpec(dtype=s["dtype"], shape=tuple(s["shape"])) for name, s in specs}
-            plain["rows"], plain["digests"] = tuple(plain["rows"]), tuple(tuple(d) for d in plain["digests"])
+            plain["rows"], plain["digests"] = tuple(plain["rows"]), tuple(map(tuple, plain["digests"]))
             records.append(TableRecord(**plain))
     except CheckpointError:
         raise
@@ -150,25 +174,37 @@ def from_json(text: str, *, where: str) -> list[TableRecord]:
     return records
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Some rows of a table: int64 keys (n), by name (n, ...) values and optimizer state, and their file, for errors."""
+class Rows(NamedTuple):
+    """Some rows of a table: by name the int64 `keys` (n), values and state (n, ...); and their file, for errors."""
 
-    keys: Tensor
-    arrays: dict[str, Tensor]
+    arrays: Mapping[str, Tensor]
     where: str = ""
+
+    @property
+    def keys(self) -> Tensor:
+        """(n) int64 keys."""
+        return self.arrays["keys"]
 
     def take(self, index: Tensor) -> "Rows":
         """The rows that an index tensor or a mask picks."""
-        arrays = {name: array[index] for name, array in self.arrays.items()}
-        return Rows(keys=self.keys[index], arrays=arrays, where=self.where)
+        return Rows({name: array[index] for name, array in self.arrays.items()}, self.where)
 
     def digest(self) -> int:
         """CRC-32 of the keys and then of the arrays in the order of their names."""
         crc = zlib.crc32(as_bytes(self.keys))
-        for name in sorted(self.arrays):
+        for name in sorted(self.arrays.keys() - {"keys"}):
             crc = zlib.crc32(as_bytes(self.arrays[name]), crc)
         return crc
+
+    def by_owner(self, record: TableRecord) -> Iterator[tuple[int, "Rows"]]:
+        """The rows of each rank that has any, in their order."""
+        owner = record.owners(self.keys)
+        order = torch.argsort(owner, stable=True)
+        at = 0
+        for rank, count in enumerate(torch.bincount(owner, minlength=record.world_size).tolist()):
+            if count:
+                yield rank, self.take(order[at : at + count])
+            at += count
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -186,24 +222,48 @@ def repeated_key(where: str, table: str, key: int) -> CheckpointError:
     )
 
 
-def check_owner(rows: Rows, record: TableRecord, rank: int) -> None:
-    """Checks that a rank owns all of some rows."""
-    owner = record.owners(rows.keys)
-    wrong = owner != rank
-    if bool(wrong.any()):
-        key, right = int(rows.keys[wrong][0]), int(owner[wrong][0])
-        raise CheckpointError(
-            f"{rows.where}: holds key {key} of table {record.name} for rank {rank}, but {record.describe()} gives it "
-            f"to rank {right}; the file is in the wrong place, or was saved under another routing than recorded"
-        )
+class Checkpoint(ABC):
+    """A checkpoint that is read chunk by chunk, each of which is checked.
 
+    Attributes:
+        format: `dcp` or `dynamicemb`.
+        path: Its directory.
+        records: Its tables, by name.
+    """
 
-def split_by_owner(rows: Rows, record: TableRecord) -> Iterator[tuple[int, Rows]]:
-    """The rows of each rank that has any, in their order."""
-    owner = record.owners(rows.keys)
-    order = torch.argsort(owner, stable=True)
-    at = 0
-    for rank, count in enumerate(torch.bincount(owner, minlength=record.world_size).tolist()):
-        if count:
-            yield rank, rows.take(order[at : at + count])
-        at += count
+    format: str
+    path: Path
+    records: dict[str, TableRecord]
+
+    @abstractmethod
+    def where(self, table: str, rank: int, chunk: int = 0) -> str:
+        """The file of some of a rank's keys."""
+
+    @abstractmethod
+    def read(self, table: str, rank: int, chunk: int) -> dict[str, Tensor]:
+        """The keys and arrays of a chunk."""
+
+    def rows(self, table: str, rank: int) -> Iterator[Rows]:
+        """Chunks of a table's rows on a rank.
+
+        Raises:
+            CheckpointError: If a file is damaged, or a key is on a rank that does not own it.
+        """
+        record = self.records[table]
+        for chunk in range(len(record.chunks(rank))):
+            rows = Rows(self.read(table, rank, chunk), self.where(table, rank, chunk))
+            if record.digests and rows.digest() != record.digests[rank][chunk]:
+                raise CheckpointError(
+                    f"{rows.where}: rows of table {table}, rank {rank}, are not those that were saved (checksum "
+                    "differs); restore the file from a copy"
+                )
+            owner = record.owners(rows.keys)
+            wrong = owner != rank
+            if bool(wrong.any()):
+                key, right = int(rows.keys[wrong][0]), int(owner[wrong][0])
+                raise CheckpointError(
+                    f"{rows.where}: holds key {key} of table {table} for rank {rank}, but {record.describe()} gives "
+                    f"it to rank {right}; the file is in the wrong place, or was saved under another routing than "
+                    "recorded"
+                )
+            yield rows

@@ -2,7 +2,6 @@
 
 The operator `evenkeel::block_bucketize` has CPU and CUDA kernels and a fake kernel for tracing. Tensors, TorchRec's
 KeyedJaggedTensor and its own row-wise sharding go through it.
-
 """
 
 from collections.abc import Iterator, Sequence

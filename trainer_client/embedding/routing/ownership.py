@@ -92,7 +92,7 @@ class Routing:
 
 RoutingLike = str | Routing
 """A routing, or the name of its rule, with seed 0."""
-_BY_NAME = {dist_type: Routing(dist_type=dist_type) for dist_type in DIST_TYPES}
+_BY_NAME: dict[str, Routing] = {dist_type: Routing(dist_type=dist_type) for dist_type in DIST_TYPES}
 
 
 def continuous() -> Routing:
@@ -116,12 +116,10 @@ def as_routing(routing: RoutingLike) -> Routing:
     Raises:
         ValueError: If the name is unknown.
     """
-    if isinstance(routing, Routing):
-        return routing
-    for dist_type, named in _BY_NAME.items():
-        if routing == dist_type:
-            return named
-    raise ValueError(f"routing is {routing!r}; choose one of {', '.join(DIST_TYPES)} or pass a Routing")
+    known = routing if isinstance(routing, Routing) else _BY_NAME.get(routing)
+    if known is None:
+        raise ValueError(f"routing is {routing!r}; choose one of {', '.join(DIST_TYPES)} or pass a Routing")
+    return known
 
 
 def as_routings(routing: RoutingLike | Sequence[RoutingLike]) -> tuple[Routing, ...]:

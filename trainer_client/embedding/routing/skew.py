@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from trainer_client.embedding.routing.ownership import RoutingLike, as_int64, as_routings, owners
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HotKey:
     """A key that occurs often: its feature, value and number of occurrences."""
 
@@ -58,10 +59,9 @@ def _loads(
     kjt: Any, world_size: int, routing: RoutingLike | Sequence[RoutingLike], block_sizes: Sequence[int] | None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Of each feature its name, its keys on the host, and (world_size) how many of them each rank owns."""
-    names = list(kjt.keys())
-    routings = as_routings(routing)
+    names, routings = list(kjt.keys()), as_routings(routing)
     routings = routings * len(names) if len(routings) == 1 else routings
-    blocks = list(block_sizes) if block_sizes is not None else [0] * len(names)
+    blocks = [0] * len(names) if block_sizes is None else block_sizes
     if len(routings) != len(names) or len(blocks) != len(names):
         raise ValueError(
             f"{len(routings)} routings and {len(blocks)} block sizes for {len(names)} features; give one each"
@@ -70,11 +70,8 @@ def _loads(
     for name, how, block, length in zip(names, routings, blocks, kjt.length_per_key(), strict=True):
         keys = values[at : at + length]
         at += length
-        yield (
-            name,
-            keys,
-            torch.bincount(owners(keys, how, world_size=world_size, block_size=block), minlength=world_size),
-        )
+        owner = owners(keys, how, world_size=world_size, block_size=block)
+        yield name, keys, torch.bincount(owner, minlength=world_size)
 
 
 def feature_skew(
@@ -116,10 +113,7 @@ def report(
         unique, count = torch.unique(keys, return_counts=True)
         counts.append(count)
         heavy = count.topk(min(top, count.numel()))
-        hottest += [
-            HotKey(feature=name, key=int(unique[i]), count=int(c))
-            for c, i in zip(heavy.values.tolist(), heavy.indices.tolist(), strict=True)
-        ]
+        hottest += map(HotKey, repeat(name), unique[heavy.indices].tolist(), heavy.values.tolist())
     every, total = torch.cat(counts), int(load.sum())
     return SkewReport(
         keys_per_rank=tuple(load.tolist()),

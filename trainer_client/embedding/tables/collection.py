@@ -18,7 +18,6 @@ from trainer_client.embedding.tables.exchange import (
     all_to_all,
     cut,
     differentiable_all_to_all,
-    divide_gradient,
     exchange_counts,
     exchange_group,
     raise_together,
@@ -201,8 +200,9 @@ class RoutedEmbeddingCollection(RankLocal):
             vectors = self._look_up_owned(sent.indices, [column[:-1] for column in counts.tolist()], tables)
         else:
             vectors = self._look_up_at_owners(sent.indices, counts, tables)
-        # Divided before it travels to the owners, as a sum over ranks may not fit into a narrow type.
-        vectors = divide_gradient(vectors, self.gradient_divide_factor)
+        if vectors.requires_grad and self.gradient_divide_factor != 1:
+            # Divided before it travels to the owners, as a sum over ranks may not fit into a narrow type.
+            vectors.register_hook(lambda gradient: gradient / self.gradient_divide_factor)  # type: ignore[no-untyped-call]
         return vectors.index_select(0, sent.permutation.to(torch.int64))
 
     def _look_up_at_owners(self, indices: Tensor, counts: Tensor, tables: list[RoutedTable]) -> Tensor:

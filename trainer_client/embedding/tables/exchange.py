@@ -81,23 +81,6 @@ class _AllToAll(torch.autograd.Function):
         return differentiable_all_to_all(gradients[0], send, receive, group), None, None, None
 
 
-class _DivideGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, by: float) -> Tensor:
-        ctx.by = by
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] / ctx.by, None
-
-
-def divide_gradient(rows: Tensor, by: float) -> Tensor:
-    """The same rows; their gradient is divided."""
-    result: Tensor = _DivideGradient.apply(rows, by) if by != 1 else rows  # type: ignore[no-untyped-call]
-    return result
-
-
 def differentiable_all_to_all(
     rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
