@@ -104,9 +104,9 @@ class VarlenSoftmax:
         return results
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-        lengths = [offsets.diff().tolist() for offsets in (packed.query_offsets, packed.key_offsets)]
-        masks = [visible(length, 0, 0, query.device) if packed.causal else None for length in lengths[0]]
-        out, logs = DenseSoftmax(scale=self.scale).over(query, key, value, *lengths, masks)
+        queries, keys = packed.query_offsets.diff().tolist(), packed.key_offsets.diff().tolist()
+        masks = [visible(length, 0, 0, query.device) if packed.causal else None for length in queries]
+        out, logs = DenseSoftmax(scale=self.scale).over(query, key, value, queries, keys, masks)
         return out, logs.t()
 
     def _plain_backward(
@@ -116,7 +116,7 @@ class VarlenSoftmax:
         grad = wide(grad)
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         with torch.enable_grad():
-            part, part_logs = self._plain(*map(wide, inputs), packed)
+            part, part_logs = self._plain(wide(inputs[0]), wide(inputs[1]), wide(inputs[2]), packed)
         weights = (part_logs.detach() - logs).exp()
         of_logs = weights * ((part.detach() - wide(out)) * grad).sum(-1).t()
         return torch.autograd.grad([part, part_logs], inputs, [weights.t().unsqueeze(-1) * grad, of_logs])

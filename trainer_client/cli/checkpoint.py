@@ -14,8 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trainer_client.cli.common import errors_in_a_sentence, show
 
 if TYPE_CHECKING:
-    from trainer_client.embedding.checkpoint import TableRecord
-    from trainer_client.embedding.checkpoint.convert import Checkpoint
+    from trainer_client.embedding.checkpoint import Checkpoint, TableRecord
 
 app = typer.Typer(help="Inspect and convert checkpoints of routed embedding tables.", no_args_is_help=True)
 
@@ -50,8 +49,9 @@ def _open(path: Path, from_routing: str | None, sizes: list[str] | None) -> Chec
 
 
 def _plain(record: TableRecord) -> dict[str, Any]:
-    plain = {name: value for name, value in asdict(record).items() if name in _SHOWN}
-    return plain | plain.pop("routing")
+    plain: dict[str, Any] = {name: value for name, value in asdict(record).items() if name in _SHOWN}
+    plain.update(plain.pop("routing"))
+    return plain
 
 
 def _row(record: TableRecord) -> tuple[object, ...]:

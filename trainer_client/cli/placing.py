@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from evenkeel.placement import InvalidInputError, PlanRequest, Runtime
+from evenkeel.placement import InvalidInputError, PlanRequest
 from evenkeel.placement.codec import decode, encode
 from evenkeel.placement.hardware import parse_profile
 from evenkeel.placement.model import MAX_BYTES
@@ -143,29 +143,15 @@ def with_statistics_of(files: Sequence[Path], request: PlanRequest) -> tuple[Pla
 
 
 def check_outputs(outputs: Mapping[str, Path], tables: Path) -> None:
-    """Refuses two outputs, or the input and an output, in one file; `outputs` are by flag."""
+    """Refuses files, by flag, that could not be written or would be lost."""
     for flag, path in outputs.items():
         if path.exists() and path.samefile(tables):
             raise InvalidInputError(flag, str(path), "is the file that is read", "name another")
         for other, its in outputs.items():
             if its == path and other != flag:
                 raise InvalidInputError(flag, str(path), f"is the file of {other} too", "name another")
-
-
-def check_sharding_plan(path: Path | None, request: PlanRequest) -> None:
-    """Refuses a sharding plan that could not be written, before anything is planned."""
-    if path is None:
-        return
-    flag = "--sharding-plan"
-    if request.runtime is not Runtime.TORCHREC:
-        what = f"is TorchRec's, and the runtime is {request.runtime.value}"
-        raise InvalidInputError(flag, str(path), what, "add --runtime torchrec, or leave it out for --code")
-    if not path.stem.isidentifier() or path.suffix != ".py":
-        raise InvalidInputError(flag, str(path), "is no name of a Python module", "name it like sharding.py")
-    for index, table in enumerate(request.tables):
-        if not table.group:
-            remedy = "give the path of the module that owns the table, or load the plan file with load_sharding_plan"
-            raise InvalidInputError(f"tables[{index}].group", table.group, f"is empty, and {flag} needs it", remedy)
+        if flag == "--sharding-plan" and not (path.stem.isidentifier() and path.suffix == ".py"):
+            raise InvalidInputError(flag, str(path), "is no name of a Python module", "name it like sharding.py")
 
 
 def race(content: PlanFile, seconds: float, statistics: Sequence[Path], device: str) -> PlanFile:

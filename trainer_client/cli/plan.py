@@ -93,14 +93,13 @@ def plan(
         curves: Mapping[str, MeasuredCurve] = {}
         if statistics:
             request, curves = placing.with_statistics_of(statistics, request)
-        placing.check_sharding_plan(sharding_plan, request)
         client = PlannerClient.of(planner, credentials=read_credentials(tls_ca, token_file), cache=cache)
         with waiting("planning", quiet=quiet):
             content = PlanFile(request=request, plan=client.plan(request))
         if clock is not None and content.plan.placements:
             with waiting("running plans", quiet=quiet):
                 content = placing.race(content, clock, statistics or (), device)
-    texts = _texts(content, sharding_plan)
+        texts = _texts(content, sharding_plan)
     troubles = {flag: write(flag, path, texts[flag]) for flag, path in outputs.items() if flag in texts}
     if as_json:
         typer.echo(texts["--output"], nl=False)

@@ -124,7 +124,7 @@ FLAGS: list[tuple[tuple[str, ...], str]] = [
     (("--profile", "{}/empty"), "write a hardware profile"),
     (("--output", "{}/tables.yaml"), "is the file that is read"),
     (("--output", "{}/x", "--report", "{}/x"), "is the file of --report too"),
-    (("--sharding-plan", "{}/sharding.py"), "the runtime is dynamicemb"),
+    (("--sharding-plan", "{}/sharding.py"), "plan.runtime: is not torchrec"),
     (("--runtime", "torchrec", "--sharding-plan", "{}/sharding.py"), "tables[0].group: is empty"),
     (("--runtime", "torchrec", "--sharding-plan", "{}/my-plan.py"), "no name of a Python module"),
     (("--clock", "0", "--runtime", "torchrec"), "--clock: is no time"),

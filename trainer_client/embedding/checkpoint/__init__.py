@@ -2,9 +2,15 @@
 
 from trainer_client.embedding.checkpoint.convert import Conversion, convert, open_checkpoint
 from trainer_client.embedding.checkpoint.live import load, save
-from trainer_client.embedding.checkpoint.record import CheckpointError, RoutingMismatchError, TableRecord
+from trainer_client.embedding.checkpoint.record import (
+    Checkpoint,
+    CheckpointError,
+    RoutingMismatchError,
+    TableRecord,
+)
 
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
     "Conversion",
     "RoutingMismatchError",

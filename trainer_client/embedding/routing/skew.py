@@ -107,7 +107,7 @@ def report(
         ValueError: If the numbers of routings, block sizes and features differ.
     """
     load = torch.zeros(world_size, dtype=torch.int64, device="cpu")
-    counts, hottest = [torch.zeros(0, dtype=torch.int64, device="cpu")], []
+    counts, hottest = [torch.zeros(0, dtype=torch.int64, device="cpu")], list[HotKey]()
     for name, keys, of_feature in _loads(kjt, world_size, routing, block_sizes):
         load += of_feature
         unique, count = torch.unique(keys, return_counts=True)

@@ -6,18 +6,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainer_client.embedding.tables.collection import RoutedEmbeddingCollection
-
-
-def _power_sum(norms: Iterable[Tensor], norm_type: float) -> Tensor | None:
-    """What adds up over parameters and ranks: the sum of powers, or the largest where the norm is infinite."""
-    all_norms = list(norms)
-    if not all_norms:
-        return None
-    stacked = torch.stack(all_norms)
-    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
 def clip_grad_norm_(
@@ -51,23 +43,24 @@ def clip_grad_norm_(
     sharded = {parameter for collection in collections for parameter in collection.parameters()}
     others = [p for p in model.parameters() if p.grad is not None and p not in sharded]
     device = next(p.device for p in model.parameters())
-    sums = []
+    infinite = math.isinf(norm_type)
+
+    def power_of(parameters: Iterable[nn.Parameter]) -> Tensor:
+        """What adds up over parameters and ranks: the sum of powers, or the largest where the norm is infinite."""
+        total = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        total = total.full_tensor() if isinstance(total, DTensor) else total
+        return total.to(device, torch.float32) ** (1 if infinite else norm_type)
+
+    powers = []
     for collection in collections:
-        grads = [p.grad for p in collection.parameters() if p.grad is not None]
-        total = _power_sum([get_total_norm(grads, norm_type).to(device, torch.float32)] if grads else [], norm_type)
-        total = torch.zeros((), device=device) if total is None else total
+        powers.append(power_of(collection.parameters()))
         if collection.world_size > 1:
-            operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-            dist.all_reduce(total, operation, group=collection.group)
-        sums.append(total)
+            operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+            dist.all_reduce(powers[-1], operation, group=collection.group)
     # Gradients of `fully_shard` are distributed tensors, which do not mix with others.
-    kinds = [[p for p in others if hasattr(p.grad, "full_tensor")], [p for p in others if type(p.grad) is Tensor]]
-    for kind in kinds:
-        if kind:
-            norm = get_total_norm([p.grad for p in kind if p.grad is not None], norm_type)
-            sums.append(_whole(norm).to(device, torch.float32) ** (1 if math.isinf(norm_type) else norm_type))
-    power = torch.stack(sums).max() if math.isinf(norm_type) else torch.stack(sums).sum()
-    norm = power if math.isinf(norm_type) else power ** (1 / norm_type)
+    kinds = [[p for p in others if isinstance(p.grad, DTensor) == distributed] for distributed in (True, False)]
+    powers += [power_of(kind) for kind in kinds if kind]
+    norm = torch.stack(powers).max() if infinite else torch.stack(powers).sum() ** (1 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be clipped"
@@ -75,8 +68,3 @@ def clip_grad_norm_(
     for kind in (*kinds, list(sharded)):
         clip_grads_with_norm_(kind, max_norm, norm)
     return norm
-
-
-def _whole(norm: Tensor) -> Tensor:
-    full: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return full

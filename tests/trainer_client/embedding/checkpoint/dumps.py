@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer_client.embedding.checkpoint import open_checkpoint
-from trainer_client.embedding.checkpoint.convert import Checkpoint
+from trainer_client.embedding.checkpoint import Checkpoint, open_checkpoint
 from trainer_client.embedding.routing import Routing, block_size
 
 DIM = 3

@@ -1,11 +1,19 @@
-"""Random jagged batches for the tests of bucketize."""
+"""Random jagged batches for the tests of bucketize, bucketized and by the definition."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trainer_client.embedding.routing import Routing, continuous, hash_roundrobin, roundrobin
+from benchmarks.references.bucketize import bucketize as reference
+from trainer_client.embedding.routing import (
+    Bucketized,
+    Routing,
+    block_bucketize,
+    continuous,
+    hash_roundrobin,
+    roundrobin,
+)
 
 MODES = (continuous(), roundrobin(), hash_roundrobin(), hash_roundrobin(12345))
 
@@ -19,6 +27,32 @@ class Batch:
     world_size: int
     weights: Tensor | None
     batch_sizes: list[int] | None
+
+    def bucketized(
+        self, *, positions: bool = True, permutation: bool = True, device: torch.device | str = "cpu"
+    ) -> Bucketized:
+        return block_bucketize(
+            self.lengths.to(device),
+            self.indices.to(device),
+            self.block_sizes,
+            self.world_size,
+            self.routings,
+            weights=None if self.weights is None else self.weights.to(device),
+            positions=positions,
+            permutation=permutation,
+            batch_sizes=self.batch_sizes,
+        )
+
+    def by_definition(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        return reference(
+            self.lengths,
+            self.indices,
+            self.block_sizes,
+            self.world_size,
+            self.routings,
+            weights=self.weights,
+            batch_sizes=self.batch_sizes,
+        )
 
 
 def make_batch(

@@ -14,31 +14,11 @@ from tests.trainer_client.embedding.routing.batches import MODES, Batch, make_ba
 from trainer_client.embedding.routing import Bucketized, block_bucketize, continuous
 
 
-def on_gpu(batch: Batch, *, positions: bool, permutation: bool) -> Bucketized:
-    return block_bucketize(
-        batch.lengths.cuda(),
-        batch.indices.cuda(),
-        batch.block_sizes,
-        batch.world_size,
-        batch.routings,
-        weights=batch.weights.cuda() if batch.weights is not None else None,
-        positions=positions,
-        permutation=permutation,
-        batch_sizes=batch.batch_sizes,
-    )
-
-
 def check(batch: Batch, *, positions: bool = True, permutation: bool = True) -> None:
-    expected = reference(
-        batch.lengths,
-        batch.indices,
-        batch.block_sizes,
-        batch.world_size,
-        batch.routings,
-        weights=batch.weights,
-        batch_sizes=batch.batch_sizes,
+    expected, result = (
+        batch.by_definition(),
+        batch.bucketized(positions=positions, permutation=permutation, device="cuda"),
     )
-    result = on_gpu(batch, positions=positions, permutation=permutation)
     for field, mine, other in zip(Bucketized._fields, result, expected, strict=True):
         if mine is not None and other is not None and not torch.equal(mine.cpu(), other):
             wrong = int((mine.cpu() != other).sum())

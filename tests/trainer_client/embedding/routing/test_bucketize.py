@@ -12,20 +12,6 @@ from tests.trainer_client.embedding.routing.strategies import batches
 from trainer_client.embedding.routing import Bucketized, block_bucketize, continuous
 
 
-def run(batch: Batch, *, positions: bool = True, permutation: bool = True) -> Bucketized:
-    return block_bucketize(
-        batch.lengths,
-        batch.indices,
-        batch.block_sizes,
-        batch.world_size,
-        batch.routings,
-        weights=batch.weights,
-        positions=positions,
-        permutation=permutation,
-        batch_sizes=batch.batch_sizes,
-    )
-
-
 def assert_same(ours: tuple[torch.Tensor | None, ...], theirs: tuple[torch.Tensor | None, ...]) -> None:
     for field, mine, other in zip(Bucketized._fields, ours, theirs, strict=True):
         assert (mine is None) == (other is None), field
@@ -37,16 +23,7 @@ def assert_same(ours: tuple[torch.Tensor | None, ...], theirs: tuple[torch.Tenso
 @settings(max_examples=150, deadline=None)
 @given(batches())
 def test_equals_the_definition_in_every_mode(batch: Batch) -> None:
-    expected = reference(
-        batch.lengths,
-        batch.indices,
-        batch.block_sizes,
-        batch.world_size,
-        batch.routings,
-        weights=batch.weights,
-        batch_sizes=batch.batch_sizes,
-    )
-    assert_same(run(batch), expected)
+    assert_same(batch.bucketized(), batch.by_definition())
 
 
 @settings(max_examples=150, deadline=None)
@@ -66,7 +43,7 @@ def test_equals_fbgemm_in_continuous_mode(batch: Batch, positions: bool, permuta
         sizes,
         max(batch.batch_sizes) if batch.batch_sizes else -1,
     )
-    assert_same(run(batch, positions=positions, permutation=permutation), theirs)
+    assert_same(batch.bucketized(positions=positions, permutation=permutation), theirs)
 
 
 def test_a_batch_of_several_chunks_equals_the_definition() -> None:
@@ -80,12 +57,12 @@ def test_a_batch_of_several_chunks_equals_the_definition() -> None:
         weight_dtype=torch.float32,
     )
     assert batch.indices.numel() > 300_000
-    expected = reference(batch.lengths, batch.indices, batch.block_sizes, 13, batch.routings, weights=batch.weights)
+    expected = batch.by_definition()
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            assert_same(run(batch), expected)
+            assert_same(batch.bucketized(), expected)
     finally:
         torch.set_num_threads(before)
 

@@ -13,29 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.trainer_client.embedding.tables.whole import TABLES, Whole, check_rows, loss_of, make_batch
-from tests.trainer_client.embedding.tables.wrapped import WRAPPERS, to_device, train_wrapped
+from tests.trainer_client.embedding.tables.whole import train_beside_whole
+from tests.trainer_client.embedding.tables.wrapped import WRAPPERS, train_wrapped
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable
-
-
-def compare(rank: int, world_size: int, device: torch.device, deduplicate: bool) -> None:
-    collection = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate, device=device)
-    whole = Whole()
-    ours = torch.optim.Adam(collection.parameters(), lr=0.1)
-    theirs = torch.optim.Adam(whole.weights.values(), lr=0.1)
-    for step in range(3):
-        ours.zero_grad()
-        theirs.zero_grad()
-        expected = [whole.look_up(make_batch(other, step)) for other in range(world_size)]
-        results = collection(to_device(make_batch(rank, step), device))
-        for name, value in expected[rank].items():
-            torch.testing.assert_close(results[name].cpu(), value, rtol=1e-4, atol=1e-5)
-        loss_of(results).backward()
-        torch.stack([loss_of(result) for result in expected]).mean().backward()
-        ours.step()
-        theirs.step()
-    collection.to("cpu")
-    check_rows(collection, whole, rank, world_size, tolerance=1e-3)
 
 
 def measure_deduplication(device: torch.device) -> dict[str, float]:
@@ -77,7 +57,9 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     figures = measure_deduplication(device)
     for deduplicate in (False, True):
-        compare(dist.get_rank(), dist.get_world_size(), device, deduplicate)
+        train_beside_whole(
+            dist.get_rank(), dist.get_world_size(), deduplicate=deduplicate, device=device, tolerance=1e-3
+        )
     for name in WRAPPERS:
         train_wrapped(name, dist.get_rank(), dist.get_world_size(), device, 2e-3)
     if dist.get_rank() == 0:

@@ -1,46 +1,31 @@
 """Real processes over Gloo against plain torch holding the whole tables in one process."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness.ranks import run_ranks
-from tests.trainer_client.embedding.tables.whole import TABLES, Whole, check_rows, loss_of, make_batch
+from tests.trainer_client.embedding.tables.whole import train_beside_whole
 from trainer_client.embedding.tables import KeyBatch, KeyTable, RoutedEmbeddingCollection, RoutedTable
 from trainer_client.embedding.tables.tables import initial_rows
 
 
-def train_and_compare(rank: int) -> None:
-    world_size = dist.get_world_size()
+def train_on_ranks(rank: int) -> None:
     for deduplicate in (False, True):
-        collection, whole = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate), Whole()
-        ours = torch.optim.Adam(collection.parameters(), lr=0.1)
-        theirs = torch.optim.Adam(whole.weights.values(), lr=0.1)
-        for step in range(3):
-            ours.zero_grad()
-            theirs.zero_grad()
-            expected = [whole.look_up(make_batch(other, step)) for other in range(world_size)]
-            results = collection(make_batch(rank, step))
-            for name, value in expected[rank].items():
-                torch.testing.assert_close(results[name], value)
-            loss_of(results).backward()
-            torch.stack([loss_of(result) for result in expected]).mean().backward()
-            ours.step()
-            theirs.step()
-        check_rows(collection, whole, rank, world_size)
+        train_beside_whole(rank, dist.get_world_size(), deduplicate=deduplicate)
 
 
 def test_ranks_compute_what_one_process_computes() -> None:
-    run_ranks(3, train_and_compare)
+    run_ranks(3, train_on_ranks)
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
 def test_one_process_without_a_process_group(deduplicate: bool) -> None:
-    batch = make_batch(0, 0)
-    results = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate)(batch)
-    for name, value in Whole().look_up(batch).items():
-        torch.testing.assert_close(results[name], value)
+    train_beside_whole(0, 1, deduplicate=deduplicate)
 
 
 def test_reads_a_keyed_jagged_tensor() -> None:
@@ -77,46 +62,49 @@ def test_initial_values_are_spread_and_depend_on_seed_and_key() -> None:
     assert float((initial_rows(torch.arange(100), other) == rows[:100]).float().mean()) < 0.01
 
 
-def test_refusals_name_table_and_value() -> None:
-    table = RoutedTable(name="users", embedding_dim=2, features=("user",), num_embeddings=10, routing="continuous")
-    with pytest.raises(ValueError, match="feature 'user' is named twice"):
-        RoutedEmbeddingCollection([table, RoutedTable(name="x", embedding_dim=2, features=("user",), num_embeddings=1)])
-    with pytest.raises(ValueError, match="outside of 0 to 9"):
-        RoutedEmbeddingCollection([table])(
-            KeyBatch(features=["user"], values=torch.tensor([10]), lengths=torch.tensor([1]), batch_sizes=[1])
-        )
-    with pytest.raises(ValueError, match="weights has 3 elements, but there are 1 keys"):
-        RoutedEmbeddingCollection([table])(
-            KeyBatch(
-                features=["user"],
-                values=torch.tensor([1]),
-                lengths=torch.tensor([1]),
-                batch_sizes=[1],
-                weights=torch.ones(3),
-            )
-        )
-    with pytest.raises(ValueError, match="no feature 'user'"):
-        RoutedEmbeddingCollection([table])(
-            KeyBatch(features=["x"], values=torch.tensor([1]), lengths=torch.tensor([1]), batch_sizes=[1])
-        )
-    small = RoutedTable(name="k", embedding_dim=2, features=("f",), num_embeddings=1, capacity=2)
-    with pytest.raises(ValueError, match="3 keys do not fit into the 2 rows"):
-        RoutedEmbeddingCollection([small])(
-            KeyBatch(features=["f"], values=torch.arange(3), lengths=torch.tensor([3]), batch_sizes=[1])
-        )
+def look_up_one(collection: RoutedEmbeddingCollection, keys: Tensor, lengths: Tensor) -> Tensor:
+    batch = KeyBatch(features=["f"], values=keys, lengths=lengths, batch_sizes=[lengths.numel()])
+    found: Tensor = collection(batch)["f"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("feature", "keys", "weights", "message"),
+    [
+        ("f", 3, None, "table k: 3 keys do not fit into the 2 rows"),
+        ("user", 11, None, "table users: a key is outside of 0 to 9"),
+        ("user", 1, 3, "weights has 3 elements, but there are 1 keys"),
+        ("x", 1, None, "no feature 'user'"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(feature: str, keys: int, weights: int | None, message: str) -> None:
+    kinds: dict[str, Any] = {"f": {"name": "k", "capacity": 2}}
+    other: dict[str, Any] = {"name": "users", "routing": "continuous"}
+    table = RoutedTable(
+        embedding_dim=2, features=("f" if feature == "f" else "user",), num_embeddings=10, **kinds.get(feature, other)
+    )
+    batch = KeyBatch(
+        features=[feature],
+        values=torch.arange(keys),
+        lengths=torch.tensor([keys]),
+        batch_sizes=[1],
+        weights=None if weights is None else torch.ones(weights),
+    )
+    with pytest.raises(ValueError, match=message):
+        RoutedEmbeddingCollection([table])(batch)
+
+
+def test_declarations_that_contradict_themselves_are_refused() -> None:
+    plain: dict[str, Any] = {"name": "t", "embedding_dim": 1, "features": ("f",), "num_embeddings": 1}
     for change, message in (
         ({"embedding_dim": 0}, "embedding_dim is 0"),
         ({"pooling": "max"}, "'max'"),
         ({"capacity": 0}, "capacity is 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            RoutedTable(**({"name": "t", "embedding_dim": 1, "features": (), "num_embeddings": 1} | change))  # type: ignore[arg-type]
-
-
-def look_up_one(collection: RoutedEmbeddingCollection, keys: Tensor, lengths: Tensor) -> Tensor:
-    batch = KeyBatch(features=["f"], values=keys, lengths=lengths, batch_sizes=[lengths.numel()])
-    found: Tensor = collection(batch)["f"]
-    return found
+            RoutedTable(**(plain | change))
+    with pytest.raises(ValueError, match="feature 'f' is named twice"):
+        RoutedEmbeddingCollection([RoutedTable(**plain), RoutedTable(**(plain | {"name": "x"}))])
 
 
 def gradients_by_factor(rank: int) -> None:
@@ -229,11 +217,8 @@ def fail_on_one_rank(rank: int, deduplicate: bool) -> list[str]:
     good = batch([1, 6], [2, 3])
     bad = [
         batch([1], [3], ("row", "key", "another")),
-        KeyBatch.of(good).__class__(
-            features=good.features, values=good.values, lengths=good.lengths, batch_sizes=[1, 1, 1],
-            weights=torch.ones(2),
-        ),
-        KeyBatch(features=good.features, values=good.values, lengths=torch.tensor([9, 9, 9]), batch_sizes=[1, 1, 1]),
+        replace(good, weights=torch.ones(2)),
+        replace(good, lengths=torch.tensor([9, 9, 9])),
         batch([99], [3]),
         batch([1], list(range(100, 140, 2))),  # of which all belong to rank 0
         batch([1], list(range(101, 141, 2))),

@@ -1,6 +1,7 @@
 """Batches, and every table whole in one process: what the sharded collection must equal."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ def make_batch(rank: int, step: int) -> KeyBatch:
         row += size
     weights = torch.rand(int(lengths.sum()), generator=generator)
     return KeyBatch(features=FEATURES, values=torch.cat(values), lengths=lengths, batch_sizes=sizes, weights=weights)
+
+
+def to_device(batch: KeyBatch, device: torch.device | str) -> KeyBatch:
+    assert batch.weights is not None
+    return replace(
+        batch, values=batch.values.to(device), lengths=batch.lengths.to(device), weights=batch.weights.to(device)
+    )
 
 
 class Whole:
@@ -80,3 +88,24 @@ def check_rows(
         torch.testing.assert_close(owned.weight[: held.numel()].cpu(), expected, rtol=tolerance, atol=tolerance)
         held_anywhere += held.numel()
     assert int(held_anywhere) > 0
+
+
+def train_beside_whole(
+    rank: int, world_size: int, *, deduplicate: bool, device: torch.device | str = "cpu", tolerance: float = 1e-5
+) -> None:
+    """Trains the sharded tables for some steps beside the whole ones, and compares results and rows."""
+    collection, whole = RoutedEmbeddingCollection(TABLES, deduplicate=deduplicate, device=device), Whole()
+    ours = torch.optim.Adam(collection.parameters(), lr=0.1)
+    theirs = torch.optim.Adam(whole.weights.values(), lr=0.1)
+    for step in range(3):
+        ours.zero_grad()
+        theirs.zero_grad()
+        expected = [whole.look_up(make_batch(other, step)) for other in range(world_size)]
+        results = collection(to_device(make_batch(rank, step), device))
+        for name, value in expected[rank].items():
+            torch.testing.assert_close(results[name].cpu(), value, rtol=tolerance, atol=tolerance)
+        loss_of(results).backward()
+        torch.stack([loss_of(result) for result in expected]).mean().backward()
+        ours.step()
+        theirs.step()
+    check_rows(collection.to("cpu"), whole, rank, world_size, tolerance=tolerance)

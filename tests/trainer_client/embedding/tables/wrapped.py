@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.trainer_client.embedding.tables.whole import TABLES, Whole, check_rows, make_batch
+from tests.trainer_client.embedding.tables.whole import TABLES, Whole, check_rows, make_batch, to_device
 from trainer_client.embedding.tables import KeyBatch, RoutedEmbeddingCollection, RoutedTable, clip_grad_norm_
 
 WRAPPERS = ["ddp", "unused", "static", "compiled", "fsdp2", "fsdp1", "replicate"]
@@ -78,17 +77,6 @@ class Reference:
         return [*self.stem.weights.values(), *self.last.weights.values(), *self.tower.parameters()]
 
 
-def rows_in(batch: KeyBatch) -> int:
-    return sum(batch.batch_sizes)
-
-
-def to_device(batch: KeyBatch, device: torch.device) -> KeyBatch:
-    assert batch.weights is not None
-    return replace(
-        batch, values=batch.values.to(device), lengths=batch.lengths.to(device), weights=batch.weights.to(device)
-    )
-
-
 def wrap(model: Nested, name: str, device: torch.device) -> nn.Module:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("replicate",))
     if name == "fsdp2":
@@ -117,7 +105,7 @@ def train_wrapped(name: str, rank: int, world_size: int, device: torch.device, t
     theirs = torch.optim.Adam(reference.parameters(), lr=0.05)
     for step in range(4):
         batches = [make_batch(other, step) for other in range(world_size)]
-        total = sum(rows_in(batch) for batch in batches)
+        total = sum(sum(batch.batch_sizes) for batch in batches)
         ours.zero_grad(set_to_none=step % 2 == 0)
         theirs.zero_grad()
         loss = wrapped(to_device(batches[rank], device), rank) * world_size / total  # the documented `loss_scale`
