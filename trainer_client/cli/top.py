@@ -71,6 +71,8 @@ def top(
             _watch(replicas, job, interval, count, as_json=as_json)
         except BrokenPipeError:  # who read has seen enough, as in `evenkeel top | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except KeyError as error:
+            raise RuntimeError(f"a page has no {error}; is it that of a balancer of this version?") from None
         except KeyboardInterrupt:
             return
 
