@@ -17,7 +17,7 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "services/balancer": (1731, 2000),
     "trainer_client": (22015, 15000),
     "trainer_client/balancing": (12089, 8000),
-    "tests": (30930, 20000),
+    "tests": (30774, 20000),
     "benchmarks": (7998, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
