@@ -68,7 +68,6 @@ def _cost(text: str) -> tuple[float, float]:
 
 
 def _read(path: Path, column: str | None) -> NDArray[np.int64]:
-    """(n,) the lengths of a file."""
     import numpy as np
 
     if path.suffix not in (".npy", ".csv", ".parquet"):
@@ -146,7 +145,6 @@ def _show(gains: list[Gain], ranks: int, batch: int) -> None:
 
 
 def _next_step(gains: list[Gain]) -> str:
-    """What to do, in one line."""
     _, plain, windows, split = gains
     best = max(plain, windows, split, key=lambda one: one.speed_up)
     if best.speed_up < _WORTH:

@@ -118,7 +118,6 @@ def plan(
 
 
 def _texts(content: PlanFile, sharding_plan: Path | None) -> dict[str, str]:
-    """What goes into the files, by flag."""
     from evenkeel.placement.codec import encode
     from evenkeel.placement.pasted_lines import sharding_plan_module
     from evenkeel.placement.plan_file import dumps

@@ -32,6 +32,5 @@ def warm_up() -> None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether a folder can be written to, or made."""
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)

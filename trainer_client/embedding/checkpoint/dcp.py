@@ -126,7 +126,7 @@ class DcpCheckpoint(Checkpoint):
     def read(self, table: str, rank: int, chunk: int) -> dict[str, Tensor]:
         """The keys and arrays of a chunk."""
         record = self.records[table]
-        _, count = record.chunks(rank)[chunk]
+        _, count = record.chunk(rank, chunk)
         arrays = {array: spec.empty(count) for array, spec in record.stored.items()}
         self._fill({_entry(table, rank, array, chunk): tensor for array, tensor in arrays.items()})
         return arrays

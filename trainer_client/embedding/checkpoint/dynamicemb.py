@@ -164,7 +164,7 @@ class DynamicEmbDump(Checkpoint):
         arrays = {}
         for array, spec in self._stored[table].items():
             file = self.path / _file_name(table, array, rank, record.world_size)
-            arrays[array] = _read(file, spec, *record.chunks(rank)[chunk])
+            arrays[array] = _read(file, spec, *record.chunk(rank, chunk))
         layout = {name: spec for name, spec in record.arrays.items() if name not in _DTYPES}
         if layout:
             columns = [math.prod(spec.shape) for spec in layout.values()]

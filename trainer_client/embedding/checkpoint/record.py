@@ -118,10 +118,14 @@ class TableRecord:
         """Whether every key has the same owner under both."""
         return (self.routing, self.world_size, self.block) == (other.routing, other.world_size, other.block)
 
+    def chunk(self, rank: int, number: int) -> tuple[int, int]:
+        """First row and number of rows of a chunk of a rank's rows."""
+        first = number * self.chunk_rows
+        return first, min(self.chunk_rows, self.rows[rank] - first)
+
     def chunks(self, rank: int) -> list[tuple[int, int]]:
-        """First row and number of rows of each chunk of a rank's rows."""
-        count = self.rows[rank]
-        return [(at, min(self.chunk_rows, count - at)) for at in range(0, count, self.chunk_rows)]
+        """All of a rank's chunks."""
+        return [self.chunk(rank, number) for number in range(-(-self.rows[rank] // self.chunk_rows))]
 
     def owners(self, keys: Tensor) -> Tensor:
         """(n) ranks that own keys (n)."""
