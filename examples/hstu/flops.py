@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_client.balancing.costs.base import ATTENTION_WITH_BACKWARD, MATMUL_WITH_BACKWARD, check_sizes
+from trainer_client.balancing.costs.base import check_sizes
+from trainer_client.balancing.costs.sequences import ATTENTION_WITH_BACKWARD, MATMUL_WITH_BACKWARD
 
 # Dense bf16 TFLOP/s of the vendors' datasheets (SXM parts where there are several), the first match counts.
 PEAK_BF16_TFLOPS: tuple[tuple[str, float], ...] = (

@@ -25,7 +25,7 @@ from trainer_client.balancing.report import Mode, RoundReport
 
 if TYPE_CHECKING:
     from trainer_client.balancing.batches import FlatBatch
-    from trainer_client.balancing.costs.learned import Fit
+    from trainer_client.balancing.costs.fitting import Fit
 
 END = Decision(mode=Mode.END)
 NO_LOADS = np.zeros((0, 0))

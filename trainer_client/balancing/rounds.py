@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.contribution import Bytes, Contribution, Contributions, State
-from trainer_client.balancing.costs.learned import Fit
+from trainer_client.balancing.costs.fitting import Fit
 from trainer_client.balancing.decide import Decision
 from trainer_client.balancing.directive import END, Directive, read_directive
 from trainer_client.balancing.groups import Communicators

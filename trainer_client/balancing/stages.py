@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.costs.learned import LearnedCost
+from trainer_client.balancing.costs.learning import CostLearner
 from trainer_client.balancing.decide import Rules
 from trainer_client.balancing.dividing import Splitting
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.lead import Lead, Stage
-from trainer_client.balancing.learned_costs import CostLearner
 from trainer_client.balancing.learned_speeds import SpeedLearner
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.planning import Planning

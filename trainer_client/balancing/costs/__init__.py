@@ -1,4 +1,4 @@
-"""Predicted work of samples: what the balancer evens out. One file a cost; by their names for configuration files."""
+"""Predicted work of samples: what the balancer evens out; by their names for configuration files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 from evenkeel.plugins import Plugins
 from trainer_client.balancing.costs.base import SampleCost
-from trainer_client.balancing.costs.hstu import HSTUCost
-from trainer_client.balancing.costs.learned import Fit, FitOptions, LearnedCost, SequenceTerms, Terms
-from trainer_client.balancing.costs.semantic_ids import SemanticIdCost
-from trainer_client.balancing.costs.tokens import TokenCost
-from trainer_client.balancing.costs.transformer import TransformerCost
+from trainer_client.balancing.costs.fitting import Fit, FitOptions
+from trainer_client.balancing.costs.learned import LearnedCost, SequenceTerms, Terms
+from trainer_client.balancing.costs.sequences import HSTUCost, SemanticIdCost, TokenCost, TransformerCost
 
 __all__ = [
     "Fit", "FitOptions", "HSTUCost", "LearnedCost", "SampleCost", "SemanticIdCost", "SequenceTerms", "Terms",
@@ -46,10 +44,6 @@ def register_cost(name: str, factory: CostFactory) -> None:
 
 def make_cost(name: str, **options: Any) -> Callable[[Any], Any]:
     """A cost by its name.
-
-    Args:
-        name: One of `cost_names()`.
-        options: What the cost takes.
 
     Raises:
         ValueError: If there is no such cost, or it does not take these options.

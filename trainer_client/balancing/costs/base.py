@@ -1,11 +1,11 @@
-"""What every cost of this library has in common; `tokens.py` is the simplest of them.
+"""What every cost of this library has in common; `TokenCost` is the simplest of them.
 
 A cost of your own is a subclass with `spans`, or any function from a batch to one number per sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,6 @@ from trainer_client.checks import is_whole
 Source = int | str | Sequence[str] | None
 """Positions of samples: a number for all; a jagged field or an integer tensor; several, which add up; None for none."""
 Counts = NDArray[np.float64] | float
-
-# Of a matrix product's FLOPs: once forward, twice backward (gradients of both factors).
-MATMUL_WITH_BACKWARD = 3.0
-# Of attention's two products: 2 forward; 5 backward, since kernels recompute the scores: (2 + 5) / 2.
-ATTENTION_WITH_BACKWARD = 3.5
 
 
 class SampleCost:
@@ -60,7 +55,6 @@ def count_positions(batch: Any, source: Source) -> Counts:
         return float(source or 0)
     paths = (source,) if isinstance(source, str) else tuple(source)
     counts = {path: read_lengths(batch, path).astype(np.float64) for path in dict.fromkeys(paths)}
-    first = counts[paths[0]] if paths else 0.0
     for path, count in counts.items():
         if count.shape != counts[paths[0]].shape:
             raise BatchError(
@@ -69,40 +63,25 @@ def count_positions(batch: Any, source: Source) -> Counts:
             )
         if count.size and count.min() < 0:
             raise BatchError(f"sample {int(count.argmin())} of {path!r} is {int(count.min())}; give counts >= 0")
-    return sum((counts[path] for path in paths[1:]), first)
-
-
-def num_fields(paths: str | Sequence[str]) -> int:
-    """Fields of a sequence: tokens of an item, where each field has one of it."""
-    return 1 if isinstance(paths, str) else len(paths)
+    return sum((counts[path] for path in paths[1:]), counts[paths[0]])
 
 
 def check_sizes(options: object, *names: str, least: int = 1) -> None:
     """Raises a ValueError unless these options are whole numbers of at least `least`."""
-    _check(options, names, lambda value: is_whole(value) and value >= least, f"give a whole number >= {least}")
-
-
-def check_fields(options: object, *names: str) -> None:
-    """Raises a ValueError unless these options name one field or several."""
-    _check(options, names, _names_fields, "name at least one field")
-
-
-def check_sources(options: object, *names: str) -> None:
-    """Raises a ValueError unless these options are what `count_positions` takes."""
-
-    def counts(value: Any) -> bool:
-        return value is None or (is_whole(value) and value >= 0) or _names_fields(value)
-
-    _check(options, names, counts, "give a whole number >= 0 or name fields")
-
-
-def _check(options: object, names: Sequence[str], is_valid: Callable[[Any], bool], remedy: str) -> None:
     for name in names:
         value = getattr(options, name)
-        if not is_valid(value):
-            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; {remedy}")
+        if not is_whole(value) or value < least:
+            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; give a whole number >= {least}")
 
 
-def _names_fields(value: Any) -> bool:
-    paths = (value,) if isinstance(value, str) else value
-    return isinstance(paths, Sequence) and bool(paths) and all(isinstance(path, str) and path for path in paths)
+def check_sources(options: object, *names: str, needed: tuple[str, ...] = ()) -> None:
+    """Raises a ValueError unless these options are what `count_positions` takes, the needed ones fields."""
+    for name in (*needed, *names):
+        value = getattr(options, name)
+        paths = (value,) if isinstance(value, str) else value
+        if isinstance(paths, Sequence) and paths and all(isinstance(path, str) and path for path in paths):
+            continue
+        if name in needed:
+            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; name at least one field")
+        if value is not None and not (is_whole(value) and value >= 0):
+            raise ValueError(f"{type(options).__name__}: {name} is {value!r}; give a whole number >= 0 or name fields")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from evenkeel.partitioning import PartitionError, partition
 from trainer_client.balancing.membership import Ranks
 from trainer_client.balancing.sampling.order import SampleOrder
-from trainer_client.balancing.sampling.ordered import OrderedBatchSampler
+from trainer_client.balancing.sampling.samplers import OrderedBatchSampler
 from trainer_client.checks import check_number, check_whole
 
 Costs = ArrayLike | torch.Tensor | Callable[[int], float] | str
@@ -99,11 +99,11 @@ class TokenBudgetSampler(OrderedBatchSampler):
         if memory_cap is not None:
             check_number("memory_cap", memory_cap, above=0)
         self.memory_cap = memory_cap
-        self._costs = _Numbers("costs", costs, data, self.num_samples)
-        self._memory = self._costs if memory is None else _Numbers("memory", memory, data, self.num_samples)
+        self._costs = _numbers("costs", costs, data, self.num_samples)
+        self._memory = self._costs if memory is None else _numbers("memory", memory, data, self.num_samples)
         self._amounts: _Amounts | None = None
         self._divided: tuple[SampleOrder, int, int, NDArray[np.int32]] | None = None  # the latest global batch
-        self._counted: tuple[int, tuple[int, bool]] | None = None  # the latest epoch's
+        self._counted: tuple[int, int, bool] | None = None  # the latest epoch's
 
     def __len__(self) -> int:
         """Batches of this rank in the whole of the present epoch, counted by looking through all costs.
@@ -129,8 +129,7 @@ class TokenBudgetSampler(OrderedBatchSampler):
         return steps - lacks
 
     def _check_walk(self) -> None:
-        most = _CALLED if callable(self._costs.values) or callable(self._memory.values) else _WALKED
-        if self.num_samples > most:
+        if self.num_samples > (_CALLED if callable(self._costs) or callable(self._memory) else _WALKED):
             raise TypeError(
                 f"the number of batches is not known without a walk through all {self.num_samples} samples; "
                 "`count_batches()` walks"
@@ -142,27 +141,23 @@ class TokenBudgetSampler(OrderedBatchSampler):
             order, steps, begin, end = self.order(), 0, 0, 0
             while (following := self.end_of_batch(order, end)) > end:
                 steps, begin, end = steps + 1, end, following
-            lacks = steps > 0 and not self.part(order, begin, end).size
-            self._counted = (self.epoch, (steps, lacks))
-        return self._counted[1]
+            self._counted = (self.epoch, steps, steps > 0 and not self.part(order, begin, end).size)
+        return self._counted[1:]
 
     def end_of_batch(self, order: SampleOrder, begin: int) -> int:
         """Where the costs reach the budget, or the epoch ends."""
-        most = min(begin + self.max_samples, order.length)
-        amounts = self._amounts_from(order, begin)
-        while True:
-            costs, memory = amounts.costs, amounts.memory
+        most = min(self.max_samples, order.length - begin)
+        count, fits = 0, 0
+        while fits == count < most:
+            count = min(max(2 * count, _READ), most)
+            costs, memory = self._read(order, begin, count)
             fits = int(np.searchsorted(np.cumsum(costs), self.budget, side="right"))
             if self.memory_cap is not None:
                 room = self.memory_cap * self.world_size
                 fits = min(fits, int(np.searchsorted(np.cumsum(memory), room, side="right")))
-            if fits < costs.size or begin + costs.size >= most:
-                break
-            amounts.read(max(2 * costs.size, _READ), most - begin)
-        end = min(begin + max(fits, self.min_samples), most)
+        end = begin + min(max(fits, self.min_samples), most)
         if self.memory_cap is not None and end > begin:
-            amounts.read(end - begin, most - begin)
-            end = self._end_that_fits(order, begin, end)
+            end = self._end_that_fits(order, begin, end, self.memory_cap)
         return begin if self.drop_last and end == order.length else end
 
     def part(self, order: SampleOrder, begin: int, end: int) -> NDArray[np.int64]:
@@ -173,31 +168,27 @@ class TokenBudgetSampler(OrderedBatchSampler):
         """(end - begin,) the rank of each sample of a global batch."""
         if self._divided is not None and self._divided[0] is order and self._divided[1:3] == (begin, end):
             return self._divided[3]
-        amounts, count = self._amounts_from(order, begin), end - begin
-        amounts.read(count, count)
+        count = end - begin
+        costs, memory = self._read(order, begin, count)
         capped: dict[str, Any] = {}
         if self.memory_cap is not None:
-            capped = {
-                "memory": amounts.memory[:count],
-                "memory_caps": np.full(self.world_size, float(self.memory_cap)),
-            }
+            capped = {"memory": memory, "memory_caps": np.full(self.world_size, float(self.memory_cap))}
         destinations = partition(
-            amounts.costs[:count], np.arange(count) * self.world_size // max(count, 1), self.world_size,
+            costs, np.arange(count) * self.world_size // max(count, 1), self.world_size,
             counts=self.counts, min_samples=min(1, count // self.world_size), **capped,
         ).destinations  # fmt: skip
         self._divided = (order, begin, end, destinations)
         return destinations
 
-    def _end_that_fits(self, order: SampleOrder, begin: int, end: int) -> int:
+    def _end_that_fits(self, order: SampleOrder, begin: int, end: int, cap: float) -> int:
         """The same end, or an earlier one if no division over the ranks is within the memory cap."""
-        assert self.memory_cap is not None
-        memory = self._amounts_from(order, begin).memory
-        heavy = np.flatnonzero(memory[: end - begin] > self.memory_cap)
+        memory = self._read(order, begin, end - begin)[1]
+        heavy = np.flatnonzero(memory > cap)
         if heavy.size:
             index = int(order.samples(begin + heavy[:1])[0])
             raise ValueError(
-                f"sample {index} takes {memory[heavy[0]]} of memory and memory_cap is {self.memory_cap}; raise it, "
-                "shorten the sample, or leave it out of the data set"
+                f"sample {index} takes {memory[heavy[0]]} of memory and memory_cap is {cap}; raise it, shorten the "
+                "sample, or leave it out of the data set"
             )
         while True:
             try:
@@ -208,69 +199,52 @@ class TokenBudgetSampler(OrderedBatchSampler):
             else:
                 return end
 
-    def _amounts_from(self, order: SampleOrder, begin: int) -> _Amounts:
-        amounts = self._amounts
-        if amounts is None or amounts.order is not order or begin < amounts.begin:
-            amounts = self._amounts = _Amounts(order, begin, self._costs, self._memory)
-        amounts.drop_before(begin)
-        return amounts
+    def _read(self, order: SampleOrder, begin: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(count,) costs and memory of the samples from a position on; what was read of later ones is kept."""
+        if self._amounts is None or self._amounts.order is not order or begin < self._amounts.begin:
+            self._amounts = _Amounts(order, begin, np.empty(0, np.int64), np.empty(0, np.int64))
+        read = self._amounts
+        costs, memory = read.costs[begin - read.begin :], read.memory[begin - read.begin :]
+        if count > costs.size:
+            indexes = order.samples(np.arange(begin + costs.size, begin + count))
+            more = _at("costs", self._costs, indexes)
+            held = more if self._memory is self._costs else _at("memory", self._memory, indexes)
+            costs, memory = np.concatenate((costs, more)), np.concatenate((memory, held))
+        self._amounts = _Amounts(order, begin, costs, memory)
+        return costs[:count], memory[:count]
 
 
-class _Amounts:
+class _Amounts(NamedTuple):
     """Costs and memory of the next samples of an order, as far as they have been read."""
 
-    def __init__(self, order: SampleOrder, begin: int, costs: _Numbers, memory: _Numbers) -> None:
-        self.order, self.begin = order, begin
-        self._of_costs, self._of_memory = costs, memory
-        self.costs = self.memory = np.empty(0, np.int64)
-
-    def drop_before(self, begin: int) -> None:
-        """Forgets those of earlier samples."""
-        gone = begin - self.begin
-        self.begin, self.costs, self.memory = begin, self.costs[gone:], self.memory[gone:]
-
-    def read(self, count: int, most: int) -> None:
-        """Reads on, until they are so many."""
-        count = min(count, most)
-        if count <= self.costs.size:
-            return
-        indexes = self.order.samples(np.arange(self.begin + self.costs.size, self.begin + count))
-        costs = self._of_costs.at(indexes)
-        memory = costs if self._of_memory is self._of_costs else self._of_memory.at(indexes)
-        self.costs, self.memory = np.concatenate((self.costs, costs)), np.concatenate((self.memory, memory))
+    order: SampleOrder
+    begin: int
+    costs: NDArray[Any]
+    memory: NDArray[Any]
 
 
-class _Numbers:
-    """A number for each sample, as the user gave them: asked for a batch at a time, never all of them."""
+def _numbers(field: str, values: Costs, data: Sized | int, num_samples: int) -> Callable[[int], float] | NDArray[Any]:
+    """A number for each sample, as the user gave them."""
+    if isinstance(values, str):
+        if not hasattr(data, values):
+            raise ValueError(f"{field} is {values!r}, which {type(data).__name__} lacks; name one of its attributes")
+        values = getattr(data, values)
+    if callable(values):
+        return values
+    numbers: NDArray[Any] = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if numbers.shape != (num_samples,) or numbers.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{field} is {numbers.dtype} of shape {numbers.shape}; give one number for each of the {num_samples} "
+            "samples"
+        )
+    return numbers
 
-    def __init__(self, field: str, values: Costs, data: Sized | int, num_samples: int) -> None:
-        if isinstance(values, str):
-            if not hasattr(data, values):
-                raise ValueError(
-                    f"{field} is {values!r}, which {type(data).__name__} lacks; name one of its attributes"
-                )
-            values = getattr(data, values)
-        self._field = field
-        self.values: Callable[[int], float] | NDArray[Any]
-        if callable(values):
-            self.values = values
-            return
-        self.values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-        if self.values.shape != (num_samples,) or self.values.dtype.kind not in "iuf":
-            raise ValueError(
-                f"{field} is {self.values.dtype} of shape {self.values.shape}; give one number for each of the "
-                f"{num_samples} samples"
-            )
 
-    def at(self, indexes: NDArray[np.int64]) -> NDArray[Any]:
-        """Those of some samples, int64 or float64; `ValueError` if one is negative or not finite."""
-        if callable(self.values):
-            found = np.array([self.values(index) for index in indexes.tolist()])
-        else:
-            found = self.values[indexes]
-        found = found.astype(np.int64 if found.dtype.kind in "iu" and found.size else np.float64)
-        bad = np.flatnonzero(~((found >= 0) & (found < np.inf)))
-        if bad.size:
-            index, value = indexes[bad[0]], found[bad[0]]
-            raise ValueError(f"{self._field}[{index}] is {value}; use finite numbers, 0 or more")
-        return found
+def _at(field: str, values: Callable[[int], float] | NDArray[Any], indexes: NDArray[np.int64]) -> NDArray[Any]:
+    """The numbers of some samples, int64 or float64; `ValueError` if one is negative or not finite."""
+    chosen = np.array([values(index) for index in indexes.tolist()]) if callable(values) else values[indexes]
+    chosen = chosen.astype(np.int64 if chosen.dtype.kind in "iu" and chosen.size else np.float64)
+    bad = np.flatnonzero(~((chosen >= 0) & (chosen < np.inf)))
+    if bad.size:
+        raise ValueError(f"{field}[{indexes[bad[0]]}] is {chosen[bad[0]]}; use finite numbers, 0 or more")
+    return chosen

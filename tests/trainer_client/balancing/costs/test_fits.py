@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_client.balancing.costs.learned import Fit, FitOptions, fit_in_force, fit_ranks, fit_times
+from trainer_client.balancing.costs.fitting import Fit, FitOptions, fit_in_force, fit_ranks, fit_times
 
 
 def _observations(seed: int, count: int = 200) -> np.ndarray:

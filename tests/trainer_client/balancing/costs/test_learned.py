@@ -20,7 +20,7 @@ from tests.trainer_client.balancing.jobs import connect
 from trainer_client import BalancedLoader, BalanceOptions, Balancer
 from trainer_client.balancing.batches import BatchError, flatten
 from trainer_client.balancing.costs import FitOptions, HSTUCost, LearnedCost, SequenceTerms, TokenCost, make_cost
-from trainer_client.balancing.costs.learned import Fit
+from trainer_client.balancing.costs.fitting import Fit
 from trainer_client.observing.measurement import StepTimer
 
 TERMS = SequenceTerms(history=("num_history", "num_history"), candidates="num_candidates", context=2)
@@ -51,7 +51,7 @@ def run_job(rank: int, job: Job) -> dict[str, Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("trainer_client.balancing.learned_costs")
+    log = logging.getLogger("trainer_client.balancing.costs.learning")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     if job.address is None:
