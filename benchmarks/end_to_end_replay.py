@@ -41,7 +41,7 @@ from examples.datasets import SequenceBatch
 from examples.hstu.training import Run, Trainer
 from trainer_client.balancing import Balancer
 from trainer_client.balancing.batches import FlatBatch, flatten
-from trainer_client.balancing.dividing import Cost
+from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.redistribution.copying import pick
 
 SETTINGS = {"off": None, "kk": "karmarkar_karp", "minimal_move": "minimal_move", "window": "minimal_move"}

@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Plugins(Generic[T]):
-    """The parts of one kind: ours, those that a program registers, and those of installed packages.
+    """The parts of one kind: ours, and those of installed packages.
 
     Attributes:
-        own: Ours and registered ones. A name of ours stays ours, whatever packages there are.
+        own: Ours. A name of ours stays ours, whatever packages there are.
     """
 
     def __init__(self, kind: str, own: Mapping[str, T], *, group: str) -> None:
@@ -37,16 +37,6 @@ class Plugins(Generic[T]):
     def names(self) -> tuple[str, ...]:
         """All names, sorted."""
         return tuple(sorted({*self.own, *self.installed}))
-
-    def register(self, name: str, part: T) -> None:
-        """Makes a part available under a name.
-
-        Raises:
-            ValueError: If the name is taken by another one.
-        """
-        if name in self.names and self.own.get(name) is not part:
-            raise ValueError(f"a {self._kind} named {name!r} is there already; choose another name")
-        self.own[name] = part
 
     def find(self, name: str) -> T:
         """The part of that name, imported now if a package brings it.

@@ -45,24 +45,25 @@ ROOMS = {
         words=r"GlobalBatchSampler|TokenBudgetSampler|SampleOrder",
         tests=("tests/trainer_client/balancing",),
     ),
-    "adapters": Room(  # of launchers, a job's names for people are read by the core
-        files=tuple(
-            f"{_BALANCING}/adapters/{name}"
-            for name in ("job_state.py", "lightning.py", "torcheasyrec.py", "recsys_examples")
-        ),
+    "adapters": Room(
+        files=(f"{_BALANCING}/adapters",),
         lines={},
-        words=r"adapters\.(job_state|lightning|torcheasyrec|recsys_examples)",
+        words=r"balancing\.adapters",
         tests=("tests/trainer_client/balancing",),
     ),
     "windows": Room(
-        files=("evenkeel/partitioning/windows.py",),
-        lines={"evenkeel/partitioning/stages.py": ("gather_heavy",)},
+        files=("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"),
+        lines={
+            "evenkeel/partitioning/stages.py": ("gather_heavy",),
+            f"{_BALANCING}/stages.py": ("WindowStates",),
+            f"{_BALANCING}/reading.py": ("check_window",),
+        },
         words=r"partitioning\.windows|window=",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),
     "splits": Room(
         files=("evenkeel/partitioning/splits/stage.py", "evenkeel/partitioning/splits/search.py"),
-        lines={"evenkeel/partitioning/stages.py": ("split_heavy",)},
+        lines={"evenkeel/partitioning/stages.py": ("split_heavy",), f"{_BALANCING}/stages.py": ("Splitting",)},
         words=r"partitioning\.splits|SplitOptions",
         tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),
@@ -71,6 +72,12 @@ ROOMS = {
         lines={f"{_BALANCING}/stages.py": ("SpeedLearner",)},
         words=r"learned_speeds|SpeedLearner|slow_ranks|stragglers",
         tests=("tests/trainer_client/balancing",),
+    ),
+    "caps": Room(
+        files=("evenkeel/partitioning/memory.py",),
+        lines={"evenkeel/partitioning/api.py": ("with_caps", "check_fits")},
+        words=r"memory_caps?\b|partitioning\.memory",
+        tests=("tests/evenkeel/partitioning", "tests/trainer_client/balancing"),
     ),
 }
 

@@ -25,7 +25,7 @@ from examples.hstu.perf import ModulePerf, PerfTracker
 from trainer_client.attention import PieceGroup, Pieces, SplitSample
 from trainer_client.balancing import BalancedLoader, Balancer, RoundReport
 from trainer_client.balancing.costs import FitOptions, LearnedCost, SequenceTerms
-from trainer_client.balancing.dividing import Cost
+from trainer_client.balancing.costs.base import Cost
 from trainer_client.embedding.routing import DistType
 from trainer_client.observing.measurement import StepTimer, StepTimes
 

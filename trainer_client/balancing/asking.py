@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from evenkeel import __version__
 from evenkeel.addresses import check_address, grpc_target
 from evenkeel.protocol.plan_round import InvalidMessage, RoundNames, RunFacts, read_response, write_request
-from trainer_client.balancing.adapters.launchers import read_launch
 from trainer_client.balancing.errors import ServiceRequiredError
 from trainer_client.balancing.lead import Round, Stage
 from trainer_client.balancing.report import Counters, Mode, Reason
+from trainer_client.launchers import read_launch
 
 # gRPC's fork handlers do nothing for a process whose calls are under way, as a lead's are while a DataLoader forks
 # workers, and now and then they end the worker. It reads the variable when it is imported, and never again.
@@ -132,7 +132,7 @@ class Asker(Stage):
 
     def begin(self, round_: Round) -> None:
         """Asks for the plan of a round, unless the breaker is open or an answer is owed."""
-        if round_.decision.mode is not Mode.EMBEDDED or (round_.window is not None and round_.window["plain"]):
+        if round_.decision.mode is not Mode.EMBEDDED or round_.plain:
             return
         round_.reason = Reason.NOT_ASKED
         with self._changed:

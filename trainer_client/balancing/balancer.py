@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from evenkeel.addresses import check_address
-from trainer_client.balancing.adapters.launchers import read_launch
 from trainer_client.balancing.batches import BatchSpec, flatten
-from trainer_client.balancing.dividing import Cost
+from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.errors import NoDataError
 from trainer_client.balancing.membership import Ranks, read_membership
 from trainer_client.balancing.opening import StreamConfig
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.stream import BatchStream, Ticket
+from trainer_client.launchers import read_launch
 
 if TYPE_CHECKING:  # grpcio is needed only where a service is
     from evenkeel.credentials import Credentials

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +16,6 @@ from evenkeel.partitioning.registry import STRATEGIES
 from trainer_client.balancing import BalanceOptions
 from trainer_client.balancing.costs import make_cost
 from trainer_client.balancing.pipelines import PIPELINES
-
-_DURATIONS = {"timeout", "group_timeout"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ def load_configuration(path: str | Path) -> Configuration:
     """Reads a YAML or TOML file.
 
         cost: {name: hstu, num_layers: 8, width: 1024, num_heads: 4, head_dim: 256, history: history}
-        balance: {strategy: minimal_move, window: 4, timeout: 2.0}    # durations in seconds
+        balance: {strategy: minimal_move, depth: 3, timeout: 2.0}    # durations in seconds
         pipeline: sparse_dist
 
     All three are optional. Names are those of `cost_names()`, `strategies()` and `pipeline_names()`, own ones of
@@ -50,64 +49,53 @@ def load_configuration(path: str | Path) -> Configuration:
     path = Path(path)
     text = path.read_text(encoding="utf-8")
     try:
-        content: Any = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
-        return read_configuration(content)
+        return read_configuration(tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {})
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_configuration(content: Mapping[str, Any]) -> Configuration:
+def read_configuration(content: Any) -> Configuration:
     """The same from what a file holds.
 
     Raises:
         ValueError: If `load_configuration` would.
     """
-    known = ("cost", "balance", "pipeline")
-    if not isinstance(content, Mapping):
-        raise ValueError(f"the configuration is {type(content).__name__}; give a mapping of {', '.join(known)}")
-    for key in content:
-        if key not in known:
-            raise ValueError(f"there is no section {key!r}; use {', '.join(known)}")
-    pipeline = content.get("pipeline")
+    content = _mapping("the configuration", content, ("cost", "balance", "pipeline"))
+    cost, pipeline = content.get("cost"), content.get("pipeline")
+    if isinstance(cost, str):
+        cost = {"name": cost}
+    if "cost" in content and (not isinstance(cost, Mapping) or "name" not in cost):
+        raise ValueError("cost has no name; give name and options, for example {name: tokens, tokens: history}")
     if pipeline is not None:
         PIPELINES.check(pipeline)
     return Configuration(
-        cost=_cost(content["cost"]) if "cost" in content else None,
+        cost=None if cost is None else make_cost(**cost),
         options=_options(content.get("balance") or {}),
         pipeline=pipeline,
     )
 
 
-def _cost(section: Any) -> Callable[[Any], Any]:
-    if isinstance(section, str):
-        section = {"name": section}
-    if not isinstance(section, Mapping) or "name" not in section:
-        raise ValueError("cost has no name; give name and options, for example {name: tokens, tokens: history}")
-    return make_cost(section["name"], **{key: value for key, value in section.items() if key != "name"})
-
-
 def _options(section: Any) -> BalanceOptions:
-    if not isinstance(section, Mapping):
-        raise ValueError(f"balance is {type(section).__name__}; give a mapping of options")
-    known = [field.name for field in fields(BalanceOptions) if field.init]
-    for key in section:
-        if key not in known:
-            raise ValueError(f"balance has no option {key!r}; use {', '.join(known)}")
-    values: dict[str, Any] = {key: _number(key, value) for key, value in section.items()}
-    for key in _DURATIONS & values.keys():
-        try:
-            values[key] = timedelta(seconds=values[key])
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{key} is {section[key]!r}; give seconds as a number") from error
-    STRATEGIES.check(values.get("strategy", BalanceOptions().strategy))
+    defaults = BalanceOptions()
+    values = dict(_mapping("balance", section, [field.name for field in fields(BalanceOptions) if field.init]))
+    for key, value in values.items():
+        default = getattr(defaults, key)
+        if isinstance(default, float | timedelta) and isinstance(value, str):
+            with suppress(ValueError):
+                values[key] = float(value)  # YAML takes 1e-3, which has no dot, for text
+        if isinstance(default, timedelta):
+            try:
+                values[key] = timedelta(seconds=values[key])
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ValueError(f"{key} is {value!r}; give seconds as a number") from error
+    STRATEGIES.check(values.get("strategy", defaults.strategy))
     return BalanceOptions(**values)
 
 
-def _number(key: str, value: Any) -> Any:
-    """A duration or share as a number: YAML takes 1e-3, which has no dot, for text."""
-    if key in (*_DURATIONS, "tolerance", "move_price") and isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
+def _mapping(what: str, value: Any, keys: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} is {type(value).__name__}; give a mapping of {', '.join(keys)}")
+    for key in value:
+        if key not in keys:
+            raise ValueError(f"{what} has no {key!r}; use {', '.join(keys)}")
     return value

@@ -59,7 +59,7 @@ class Extras:
     template: FlatBatch | None = None  # an empty batch of the round's schema, where it has changed
     fit: tuple[Fit | None] | None = None  # that learned costs follow from `depth` rounds on; None: as before
     pieces: NDArray[np.int64] | None = None  # (pieces, PIECE_WIDTH) of all split samples
-    window: dict[str, Any] | None = None  # what a state within the window keeps of the round
+    for_states: dict[str, Any] | None = None  # what a state keeps that is taken between the batches of the round
 
 
 NO_EXTRAS = Extras()

@@ -40,7 +40,7 @@ class Round:
     options: RoundOptions  # how to plan it
     samples: RoundSamples | None = None  # of all ranks; None: the round does not take place
     template: FlatBatch | None = None  # of its batches; None: no rank has samples
-    window: dict[str, Any] | None = None  # what a state keeps of the window that the ranks go on in
+    plain: bool = False  # it is planned by a plain heuristic, without kernels
     call: Any = None  # of the service, under way
     reason: Reason = Reason.NO_SERVICE  # why the lead plans
     plan: RoundPlan | None = None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.delays import Cause, Delay, DelayEstimator
 from evenkeel.partitioning.speeds import ALL_EQUAL, LearnedSpeeds, SpeedEstimator, planned_speeds
 from trainer_client.balancing.lead import Round, Stage
+from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import Mode
 
 logger = logging.getLogger(__name__)
@@ -24,19 +25,24 @@ class SpeedLearner(Stage):
         learned: What is known of them.
     """
 
-    def __init__(self, name: str, *, nodes: Sequence[str], speeds: Sequence[float] | None) -> None:
-        """Knows nothing yet; `speeds` are the user's, `nodes` the hosts of the ranks."""
+    def __init__(self, name: str, options: BalanceOptions, nodes: Sequence[str]) -> None:
+        """Knows nothing yet; `nodes` are the hosts of the ranks."""
         self._name, self._nodes = name, nodes
-        self._speeds = None if speeds is None else np.array(speeds, np.float64)
+        self._speeds = None if options.speeds is None else np.array(options.speeds, np.float64)
         self._estimators: tuple[SpeedEstimator, DelayEstimator] | None = None  # once anybody has measured
         self.learned = ALL_EQUAL
 
+    @classmethod
+    def of(cls, name: str, options: BalanceOptions, nodes: Sequence[str]) -> SpeedLearner | None:
+        """The stage, where there is anything to learn."""
+        return cls(name, options, nodes) if options.learn_speeds and len(nodes) > 1 else None
+
     def begin(self, round_: Round) -> None:
         """Takes into account what ranks have measured, and chooses the speeds to plan with."""
-        self.note(round_.number, round_.contributions.headers["measured"])
-        if not self.learned and not self.learned.delays:
+        self._note(round_.number, round_.contributions.headers["measured"])
+        if self._estimators is None or not (self.learned or self.learned.delays):
             return
-        round_.extras.learned, round_.step_seconds = self.learned, self.step_seconds
+        round_.extras.learned, round_.step_seconds = self.learned, self._estimators[0].step_seconds
         if self.learned and round_.samples is not None and round_.decision.mode is Mode.EMBEDDED:
             samples = round_.samples
             homes = np.repeat(np.arange(samples.num_ranks), samples.counts_at_home)
@@ -45,7 +51,7 @@ class SpeedLearner(Stage):
             assert planned is not None
             round_.options = replace(round_.options, speeds=tuple(planned.tolist()))
 
-    def note(self, number: int, measured: NDArray[np.float64]) -> None:
+    def _note(self, number: int, measured: NDArray[np.float64]) -> None:
         """Takes into account (ranks, 5) what ranks have measured, as `Measure`, by a round."""
         if self._estimators is None:
             if not measured[:, 1].any():
@@ -59,11 +65,6 @@ class SpeedLearner(Stage):
         if delays.note(number, seconds, *waits) or changed:
             before, self.learned = self.learned, replace(speeds.learned, delays=delays.delays)
             self._say(number, before)
-
-    @property
-    def step_seconds(self) -> float:
-        """Median seconds of a step's computation lately; 0 where nobody measures."""
-        return 0.0 if self._estimators is None else self._estimators[0].step_seconds
 
     def _say(self, number: int, before: LearnedSpeeds) -> None:
         """Says who has become a straggler, and who is none any more."""

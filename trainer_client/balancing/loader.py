@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.balancer import Balancer, check_loader
 from trainer_client.balancing.batches import BatchSpec
+from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost, SummedTerms
 from trainer_client.balancing.directive import Directive
-from trainer_client.balancing.dividing import Cost, warn_of_unasked_splits
 from trainer_client.balancing.errors import NoDataError, ProgramOrderError
 from trainer_client.balancing.redistribution import Pending
 from trainer_client.balancing.report import Counters, Reason, RoundReport
-from trainer_client.balancing.resume import LoaderState, Position, Resumed, check_resumed, read_states, state_for
-from trainer_client.balancing.source import Source, sampler_of, tell_epoch
+from trainer_client.balancing.resume import LoaderState, Resumed, check_resumed, state_for
+from trainer_client.balancing.source import Position, Source, sampler_of, tell_epoch
+from trainer_client.balancing.splitting import warn_of_unasked_splits
 from trainer_client.balancing.stream import BatchStream, Pass, Ticket
 from trainer_client.checks import is_whole
 
@@ -37,34 +38,23 @@ MAX_AHEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """What has been yielded of a pass.
+    """What has been yielded of a pass; see `LoaderState`."""
 
-    Attributes:
-        position: The wrapped loader's before the first window that was not wholly yielded.
-        batches: Of this pass.
-        window: What a state keeps of that window, if some of it was yielded; None between two windows.
-    """
-
-    position: Position | None = None
+    source: Position | None = None
     batches: int = 0
     window: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
 class _Window:
-    """A window in flight, between two positions of the loader, and its directive once that is known.
-
-    Attributes:
-        left: Batches of it that have not been started yet.
-        done: Batches of it that have, here or before the state that the loop went on from.
-    """
+    """A window in flight, between two positions of the loader."""
 
     ticket: Ticket
     begin: Position
     end: Position
     directive: Directive | None = None
-    left: deque[int] = field(default_factory=deque)
-    done: int = 0
+    left: deque[int] = field(default_factory=deque)  # batches of it that have not been started yet
+    done: int = 0  # batches of it that have, here or before the state that the loop went on from
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +260,7 @@ class BalancedLoader(Generic[B]):
         rank, world_size = self.balancer.rank_and_size
         return LoaderState(
             name=self.name, rank=rank, world_size=world_size, epoch=self._epoch, batches=progress.batches,
-            finished=self._finished and progress is self._progress[-1], source=progress.position,
-            window=progress.window,
+            finished=self._finished and progress is self._progress[-1], source=progress.source, window=progress.window,
         ).to_state()  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, repeat_window: bool = False) -> None:
@@ -291,11 +280,10 @@ class BalancedLoader(Generic[B]):
         Raises:
             ResumeError: If it is not the state of a loader of this name, or this rank cannot go on from it.
         """
-        states = read_states(state, self.name)
-        if repeat_window:
-            states = [one.repeating() for one in states]
         rank, world_size = self.balancer.rank_and_size
-        self._resume = state_for(states, self.loader, rank=rank, world_size=world_size)
+        self._resume = state_for(
+            state, self.loader, name=self.name, rank=rank, world_size=world_size, repeat_window=repeat_window
+        )
 
     @property
     def dataset(self) -> Any:
@@ -355,7 +343,7 @@ class BalancedLoader(Generic[B]):
         return batch
 
     def _finish_pass(self, source: Source) -> None:
-        self._progress[-1] = replace(self._progress[-1], position=source.position, window=None)
+        self._progress[-1] = replace(self._progress[-1], source=source.position, window=None)
         self._finished = True
 
 
@@ -398,7 +386,7 @@ class _Loop:
         loader._epoch = loader._named_epoch if state is None or loader._named_epoch is not None else state.epoch
         loader._finished = False
         self._here = self.source.position  # where the next window begins
-        progress = _Progress(position=self._here)
+        progress = _Progress(self._here)
         if state is not None and resumed is not None and not state.finished:
             progress = replace(progress, batches=state.batches, window=state.window)
         loader._progress.clear()
@@ -461,5 +449,7 @@ class _Loop:
         window.done += 1
         progress = _Progress(window.end, self._batches)
         if window.left:
-            progress = _Progress(window.begin, self._batches, {**(directive.extras.window or {}), "done": window.done})
+            progress = _Progress(
+                window.begin, self._batches, {**(directive.extras.for_states or {}), "done": window.done}
+            )
         return _Moving(pending, directive.reports[batch], directive.splits(batch), progress)

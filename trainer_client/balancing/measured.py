@@ -36,10 +36,7 @@ class Measured:
         *,
         terms: NDArray[np.float64] | None = None,
     ) -> None:
-        """Notes a batch, as `Measure` has it, with (terms,) of a learned cost summed over it.
-
-        One without load, or with a time that is none, tells nothing.
-        """
+        """Notes a batch, as `BalancedLoader.took`; nothing of one without load, or with a time that is none."""
         values = (load, seconds, late, loading, loop)
         try:
             if not (min(values[:2]) > 0 and min(values[2:]) >= 0 and all(map(math.isfinite, values))):

@@ -9,30 +9,14 @@ from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from evenkeel.partitioning.splits import SplitSample
 from evenkeel.plugins import Plugins
 from trainer_client.balancing import BalancedLoader, RoundReport
-from trainer_client.balancing.dividing import warn_of_unasked_splits
 
 B = TypeVar("B")
-
-
-class _Splits:
-    """The split samples of a batch and its copies. If nobody has asked for them, it says so when these are gone."""
-
-    __slots__ = ("__weakref__", "asked", "name", "samples")
-
-    def __init__(self, samples: tuple[SplitSample, ...], name: str) -> None:
-        self.samples, self.name, self.asked = samples, name, False
-
-    def __del__(self) -> None:
-        if self.samples and not self.asked:
-            warn_of_unasked_splits(self.name)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,21 +30,13 @@ class BalancedBatch(Generic[B]):
         batch: The batch.
         loss_scale: World size over the samples of the global batch: the factor for a loss that is a sum over samples.
         report: What balancing did.
+        splits: Samples of the batch that lie on several ranks, those of all ranks, as `BalancedLoader.splits`.
     """
 
     batch: B
     loss_scale: float
     report: RoundReport = field(repr=False)
-    _splits: _Splits = field(repr=False)
-
-    @property
-    def splits(self) -> tuple[SplitSample, ...]:
-        """Samples of the batch that lie on several ranks, those of all ranks, for `PieceGroup.pieces`.
-
-        A batch that has some and is trained without having been asked for them is warned of, once a loader.
-        """
-        self._splits.asked = True
-        return self._splits.samples
+    splits: tuple[Any, ...] = field(default=(), repr=False)
 
     @property
     def mean_loss_scale(self) -> float:
@@ -87,19 +63,16 @@ class BalancedBatch(Generic[B]):
         if data_copy_stream is not None:
             copying = torch.get_device_module(torch.device(device)).stream(data_copy_stream)
         with copying:
-            moved = _each(self.batch, "to", device, non_blocking=non_blocking, **options)
-        return replace(self, batch=moved)
+            return replace(self, batch=_each(self.batch, "to", device, non_blocking=non_blocking, **options))
 
     def record_stream(self, stream: torch.Stream | torch.cpu.Stream) -> None:
         """Tells the allocator that `stream` uses the batch; on the host there are no streams."""
-        if isinstance(stream, torch.cpu.Stream):
-            return
-        _each(self.batch, "record_stream", stream)
+        if not isinstance(stream, torch.cpu.Stream):
+            _each(self.batch, "record_stream", stream)
 
     def pin_memory(self) -> BalancedBatch[B]:
         """The batch in page-locked memory."""
-        pinned = _each(self.batch, "pin_memory")
-        return replace(self, batch=pinned)
+        return replace(self, batch=_each(self.batch, "pin_memory"))
 
 
 def _each(value: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -134,17 +107,9 @@ def balanced_batches(loader: BalancedLoader[B]) -> Iterator[BalancedBatch[B]]:
     # by now TorchRec is imported, if a pipeline of it takes the batches
     if (streamable := sys.modules.get("torchrec.streamable")) is not None:
         streamable.Pipelineable.register(BalancedBatch)  # what its pipelines ask a batch to be
-    fetched: WeakSet[_Splits] = WeakSet()
-    try:
-        for batch in loader:
-            splits = _Splits(loader.splits, loader.name)
-            fetched.add(splits)
-            yield BalancedBatch(batch=batch, loss_scale=loader.loss_scale, report=loader.report, _splits=splits)
-            del batch, splits
-    except GeneratorExit:  # what a pipeline still holds is dropped, or its users know what they have left
-        for splits in fetched:
-            splits.asked = True
-        raise
+    for batch in loader:
+        yield BalancedBatch(batch=batch, loss_scale=loader.loss_scale, report=loader.report, splits=loader.splits)
+        del batch  # the pipeline may free it while the next one is read
 
 
 class PipelineSteps:
@@ -165,13 +130,10 @@ class PipelineSteps:
                 None with nothing left. Where it has `reset()`, as TorchRec's, that makes it ready for another iterator.
             loader: The loader; each iteration is one over it.
         """
-        self._pipeline = pipeline
-        self._loader = loader
+        self._pipeline, self._loader = pipeline, loader
         self._is_staged = hasattr(pipeline, "num_stages")  # gives None while it fills up again, and at its end
-        self._is_used = False
-        self._has_ended = False
-        self._fetched = 0
-        self._trained = 0
+        self._is_used = self._has_ended = False
+        self._fetched = self._trained = 0
 
     def ahead(self) -> int:
         """Batches of the latest iteration that the pipeline holds."""
@@ -228,23 +190,8 @@ PIPELINES: Plugins[PipelineFactory] = Plugins("pipeline", _TORCHREC, group="even
 
 
 def pipeline_names() -> tuple[str, ...]:
-    """All names: TorchRec's pipelines, registered ones, and those of installed packages."""
+    """All names: TorchRec's, and those of installed packages (entry points in the group `evenkeel.pipelines`)."""
     return PIPELINES.names
-
-
-def register_pipeline(name: str, factory: PipelineFactory) -> None:
-    """Makes a pipeline available under a name.
-
-    An installed package does the same with an entry point in the group `evenkeel.pipelines`.
-
-    Args:
-        name: The name.
-        factory: From model, optimizer, device and options to an object with `progress(iterator)`.
-
-    Raises:
-        ValueError: If the name is taken.
-    """
-    PIPELINES.register(name, factory)
 
 
 def make_pipeline(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning import PartitionError
 from evenkeel.partitioning.api import evenness
-from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundSamples
+from evenkeel.partitioning.rounds import Figures, RoundOptions, RoundSamples, partition_batches
 from evenkeel.partitioning.stages import plan_round, slice_round
 from trainer_client.balancing.decide import Decision, spread
 from trainer_client.balancing.kernels import Kernels
@@ -31,51 +31,49 @@ class Planning(Stage):
         """Gives a round its plan, slices and figures, or the reason why it has no plan."""
         samples = round_.samples
         assert samples is not None
-        options, plain = round_.options, False
         if round_.plan is None and round_.decision.mode in (Mode.EMBEDDED, Mode.SPREAD):
-            if plain := self._is_plain(round_):
-                options = replace(options, strategy="plain", split=None)
-            if round_.decision.mode is Mode.EMBEDDED:
-                try:
-                    if samples.num_ranks > 1:
-                        round_.plan = plan_round(samples, options)
-                    else:
-                        _check_alone(options, samples)
-                except PartitionError as error:
-                    stays = Decision(mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, problem=str(error))
-                    stays = replace(stays, batches=round_.decision.batches, last=round_.decision.last)
-                    round_.decision = spread(stays, samples.batch_sizes, self._min_samples)
-                else:
-                    reason = Reason.COMPILING if plain else round_.reason
-                    alone = replace(round_.decision, mode=Mode.IDENTITY)
-                    round_.decision = replace(round_.decision, reason=reason) if round_.plan is not None else alone
-            if round_.decision.mode is Mode.SPREAD:
-                round_.plan = plan_round(samples, options.spreading())
-        if round_.plan is not None:
-            round_.slices = slice_round(round_.plan, samples, compiled=not plain)
-        if round_.decision.reason in (Reason.INVALID_COSTS, Reason.PARTITION_FAILED):
+            self._plan(round_, samples)
+        reason = round_.decision.reason
+        if reason in (Reason.INVALID_COSTS, Reason.PARTITION_FAILED):
             self._say_unplanned(round_.number, round_.decision)
         if round_.plan is not None:
+            round_.slices = slice_round(round_.plan, samples, compiled=not round_.plain)
             round_.extras.figures = round_.plan.batches
             round_.home_loads, round_.loads = round_.plan.loads_before, round_.plan.loads_after
-        else:
-            loads = samples.home_loads
-            if round_.decision.reason is Reason.INVALID_COSTS:
-                round_.extras.figures = _figures(np.full_like(loads, np.nan), samples, options.speeds)
-                loads[:, list(round_.decision.ranks)] = np.nan
-            else:
-                round_.extras.figures = _figures(loads, samples, options.speeds)
-            round_.home_loads = round_.loads = loads
+            return
+        loads = samples.home_loads
+        unknown = np.full_like(loads, np.nan) if reason is Reason.INVALID_COSTS else loads
+        round_.extras.figures = _figures(unknown, samples, round_.options)
+        if reason is Reason.INVALID_COSTS:
+            loads[:, list(round_.decision.ranks)] = np.nan
+        round_.home_loads = round_.loads = loads
 
-    def _is_plain(self, round_: Round) -> bool:
-        """Whether to plan without kernels, which are being compiled; a resumed window is planned as it was before."""
-        if round_.window is not None:
-            if not round_.window["plain"] and self._kernels is not None:
-                self._kernels.wait()
-            return bool(round_.window["plain"])
-        if self._kernels is not None and self._kernels.ready:
-            self._kernels = None
-        return self._kernels is not None
+    def _plan(self, round_: Round, samples: RoundSamples) -> None:
+        options, decision = round_.options, round_.decision
+        if self._kernels is not None and not round_.plain:
+            if self._kernels.ready:
+                self._kernels = None
+            else:
+                round_.plain = True
+        if round_.plain:
+            options = replace(options, strategy="plain", split=None)
+        if decision.mode is Mode.EMBEDDED:
+            try:
+                if samples.num_ranks > 1:
+                    round_.plan = plan_round(samples, options)
+                    reason = Reason.COMPILING if round_.plain else round_.reason
+                    round_.decision = replace(decision, reason=reason)
+                else:
+                    _check_alone(samples, options)
+                    round_.decision = replace(decision, mode=Mode.IDENTITY)
+            except PartitionError as error:
+                stays = Decision(
+                    mode=Mode.IDENTITY, reason=Reason.PARTITION_FAILED, problem=str(error), batches=decision.batches,
+                    last=decision.last,
+                )  # fmt: skip
+                round_.decision = spread(stays, samples.batch_sizes, self._min_samples)
+        if round_.decision.mode is Mode.SPREAD:
+            round_.plan = plan_round(samples, options.spreading())
 
     def _say_unplanned(self, number: int, decision: Decision) -> None:
         """Said of the first, second, fourth, eighth…, as it may be every round."""
@@ -89,23 +87,21 @@ class Planning(Stage):
             logger.warning(text, number, self._name, self._unplanned, why)
 
 
-def _check_alone(options: RoundOptions, samples: RoundSamples) -> None:
+def _check_alone(samples: RoundSamples, options: RoundOptions) -> None:
     """One rank keeps its samples; an error where they exceed its memory cap."""
-    caps, memory = options.memory_caps, samples.memory
-    if caps and memory is not None:
-        steps = np.zeros(memory.size, np.int64) if samples.steps is None else samples.steps
-        most = float(np.bincount(steps, memory, samples.num_batches).max(initial=0.0))
-        if most > caps[0]:
-            raise PartitionError(f"its batch takes {most:g} of memory, the cap of the only rank is {caps[0]:g}")
+    if options.memory_caps and samples.memory is not None:
+        found = partition_batches(samples, replace(options, strategy="plain", stay=True))
+        if isinstance(found, PartitionError):
+            raise found
 
 
-def _figures(loads: NDArray[np.float64], samples: RoundSamples, speeds: tuple[float, ...]) -> tuple[Figures, ...]:
+def _figures(loads: NDArray[np.float64], samples: RoundSamples, options: RoundOptions) -> tuple[Figures, ...]:
     """Those of batches that nobody has planned, with the bound of free counts, which holds for all counts."""
-    figures, rates = [], np.array(speeds or np.ones(samples.num_ranks))
+    figures, rates = [], np.array(options.speeds or np.ones(samples.num_ranks))
     batches = np.zeros(len(samples.costs), np.int64) if samples.steps is None else samples.steps
     sizes = np.bincount(batches, samples.moving_sizes, samples.num_batches)
     for batch, (row, size) in enumerate(zip(loads, sizes.tolist(), strict=True)):
-        largest, imbalance = evenness(row, rates if speeds else None)
+        largest, imbalance = evenness(row, rates if options.speeds else None)
         if np.isnan(row).any():
             largest = imbalance = np.nan
         heaviest = float(samples.costs[batches == batch].max(initial=0))

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 
 from evenkeel.partitioning.problem import share_of_total
 from evenkeel.partitioning.rounds import RankSamples
-from evenkeel.partitioning.splits import SplitOptions
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.dividing import Cost, check_divides, divisible_samples, roles_of
+from trainer_client.balancing.costs.base import Cost
+from trainer_client.balancing.splitting import check_divides, divisible_samples, roles_of
+from trainer_client.balancing.windows import check_window
+
+Costs = NDArray[np.int64] | NDArray[np.float64]
 
 
-def read_costs(
-    values: Any, num_samples: int, *, what: str = "cost", world_size: int = 1
-) -> tuple[NDArray[np.int64] | NDArray[np.float64], str]:
+def read_costs(values: Any, num_samples: int, *, what: str = "cost", world_size: int = 1) -> tuple[Costs, str]:
     """A user's costs as int64 or float64, and what is wrong with them.
 
     A cost is a prediction: a bad one must not end a run. The round then stays unbalanced on all ranks, with a warning.
@@ -56,27 +57,23 @@ def read_costs(
         raise ValueError(
             f"{what} returned shape {array.shape} for {num_samples} samples; return one number for each sample"
         )
-    if array.dtype.kind in "biu":
+    if num_samples == 0 or array.dtype.kind in "biu":
         if array.dtype == np.uint64 and num_samples and int(array.max()) > np.iinfo(np.int64).max:
             raise ValueError(f"{what} {int(array.max())} exceeds int64; use float64")
         array = array.astype(np.int64)
     elif array.dtype.kind == "f":
         array = array.astype(np.float64)
-    elif num_samples == 0:
-        array = np.zeros(0, dtype=np.int64)
     else:
         raise ValueError(f"{what} returned {array.dtype} values; return integers or floating-point numbers")
-    bad = np.flatnonzero(~np.isfinite(array) | (array < 0))
+    problem, bad = "", np.flatnonzero(~np.isfinite(array) | (array < 0))
+    total, limit = float(array.sum(dtype=np.float64)), share_of_total(world_size)
     if len(bad):
         problem = (
             f"{what} of sample {bad[0]} is {array[bad[0]]}; all must be finite and at least 0 ({len(bad)} are not)"
         )
-        return np.zeros(num_samples, dtype=np.int64), problem
-    total, limit = float(array.sum(dtype=np.float64)), share_of_total(world_size)
-    if total > limit:
+    elif total > limit:
         problem = f"{what} adds up to {total:.4g}; all of a rank's must stay below {limit:.4g}: use larger units"
-        return np.zeros(num_samples, dtype=np.int64), problem
-    return array, ""
+    return np.zeros(num_samples, np.int64) if problem else array, problem
 
 
 def read_round(
@@ -87,7 +84,7 @@ def read_round(
     cost: Cost,
     memory: Cost | None,
     caps: Sequence[float] | None,
-    split: SplitOptions | None,
+    split: bool,
     shares: int,
 ) -> tuple[RankSamples, str]:
     """What a rank knows of its own samples of a round, and why its costs cannot be used (empty: they can).
@@ -101,64 +98,48 @@ def read_round(
         cost: From a batch to the predicted work of each sample.
         memory: From a batch to what each sample adds to the memory caps; None: its bytes.
         caps: The memory caps, if there are any.
-        split: When samples are split; None: never.
+        split: Whether samples may be split.
         shares: Ranks times batches among which the sum of all costs is shared.
 
     Raises:
         ValueError: If there is not one number for each sample, the batches' fields differ, or samples are to be split
             and nothing says where.
     """
-    _check_fields(flats)
-    if split is not None:
-        for flat in flats:
-            check_divides(cost, flat)
+    filled = [flat for flat in flats if flat.num_samples]
+    check_window(filled)
     costs, memories, tables, problem, begin = [], [], [], "", 0
     for batch, flat in zip(batches, flats, strict=True):
+        if split:
+            check_divides(cost, flat)
         values, its_problem = read_costs(cost(batch), flat.num_samples, world_size=shares)
         flat.check_unchanged("cost")
         costs.append(values)
         problem = problem or its_problem
         if caps is not None:
-            held, its_problem = (
-                (flat.sizes, "")
-                if memory is None
-                else read_costs(memory(batch), flat.num_samples, what="memory", world_size=shares)
-            )
+            used: Costs = flat.sizes
+            if memory is not None:
+                used, its_problem = read_costs(memory(batch), flat.num_samples, what="memory", world_size=shares)
+                problem = problem or its_problem
             flat.check_unchanged("memory")
-            memories.append(held.astype(np.float64))
-            problem = problem or its_problem
-        if split is not None and not problem and flat.num_samples:
-            table = divisible_samples(
-                cost, batch, flat, values, memory=memories[-1] if memories else None,
-                largest_cap=max(caps) if caps is not None else float("inf"),
-            )  # fmt: skip
+            memories.append(used.astype(np.float64))
+        if split and not problem and flat.num_samples:
+            capped = {} if caps is None else {"memory": memories[-1], "largest_cap": max(caps)}
+            table = divisible_samples(cost, batch, flat, values, **capped)  # type: ignore[arg-type]
             if table is not None:
                 table[:, 0] += begin
                 tables.append(table)
         begin += flat.num_samples
     # a batch without samples may be of other fields, as an empty list tells nothing of what it would hold
-    lengths = [flat.lengths for flat in flats if flat.num_samples] or [template.lengths]
-    first = next((flat for flat in flats if flat.num_samples), template)
     samples = RankSamples(
         costs=_joined(costs),
-        lengths=_joined(lengths),
+        lengths=_joined([flat.lengths for flat in filled] or [template.lengths]),
         sizes=_joined([flat.sizes for flat in flats]),
         memory=_joined(memories) if memories else None,
         batch_sizes=tuple(flat.num_samples for flat in flats),
         divisible=_joined(tables) if tables and not problem else None,
-        roles=None if split is None else roles_of(first),
+        roles=roles_of(filled[0] if filled else template) if split else None,
     )
     return samples, problem
-
-
-def _check_fields(flats: Sequence[FlatBatch]) -> None:
-    first = next((flat for flat in flats if flat.num_samples), flats[0])
-    for flat in flats:
-        if flat.num_samples and flat.schema is not first.schema and flat.schema.hash != first.schema.hash:
-            raise ValueError(
-                "batches of one window differ, so that their samples cannot change places: "
-                f"{first.schema.diff(flat.schema, own='one', others='another')}; use window=1, or pad them alike"
-            )
 
 
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:

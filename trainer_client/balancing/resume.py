@@ -9,48 +9,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from trainer_client.balancing.errors import ResumeError
+from trainer_client.balancing.source import Position
 
 VERSION = 2
 _WINDOW = {"size": int, "done": int, "digest": str, "speeds": list, "plain": bool}
-_ONE_CHECKPOINT = "load the states of one checkpoint, on all ranks"
-
-Way = Literal["sampler", "loader", "skip"]
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """A point between two batches of a rank's own loader.
-
-    Attributes:
-        way: How it is found again.
-        at: The sampler's state, the loader's state (pickled, as loaders go on changing theirs), or the batches read.
-        ended: The loader has no batch left; of a sampler the state says it.
-        last: With `skip`, what the batch before it looked like.
-        of_all: `at` is a list of the loader's states on all ranks of a job of another size, to be dealt out again.
-    """
-
-    way: Way
-    at: Any
-    ended: bool = False
-    last: int = 0
-    of_all: bool = False
-
-    def to_state(self) -> dict[str, Any]:
-        """As plain values."""
-        at = pickle.loads(self.at) if self.way == "loader" else self.at
-        return {"way": self.way, "at": at, "ended": self.ended, "last": self.last}
-
-    @classmethod
-    def from_state(cls, state: Any) -> Position:
-        """Reads what `to_state` wrote; `ValueError` if it is something else."""
-        if not isinstance(state, dict) or state.get("way") not in get_args(Way) or "at" not in state:
-            raise ValueError(f"state['source'] is {state!r}; load what BalancedLoader.state_dict gave")
-        at = pickle.dumps(state["at"]) if state["way"] == "loader" else state["at"]
-        return cls(state["way"], at, bool(state.get("ended")), int(state.get("last", 0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,25 +26,12 @@ class Resumed:
     Attributes:
         lines: What must be the same on all ranks, one readable line each.
         problem: Why this rank cannot go on; empty if it can.
-        window: What is known of the window to go on in: its `size` in batches, how many are `done`, and what its plan
-            followed; None at its beginning.
+        window: What is known of the window to go on in, see `LoaderState`; None at its beginning.
     """
 
     lines: tuple[str, ...] = ()
     problem: str = ""
     window: dict[str, Any] | None = None
-
-    def checked(self, window: int) -> Resumed:
-        """With a problem, if the job's windows are not those of before."""
-        if self.problem or self.window is None or self.window["size"] == window:
-            return self
-        size = self.window["size"]
-        return replace(
-            self,
-            problem=f"the state was taken within a window of {size} batches, and this job has window={window}; go on "
-            f"with BalanceOptions(window={size}), from a state between windows, or with load_state_dict(…, "
-            "repeat_window=True), which trains the whole window again",
-        )
 
 
 def check_resumed(name: str, ranks: Sequence[Resumed | None]) -> None:
@@ -95,15 +48,13 @@ def check_resumed(name: str, ranks: Sequence[Resumed | None]) -> None:
         if one is not None and one.problem:
             raise ResumeError(f"rank {rank} cannot go on with the loader {name!r}: {one.problem}")
     lines = [("no state was loaded",) if one is None else one.lines for one in ranks]
-    other = next((rank for rank, of_rank in enumerate(lines) if of_rank != lines[0]), None)
-    if other is None:
-        return
-    here = "; ".join(line for line in lines[0] if line not in lines[other])
-    there = "; ".join(line for line in lines[other] if line not in lines[0])
-    raise ResumeError(
-        f"ranks do not go on with the loader {name!r} from the same point: rank 0: {here}; rank {other}: {there}; "
-        + _ONE_CHECKPOINT
-    )
+    for rank, other in enumerate(lines):
+        if other != lines[0]:
+            first, second = ([line for line in a if line not in b] for a, b in ((lines[0], other), (other, lines[0])))
+            raise ResumeError(
+                f"ranks do not go on with the loader {name!r} from the same point: rank 0: {'; '.join(first)}; rank "
+                f"{rank}: {'; '.join(second)}; load the states of one checkpoint, on all ranks"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +69,8 @@ class LoaderState:
         batches: That were yielded in this pass.
         finished: The pass is over; the next begins at the loader's own beginning.
         source: The wrapped loader's position before the first window that was not wholly yielded; None: its beginning.
-        window: What is known of that window if it was yielded in part; see `Resumed`.
+        window: Of a window that was yielded in part, its `size` in batches, how many are `done`, and what its plan
+            followed; None between two windows.
     """
 
     name: str
@@ -132,12 +84,10 @@ class LoaderState:
 
     def to_state(self) -> dict[str, Any]:
         """As plain values."""
-        return {
-            "version": VERSION, "name": self.name, "rank": self.rank, "world_size": self.world_size,
-            "epoch": self.epoch, "batches": self.batches, "finished": self.finished,
-            "source": None if self.source is None else self.source.to_state(),
-            "window": None if self.window is None else dict(self.window),
-        }  # fmt: skip
+        state = {"version": VERSION, **{field.name: getattr(self, field.name) for field in fields(self)}}
+        state["source"] = None if self.source is None else self.source.to_state()
+        state["window"] = None if self.window is None else dict(self.window)
+        return state
 
     @classmethod
     def from_state(cls, state: Any, name: str) -> LoaderState:
@@ -159,10 +109,11 @@ class LoaderState:
                 "this name, or name this one so (BalancedLoader(name=…))"
             )
         try:
-            window = None if state["window"] is None else {name: kind(state["window"][name])
-                                                           for name, kind in _WINDOW.items()}  # fmt: skip
-            if window is not None and not 0 < window["done"] < window["size"]:
-                raise ValueError(f"{window['done']} batches are done of a window of {window['size']}")
+            window = state["window"]
+            if window is not None:
+                window = {key: kind(window[key]) for key, kind in _WINDOW.items()}
+                if not 0 < window["done"] < window["size"]:
+                    raise ValueError(f"{window['done']} batches are done of a window of {window['size']}")
             return cls(
                 name=name,
                 rank=int(state["rank"]),
@@ -227,33 +178,37 @@ class LoaderState:
         return Resumed(lines=tuple(lines), window=self.window)
 
 
-def read_states(given: object, name: str) -> list[LoaderState]:
-    """Reads one state, or those of all ranks.
-
-    Raises:
-        ResumeError: If it is neither, or not of the loader of this name.
-    """
-    states = [given] if isinstance(given, dict) else given
-    if not isinstance(states, list | tuple) or not states:
-        raise ResumeError(f"state is {given!r}; give this rank's state, or a list of those of all ranks")
-    return [LoaderState.from_state(one, name) for one in states]
-
-
-def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_size: int) -> LoaderState:
-    """What a rank goes on from, given one rank's state or those of all ranks of the old job.
+def state_for(
+    state: object, loader: Any, *, name: str, rank: int, world_size: int, repeat_window: bool = False
+) -> LoaderState:
+    """What a rank goes on from.
 
     Args:
-        states: One, or all, by rank.
-        loader: That goes on.
+        state: One rank's, or those of all ranks of the old job, by rank.
+        loader: The wrapped one that goes on.
+        name: Of the balanced one.
         rank: This one.
         world_size: Of the ranks that balance together now.
+        repeat_window: The window that the state was taken in is trained again, from its beginning.
 
     Raises:
         ResumeError: If that cannot be told from them.
     """
+    given = [state] if isinstance(state, dict) else state
+    if not isinstance(given, list | tuple) or not given:
+        raise ResumeError(f"state is {state!r}; give this rank's state, or a list of those of all ranks")
+    states = [LoaderState.from_state(one, name) for one in given]
+    if repeat_window:
+        states = [one.repeating() for one in states]
     first = states[0]
     if len(states) > 1:
-        _check_all(states)
+        for number, one in enumerate(states):
+            if (one.rank, one.world_size) != (number, len(states)):
+                raise ResumeError(
+                    f"states[{number}] is of rank {one.rank} of {one.world_size}; give the states of all "
+                    f"{first.world_size} ranks of one checkpoint, in the order of the ranks"
+                )
+        check_resumed(name, [one.resumed for one in states])
     by_sampler = first.source is None or first.source.way == "sampler"
     if first.world_size == world_size:
         if len(states) == 1 and first.rank != rank and not by_sampler:
@@ -269,10 +224,11 @@ def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_si
             "a state between windows, or with load_state_dict(…, repeat_window=True), which trains the whole window "
             "again"
         )
+    first = replace(first, rank=rank, world_size=world_size)
     if first.finished or by_sampler:
-        return replace(first, rank=rank, world_size=world_size)
-    if len(states) < first.world_size:
-        raise ResumeError(f"{other}; load the states of all {first.world_size} ranks as a list")
+        return first
+    if len(states) < states[0].world_size:
+        raise ResumeError(f"{other}; load the states of all {states[0].world_size} ranks as a list")
     if not hasattr(loader, "load_state_dicts"):
         raise ResumeError(
             f"{other}, for which the loader's data must be of the whole job: use "
@@ -280,15 +236,4 @@ def state_for(states: Sequence[LoaderState], loader: Any, *, rank: int, world_si
             "ranks)"
         )
     positions = [pickle.loads(one.source.at) for one in states if one.source is not None]
-    all_of_them = Position("loader", pickle.dumps(positions), of_all=True)
-    return replace(first, rank=rank, world_size=world_size, source=all_of_them)
-
-
-def _check_all(states: Sequence[LoaderState]) -> None:
-    for rank, one in enumerate(states):
-        if (one.rank, one.world_size) != (rank, len(states)):
-            raise ResumeError(
-                f"states[{rank}] is of rank {one.rank} of {one.world_size}; give the states of all "
-                f"{states[0].world_size} ranks of one checkpoint, in the order of the ranks"
-            )
-    check_resumed(states[0].name, [one.resumed for one in states])
+    return replace(first, source=Position("loaders", pickle.dumps(positions)))

@@ -301,9 +301,9 @@ def _dropped(directive: Directive, num_samples: int) -> int:
     decision, plan = directive.decision, directive.plan
     if decision.mode is Mode.DROP or (decision.mode is Mode.END and decision.reason is Reason.TOO_FEW_SAMPLES):
         return num_samples
-    if decision.batches is None or decision.mode is Mode.END or decision.resumed:
+    if decision.batches is None or decision.mode is Mode.END:
         return 0
-    return sum(plan.own_in(batch) for batch in range(len(plan.slices)) if batch not in decision.batches)
+    return sum(plan.own_in(batch) for batch in range(decision.done, len(plan.slices)) if batch not in decision.batches)
 
 
 def _fail(item: Item, error: BaseException) -> None:

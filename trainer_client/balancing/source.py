@@ -15,23 +15,53 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
-from rich.progress import Progress
+from rich.progress import track
 from torch.utils._pytree import tree_leaves
 
 from trainer_client.balancing.batches import Arriving, BatchError, BatchSpec, FlatBatch, is_on_device
+from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
-from trainer_client.balancing.dividing import Cost
 from trainer_client.balancing.options import MAX_WINDOW
-from trainer_client.balancing.resume import Position, Way
 
 logger = logging.getLogger(__name__)
 
 _BYTES_LOOKED_AT = 256  # of a tensor, to tell one batch from another
 _TENSORS_LOOKED_AT = 4
 _OVER = "_iterator_finished"  # in the states of torchdata's StatefulDataLoader
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A point between two batches of a rank's own loader.
+
+    Attributes:
+        way: How it is found again; `loaders`: by the states of the loaders of a job of another size, to be dealt out.
+        at: The sampler's state, the loader's state (pickled, as loaders go on changing theirs), or the batches read.
+        ended: The loader has no batch left; of a sampler the state says it.
+        last: With `skip`, what the batch before it looked like.
+    """
+
+    way: Literal["sampler", "loader", "skip", "loaders"]
+    at: Any
+    ended: bool = False
+    last: int = 0
+
+    def to_state(self) -> dict[str, Any]:
+        """As plain values."""
+        at = pickle.loads(self.at) if self.way == "loader" else self.at
+        return {"way": self.way, "at": at, "ended": self.ended, "last": self.last}
+
+    @classmethod
+    def from_state(cls, state: Any) -> Position:
+        """Reads what `to_state` wrote; `ValueError` if it is something else."""
+        if not isinstance(state, dict) or state.get("way") not in ("sampler", "loader", "skip") or "at" not in state:
+            raise ValueError(f"state['source'] is {state!r}; load what BalancedLoader.state_dict gave")
+        at = pickle.dumps(state["at"]) if state["way"] == "loader" else state["at"]
+        return cls(state["way"], at, bool(state.get("ended")), int(state.get("last", 0)))
 
 
 class GlobalSampler(Protocol):
@@ -52,20 +82,21 @@ class GlobalSampler(Protocol):
 
 def sampler_of(loader: Any) -> GlobalSampler | None:
     """The project's own sampler in a loader, if it has one."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    inside = (batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
-    return next((one for one in inside if hasattr(one, "state_after") and hasattr(one, "count_steps")), None)
+    parts = [part for part in _parts(loader) if hasattr(part, "state_after") and hasattr(part, "count_steps")]
+    return parts[0] if parts else None
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:
     """Tells a loader which epoch begins, or its samplers and data set, as far as they want to know."""
-    parts: list[Any] = [loader]
-    if not hasattr(loader, "set_epoch"):
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        parts = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-        parts.append(getattr(loader, "dataset", None))
+    parts = [loader] if hasattr(loader, "set_epoch") else [*_parts(loader), getattr(loader, "dataset", None)]
     for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
         part.set_epoch(epoch)
+
+
+def _parts(loader: Any) -> list[Any]:
+    """A loader's samplers."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return [batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]
 
 
 class Source:
@@ -74,6 +105,10 @@ class Source:
     Batches on the host pass as they are. One that is on a device is read a batch earlier than it is needed, so that a
     training step lies between copy and use; its lengths, its integers and what the cost says are copied meanwhile, and
     it comes flattened.
+
+    Attributes:
+        cost: The cost of what comes out here.
+        memory: Its memory; None: its bytes.
     """
 
     def __init__(
@@ -93,9 +128,8 @@ class Source:
             ValueError: If the position is not one of this loader's.
         """
         self._loader, self._spec = loader, spec
-        self._cost = _AskedAhead(cost)
-        self._memory = None if memory is None else _AskedAhead(memory)
-        self._asked_ahead = [one for one in (self._cost, self._memory) if one is not None]
+        self.cost = AskedAhead(cost)
+        self.memory = None if memory is None else AskedAhead(memory)
         self._on_device: bool | None = None
         self._arriving: deque[_OnTheWay] = deque()
         self._asked = 0  # batches that were asked for here, also after the end
@@ -103,29 +137,14 @@ class Source:
         self._last = 0  # what the latest looked like
         self._ended = start is not None and start.ended
         self._sampler = sampler_of(loader)
-        self._way: Way = "skip"
-        if self._sampler is not None:
-            self._way = "sampler"
-        elif hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-            # Accelerate's loaders have the pair, and it works only with this.
-            self._way = "loader" if getattr(loader, "use_stateful_dataloader", True) else "skip"
+        stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        # Accelerate's loaders have the pair, and it works only with this.
+        self._stateful = stateful and getattr(loader, "use_stateful_dataloader", True)
         if start is not None:
             self._load(start)
         self._batches: Iterator[Any] = iter(()) if self._ended else iter(loader)
-        if start is not None and self._way == "skip":
+        if start is not None and start.way == "skip":
             self._skip(start)
-
-    @property
-    def cost(self) -> Cost:
-        """The cost of what comes out here: the user's own, where batches are on the host."""
-        return self._cost.function if self._on_device is False else self._cost
-
-    @property
-    def memory(self) -> Cost | None:
-        """The memory of what comes out here."""
-        if self._memory is None or self._on_device is False:
-            return None if self._memory is None else self._memory.function
-        return self._memory
 
     @property
     def position(self) -> Position:
@@ -149,7 +168,8 @@ class Source:
                 self._on_device = is_on_device(batch, self._spec)
             if not self._on_device:
                 return batch
-            self._arriving.append(_OnTheWay(position, batch, self._spec, self._asked_ahead))
+            functions = [self.cost] if self.memory is None else [self.cost, self.memory]
+            self._arriving.append(_OnTheWay(position, batch, self._spec, functions))
         if not self._arriving:
             raise StopIteration
         return self._arriving.popleft().get()
@@ -165,11 +185,15 @@ class Source:
             self._last = fingerprint(batch)
         return batch
 
+    @property
+    def _way(self) -> Literal["sampler", "loader", "skip"]:
+        return "sampler" if self._sampler is not None else "loader" if self._stateful else "skip"
+
     def _position(self, batches: int) -> Position:
         """A sampler's after so many batches, also where this rank had none any more; else that after what was read."""
         if self._sampler is not None:
             return Position("sampler", self._sampler.state_after(batches))
-        if self._way == "loader":
+        if self._stateful:
             state = self._loader.state_dict()
             # One that reads ahead, as Accelerate's, has seen its end with its last batch, and would begin anew.
             ended = self._ended or (self._read > 0 and isinstance(state, dict) and bool(state.get(_OVER)))
@@ -177,7 +201,7 @@ class Source:
         return Position("skip", self._read, self._ended, self._last)
 
     def _load(self, start: Position) -> None:
-        if start.way != self._way:
+        if start.way not in (self._way, "loaders"):
             raise ValueError(
                 f"state['source']['way'] is {start.way!r}, and this loader's position is found by {self._way!r}; go on "
                 "with the kind of loader and sampler that the state was taken from"
@@ -186,16 +210,16 @@ class Source:
             self._sampler.load_state_dict(start.at)
             self._sampler.set_epoch(start.at["epoch"])  # else another pass would begin where nothing of it is left
             return
-        if start.of_all:
+        if start.way == "loaders":
             self._loader.load_state_dicts(pickle.loads(start.at))
-        elif self._way == "loader":
+        elif start.way == "loader":
             self._loader.load_state_dict(pickle.loads(start.at))
         elif not isinstance(start.at, int) or start.at < 0:
             raise ValueError(f"state['source']['at'] is {start.at!r}; with 'skip' it is a number of batches")
         sampler: Any = getattr(self._loader, "sampler", None)
         drawn = torch.utils.data.RandomSampler
         # a sampler derived from it, as torchdata's, keeps its generator in the loader's state
-        is_drawn = isinstance(sampler, drawn) if self._way == "skip" else type(sampler) is drawn
+        is_drawn = isinstance(sampler, drawn) if start.way == "skip" else type(sampler) is drawn
         if is_drawn and sampler.generator is None:
             logger.warning(
                 "the loader draws its order from torch's own generator, which must be where it was when that order was "
@@ -206,7 +230,8 @@ class Source:
         if self._ended:
             self._read, self._last = start.at, start.last
             return
-        for _ in _with_progress(start.at):
+        shown = start.at > 0 and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+        for _ in track(range(start.at), "skipping trained batches", transient=True, disable=not shown):
             try:
                 self._next()
             except StopIteration:
@@ -225,7 +250,7 @@ class Source:
 class _OnTheWay:
     """A batch on a device whose numbers are being copied to the host, and the position before it."""
 
-    def __init__(self, position: Position, batch: Any, spec: BatchSpec | None, functions: list[_AskedAhead]) -> None:
+    def __init__(self, position: Position, batch: Any, spec: BatchSpec | None, functions: list[AskedAhead]) -> None:
         self.position, self._functions = position, functions
         self._values = [one.ask(batch) for one in functions]
         self._arriving = Arriving(batch, spec, [values for values in self._values if _is_on_device(values)])
@@ -243,12 +268,20 @@ def _is_on_device(values: Any) -> bool:
     return isinstance(values, torch.Tensor) and values.device.type != "cpu"
 
 
-class _AskedAhead:
-    """A cost that is asked when a batch arrives on a device, and known when it is submitted."""
+class AskedAhead:
+    """A cost that is asked when a batch arrives on a device, and known when it is submitted.
+
+    Attributes:
+        function: The user's own.
+        answers: Of the batches of a window that fills.
+    """
 
     def __init__(self, function: Cost) -> None:
         self.function = function
-        self.answers: deque[tuple[FlatBatch, Any]] = deque(maxlen=MAX_WINDOW)  # those of a window that fills
+        self.answers: deque[tuple[FlatBatch, Any]] = deque(maxlen=MAX_WINDOW)
+
+    def __repr__(self) -> str:
+        return repr(self.function)
 
     @property
     def spans(self) -> Any:
@@ -280,15 +313,6 @@ class _AskedAhead:
                 f"the cost cannot be computed from a batch on a device: {answer}; compute it with torch on the device, "
                 "or with the costs of trainer_client.balancing.costs"
             ) from error
-
-
-def _with_progress(count: int) -> Iterator[int]:
-    """Counts up, with a bar for people where this is the rank that talks to them."""
-    if not (count and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"):
-        yield from range(count)
-        return
-    with Progress(transient=True) as progress:
-        yield from progress.track(range(count), description="skipping trained batches")
 
 
 def fingerprint(batch: Any) -> int:

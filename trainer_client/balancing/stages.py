@@ -1,6 +1,6 @@
 """A round at the lead, as a list of stages: each capability is one line here, and one file or folder elsewhere.
 
-What a plan takes into account (windows, splits, memory caps, speeds) are stages of `evenkeel.partitioning.rounds`.
+What a plan takes into account beside them are stages of `evenkeel.partitioning.stages`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.costs.learning import CostLearner
 from trainer_client.balancing.decide import Rules
-from trainer_client.balancing.dividing import Splitting
 from trainer_client.balancing.kernels import Kernels
 from trainer_client.balancing.lead import Lead, Stage
 from trainer_client.balancing.learned_speeds import SpeedLearner
 from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.planning import Planning
-from trainer_client.balancing.resuming import Resuming
 from trainer_client.balancing.schemas import Templates
+from trainer_client.balancing.splitting import Splitting
+from trainer_client.balancing.windows import WindowStates
 
 if TYPE_CHECKING:  # which needs grpcio
     from trainer_client.balancing.asking import Asker
@@ -44,12 +44,12 @@ def make_lead(
 
     Without an `asker` there is no service; without `kernels` nothing is planned, or they are there.
     """
-    templates, alone = Templates(name, template), len(nodes) == 1
+    templates = Templates(name, template)
     stages: list[Stage | None] = [
         Splitting(template) if options.split is not None else None,
-        SpeedLearner(name, nodes=nodes, speeds=options.speeds) if options.learn_speeds and not alone else None,
-        CostLearner(name, len(nodes), learns) if not alone else None,
-        Resuming(options.window) if options.window > 1 else None,
+        SpeedLearner.of(name, options, nodes),
+        CostLearner(name, len(nodes), learns) if len(nodes) > 1 else None,
+        WindowStates(options.window, kernels),
         Planning(name, kernels, min_samples=options.min_samples),
         asker,
     ]

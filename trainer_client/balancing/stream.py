@@ -28,9 +28,9 @@ from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
 from trainer_client.balancing.batches.fields import digest as shared_digest
 from trainer_client.balancing.contribution import Contribution, Extras, State, schema_number
+from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
 from trainer_client.balancing.directive import END, Directive
-from trainer_client.balancing.dividing import Cost, warn_of_unasked_splits
 from trainer_client.balancing.errors import NoDataError, out_of_order, used_after, used_closed
 from trainer_client.balancing.measured import Measured
 from trainer_client.balancing.opening import Opened, Opening, StreamConfig
@@ -44,6 +44,7 @@ from trainer_client.balancing.redistribution.cutting import cut
 from trainer_client.balancing.report import Counters, Reason, RoundReport
 from trainer_client.balancing.resume import Resumed
 from trainer_client.balancing.rounds import Item
+from trainer_client.balancing.splitting import warn_of_unasked_splits
 
 logger = logging.getLogger(__name__)
 
@@ -429,7 +430,7 @@ class BatchStream:
             self._follow_fit(learned)
         samples, problem = read_round(
             batches, flats, template=opened.rounds.template, cost=cost, memory=memory, caps=opened.options.memory_caps,
-            split=opened.options.split,
+            split=opened.options.split is not None,
             shares=opened.world_size * window,  # sums over all ranks and batches stay exact
         )  # fmt: skip
         contribution = Contribution(
@@ -593,7 +594,7 @@ class BatchStream:
             )
         if current.resumed is not None:  # the first round after a state was loaded
             resumed, current.resumed = current.resumed, None
-            extras = replace(extras, resumed=resumed.checked(opened.options.window))
+            extras = replace(extras, resumed=resumed)
         if (learned := self.measured.learns) is not None and (rows := self.measured.take_rows()) is not None:
             extras = replace(extras, term_names=tuple(learned.terms.names), term_rows=rows)
         if opened.communicators is not None and opened.communicators.peers.shape[1] > 1:

@@ -27,9 +27,9 @@ from evenkeel import __version__
 from evenkeel.partitioning.api import imbalance_of_bound
 from evenkeel.partitioning.delays import Cause
 from trainer_client.balancing import BalancedLoader, Counters, RoundReport
-from trainer_client.balancing.adapters.launchers import local_rank
 from trainer_client.embedding.routing.ownership import RoutingLike
 from trainer_client.embedding.routing.skew import feature_skew
+from trainer_client.launchers import local_rank
 from trainer_client.observing.measurement import Mark
 
 B = TypeVar("B")

@@ -46,7 +46,7 @@ def test_a_file_chooses_everything_by_name(tmp_path: Path) -> None:
         ("cost: {tokens: x}", "cost has no name"),
         ("cost: {name: tokens, tokens: x, wide: 3}", "options of the cost 'tokens'.*wide"),
         ("balance: {strategy: best}", "strategy is 'best'; choose one of .*karmarkar_karp, lpt, minimal_move"),
-        ("balance: {windows: 3}", "balance has no option 'windows'; use strategy, counts"),
+        ("balance: {windows: 3}", "balance has no 'windows'; use strategy, counts"),
         ("balance: {window: 100}", "window is 100"),
         ("balance: {window: '4'}", "window is '4'; use 1 to 64"),
         ("balance: {timeout: 2s}", "timeout is '2s'; give seconds as a number"),
@@ -57,7 +57,7 @@ def test_a_file_chooses_everything_by_name(tmp_path: Path) -> None:
         ("cost: {name: tokens, tokens: x, per_sample: 1.5}", "per_sample is 1.5"),
         ("cost: {name: semantic_ids, num_layers: 1, width: 4, num_heads: 1, items: x, targets: -1}", "targets is -1"),
         ("pipeline: fast", "pipeline is 'fast'; choose one of base, .*prefetch, sparse_dist"),
-        ("costs: {}", "no section 'costs'; use cost, balance, pipeline"),
+        ("costs: {}", "the configuration has no 'costs'; use cost, balance, pipeline"),
         ("- cost", "the configuration is list"),
     ],
 )

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.trainer_client.balancing.jobs import SPEC, cost_of, make_batch
-from trainer_client import BalancedLoader, Balancer
-from trainer_client.balancing.batches import BatchError
 from trainer_client.balancing.source import fingerprint
 
 LAYOUTS = {
@@ -33,13 +30,3 @@ def test_any_layout_has_a_fingerprint_of_its_values(layout: str) -> None:
     assert fingerprint({"field": tensor}) == fingerprint({"field": same})
     if tensor.numel():
         assert fingerprint({"field": tensor}) != fingerprint({"field": torch.zeros_like(same)})
-
-
-@pytest.mark.filterwarnings("ignore:.*nested:UserWarning")
-def test_a_nested_tensor_without_sizes_leaves_the_refusal_to_who_reads_the_batch() -> None:
-    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)])
-    assert fingerprint({"id": torch.ones(2), "v": nested}) == fingerprint({"id": torch.ones(2)})
-    with Balancer.embedded() as balancer:
-        loader = BalancedLoader([{**make_batch(0, 0, 2), "v": nested}], balancer, cost=cost_of, spec=SPEC)
-        with pytest.raises(BatchError, match=r"'v' is a nested tensor of layout torch.strided.*layout=torch.jagged"):
-            list(loader)

@@ -65,7 +65,7 @@ def test_a_cap_that_one_rank_alone_exceeds_ends_no_job(caplog: pytest.LogCapture
         reasons = [(loader.report.mode.value, loader.report.reason.value, len(batch["id"])) for batch in loader]
     assert reasons == [("identity", "none", 3), ("identity", "partition_failed", 9), ("identity", "none", 2)]
     (record,) = [record for record in caplog.records if "stays unbalanced" in record.message]
-    assert "takes 9 of memory, the cap of the only rank is 4" in record.message
+    assert "memory adds up to 9, memory_caps to 4" in record.message
 
 
 def test_one_rank_alone_needs_no_process_group() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness.balancer_process import ServiceProcess
 from benchmarks.harness.ranks import run_ranks
@@ -58,7 +58,30 @@ class Stateful(Counting):
         self.held = dict(state)
 
 
-LOADERS = {"skip": Counting, "loader": Stateful}
+class Numbers(Dataset[int]):
+    """A map-style data set whose samples are their indexes."""
+
+    def __len__(self) -> int:
+        return 101
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def gather(indexes: list[int]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor(indexes)
+    counts = ids * 37 % 19 + (ids % 10 == 0) * 200
+    return {"id": ids, "count": counts, "values": ids.repeat_interleave(counts)}
+
+
+def sampled(job: Job, rank: int) -> DataLoader[Any]:
+    """A loader over a sampler of the whole job; its last global batch has nothing for the last rank."""
+    del job, rank
+    sampler = GlobalBatchSampler(Numbers(), global_batch_size=10, seed=1)
+    return DataLoader(Numbers(), batch_sampler=sampler, collate_fn=gather)
+
+
+LOADERS: dict[str, Any] = {"skip": Counting, "loader": Stateful, "sampler": sampled}
 
 
 def trained(batch: dict[str, torch.Tensor], loader: BalancedLoader[Any]) -> tuple[list[int], float, float]:
@@ -85,7 +108,7 @@ def stop_everywhere(rank: int, job: Job, way: str, **options: Any) -> None:
         assert [json.dumps(state) for state in states] == written  # later steps have changed none
         states.append(loader.state_dict())
         assert states[-1]["finished"]
-        assert len(steps) >= max(job.steps)
+        assert len(steps) >= (11 if way == "sampler" else max(job.steps))
         for number, state in enumerate(states):
             again = make()
             copied = json.loads(json.dumps(state)) if number % 2 else pickle.loads(pickle.dumps(state))
@@ -156,6 +179,27 @@ def test_set_epoch_and_a_loaded_state() -> None:
         again.load_state_dict(finished)
         assert train(again, named) == expected
         assert train(again, 0) == epochs[0]
+
+
+@pytest.mark.parametrize("way", ["skip", "loader"])
+def test_an_epoch_that_is_over_is_not_trained_again_under_its_name(way: str) -> None:
+    def make(state: dict[str, Any] | None = None) -> BalancedLoader[Any]:
+        loader = BalancedLoader(LOADERS[way](Job(steps=(4,)), 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    loader = make()
+    loader.set_epoch(3)
+    states = [(loader.state_dict(), 3 - number) for number, _ in enumerate(loader)]
+    states.append((loader.state_dict(), 0))
+    assert states[-1][0]["finished"]
+    for state, left in states:
+        for epoch, expected in ((3, left), (4, 4)):
+            again = make(state)
+            again.set_epoch(epoch)
+            assert [len(list(again)) for _ in range(2)] == [expected, 4]
+    assert len(list(make(states[-1][0]))) == 4
 
 
 def refused(rank: int, job: Job, fault: str) -> str:
@@ -308,29 +352,63 @@ def test_a_pipeline_asks_for_the_state_of_batches_ago() -> None:
         loader.state_dict(ahead=65)
 
 
-@pytest.mark.parametrize("way", LOADERS)
-def test_an_epoch_that_is_over_is_not_trained_again_under_its_name(way: str) -> None:
-    job = Job(steps=(4,))
+def go_on(
+    rank: int, window: int, stop: int, states: list[dict[str, Any]] | None, workers: int = 0
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Trains up to `stop` batches of an epoch, from a state if there is one; what was trained, and the state then."""
+    with Balancer.embedded(options=options(window=window)) as balancer:
+        sampler = GlobalBatchSampler(Numbers(), global_batch_size=11, seed=5)
+        data = DataLoader(
+            Numbers(), batch_sampler=sampler, collate_fn=gather, num_workers=workers,
+            multiprocessing_context="fork" if workers else None,  # a rank of the tests has a slower default
+        )  # fmt: skip
+        loader = BalancedLoader(data, balancer, cost=cost_of, spec=SPEC)
+        if states is not None:
+            loader.load_state_dict(states if len(states) > 1 else states[0])
+        loader.set_epoch(3)
+        steps = []
+        for _, batch in zip(range(stop), loader, strict=False):
+            steps.append(batch["id"].tolist())
+        if len(steps) < stop:
+            assert loader.state_dict()["finished"]
+        return steps, loader.state_dict()
 
-    def make() -> BalancedLoader[Any]:
-        return BalancedLoader(LOADERS[way](job, 0), Balancer.embedded(), cost=cost_of, spec=SPEC)
 
-    loader = make()
-    loader.set_epoch(3)
-    for batches, _ in enumerate(loader, 1):
-        state = loader.state_dict()
-        assert state["epoch"] == 3
-        for epoch, left in ((3, 4 - batches), (4, 4)):
-            again = make()
-            again.load_state_dict(state)
-            again.set_epoch(epoch)
-            assert len(list(again)) == left
-    finished = loader.state_dict()
-    assert finished["finished"]
-    for epoch, left in ((3, 0), (4, 4), (None, 4)):
-        again = make()
-        again.load_state_dict(finished)
-        if epoch is not None:
-            again.set_epoch(epoch)
-        assert len(list(again)) == left
-        assert len(list(again)) == 4
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_number_of_ranks_trains_each_sample_once(window: int, workers: int) -> None:
+    states: list[dict[str, Any]] | None = None
+    trained: list[int] = []
+    for world_size, stop in ((3, 2), (1, 3), (4, 1), (2, 100)) if window == 1 else ((3, 4), (1, 4), (2, 100)):
+        results = run_ranks(world_size, go_on, window, stop, states, workers)
+        trained += [sample for steps, _ in results for step in steps for sample in step]
+        states = [results[-1][1]]  # between two windows that of any rank will do
+    assert sorted(trained) == list(range(101))
+
+
+@pytest.mark.parametrize("world_sizes", [(2, 1), (1, 2), (2, 3)])
+def test_within_a_window_another_number_of_ranks_is_refused_or_trains_it_again(world_sizes: tuple[int, int]) -> None:
+    before, after = world_sizes
+    results = run_ranks(before, go_on, 4, 6, None)
+    for refused, steps in run_ranks(after, repeat, results[0][1]):
+        assert f"state['world_size'] is {before}, and this job has {after}; the state was taken within a" in refused
+        assert "repeat_window=True" in refused
+        whole = sorted(sample for rank_steps, _ in results for step in rank_steps[:4] for sample in step)
+        assert len(whole) == 44
+        assert not {sample for step in steps for sample in step} & set(whole)
+    again = [sample for _, steps in run_ranks(after, repeat, results[0][1]) for step in steps for sample in step]
+    assert sorted(whole + again) == list(range(101))
+
+
+def repeat(rank: int, state: dict[str, Any]) -> tuple[str, list[list[int]]]:
+    """What loading the state says, and what is trained when its window is repeated."""
+    del rank
+    with Balancer.embedded(options=options(window=4)) as balancer:
+        sampler = GlobalBatchSampler(Numbers(), global_batch_size=11, seed=5)
+        data = DataLoader(Numbers(), batch_sampler=sampler, collate_fn=gather)
+        loader = BalancedLoader(data, balancer, cost=cost_of, spec=SPEC)
+        with pytest.raises(ResumeError) as refused:
+            loader.load_state_dict(state)
+        loader.load_state_dict(state, repeat_window=True)
+        loader.set_epoch(3)
+        return str(refused.value), [batch["id"].tolist() for batch in loader]

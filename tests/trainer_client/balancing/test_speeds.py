@@ -64,7 +64,11 @@ class Source:
 
 
 def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
-    records = []
+    records: list[dict[str, Any]] = []
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer_client.balancing.learned_speeds").addHandler(handler)
     if job.address is None:
         balancer = Balancer.embedded(job=job.name, options=job.options)
     else:
@@ -86,7 +90,7 @@ def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
                 {
                     "ids": batch["id"].tolist(), "load": report.own_load, "learned": report.learned,
                     "mode": report.mode.value, "imbalance": report.imbalance, "mean": report.mean_load,
-                    "stragglers": [(slow.rank, slow.speed) for slow in report.stragglers],
+                    "stragglers": [(slow.rank, slow.speed) for slow in report.stragglers], "said": said,
                 }
             )  # fmt: skip
         batches.close()  # type: ignore[attr-defined]
@@ -113,6 +117,10 @@ def test_a_slow_rank_gets_less_to_do(balancer: ServiceProcess, mode: str) -> Non
     results = run_ranks(3, run_job, Job(address=address, name=f"slow-{mode}", slow=(1e-6, 1e-6, 2e-6)))
     check_alike(results, mode)
     assert results[0][-1]["stragglers"] == [(2, 0.5)]
+    (line,), *others = (result[-1]["said"] for result in results)  # the lead says who it is
+    assert "rank 2 on " in line
+    assert "computes 0.50 times as fast as the median rank" in line
+    assert others == [[], []]
     assert np.allclose(shares(results, 0)[:3], 1, atol=0.02)
     assert np.allclose(shares(results, 2)[-10:], 0.6, atol=0.02)  # 0.5 of 2.5
     assert np.allclose(shares(results, 1)[-10:], 1.2, atol=0.02)
@@ -163,19 +171,6 @@ def test_what_users_say_of_speeds_is_not_learned_again() -> None:
     assert np.allclose(shares(results, 1), 2 / 3, atol=0.03)
 
 
-def _log_of(rank: int, job: Job) -> list[str]:
-    lines = logged("trainer_client.balancing.learned_speeds")
-    run_job(rank, job)
-    return lines
-
-
-def test_the_lead_says_who_the_straggler_is() -> None:
-    logs = run_ranks(3, _log_of, Job(address=None, name="said", slow=(1e-6, 1e-6, 2e-6), steps=30))
-    assert [len(log) for log in logs] == [1, 0, 0]
-    assert "rank 2 on " in logs[0][0]
-    assert "computes 0.50 times as fast as the median rank" in logs[0][0]
-
-
 def test_a_measure_is_sent_once_and_is_the_mean_of_several_without_those_that_tell_nothing() -> None:
     measured = Measured()
     measured.add(10, 1.0, 0.5)
@@ -185,3 +180,5 @@ def test_a_measure_is_sent_once_and_is_the_mean_of_several_without_those_that_te
         measured.add(*nothing)
     assert measured.take() == pytest.approx((20.0, 1.5, 0.6, 0.2, 0.0))
     assert measured.take() == Measure()
+    measured.add(2.0, torch.tensor(0.5))  # type: ignore[arg-type]
+    assert measured.take() == Measure(2.0, 0.5)

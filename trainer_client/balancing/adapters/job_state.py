@@ -34,8 +34,7 @@ class JobState:
             ahead: How many of the batches that the loader has handed over are not trained yet, where something
                 fetches ahead of training, such as a pipeline; default: none.
         """
-        self._loader = loader
-        self._ahead = ahead
+        self._loader, self._ahead = loader, ahead
         self._group: dist.ProcessGroup | None = None  # of the ranks that balance, where these are not the whole job
 
     def state_dict(self) -> dict[str, Any]:
@@ -46,18 +45,21 @@ class JobState:
         Raises:
             RuntimeError: If a rank cannot tell its state; on all ranks, with what that rank said.
         """
-        state: Any = None
-        problem = ""
+        state, problem = None, ""
         try:
             state = self._loader.state_dict(ahead=self._ahead())
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        gathered = self._gather((state, problem))
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem) in gathered if problem]
-        if problems:
+            problem = f"rank {dist.get_rank() if dist.is_initialized() else 0}: {type(error).__name__}: {error}"
+        ranks = self._loader.balancer.ranks
+        gathered: list[Any] = [(state, problem)] * len(ranks)
+        if len(ranks) > 1:
+            if self._group is None and len(ranks) < dist.get_world_size():
+                self._group = make_group(ranks, "gloo", use="/state")
+            dist.all_gather_object(gathered, (state, problem), group=self._group)
+        if problems := [problem for _, problem in gathered if problem]:
             raise RuntimeError("the loader's state cannot be saved; " + "; ".join(problems))
         # One value, which checkpoints neither take apart nor look into: before loading nobody knows how many ranks.
-        return {_KEY: pickle.dumps([state for _, (state, _) in gathered])}
+        return {_KEY: pickle.dumps([state for state, _ in gathered])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what was saved, before a loop begins; on as many ranks as there were or on any other number.
@@ -68,22 +70,10 @@ class JobState:
         Raises:
             ResumeError: If it is something else, or does not fit the loader.
         """
-        if not state:
-            return
-        if _KEY not in state:
+        if state and _KEY not in state:
             raise ResumeError(
                 f"the loader's state has the fields {sorted(state)} and not {_KEY!r}; load what JobState.state_dict "
                 "gave, and what BalancedLoader.state_dict gave with BalancedLoader.load_state_dict"
             )
-        self._loader.load_state_dict(pickle.loads(state[_KEY]))
-
-    def _gather(self, value: Any) -> list[tuple[int, Any]]:
-        """What each rank has that balances with this one, with its number in the job."""
-        ranks = self._loader.balancer.ranks
-        if len(ranks) == 1:
-            return [(ranks[0], value)]
-        if self._group is None and len(ranks) < dist.get_world_size():
-            self._group = make_group(ranks, "gloo", use="/state")
-        gathered: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(gathered, value, group=self._group)
-        return [(rank, gathered[rank if self._group is None else index]) for index, rank in enumerate(ranks)]
+        if state:
+            self._loader.load_state_dict(pickle.loads(state[_KEY]))

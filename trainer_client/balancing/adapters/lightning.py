@@ -31,9 +31,7 @@ class LightningLoader(Generic[B]):
                 then shows progress, and takes fractions of an epoch in its options. Default: unknown, and every epoch
                 lasts until the last rank's data has ended.
         """
-        self._loader = loader
-        self._trainer = trainer
-        self._length = length
+        self._loader, self._trainer, self._length = loader, trainer, length
         self._job = JobState(loader, ahead=self._ahead)
         self._begin: dict[str, Any] | None = None  # from which the latest iteration began; None: an epoch's beginning
         self._epoch = 0  # of the latest iteration
@@ -71,25 +69,21 @@ class LightningLoader(Generic[B]):
         self._loader.set_epoch(self._epoch)
         self._over, self._taken, self._before = False, 0, self._trained
         batches = balanced_batches(self._loader)
-        if self._length is None:
-            while (batch := self._take(batches)) is not _NO_MORE:
-                yield batch
-            return
-        # With a length Lightning does not ask for more after the last batch. So the end is seen here, and what is saved
-        # then is the beginning of the next epoch.
         given = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         batch = self._take(batches)
         while batch is not _NO_MORE:
-            following = self._take(batches)
+            # With a length Lightning does not ask for more after the last batch. So the end is seen here, and what is
+            # saved then is the beginning of the next epoch.
+            following = None if self._length is None else self._take(batches)
             given += 1
-            if (given == self._length) != self._over:
+            if self._length is not None and (given == self._length) != self._over:
                 what = "has ended after" if self._over else "has more than"
                 raise ValueError(
                     f"length is {self._length}, but the epoch {what} {given} batches; give LightningLoader the number "
                     "of batches that all ranks have, or no length"
                 )
             yield batch
-            batch = following
+            batch = following if self._length is not None else self._take(batches)
 
     def _take(self, batches: Iterator[BalancedBatch[B]]) -> Any:
         batch = next(batches, _NO_MORE)

@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import BatchError
 from trainer_client.balancing.batches.containers import is_keyed_jagged_tensor
-from trainer_client.balancing.dividing import Cost
+from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.options import BalanceOptions
 
@@ -50,20 +50,19 @@ def balance_training(
     """
     main: Any = importlib.import_module("tzrec.main")
     theirs: Callable[..., Any] = inspect.unwrap(main.create_dataloader)
-    arguments = inspect.signature(theirs)
+    signature = inspect.signature(theirs)
 
     @functools.wraps(theirs)
     def create_dataloader(*args: Any, **kwargs: Any) -> Any:
-        given = arguments.bind(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        is_training = given.arguments["mode"].name == "TRAIN"
-        if is_training and given.arguments["data_config"].HasField("sampler"):
-            raise ValueError(
-                "data_config has a sampler: the negatives that it adds to a rank's batch belong to no sample of it, so "
-                "such batches cannot be shared out; train this job without Evenkeel"
-            )
         dataloader = theirs(*args, **kwargs)
-        if is_training:
+        if given.arguments["mode"].name == "TRAIN":
+            if given.arguments["data_config"].HasField("sampler"):
+                raise ValueError(
+                    "data_config has a sampler: the negatives that it adds to a rank's batch belong to no sample of "
+                    "it, so such batches cannot be shared out; train this job without Evenkeel"
+                )
             balance_dataloader(dataloader, balancer=balancer, options=options, cost=cost)
         return dataloader
 
@@ -95,7 +94,7 @@ def balance_dataloader(
         What balances, for its `report` and `counters`.
 
     Raises:
-        ValueError: If batches are to be balanced in windows, across which its checkpoints could not tell what is
+        ValueError: If several batches are to be balanced together, across which its checkpoints could not tell what is
             trained, or options are given for a balancer that has its own.
     """
     if balancer is not None and options is not None:
@@ -118,29 +117,26 @@ def count_keys(batch: dict[str, Any]) -> NDArray[np.int64]:
     Args:
         batch: The fields of a batch, as a cost sees them.
     """
-    total: Any = PER_SAMPLE
+    total: Any = torch.full((_samples(batch),), PER_SAMPLE)
     for value in batch.get("sparse_features", {}).values():
-        total = total + value.lengths().view(len(value.keys()), -1).sum(0)
+        total = total + value.lengths().cpu().view(len(value.keys()), -1).sum(0)
     for value in batch.get("sequence_dense_features", {}).values():
-        total = total + value.lengths()
-    if isinstance(total, int):
-        return np.full(_samples(batch), total)
-    return np.asarray(total.cpu().numpy(), dtype=np.int64)
+        total = total + value.lengths().cpu()
+    return np.asarray(total, dtype=np.int64)
 
 
-class _Source(Iterable[Any]):
+class _Source:
     """This rank's batches, taken apart for the balancer, and put together again afterwards."""
 
     def __init__(self, batches: Callable[[], Iterator[Any]]) -> None:
         self._batches = batches
-        self._template: Any = None
+        self._latest: Any = None
         self._homes: deque[dict[str, Any]] = deque()  # what stays at home, of the batches under way
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         homes = self._homes = deque()
         for batch in self._batches():
-            parts = take_apart(batch)
-            self._template = self._template or batch
+            parts, self._latest = take_apart(batch), batch
             homes.append({"checkpoint_info": batch.checkpoint_info, "data_timestamp": batch.data_timestamp})
             yield parts
 
@@ -148,7 +144,15 @@ class _Source(Iterable[Any]):
         """Batches of TorchEasyRec's class. After the end of this rank's own data they tell of no rows of it."""
         for parts in loader:
             home = self._homes.popleft() if self._homes else {"checkpoint_info": None, "data_timestamp": -1.0}
-            yield put_together(self._template, parts, home)
+            template = self._latest
+            fields: dict[str, Any] = {name: parts.get(name, {}) for name in TRAVEL if hasattr(template, name)}
+            fields[DENSE] = {}
+            for group, values in parts.get(DENSE, {}).items():
+                one = template.dense_features[group]
+                fields[DENSE][group] = type(one)(
+                    keys=one.keys(), length_per_key=one.length_per_key(), values=values, key_dim=one.key_dim()
+                )
+            yield replace(template, **fields, **home)
 
 
 def take_apart(batch: Any) -> dict[str, Any]:
@@ -165,35 +169,12 @@ def take_apart(batch: Any) -> dict[str, Any]:
     samples = _samples(parts)
     for name, fields in parts.items():
         for key, value in fields.items():
-            rows = _rows(value)
-            if rows != samples:
+            if (rows := _rows(value)) != samples:
                 raise BatchError(
                     f"{name}[{key!r}] has {rows} rows in a batch of {samples} samples; rows that belong to no sample, "
                     "such as sampled negatives, cannot be shared out: train this job without Evenkeel"
                 )
     return parts
-
-
-def put_together(template: Any, parts: dict[str, Any], home: dict[str, Any]) -> Any:
-    """A `Batch` like `template`, with other samples.
-
-    Args:
-        template: Any batch of the job.
-        parts: As `take_apart` gives them.
-        home: Further fields.
-    """
-    fields: dict[str, Any] = {name: parts.get(name, {}) for name in TRAVEL if hasattr(template, name)}
-    dense = template.dense_features
-    fields[DENSE] = {
-        group: type(dense[group])(
-            keys=dense[group].keys(),
-            length_per_key=dense[group].length_per_key(),
-            values=values,
-            key_dim=dense[group].key_dim(),
-        )
-        for group, values in parts.get(DENSE, {}).items()
-    }
-    return replace(template, **fields, **home)
 
 
 def _rows(value: Any) -> int:

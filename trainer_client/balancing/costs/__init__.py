@@ -13,7 +13,7 @@ from trainer_client.balancing.costs.sequences import HSTUCost, SemanticIdCost, T
 
 __all__ = [
     "Fit", "FitOptions", "HSTUCost", "LearnedCost", "SampleCost", "SemanticIdCost", "SequenceTerms", "Terms",
-    "TokenCost", "TransformerCost", "cost_names", "make_cost", "register_cost",
+    "TokenCost", "TransformerCost", "cost_names", "make_cost",
 ]  # fmt: skip
 
 CostFactory = Callable[..., Callable[[Any], Any]]
@@ -25,21 +25,8 @@ _COSTS: Plugins[CostFactory] = Plugins("cost", _OURS, group="evenkeel.costs")
 
 
 def cost_names() -> tuple[str, ...]:
-    """All names: this library's, registered ones, and those of installed packages."""
+    """All names: this library's, and those of installed packages (entry points in the group `evenkeel.costs`)."""
     return _COSTS.names
-
-
-def register_cost(name: str, factory: CostFactory) -> None:
-    """Makes a cost available under a name, as an entry point of a package in the group `evenkeel.costs` does.
-
-    Args:
-        name: The name.
-        factory: From the options of a configuration to a callable from a batch to one number per sample.
-
-    Raises:
-        ValueError: If the name is taken by another factory.
-    """
-    _COSTS.register(name, factory)
 
 
 def make_cost(name: str, **options: Any) -> Callable[[Any], Any]:

@@ -5,7 +5,7 @@ A cost of your own is a subclass with `spans`, or any function from a batch to o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from trainer_client.checks import is_whole
 Source = int | str | Sequence[str] | None
 """Positions of samples: a number for all; a jagged field or an integer tensor; several, which add up; None for none."""
 Counts = NDArray[np.float64] | float
+Cost = Callable[[Any], Any]
+"""From a batch to one number for each sample."""
 
 
 class SampleCost:

@@ -27,8 +27,6 @@ class CostLearner(Stage):
         fit: That the cost is to follow; None: the prior.
     """
 
-    learns = True
-
     def __init__(self, name: str, num_ranks: int, cost: Callable[[], LearnedCost | None]) -> None:
         """Knows nothing yet; `cost` gives the lead's own, None where it learns none."""
         self._name, self._cost = name, cost
@@ -39,9 +37,16 @@ class CostLearner(Stage):
         self._thread: threading.Thread | None = None
         self._fitted: Fit | None = None
         self.fit: Fit | None = None
+        self._sent: Fit | None = None  # that all ranks follow
+
+    def finish(self, round_: Round) -> None:
+        """Lets the ranks follow a new fit."""
+        fit = self.fit
+        if fit is not self._sent:
+            round_.extras.fit, self._sent = (fit,), fit
 
     def begin(self, round_: Round) -> None:
-        """Takes into account what ranks have measured, and lets them follow a new fit."""
+        """Takes into account what ranks have measured."""
         self._timed += round_.contributions.headers["measured"][:, 1] > 0
         cost, extras = self._cost(), round_.contributions.extras
         measured = {rank: one for rank, one in extras.items() if one.term_rows is not None}
@@ -51,8 +56,10 @@ class CostLearner(Stage):
                 rank for rank, known in enumerate(self._rows) if self._timed[rank] and not (known or rank in rows)
             ]
             names = () if cost is None else tuple(cost.terms.names)
-            others = {rank: one.term_names for rank, one in measured.items() if one.term_names != names}
-            others |= {rank: None for rank in silent if self._timed[rank] > _SILENT}
+            others: dict[int, tuple[str, ...] | None] = {
+                rank: one.term_names for rank, one in measured.items() if one.term_names != names
+            }
+            others |= dict.fromkeys((rank for rank in silent if self._timed[rank] > _SILENT), None)
             if others:
                 self._differ, self._fitted = True, None
                 logger.warning(
@@ -67,7 +74,7 @@ class CostLearner(Stage):
         if fitted is not self.fit:
             if cost is not None and (fitted is None) != (self.fit is None):
                 _say(self._name, round_.number, cost, fitted)
-            self.fit, round_.extras.fit = fitted, (fitted,)
+            self.fit = fitted
 
     def _keep(self, rows_of: dict[int, NDArray[np.float64]], options: FitOptions) -> None:
         """Keeps the latest batches of each rank but for the first ones."""

@@ -129,32 +129,23 @@ def shuffle_steps(rank: int, reals: list[list[int]]) -> list[dict[str, Any]]:
     return results
 
 
-def test_batches_are_spread_whole() -> None:
-    found = run_ranks(2, shuffle_steps, [[SIZE, SIZE]] * 4)
-    for step in range(4):
-        one = [rank[step] for rank in found]
-        assert {each["mode"] for each in one} == {"embedded"}
-        assert everything(one, "before") == everything(one, "after")
-        assert all(each["sizes"] == (SIZE, SIZE) for each in one)
-        assert all(each["lengths"] == 2 * SIZE for each in one)
-        assert all(each["dense"] == (2 * SIZE,) for each in one)
-        assert all(each["kept"] == ({"item": 40}, "item") for each in one)
-    after, before = (sum(max(rank[step][key] for rank in found) for step in range(4)) for key in ("load", "home_load"))
-    assert after < before
-
-
-def test_incomplete_batches_are_filled_up_again() -> None:
-    reals = [[SIZE, 2], [1, SIZE], [SIZE, 0], [3, 3]]
-    found = run_ranks(2, shuffle_steps, reals)
+@pytest.mark.parametrize("reals", [[[SIZE, SIZE]] * 4, [[SIZE, 2], [1, SIZE], [SIZE, 0], [3, 3]]])
+def test_batches_are_spread_whole_and_filled_up_again(reals: list[list[int]]) -> None:
+    ranks = run_ranks(2, shuffle_steps, reals)
     for step, real in enumerate(reals):
-        one = [rank[step] for rank in found]
+        one = [rank[step] for rank in ranks]
+        assert {each["mode"] for each in one} == {"embedded"}
         assert everything(one, "before") == everything(one, "after")
         counts = [each["sizes"][1] for each in one]
         assert sum(counts) == sum(real)
         assert max(counts) - min(counts) <= 1
         assert all(each["sizes"][0] == SIZE for each in one)
         assert all(each["lengths"] == 2 * SIZE for each in one)  # as theirs: jagged fields are filled up, ...
-        assert [each["dense"][0] for each in one] == [2 * count for count in counts]  # ... dense ones are not
+        assert [each["dense"] for each in one] == [(2 * count,) for count in counts]  # ... dense ones are not
+        assert all(each["kept"] == ({"item": 40}, "item") for each in one)
+    after, before = (sum(max(one) for one in zip(*([each[key] for each in rank] for rank in ranks), strict=True))
+                     for key in ("load", "home_load"))  # fmt: skip
+    assert after < before
 
 
 def shuffle_at_once(rank: int) -> tuple[list[Any], list[int], list[int], int]:

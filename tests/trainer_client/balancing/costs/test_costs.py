@@ -1,12 +1,15 @@
+"""Costs count what torch computes, say the same of spans as of whole samples, and are found by name."""
+
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -15,16 +18,26 @@ from evenkeel.partitioning.splits import SpanCosts
 from trainer_client.balancing.batches import BatchError, BatchSpec, flatten
 from trainer_client.balancing.costs import (
     HSTUCost,
+    LearnedCost,
     SampleCost,
+    SemanticIdCost,
+    SequenceTerms,
     TokenCost,
     TransformerCost,
     cost_names,
     make_cost,
-    register_cost,
 )
 from trainer_client.balancing.costs.base import count_positions
 
-SMALL: dict[str, Any] = {"num_layers": 1, "width": 8, "num_heads": 2, "head_dim": 4}
+SMALL: dict[str, Any] = {"num_layers": 2, "width": 8, "num_heads": 2}
+HSTU: dict[str, Any] = {**SMALL, "num_layers": 1, "head_dim": 4}
+COSTS = [
+    HSTUCost(**SMALL, head_dim=4, value_dim=3, history=("a", "a"), candidates="k", context=3),
+    HSTUCost(**SMALL, head_dim=4, history="a", candidates="k", history_includes_candidates=True, backward=False),
+    TransformerCost(**SMALL, tokens="a", vocabulary=50, context=2),
+    SemanticIdCost(**SMALL, items="a", targets="k", codebook=20, context=1),
+    TokenCost(tokens=("a", "k"), per_sample=4),
+]
 
 
 def allowed_pairs(history: int, candidates: int, context: int) -> int:
@@ -44,27 +57,20 @@ def allowed_pairs(history: int, candidates: int, context: int) -> int:
 
 @given(history=st.integers(0, 12), candidates=st.integers(0, 5), context=st.integers(0, 4))
 def test_hstu_attention_counts_the_pairs_of_its_mask(history: int, candidates: int, context: int) -> None:
-    cost = HSTUCost(**SMALL, history="h", backward=False)
+    cost = HSTUCost(**HSTU, history="h", backward=False)
     flops = cost.flops(np.array([float(history)]), float(candidates), float(context))[0]
     products = 10 * 8 * 2 * 4 * (history + candidates + context)
     # Per pair and head: a score over head_dim and a weighted sum over head_dim, two FLOPs each.
     assert flops - products == allowed_pairs(history, candidates, context) * 2 * (2 * 4 + 2 * 4)
 
 
-def test_hstu_of_width_1024_is_quadratic_from_5120_positions_on() -> None:
-    cost = HSTUCost(num_layers=8, width=1024, num_heads=4, head_dim=256, history="h", backward=False)
-    lengths = np.array([512.0, 4096.0])
-    np.testing.assert_allclose(cost.flops(lengths) / (8 * 10 * 1024**2), lengths + lengths**2 / 5120, rtol=1e-3)
-
-
-def test_hstu_agrees_with_the_usual_formula_but_for_the_diagonal() -> None:
-    """4·H·s·(ctx+hist)·D − 2·H·hist²·D + 4·H·cand·D per layer, which leaves out half of the diagonal."""
-    heads, dim, history, candidates, context = 4, 256, 1000.0, 50.0, 7.0
-    total = history + candidates + context
-    usual = 4 * heads * total * (context + history) * dim - 2 * heads * history**2 * dim + 4 * heads * candidates * dim
-    cost = HSTUCost(num_layers=1, width=1024, num_heads=heads, head_dim=dim, history="h", backward=False)
-    attention = cost.flops(np.array([history]), candidates, context)[0] - 10 * 1024 * heads * dim * total
-    assert attention - usual == 4 * heads * dim * history / 2
+@given(s=st.integers(0, 40))
+def test_causal_attention_counts_the_lower_triangle(s: int) -> None:
+    causal, full = (
+        TransformerCost(**HSTU, tokens="t", backward=False, causal=one).flops(np.array([float(s)]))[0]
+        for one in (True, False)
+    )
+    assert full - causal == 4 * 8 * (s * s - sum(range(1, s + 1)))
 
 
 def test_hstu_projections_as_torch_counts_them() -> None:
@@ -76,18 +82,13 @@ def test_hstu_projections_as_torch_counts_them() -> None:
         result = (x @ project)[:, : heads * values] @ output
     with FlopCounterMode(display=False) as backward:
         result.sum().backward()
-    options = {
-        "num_layers": 1,
-        "width": width,
-        "num_heads": heads,
-        "head_dim": dim,
-        "value_dim": values,
-        "history": "h",
-    }
-    pairs = positions * (positions + 1) / 2
-    attention = 2 * heads * (dim + values) * pairs
-    once = HSTUCost(**options, backward=False).flops(np.array([float(positions)]))[0]  # type: ignore[arg-type]
-    both = HSTUCost(**options).flops(np.array([float(positions)]))[0]  # type: ignore[arg-type]
+    once, both = (
+        HSTUCost(
+            num_layers=1, width=width, num_heads=heads, head_dim=dim, value_dim=values, history="h", backward=one
+        ).flops(np.array([float(positions)]))[0]
+        for one in (False, True)
+    )  # fmt: skip
+    attention = 2 * heads * (dim + values) * positions * (positions + 1) / 2
     assert once - attention == forward.get_total_flops()
     assert both - 3.5 * attention == forward.get_total_flops() + backward.get_total_flops()
 
@@ -121,45 +122,42 @@ def test_transformer_as_torch_counts_it(gated: bool) -> None:
 
 def test_backward_of_attention_as_torch_counts_it() -> None:
     shape = (1, 4, 100, 32)
-    forward = sdpa_flop_count(shape, shape, shape)
-    backward = sdpa_backward_flop_count(shape, shape, shape, shape)
-    assert forward + backward == 3.5 * forward
-    options = {"num_layers": 3, "width": 128, "num_heads": 4, "tokens": "t", "causal": False}
-    once = TransformerCost(**options, backward=False).flops(np.array([100.0]))[0]  # type: ignore[arg-type]
-    both = TransformerCost(**options).flops(np.array([100.0]))[0]  # type: ignore[arg-type]
-    assert both - 3 * (once - 3 * forward) == 3 * (forward + backward)
+    forward, backward = sdpa_flop_count(shape, shape, shape), sdpa_backward_flop_count(shape, shape, shape, shape)
+    once, both = (
+        TransformerCost(num_layers=1, width=128, num_heads=4, tokens="t", causal=False, backward=one).flops(
+            np.array([100.0])
+        )[0]
+        for one in (False, True)
+    )
+    assert both - 3 * (once - forward) == forward + backward
 
 
-@given(s=st.integers(0, 40))
-def test_causal_attention_counts_the_lower_triangle(s: int) -> None:
-    options = {"num_layers": 1, "width": 8, "num_heads": 2, "tokens": "t", "backward": False}
-    causal = TransformerCost(**options).flops(np.array([float(s)]))[0]  # type: ignore[arg-type]
-    full = TransformerCost(**options, causal=False).flops(np.array([float(s)]))[0]  # type: ignore[arg-type]
-    assert full - causal == 4 * 8 * (s * s - sum(range(1, s + 1)))
+@pytest.mark.parametrize("cost", COSTS, ids=lambda cost: type(cost).__name__)
+@settings(max_examples=15)
+@given(a=st.lists(st.integers(4, 40), max_size=5), seed=st.integers(0, 99))
+def test_spans_add_up_and_a_flat_batch_costs_the_same(cost: SampleCost, a: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    batch = {"a": torch.tensor(a, dtype=torch.int64), "k": torch.from_numpy(rng.integers(0, 4, len(a)))}
+    spans, costs = cost.spans(batch), cost(batch)
+    assert spans is not None
+    assert costs.dtype == (np.int64 if isinstance(cost, TokenCost) else np.float64)
+    np.testing.assert_array_equal(cost(flatten(batch, BatchSpec())), costs)
+    np.testing.assert_allclose(spans.whole, costs, rtol=1e-12)
+    cuts = np.sort(rng.integers(0, spans.positions + 1, (3, len(a))), axis=0)
+    edges = np.concatenate([np.zeros((1, len(a))), cuts, [spans.positions]])
+    total = sum(spans.before(end) - spans.before(begin) for begin, end in itertools.pairwise(edges))
+    np.testing.assert_allclose(total + spans.fixed, costs, rtol=1e-12)
 
 
-def batch() -> dict[str, Any]:
-    return {"h": torch.tensor([3, 0, 10]), "c": torch.tensor([1, 0, 2]), "x": torch.zeros(3, 2), "few": torch.arange(2)}
-
-
-def test_costs_read_a_batch_and_its_flat_form() -> None:
-    user = {key: value for key, value in batch().items() if key != "few"}
-    cost = HSTUCost(**SMALL, history="h", candidates="c", context=2)
-    expected = cost.flops(np.array([3.0, 0, 10]), np.array([1.0, 0, 2]), 2.0)
-    np.testing.assert_array_equal(cost(user), expected)
-    np.testing.assert_array_equal(cost(flatten(user, BatchSpec())), expected)
-    assert cost(user).dtype == np.float64
-    assert TokenCost(tokens=("h", "c"))(user).tolist() == [4, 0, 12]
-    assert TokenCost(tokens="h", per_sample=5)(user).dtype == np.int64
-
-
-def test_candidates_inside_the_history_are_not_counted_twice() -> None:
-    within = HSTUCost(**SMALL, history="h", candidates="c", history_includes_candidates=True)
-    beside = HSTUCost(**SMALL, history="rest", candidates="c")
-    rest = batch()["h"] - batch()["c"]
-    np.testing.assert_array_equal(within(batch()), beside({**batch(), "rest": rest}))
-    with pytest.raises(ValueError, match="sample 2 has more candidates than positions in 'c'"):
-        HSTUCost(**SMALL, history="c", candidates="h", history_includes_candidates=True)(batch())
+def test_items_stay_together_and_what_cannot_be_told_apart_stays_whole() -> None:
+    batch = {"a": torch.tensor([5]), "k": torch.tensor([2])}
+    interleaved, codes = COSTS[0].spans(batch), COSTS[3].spans(batch)
+    assert interleaved is not None
+    assert (interleaved.first_cut.tolist(), interleaved.num_cuts.tolist()) == ([5], [5])
+    assert codes is not None
+    assert (codes.first_cut.tolist(), codes.num_cuts.tolist()) == ([4], [5])
+    assert TransformerCost(**SMALL, tokens="a", causal=False).spans(batch) is None
+    assert LearnedCost(SequenceTerms(history="a"), prior=lambda one: np.ones(len(one["a"]))).spans(batch) is None
 
 
 def test_keys_of_a_keyed_jagged_tensor_are_fields() -> None:
@@ -171,21 +169,50 @@ def test_keys_of_a_keyed_jagged_tensor_are_fields() -> None:
         TokenCost(tokens="features.price")({"features": keyed})
 
 
-def test_errors_name_the_field() -> None:
-    with pytest.raises(BatchError, match=r"the batch has no 'y': nothing is called 'y' in a dict of h, c, x, few"):
-        TokenCost(tokens="y")(batch())
-    with pytest.raises(BatchError, match=r"'x' is a tensor torch.float32 of shape \(3, 2\)"):
-        TokenCost(tokens="x")(batch())
-    with pytest.raises(BatchError, match="'h' holds 3 samples, 'few' 2; name jagged fields, or tensors of"):
-        TokenCost(tokens=("h", "few"))(batch())
-    with pytest.raises(BatchError, match="sample 1 of 'n' is -1"):
-        TokenCost(tokens="n")({"n": torch.tensor([1, -1])})
-    with pytest.raises(BatchError, match="compute costs from the host's batch"):
-        TokenCost(tokens="n")({"n": torch.tensor([1, 2]).to("meta")})
-    with pytest.raises(ValueError, match="num_heads is 0"):
-        HSTUCost(**{**SMALL, "num_heads": 0}, history="h")
-    with pytest.raises(ValueError, match="give head_dim"):
-        TransformerCost(num_layers=1, width=10, num_heads=3, tokens="h")
+def batch() -> dict[str, Any]:
+    return {"h": torch.tensor([3, 0, 10]), "c": torch.tensor([1, 0, 2]), "x": torch.zeros(3, 2), "few": torch.arange(2)}
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("y", r"the batch has no 'y': nothing is called 'y' in a dict of h, c, x, few"),
+        ("x", r"'x' is a tensor torch.float32 of shape \(3, 2\)"),
+        (("h", "few"), "'h' holds 3 samples, 'few' 2; name jagged fields, or tensors of"),
+        ("n", "sample 1 of 'n' is -1"),
+        ("m", "compute costs from the host's batch"),
+    ],
+)
+def test_errors_name_the_field(field: Any, words: str) -> None:
+    one = {**batch(), "n": torch.tensor([1, -1]), "m": torch.tensor([1, 2]).to("meta")}
+    if field == "y":
+        one = batch()
+    with pytest.raises(BatchError, match=words):
+        TokenCost(tokens=field)(one)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (HSTUCost, {**HSTU, "num_heads": 0, "history": "h"}, "num_heads is 0"),
+        (HSTUCost, {**HSTU, "history": ()}, "history is \\(\\); name at least one field"),
+        (TransformerCost, {"num_layers": 1, "width": 10, "num_heads": 3, "tokens": "h"}, "give head_dim"),
+        (TransformerCost, {**SMALL, "tokens": "h", "vocabulary": -1}, "vocabulary is -1"),
+        (SemanticIdCost, {**SMALL, "items": "x", "targets": -1}, "targets is -1"),
+    ],
+)
+def test_options_out_of_range_are_named(kind: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        kind(**options)
+
+
+def test_candidates_inside_the_history_are_not_counted_twice() -> None:
+    within = HSTUCost(**HSTU, history="h", candidates="c", history_includes_candidates=True)
+    beside = HSTUCost(**HSTU, history="rest", candidates="c")
+    rest = batch()["h"] - batch()["c"]
+    np.testing.assert_array_equal(within(batch()), beside({**batch(), "rest": rest}))
+    with pytest.raises(ValueError, match="sample 2 has more candidates than positions in 'c'"):
+        HSTUCost(**HSTU, history="c", candidates="h", history_includes_candidates=True)(batch())
 
 
 @dataclass(frozen=True)
@@ -207,17 +234,8 @@ def test_a_cost_of_ones_own_is_ten_lines() -> None:
 
 
 def test_costs_by_name() -> None:
-    assert {"hstu", "transformer", "tokens"} <= set(cost_names())
+    assert {"hstu", "learned", "semantic_ids", "tokens", "transformer"} <= set(cost_names())
     assert make_cost("tokens", tokens="h") == TokenCost(tokens="h")
-
-    def constant(value: float) -> Any:
-        return lambda batch: np.full(len(batch["h"]), value)
-
-    register_cost("constant-for-test", constant)
-    register_cost("constant-for-test", constant)
-    assert make_cost("constant-for-test", value=2.0)(batch()).tolist() == [2, 2, 2]
-    with pytest.raises(ValueError, match="is there already"):
-        register_cost("constant-for-test", TokenCost)
     with pytest.raises(ValueError, match="cost is 'hst'; choose one of"):
         make_cost("hst")
     with pytest.raises(ValueError, match=r"options of the cost 'tokens'.*layers"):

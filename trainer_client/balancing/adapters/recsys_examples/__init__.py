@@ -67,22 +67,17 @@ class EvenkeelShuffling:
         Returns:
             For `finish_shuffle`. Several batches may be in flight; phase 2 takes them in the order of phase 1.
         """
-        return self._start(batch, pg_group, self._workloads(batch, *args, **kwargs), indices=False)
+        workloads = self.get_workloads(batch, *args, **kwargs)  # type: ignore[attr-defined]  # theirs
+        return self._start(batch, pg_group, workloads, indices=False)
 
-    def finish_shuffle(
-        self,
-        batch: Any,
-        handle: Handle,
-        pg_group: Any = None,  # noqa: ARG002  # as phase 1 was told
-        use_all2all: bool = True,  # noqa: ARG002  # there is no other way
-    ) -> Any:
+    def finish_shuffle(self, batch: Any, handle: Handle, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         """Phase 2: agrees with all ranks, and moves the samples, on the current stream.
 
         Args:
             batch: As given to phase 1.
             handle: What phase 1 returned.
-            pg_group: As given to phase 1.
-            use_all2all: Evenkeel always moves by All2All.
+            args: Their group, which is phase 1's, and whether to move by All2All, as Evenkeel always does.
+            kwargs: The same, by name.
 
         Raises:
             RuntimeError: If another rank has left its loop, after which no batches are exchanged any more.
@@ -95,7 +90,7 @@ class EvenkeelShuffling:
         pg_group: Any = None,
         return_indices: bool = False,
         return_workloads: bool = False,
-        use_all2all: bool = True,  # noqa: ARG002
+        use_all2all: bool = True,  # noqa: ARG002  # there is no other way
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -105,7 +100,7 @@ class EvenkeelShuffling:
             The batch; with the (real samples,) positions in the global batch, and with the workloads of the batch that
             was given, where they are asked for.
         """
-        workloads = self._workloads(batch, *args, **kwargs)
+        workloads = self.get_workloads(batch, *args, **kwargs)  # type: ignore[attr-defined]  # theirs
         shuffled, indices = self._finish(batch, self._start(batch, pg_group, workloads, indices=return_indices))
         extra = [*([indices] if return_indices else []), *([workloads] if return_workloads else [])]
         return (shuffled, *extra) if extra else shuffled
@@ -115,10 +110,6 @@ class EvenkeelShuffling:
         for balancer in self._balancers.values():
             balancer.close()
         self._balancers.clear()
-
-    def _workloads(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        workloads: torch.Tensor = self.get_workloads(batch, *args, **kwargs)  # type: ignore[attr-defined]  # theirs
-        return workloads
 
     def _start(self, batch: Any, group: Any, workloads: torch.Tensor, *, indices: bool) -> Handle:
         size = int(batch.batch_size)
@@ -130,9 +121,8 @@ class EvenkeelShuffling:
             first = dist.get_rank(group) * size
             parts[INDICES] = torch.arange(first, first + size, device=workloads.device)
         rows = {name: _rows(name, value, size) for name, value in parts.items() if torch.is_tensor(value)}
-        jagged = {name: value for name, value in parts.items() if is_keyed_jagged_tensor(value)}
         cut = {name: parts[name][: real * each] for name, each in rows.items()}
-        cut |= {name: _resized(value, real) for name, value in jagged.items()}
+        cut |= {name: _resized(value, real) for name, value in parts.items() if is_keyed_jagged_tensor(value)}
         several = tuple((name, each) for name, each in rows.items() if each > 1)
         # one object for batches of a kind, which are recognised by it
         spec = self._specs.setdefault(several, BatchSpec(rows_per_sample=dict(several)))

@@ -44,10 +44,9 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         ValueError: If a variable holds what cannot be used; the message names it.
     """
     variables = os.environ if environment is None else environment
-    job, run_id = _text(variables, "EVENKEEL_JOB"), _text(variables, "EVENKEEL_RUN_ID")
+    job, run_id = (variables.get(name, "").strip() for name in ("EVENKEEL_JOB", "EVENKEEL_RUN_ID"))
     starts = _count(variables, "EVENKEEL_RESTART_COUNT")
-    ray = _ray_run()
-    if ray:
+    if ray := _ray_run():
         # Ray starts workers again without telling them how often: the clock tells which start is the later one.
         counted = int(time.time()) if starts is None else restart_number(starts)
         return Launch(job=job or ray[0], run_id=run_id or ray[1], restart_count=counted)
@@ -69,13 +68,12 @@ def local_rank(environment: Mapping[str, str] | None = None) -> int:
         ValueError: If it is no number.
     """
     variables = os.environ if environment is None else environment
-    name = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if variables.get(name)), None)
-    if name is None:
-        return 0
-    value = variables[name]
-    if not (value.isascii() and value.isdecimal()):
-        raise ValueError(f"{name} is {value!r}; give the number of this rank on its machine, from 0 on")
-    return int(value)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if value := variables.get(name):
+            if not (value.isascii() and value.isdecimal()):
+                raise ValueError(f"{name} is {value!r}; give the number of this rank on its machine, from 0 on")
+            return int(value)
+    return 0
 
 
 def _ray_run() -> tuple[str, str] | None:
@@ -87,44 +85,38 @@ def _ray_run() -> tuple[str, str] | None:
         name = train.get_context().get_experiment_name()
     except Exception:  # Ray has an error of its own for whoever is no worker, and another in each of its versions
         return None
-    if not name:
-        return None
-    return name[:_NAME_CHARACTERS], f"ray-{ray.get_runtime_context().get_job_id()}-{name}"[:_NAME_CHARACTERS]
+    run = f"ray-{ray.get_runtime_context().get_job_id()}-{name}"
+    return (name[:_NAME_CHARACTERS], run[:_NAME_CHARACTERS]) if name else None
 
 
 def _slurm_run(variables: Mapping[str, str]) -> tuple[str, str]:
     """Name and id of the step of a Slurm job, empty without; the steps of one allocation are different jobs."""
-    job_id, step = _text(variables, "SLURM_JOB_ID"), _text(variables, "SLURM_STEP_ID")
+    job_id, step = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_STEP_ID", "")
     if not job_id:
         return "", ""
     if not step.isdecimal() or int(step) >= _UNNUMBERED_STEPS:
         step = "0"
-    name = _text(variables, "SLURM_JOB_NAME")[:_NAME_CHARACTERS] or "slurm"
+    name = variables.get("SLURM_JOB_NAME", "")[:_NAME_CHARACTERS] or "slurm"
     return f"{name}-{job_id}" if step == "0" else f"{name}-{job_id}.{step}", f"slurm-{job_id}.{step}"
 
 
 def _torchrun_run(variables: Mapping[str, str], *, is_agent: bool) -> str:
     """Torchrun's id of the run; without `--rdzv-id` its agent, which outlives restarts; else one that is drawn."""
-    run_id = _text(variables, "TORCHELASTIC_RUN_ID")
+    run_id = variables.get("TORCHELASTIC_RUN_ID", "")
     if run_id not in ("", "none"):
         return run_id
-    if not is_agent:
-        return uuid.uuid4().hex
-    parent = os.getppid()
-    try:
-        # Field 22 of /proc/PID/stat, counted after the parenthesised name: the start time, unlike a PID never reused.
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return uuid.uuid4().hex
-    return f"{socket.gethostname()}-{parent}-{started}"
-
-
-def _text(variables: Mapping[str, str], name: str) -> str:
-    return variables.get(name, "").strip()
+    if is_agent:
+        try:
+            # Field 22 of /proc/PID/stat, counted after the parenthesised name: the start time; PIDs are used again.
+            started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        except (OSError, IndexError):
+            return uuid.uuid4().hex
+        return f"{socket.gethostname()}-{os.getppid()}-{started}"
+    return uuid.uuid4().hex
 
 
 def _count(variables: Mapping[str, str], name: str) -> int | None:
-    value = _text(variables, name)
+    value = variables.get(name, "").strip()
     if not value:
         return None
     if not (value.isascii() and value.isdecimal() and int(value) <= MAX_STARTS):

@@ -1,9 +1,8 @@
-"""Which of a batch's samples may be split, and what their positions cost."""
+"""Samples in parts, on the client: which may be split, and what their positions cost."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,10 +13,8 @@ from numpy.typing import NDArray
 from evenkeel.partitioning.splits import MOST, SHARE, Divisible, SpanCosts, check_table
 from trainer_client.balancing.batches import FlatBatch
 from trainer_client.balancing.batches.roles import check_alike
+from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.lead import Round, Stage
-
-Cost = Callable[[Any], Any]
-"""From a batch to one number for each sample."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +46,6 @@ def roles_of(flat: FlatBatch) -> NDArray[np.int64] | None:
 def check_divides(cost: Cost, flat: FlatBatch) -> None:
     """Checks that the samples of a batch can be split at all.
 
-    Args:
-        cost: The loader's.
-        flat: A batch.
-
     Raises:
         ValueError: If the cost says nothing of positions, no field is declared as the sequence, or its fields differ
             in their numbers of items.
@@ -77,8 +70,8 @@ def divisible_samples(
     flat: FlatBatch,
     costs: NDArray[np.int64] | NDArray[np.float64],
     *,
-    memory: NDArray[np.float64] | None,
-    largest_cap: float,
+    memory: NDArray[np.float64] | None = None,
+    largest_cap: float = np.inf,
 ) -> NDArray[np.float64] | None:
     """The heaviest samples of a batch, with what their positions cost; those alone are ever split.
 
@@ -93,9 +86,12 @@ def divisible_samples(
     Returns:
         (m, WIDTH) as `Divisible.table`, numbered in the batch; None where there are none.
     """
-    chosen = _heaviest(costs, memory, largest_cap)
+    exceeds = np.zeros(len(costs), np.bool_) if memory is None else memory > largest_cap
+    chosen = np.flatnonzero((costs >= max(SHARE * float(costs.sum()), np.finfo(np.float64).tiny)) | exceeds)
     if not chosen.size:
         return None
+    heaviest_first = np.lexsort((chosen, -costs[chosen].astype(np.float64), ~exceeds[chosen]))
+    chosen = np.sort(chosen[heaviest_first[:MOST]])
     spans: SpanCosts | None = cost.spans(batch)  # type: ignore[attr-defined]
     flat.check_unchanged("cost")
     if spans is None:
@@ -111,35 +107,20 @@ def divisible_samples(
         if (spans.num_cuts > 0).any():
             _warn("its spans are not those of its costs, or of the fields in BatchSpec.sequence")
         return None
-    divisible = Divisible(samples=chosen[fits], first_items=first_items[fits], spans=spans.take(fits))
-    problem = check_table(divisible.table, costs)
-    if problem:
+    table = Divisible(samples=chosen[fits], first_items=first_items[fits], spans=spans.take(fits)).table
+    if problem := check_table(table, costs):
         _warn(f"spans{problem}")
         return None
-    return divisible.table
-
-
-def _heaviest(
-    costs: NDArray[np.int64] | NDArray[np.float64], memory: NDArray[np.float64] | None, largest_cap: float
-) -> NDArray[np.int64]:
-    heavy = costs >= max(SHARE * float(costs.sum()), np.finfo(np.float64).tiny)
-    if memory is not None:
-        heavy |= memory > largest_cap
-    chosen = np.flatnonzero(heavy)
-    if chosen.size > MOST:
-        order = np.lexsort((chosen, -costs[chosen].astype(np.float64)))
-        if memory is not None:
-            order = np.lexsort((chosen, -costs[chosen].astype(np.float64), memory[chosen] <= largest_cap))
-        chosen = np.sort(chosen[order[:MOST]])
-    return chosen
+    return table
 
 
 def _items(flat: FlatBatch, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
     """Items of samples, as many in all fields of the sequence."""
-    column = next((column for column, role in enumerate(flat.structure.roles) if role > 0), None)
+    roles = flat.structure.roles
+    column = next((column for column, role in enumerate(roles) if role > 0), None)
     if column is None:  # the batch has none of them
         return np.zeros(len(chosen), np.int64)
-    items: NDArray[np.int64] = flat.lengths[chosen, column] // flat.structure.roles[column]
+    items: NDArray[np.int64] = flat.lengths[chosen, column] // roles[column]
     return items
 
 
@@ -155,8 +136,7 @@ def _first_items(spans: SpanCosts, items: NDArray[np.int64]) -> tuple[NDArray[np
         for tail in (0.0, spans.candidates, spans.targets):
             matches = ~fits & (first + filled + tail == spans.positions)
             firsts, fits = np.where(matches, first, firsts), fits | matches
-    aligned = (spans.head - firsts) % spans.granule == 0
-    return firsts, fits & aligned
+    return firsts, fits & ((spans.head - firsts) % spans.granule == 0)
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from evenkeel.partitioning.splits import Divisible
 from trainer_client import BatchSpec, HSTUCost
 from trainer_client.balancing.batches.flatten import flatten
-from trainer_client.balancing.dividing import divisible_samples
+from trainer_client.balancing.splitting import divisible_samples
 
 COUNTS = [3, 400, 5]
 
@@ -24,7 +24,7 @@ def test_items_come_behind_the_context(context: int, candidates: int, includes: 
     )  # fmt: skip
     batch = {"count": torch.tensor(COUNTS), "items": torch.arange(sum(COUNTS))}
     flat = flatten(batch, BatchSpec(sequence={"items"}, rows_per_sample={"items": "count"}))
-    table = divisible_samples(cost, flat, flat, np.asarray(cost(flat)), memory=None, largest_cap=np.inf)
+    table = divisible_samples(cost, flat, flat, np.asarray(cost(flat)))
     assert table is not None
     found = Divisible.of_table(table)
     assert found.samples.tolist() == [1]

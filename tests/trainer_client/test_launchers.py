@@ -6,7 +6,7 @@ import pytest
 
 from evenkeel.restarts import restart_text
 from trainer_client import Balancer
-from trainer_client.balancing.adapters.launchers import Launch, local_rank, read_launch
+from trainer_client.launchers import Launch, local_rank, read_launch
 
 # What `srun` gives a task of a job of two nodes, as `env | grep SLURM` tells.
 SLURM = {

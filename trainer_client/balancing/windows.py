@@ -1,0 +1,101 @@
+"""Windows of several batches: that their fields are alike, and going on from a state that was taken within one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from evenkeel.partitioning.rounds import RoundPlan
+from trainer_client.balancing.batches import FlatBatch
+from trainer_client.balancing.errors import ResumeError
+from trainer_client.balancing.kernels import Kernels
+from trainer_client.balancing.lead import Round, Stage
+from trainer_client.balancing.report import Reason
+
+_REPEAT = "from a state between windows, or with load_state_dict(…, repeat_window=True), which trains the whole window "
+_REPEAT += "again"
+
+
+def check_window(flats: Sequence[FlatBatch]) -> None:
+    """Checks that samples of a window's batches can change places.
+
+    Raises:
+        ValueError: If the batches differ in their fields.
+    """
+    for flat in flats:
+        if flat.schema is not flats[0].schema and flat.schema.hash != flats[0].schema.hash:
+            raise ValueError(
+                "batches of one window differ, so that their samples cannot change places: "
+                f"{flats[0].schema.diff(flat.schema, own='one', others='another')}; use window=1, or pad them alike"
+            )
+
+
+class WindowStates(Stage):
+    """Lets states within a window know how it was planned, and plans such a window as it was planned before."""
+
+    def __init__(self, size: int, kernels: Kernels | None) -> None:
+        """For windows of so many batches; `kernels` are those that plans need."""
+        self._size, self._kernels = size, kernels
+        self._known: dict[int, dict[str, Any]] = {}  # windows to go on in, by round
+
+    def begin(self, round_: Round) -> None:
+        """Plans with the speeds and kernels that the plan of before followed.
+
+        Raises:
+            ResumeError: If windows had another size.
+        """
+        first = round_.contributions.extras.get(0)
+        window = None if first is None or first.resumed is None else first.resumed.window
+        if window is None:
+            return
+        if window["size"] != self._size:
+            raise ResumeError(
+                f"the state was taken within a window of {window['size']} batches, and this job has "
+                f"window={self._size}; go on with BalanceOptions(window={window['size']}), {_REPEAT}"
+            )
+        self._known[round_.number] = window
+        round_.options = replace(round_.options, speeds=tuple(window["speeds"]))
+        round_.plain = window["plain"]
+        if not round_.plain and self._kernels is not None:
+            self._kernels.wait()
+
+    def finish(self, round_: Round) -> None:
+        """Leaves out the batches that have been trained.
+
+        Raises:
+            ResumeError: If the window is divided otherwise now.
+        """
+        if self._size == 1:
+            return
+        digest = _digest(round_.plan)
+        if (window := self._known.pop(round_.number, None)) is not None:
+            if digest != window["digest"]:
+                raise ResumeError(
+                    "the window that the state was taken in is divided otherwise now; go on with the same data, costs, "
+                    f"options and version of evenkeel, {_REPEAT}"
+                )
+            assert round_.samples is not None
+            batches = round_.decision.batches
+            batches = tuple(range(round_.samples.num_batches)) if batches is None else batches
+            done = window["done"]
+            round_.decision = replace(round_.decision, batches=batches[done:], done=done)
+        round_.extras.for_states = {
+            "size": self._size,
+            "digest": digest,
+            "speeds": list(round_.options.speeds),
+            "plain": round_.decision.reason is Reason.COMPILING,
+        }
+
+
+def _digest(plan: RoundPlan | None) -> str:
+    """Names a plan; empty: every sample stays where it was loaded."""
+    if plan is None:
+        return ""
+    digest = hashlib.blake2b(plan.destinations.astype("<i4").tobytes(), digest_size=8)
+    if plan.steps is not None:
+        digest.update(plan.steps.astype("<i4").tobytes())
+    if plan.parts is not None:
+        digest.update(plan.parts.begins.astype("<i8").tobytes())
+    return digest.hexdigest()
