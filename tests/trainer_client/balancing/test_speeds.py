@@ -65,10 +65,7 @@ class Source:
 
 def run_job(rank: int, job: Job) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer_client.balancing.learned_speeds").addHandler(handler)
+    said = logged("trainer_client.balancing.learned_speeds")
     if job.address is None:
         balancer = Balancer.embedded(job=job.name, options=job.options)
     else:
