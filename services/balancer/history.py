@@ -40,8 +40,8 @@ class Round(NamedTuple):
         time: When it was planned, seconds since 1970.
         seconds: That the call took.
         search_seconds: That the search took.
-        imbalance_before: Max/mean of load over speed as loaded; of a window, this and the next two are those of its
-            least even batch.
+        imbalance_before: Max/mean of load over speed as loaded; of several, this and the next two are
+            those of the least even one.
         imbalance_after: The same as planned.
         imbalance_bound: No assignment of whole samples has less.
         samples: Of all ranks, as what follows.

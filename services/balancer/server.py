@@ -170,7 +170,7 @@ class BalancerServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", round(settings.min_ping_seconds * 1e3)),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", round(settings.min_ping_seconds * 1e3)),
                 ("grpc.so_reuseport", 0),
-                # Without probing for the best window, large requests arrive in half the time.
+                # Without probing for the bandwidth, large requests arrive in half the time.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
             ],

@@ -36,7 +36,7 @@ class Settings(ServiceSettings):
     max_samples: PositiveInt = RoundLimits().max_samples
     """Samples of all ranks of a round."""
     max_batches: PositiveInt = RoundLimits().max_batches
-    """Batches of a round's window."""
+    """Batches of a round."""
     max_message_bytes: PositiveInt = 64 << 20
     """Size of one request or response."""
     max_calls: PositiveInt = 512

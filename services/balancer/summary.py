@@ -20,7 +20,7 @@ class RoundSummary:
         names: Which round of which job.
         facts: What the lead has seen since the run began.
         ranks: Number of ranks.
-        batches: Batches of the round's window.
+        batches: Batches of the round.
         strategy: How it was planned.
         figures: Of the least even batch, with the samples and sizes of all.
         loads_before: (ranks,) float64, summed cost of that batch as loaded.

@@ -151,7 +151,7 @@ class Contributions:
         headers = np.ascontiguousarray(table[:, : HEADER.itemsize]).view(HEADER)[:, 0]
         self.copies = headers.reshape(-1, num_peers)  # (ranks, peers) of all that train the same batches
         self.headers = self.copies[:, 0]  # (ranks,) of those that balance together
-        self.num_batches = max(1, int(self.headers["num_batches"].max()))  # of the window
+        self.num_batches = max(1, int(self.headers["num_batches"].max()))  # of the round
         self._counts = self.headers["num_samples"].astype(np.int64)
         self.with_samples: list[int] = np.flatnonzero(self._counts).tolist()  # ranks
         self.schema = int(self.headers["schema"][self.with_samples[0]]) if self.with_samples else 0
@@ -187,7 +187,7 @@ class Contributions:
 
     @property
     def batch_sizes(self) -> NDArray[np.int64]:
-        """(ranks, batches) samples of each batch of the window."""
+        """(ranks, batches) samples of each batch of the round."""
         counts = self.headers["num_batches"].astype(np.int64)
         sizes = np.zeros((len(self), self.num_batches), np.int64)
         sizes[np.arange(self.num_batches) < counts[:, None]] = self._joined("batch_sizes", "<u4")

@@ -25,7 +25,7 @@ class Decision:
     ranks: tuple[int, ...] = ()  # that the reason is about
     taken: int = 0  # with `Reason.LEFT`, batches that the first of the ranks had got
     problem: str = ""  # with `Reason.LEFT`, what made it leave; with `Reason.INVALID_COSTS`, what is wrong with them
-    batches: tuple[int, ...] | None = None  # of the window, that are trained; None: all
+    batches: tuple[int, ...] | None = None  # of the round, that are trained; None: all
     last: bool = False  # the pass ends with this round
     done: int = 0  # batches of the round that had been trained before the state that the ranks go on from
     error: Exception | None = field(default=None, compare=False)  # which all ranks raise, and which ends the pass

@@ -49,9 +49,9 @@ class Extras:
     decision: Decision = END
     world_size: int = 1
     room_up: int = 0  # bytes of a contribution that one gather takes, `depth` rounds later
-    figures: tuple[Figures, ...] = ()  # of each batch of the window that some rank has
+    figures: tuple[Figures, ...] = ()  # of each batch of the round that some rank has
     planned: bool = False  # samples may move
-    windowed: bool = False  # and change their batch
+    rebatched: bool = False  # and change their batch
     num_fields: int = 0  # with lengths
     partition_seconds: float = 0.0
     wait_seconds: float = 0.0  # for which the lead waited for the service
@@ -71,7 +71,7 @@ class Directive:
 
     decision: Decision  # what all ranks do
     plan: RankPlan = field(default_factory=lambda: RankPlan(steps=None, slices=()))  # where its own samples go
-    reports: tuple[RoundReport, ...] = ()  # one per batch of the window; none where the round does not take place
+    reports: tuple[RoundReport, ...] = ()  # one per batch; none where the round does not take place
     template: FlatBatch | None = None  # an empty batch of the round's schema
     extras: Extras = NO_EXTRAS
     room_down: int = 0  # see `HEADER`
@@ -88,7 +88,7 @@ class Directive:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The batches of the window that are trained, in order."""
+        """The batches of the round that are trained, in order."""
         batches = self.decision.batches
         return tuple(range(len(self.reports))) if batches is None else batches
 
@@ -116,7 +116,7 @@ def pack_directives(
     """
     if plan is not None and slices is not None:
         extras = replace(
-            extras, planned=True, windowed=plan.steps is not None, partition_seconds=plan.seconds,
+            extras, planned=True, rebatched=plan.steps is not None, partition_seconds=plan.seconds,
             num_fields=slices.source_totals.shape[1],
         )  # fmt: skip
     rows = _Rows(extras.world_size, pack_changed(extras))
@@ -206,7 +206,7 @@ def read_directive(
     if extras.planned:
         num_parts, num_cuts, num_sources = (int(header[name]) for name in ("num_parts", "num_cuts", "num_sources"))
         destinations = take("<i4", num_parts)
-        steps = take("<i4", num_parts) if extras.windowed else None
+        steps = take("<i4", num_parts) if extras.rebatched else None
         cuts = take("<i8", num_cuts, 2)
         ends = np.cumsum(take("<i4", count)).tolist()
         sources, counts = take("<i4", num_sources), take("<i4", num_sources)

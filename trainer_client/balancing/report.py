@@ -49,7 +49,7 @@ class RoundReport:
 
     Attributes:
         round: Round number of the loader's stream.
-        batch: Which batch of the round's window; 0 without windows.
+        batch: Which batch of the round.
         mode: What all ranks did.
         reason: Why, when it was not the service's plan.
         ranks: The ranks that the reason is about.

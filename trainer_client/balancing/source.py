@@ -273,7 +273,7 @@ class AskedAhead:
 
     Attributes:
         function: The user's own.
-        answers: Of the batches of a window that fills.
+        answers: Of the batches that have arrived lately.
     """
 
     def __init__(self, function: Cost) -> None:
