@@ -34,10 +34,8 @@ class LightningLoader(Generic[B]):
         self._loader, self._trainer, self._length = loader, trainer, length
         self._job = JobState(loader, ahead=self._ahead)
         self._begin: dict[str, Any] | None = None  # from which the latest iteration began; None: an epoch's beginning
-        self._epoch = 0  # of the latest iteration
-        self._over = False  # whether its end has been seen
-        self._taken = 0  # batches that it has taken from the loader
-        self._before = self._trained  # when it began
+        self._epoch, self._over = 0, False  # of the latest iteration, and whether its end has been seen
+        self._taken, self._before = 0, self._trained  # batches that it has taken; those trained when it began
 
     @property
     def _trained(self) -> int:

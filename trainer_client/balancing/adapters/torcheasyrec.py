@@ -26,10 +26,8 @@ from trainer_client.balancing.options import BalanceOptions
 
 DENSE = "dense_features"
 TRAVEL = ("sparse_features", "sequence_mulval_lengths", "sequence_dense_features", "labels", "jagged_labels",
-          "sample_weights", "additional_infos")  # fmt: skip
-"""Fields of its `Batch` that belong to samples, beside the dense ones."""
-PER_SAMPLE = 16
-"""What a sample costs beside its keys, in keys, where no cost is given."""
+          "sample_weights", "additional_infos")  # fmt: skip  # fields of its `Batch` that belong to samples, too
+PER_SAMPLE = 16  # what a sample costs beside its keys, in keys, where no cost is given
 
 
 def balance_training(
@@ -114,8 +112,7 @@ def balance_dataloader(
 def count_keys(batch: dict[str, Any]) -> NDArray[np.int64]:
     """(n,) keys of each sample over all sparse and sequence features, and `PER_SAMPLE`.
 
-    Args:
-        batch: The fields of a batch, as a cost sees them.
+    The batch is a dict of its fields, as a cost sees them.
     """
     total: Any = torch.full((_samples(batch),), PER_SAMPLE)
     for value in batch.get("sparse_features", {}).values():

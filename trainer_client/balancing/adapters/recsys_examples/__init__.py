@@ -18,7 +18,6 @@ from trainer_client.balancing.options import BalanceOptions
 from trainer_client.balancing.report import RoundReport
 from trainer_client.balancing.stream import Ticket
 
-PREFIX = "evenkeel_"
 INDICES = "global_indices"  # beside the fields of a batch, where a caller asks for them
 
 
@@ -76,7 +75,7 @@ class EvenkeelShuffling:
         Args:
             batch: As given to phase 1.
             handle: What phase 1 returned.
-            args: Their group, which is phase 1's, and whether to move by All2All, as Evenkeel always does.
+            args: Their group and way to move; here it is phase 1's group, and All2All.
             kwargs: The same, by name.
 
         Raises:
@@ -102,7 +101,7 @@ class EvenkeelShuffling:
         """
         workloads = self.get_workloads(batch, *args, **kwargs)  # type: ignore[attr-defined]  # theirs
         shuffled, indices = self._finish(batch, self._start(batch, pg_group, workloads, indices=return_indices))
-        extra = [*([indices] if return_indices else []), *([workloads] if return_workloads else [])]
+        extra = ([indices] if return_indices else []) + ([workloads] if return_workloads else [])
         return (shuffled, *extra) if extra else shuffled
 
     def close(self) -> None:
@@ -140,11 +139,9 @@ class EvenkeelShuffling:
         jagged = next(value for value in moved.values() if is_keyed_jagged_tensor(value))
         real = jagged.lengths().numel() // len(jagged.keys())
         size = max(int(batch.batch_size), real)
-        filled = {
-            name: value.reshape(-1) if torch.is_tensor(value) else _resized(value, size)
-            for name, value in moved.items()
-        }
-        return replace(batch, **filled, batch_size=size, actual_batch_size=real), indices
+        for name, value in moved.items():
+            moved[name] = value.reshape(-1) if torch.is_tensor(value) else _resized(value, size)
+        return replace(batch, **moved, batch_size=size, actual_batch_size=real), indices
 
     def _balancer_of(self, group: Any) -> Balancer:
         if self.balancer is not None:
@@ -226,7 +223,7 @@ def register_shufflers(
         )
     for name, kind in theirs.items():
         shuffler = evenkeel_shuffler(kind, balancer=balancer, options=options)
-        for as_name in {name, PREFIX + name} if replace else {PREFIX + name}:
+        for as_name in {name, f"evenkeel_{name}"} if replace else {f"evenkeel_{name}"}:
             if as_name in registered:
                 BatchShufflerFactory.unregister(as_name)
             BatchShufflerFactory.register(as_name, shuffler)
