@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LINES = {  # of Python, stubs of the wire apart: most allowed, goal
-    "evenkeel": (13836, 9500),
+    "evenkeel": (13828, 9500),
     "services": (4573, 4500),
     "services/balancer": (1731, 2000),
     "trainer_client": (22015, 15000),
@@ -47,17 +47,17 @@ def test_words_of_texts(texts: str) -> None:
 
 _BALANCING = "trainer_client/balancing"
 ROOMS = {  # words of a capability, where it lives, in how many files outside its words may stand; 8 is the goal
-    "windows": (r"\bwindow", ("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"), 32),
+    "windows": (r"\bwindow", ("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"), 15),
     "splits": (
         r"SplitSample|SplitOptions|Divisible|\bpieces\b",
         ("evenkeel/partitioning/splits/", "trainer_client/attention/", f"{_BALANCING}/splitting.py"),
-        21,
+        18,
     ),
-    "speeds": (r"\bspeeds\b", ("evenkeel/partitioning/speeds.py", f"{_BALANCING}/learned_speeds.py"), 27),
+    "speeds": (r"\bspeeds\b", ("evenkeel/partitioning/speeds.py", f"{_BALANCING}/learned_speeds.py"), 26),
     "caps": (r"memory_caps", ("evenkeel/partitioning/memory.py",), 12),
     "sampling": (r"BatchSampler|BudgetSampler|CountedSampler", (f"{_BALANCING}/sampling/",), 4),
     "adapters": (r"torcheasyrec|recsys_examples|lightning", (f"{_BALANCING}/adapters/",), 0),
-    "resume": (r"[Rr]esum", (f"{_BALANCING}/resume.py", f"{_BALANCING}/windows.py"), 12),
+    "resume": (r"[Rr]esum", (f"{_BALANCING}/resume.py", f"{_BALANCING}/windows.py"), 8),
     "learned costs": (r"LearnedCost|learned_cost", (f"{_BALANCING}/costs/",), 6),
 }
 

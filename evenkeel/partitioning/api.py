@@ -152,14 +152,12 @@ def partition(
         nodes=nodes,
         compiled=compiled,
     )
-    if memory is not None and memory_caps is not None:
-        problem = with_caps(problem, memory, memory_caps, compiled)
+    problem = with_caps(problem, memory, memory_caps, compiled)
     arrays = problem.arrays
     destinations = chosen(problem) if problem.num_ranks > 1 and arrays.costs.size else arrays.homes.copy()
     if min_samples:
         destinations = fill(problem, destinations, min_samples)
-    if memory is not None and memory_caps is not None:
-        check_fits(memory, memory_caps, destinations)
+    check_fits(memory, memory_caps, destinations)
     home_loads: Sums = problem.home_loads
     if problem.costs is arrays.costs:
         loads = either(counts_and_loads, compiled)(arrays.costs, destinations, problem.num_ranks)[1]

@@ -1,6 +1,6 @@
 """What a round is: the samples of all ranks, how they are to be partitioned, and the plan; see `stages` for its making.
 
-Every round is a window of one or more batches.
+Every round has one or more batches.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RoundSamples(_Samples):
 
     @property
     def num_batches(self) -> int:
-        """Batches of the round's window."""
+        """Batches of the round."""
         return int(self.batch_sizes.shape[1])
 
     @property
@@ -241,7 +241,7 @@ class RoundPlan:
 
     Attributes:
         destinations: (parts,) int32, the rank that trains each.
-        steps: (parts,) int32, the batch of the window that does; None: all are of one batch.
+        steps: (parts,) int32, the batch of the round that does; None: all are of one batch.
         parts: Which samples are split, and how; None: none is, and parts are samples.
         loads_before: (batches, ranks) float64, summed cost as loaded.
         loads_after: (batches, ranks) float64, summed cost as planned.
@@ -280,7 +280,7 @@ class RankPlan:
     """What one rank knows of a round's plan.
 
     Attributes:
-        steps: (n,) int32, the batch of the window that trains each of its own samples; None: as loaded.
+        steps: (n,) int32, the batch of the round that trains each of its own samples; None: as loaded.
         slices: Its part of each batch, over the own samples that the batch trains, in their order; over their parts
             where some are split.
         figures: How even each batch is; empty where nothing was planned.

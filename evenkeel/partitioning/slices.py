@@ -50,7 +50,7 @@ class Slice:
 class Slices:
     """All ranks' slices of one plan, in shared arrays, of which `Slice` holds views.
 
-    `slices[rank]` is the slice of a plan of one batch, `batches_of(rank)` those of a window's batches.
+    `slices[rank]` is the slice of a plan of one batch, `batches_of(rank)` those of a round's batches.
 
     Attributes:
         destinations: (n,) int32, of all samples.
@@ -171,8 +171,8 @@ def slice_plan(
         destinations: (n,) int32, rank of each sample; samples are ordered by (home, index at home).
         counts_at_home: (num_ranks,) number of samples of each home.
         lengths: (n, fields) int64, int32 or uint32, values of each jagged field of each sample.
-        steps: (n,) batch of the window that trains each sample; None: all are of one batch.
-        num_steps: Batches of the window.
+        steps: (n,) batch of the round that trains each sample; None: all are of one batch.
+        num_steps: Batches of the round.
 
     Returns:
         The slices of all ranks; a rank has at most as many sources as it receives samples.
@@ -195,7 +195,7 @@ def slice_plan(
         raise ValueError(f"num_steps is {num_steps}, the shape of steps {shape}; pass the batch of each of {n} samples")
     batches = None
     if steps is not None:
-        batches = _whole_numbers("steps", steps, num_steps - 1, "batch of the window for each sample").astype(np.int32)
+        batches = _whole_numbers("steps", steps, num_steps - 1, "batch of the round for each sample").astype(np.int32)
     return slices_of(plain_array(ranks, np.int32), counts, values, batches, num_steps)
 
 

@@ -71,7 +71,7 @@ class RoundLimits:
     Attributes:
         max_ranks: Ranks.
         max_samples: Samples of all ranks.
-        max_batches: Batches of the window.
+        max_batches: Batches of the round.
     """
 
     max_ranks: int = 4096

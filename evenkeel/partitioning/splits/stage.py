@@ -1,4 +1,4 @@
-"""Split samples as a stage of a round: each batch of its window by itself, then the parts of all of them in order."""
+"""Split samples as a stage of a round: each of its batches by itself, then the parts of all of them in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Integers = NDArray[np.int64]
 def split_heavy(
     samples: RoundSamples, options: RoundOptions, found: RoundPlan | PartitionError
 ) -> RoundPlan | PartitionError:
-    """The stage: a plan with samples in parts, in the batches of the window in which that takes less time."""
+    """The stage: a plan with samples in parts, in the batches in which that takes less time."""
     if not wants_splits(found, options):
         return found
     steps = samples.steps if isinstance(found, PartitionError) else found.steps
