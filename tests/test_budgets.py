@@ -15,9 +15,9 @@ LINES = {  # of Python, stubs of the wire apart: most allowed, goal
     "evenkeel": (13828, 9500),
     "services": (4573, 4500),
     "services/balancer": (1731, 2000),
-    "trainer_client": (22015, 15000),
-    "trainer_client/balancing": (12089, 8000),
-    "tests": (30774, 20000),
+    "trainer_client": (21652, 15000),
+    "trainer_client/balancing": (11614, 8000),
+    "tests": (30490, 20000),
     "benchmarks": (7998, 8000),
 }
 WORDS = {"docs/*.md": (25024, 25000), "README.md": (900, 900)}
@@ -47,7 +47,7 @@ def test_words_of_texts(texts: str) -> None:
 
 _BALANCING = "trainer_client/balancing"
 ROOMS = {  # words of a capability, where it lives, in how many files outside its words may stand; 8 is the goal
-    "windows": (r"\bwindow", ("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"), 15),
+    "windows": (r"\bwindow", ("evenkeel/partitioning/windows.py", f"{_BALANCING}/windows.py"), 14),
     "splits": (
         r"SplitSample|SplitOptions|Divisible|\bpieces\b",
         ("evenkeel/partitioning/splits/", "trainer_client/attention/", f"{_BALANCING}/splitting.py"),

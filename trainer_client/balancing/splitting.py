@@ -27,8 +27,8 @@ class Splitting(Stage):
 
     def begin(self, round_: Round) -> None:
         """Follows the schema of the round."""
-        if (template := round_.extras.template) is not None:
-            self._roles = roles_of(template)
+        if round_.template is not None:
+            self._roles = roles_of(round_.template)
         if round_.samples is not None:
             round_.samples = replace(round_.samples, roles=self._roles)
 

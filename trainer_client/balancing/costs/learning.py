@@ -39,12 +39,6 @@ class CostLearner(Stage):
         self.fit: Fit | None = None
         self._sent: Fit | None = None  # that all ranks follow
 
-    def finish(self, round_: Round) -> None:
-        """Lets the ranks follow a new fit."""
-        fit = self.fit
-        if fit is not self._sent:
-            round_.extras.fit, self._sent = (fit,), fit
-
     def begin(self, round_: Round) -> None:
         """Takes into account what ranks have measured."""
         self._timed += round_.contributions.headers["measured"][:, 1] > 0
@@ -75,6 +69,12 @@ class CostLearner(Stage):
             if cost is not None and (fitted is None) != (self.fit is None):
                 _say(self._name, round_.number, cost, fitted)
             self.fit = fitted
+
+    def finish(self, round_: Round) -> None:
+        """Lets the ranks follow a new fit."""
+        fit = self.fit
+        if fit is not self._sent:
+            round_.extras.fit, self._sent = (fit,), fit
 
     def _keep(self, rows_of: dict[int, NDArray[np.float64]], options: FitOptions) -> None:
         """Keeps the latest batches of each rank but for the first ones."""
