@@ -21,9 +21,8 @@ from evenkeel.partitioning.rounds import RankSamples, RoundSamples
 from evenkeel.partitioning.splits import WIDTH
 
 if TYPE_CHECKING:
-    from trainer_client.balancing.batches import FlatBatch
-    from trainer_client.balancing.batches.fields import SharedValues
-    from trainer_client.balancing.batches.flat import Schema
+    from trainer_client.balancing.batches import FlatBatch, Schema
+    from trainer_client.balancing.batches.shared import SharedValues
     from trainer_client.balancing.resume import Resumed
 
 Bytes = NDArray[np.uint8]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trainer_client.balancing.batches import FlatBatch
-from trainer_client.balancing.batches.flat import remedy
+from trainer_client.balancing.batches.schema import remedy
 from trainer_client.balancing.contribution import Contributions, schema_number
 from trainer_client.balancing.errors import SchemaMismatchError
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from evenkeel.partitioning.rounds import RankSamples
 from evenkeel.partitioning.splits import SplitSample
 from trainer_client.balancing.batches import BatchSpec, FlatBatch, flatten
-from trainer_client.balancing.batches.fields import digest as shared_digest
+from trainer_client.balancing.batches.shared import digest as shared_digest
 from trainer_client.balancing.contribution import Contribution, Extras, State, schema_number
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.costs.learned import LearnedCost
@@ -585,7 +585,7 @@ class BatchStream:
         first = _first_of(flats)
         extras, samples, template = contribution.extras, contribution.samples, opened.rounds.template
         if len(samples):
-            shared = first.structure.shared
+            shared = first.describe_shared()
             extras = replace(extras, shared=shared)
             if first.schema is not template.schema and first.schema.hash != template.schema.hash:
                 extras = replace(extras, template=first.empty())

@@ -12,7 +12,7 @@ from benchmarks.harness.ranks import run_ranks
 from tests.trainer_client.balancing.loops import balancer_of
 from trainer_client import BalancedLoader, BatchSpec
 from trainer_client.balancing.batches import flatten
-from trainer_client.balancing.batches.fields import describe, digest
+from trainer_client.balancing.batches.shared import describe, digest
 
 SPEC = BatchSpec(shared=["temperature", "names"])
 
@@ -65,6 +65,6 @@ def test_other_values_are_told_apart(one: Any, other: Any) -> None:
     assert digest(describe([("v", one)])) != digest(describe([("v", other)]))
     spec = BatchSpec(shared=["v"])
     assert (
-        flatten({"x": torch.ones(2), "v": one}, spec).structure.shared
-        != flatten({"x": torch.ones(2), "v": other}, spec).structure.shared
+        flatten({"x": torch.ones(2), "v": one}, spec).describe_shared()
+        != flatten({"x": torch.ones(2), "v": other}, spec).describe_shared()
     )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from trainer_client.balancing.balancer import Balancer
 from trainer_client.balancing.batches import BatchError
-from trainer_client.balancing.batches.containers import is_keyed_jagged_tensor
+from trainer_client.balancing.batches.containers import is_torchrec
 from trainer_client.balancing.costs.base import Cost
 from trainer_client.balancing.loader import BalancedLoader
 from trainer_client.balancing.options import BalanceOptions
@@ -175,7 +175,7 @@ def take_apart(batch: Any) -> dict[str, Any]:
 
 
 def _rows(value: Any) -> int:
-    if is_keyed_jagged_tensor(value):
+    if is_torchrec(value, "KeyedJaggedTensor"):
         return int(value.lengths().numel() // len(value.keys()))
     return len(value) if isinstance(value, torch.Tensor) else int(value.lengths().numel())
 

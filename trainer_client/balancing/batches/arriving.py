@@ -15,14 +15,15 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_client.balancing.batches.flat import FlatBatch
-from trainer_client.balancing.batches.flatten import PLAIN, Parts, assemble, table_of, take_apart
+from trainer_client.balancing.batches.flatten import PLAIN, assemble, table_of
+from trainer_client.balancing.batches.reading import reader_of
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
 
 
 def is_on_device(batch: Any, spec: BatchSpec | None) -> bool:
     """Whether a batch is on a device other than the host."""
     try:
-        parts = take_apart(batch, spec or PLAIN)
+        parts = reader_of(spec or PLAIN).read(batch)
     except BatchError:
         return False  # whoever flattens it says what is wrong
     leaves = zip(parts.structure.leaves, parts.tensors, strict=True)
@@ -44,19 +45,17 @@ class Arriving:
         Raises:
             BatchError: If a value is not understood, or batch sizes disagree.
         """
-        spec = spec if spec is not None else PLAIN
-        self._parts: Parts = take_apart(batch, spec)
-        if spec.copy:  # the loader may write to it before the numbers have come
-            self._parts.tensors[:] = [tensor.clone() for tensor in self._parts.tensors]
-        leaves = zip(self._parts.structure.leaves, self._parts.tensors, strict=True)
+        self._parts = reader_of(spec or PLAIN).read(batch)
+        tensors = self._parts.tensors
+        if spec is not None and spec.copy:  # the loader may write to it before the numbers have come
+            tensors[:] = [tensor.clone() for tensor in tensors]
         counts = {
             leaf.path: tensor
-            for leaf, tensor in leaves
+            for leaf, tensor in zip(self._parts.structure.leaves, tensors, strict=True)
             if leaf.rows == 1 and not leaf.shape and tensor.dtype in (torch.int32, torch.int64)
         }
         self._paths = tuple(counts)
-        lengths = [tensor for tensor, _ in self._parts.lengths]
-        self._coming = Coming([*lengths, *counts.values(), *values])
+        self._coming = Coming([*(tensor for tensor, _ in self._parts.lengths), *counts.values(), *values])
 
     def get(self) -> tuple[FlatBatch, list[NDArray[Any]]]:
         """The flattened batch with its lengths on the host, and the values; waits until they have come.
@@ -65,17 +64,17 @@ class Arriving:
             BatchError: If the lengths cannot be right.
         """
         numbers = self._coming.get()
-        num_lengths, num_counts = len(self._parts.lengths), len(self._paths)
-        flat = assemble(self._parts, table_of(self._parts, numbers[:num_lengths]), copy=False)
-        flat.set_counts(dict(zip(self._paths, numbers[num_lengths:], strict=False)))
-        return flat, numbers[num_lengths + num_counts :]
+        first_count = len(self._parts.lengths)
+        first_value = first_count + len(self._paths)
+        flat = assemble(self._parts, table_of(self._parts, numbers[:first_count]), copy=False)
+        flat.counts = dict(zip(self._paths, numbers[first_count:first_value], strict=True))
+        return flat, numbers[first_value:]
 
 
 class Coming:
     """Tensors on their way to the host as int64 or float64, those of a device in one copy of each kind."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Begins to copy; waits for nothing."""
         self._tensors = [
             tensor.detach().reshape(-1).to(torch.float64 if tensor.is_floating_point() else torch.int64)
             for tensor in tensors

@@ -1,8 +1,8 @@
 """The containers of a batch, taken apart and made again as pytrees are.
 
 What is registered with torch's pytrees is taken from there: dicts, lists, tuples, named tuples, and what libraries and
-users register. Registered here are objects (dataclasses, attrs and pydantic classes, own classes that hold tensors) and
-subclasses of dicts, which are made again without `__init__`, and `TensorDict`, whose batch size is another one then.
+users register. Known here besides are objects (dataclasses, attrs and pydantic classes, own classes that hold tensors)
+and subclasses of dicts, which are made again without `__init__`, and `TensorDict`, which gets another batch size.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import UserDict, namedtuple
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
@@ -29,44 +29,26 @@ class Container(NamedTuple):
     """How one kind of containers is taken apart.
 
     Attributes:
-        flatten: From a container to its values and a context, which is equal for equal nesting.
+        flatten: From a container to its values, their names in paths, and a context, which is equal for equal nesting.
         unflatten: From type, context, values, number of samples and device to the container.
-        names: From a container to the names of its values in paths.
     """
 
-    flatten: Callable[[Any], tuple[Sequence[Any], Any]]
+    flatten: Callable[[Any], tuple[Sequence[Any], Iterable[object], Any]]
     unflatten: Callable[[type, Any, Sequence[Any], int, torch.device | None], Any]
-    names: Callable[[Any], Sequence[object]]
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(NamedTuple):
     """Nested containers of a batch; None among the children is a leaf."""
 
     kind: Any
     context: Any
     children: tuple[Tree | None, ...]
 
-    def leaves_of(self, batch: Any, leaves: list[Any]) -> bool:
-        """Appends the leaves of another batch; whether that is nested alike."""
-        kind: Any = type(batch)
-        if kind is not self.kind:
-            return False
-        values, context = (_container_of_kind(kind) or _OBJECT).flatten(batch)
-        if context != self.context or len(values) != len(self.children):
-            return False
-        for child, value in zip(self.children, values, strict=True):
-            if child is None:
-                leaves.append(value)
-            elif not child.leaves_of(value, leaves):
-                return False
-        return True
-
     def unflatten(self, leaves: Iterator[Any], num_samples: int, device: torch.device | None) -> Any:
         """The containers around the leaves."""
-        children = (next(leaves) if c is None else c.unflatten(leaves, num_samples, device) for c in self.children)
+        values = [next(leaves) if c is None else c.unflatten(leaves, num_samples, device) for c in self.children]
         container = _container_of_kind(self.kind) or _OBJECT
-        return container.unflatten(self.kind, self.context, list(children), num_samples, device)
+        return container.unflatten(self.kind, self.context, values, num_samples, device)
 
 
 def container_of(value: Any) -> Container | None:
@@ -81,65 +63,70 @@ def _container_of_kind(kind: Any) -> Container | None:
     tensordict, pydantic = sys.modules.get("tensordict"), sys.modules.get("pydantic")
     nodes: dict[Any, pytree.NodeDef] = pytree.SUPPORTED_NODES
     node = nodes.get(namedtuple if pytree.is_namedtuple_class(kind) else kind)
+    if _is_torchrec(kind, (*_JAGGED, "KeyedTensor")) or is_lazy_stack(kind) or issubclass(kind, PackedSequence):
+        return None
     if tensordict is not None and (issubclass(kind, tensordict.TensorDictBase) or tensordict.is_tensorclass(kind)):
         return _TENSORDICT
-    if kind in _torchrec_kinds(*_JAGGED, "KeyedTensor"):
-        return None
     if pydantic is not None and issubclass(kind, pydantic.BaseModel):
-        return _PYDANTIC
+        return Container(_flatten_pydantic, _unflatten_pydantic)
     if issubclass(kind, dict | UserDict) and node is None:
-        return _MAPPING if _can_be_made(kind) else None
+        return Container(_flatten_mapping, _unflatten_mapping)
     is_record = dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or issubclass(kind, SimpleNamespace)
     if is_record and not issubclass(kind, dict):
         return _OBJECT if _can_be_made(kind) else None
-    return _registered(node) or (_SEQUENCE if issubclass(kind, list | tuple) else None)
-
-
-def _registered(node: pytree.NodeDef | None) -> Container | None:
     if node is None:
-        return None
+        return _SEQUENCE if issubclass(kind, list | tuple) else None
+    return _registered(node)
 
-    def names(value: Any) -> Sequence[object]:
-        if node.flatten_with_keys_fn is None:
-            return range(len(node.flatten_fn(value)[0]))
-        keys, _ = node.flatten_with_keys_fn(value)
+
+def _registered(node: pytree.NodeDef) -> Container:
+    def flatten(value: Any) -> tuple[Sequence[Any], Iterable[object], Any]:
+        values, context = node.flatten_fn(value)
+        if isinstance(value, dict):
+            return values, value, context
+        if isinstance(value, list | tuple) or node.flatten_with_keys_fn is None:
+            return values, getattr(value, "_fields", range(len(values))), context
+        keys = (key for key, _ in node.flatten_with_keys_fn(value)[0])
         kinds = ("key", "idx", "name")  # of mappings, sequences and attributes
-        return [next(getattr(key, kind) for kind in kinds if hasattr(key, kind)) for key, _ in keys]
+        return values, [next(getattr(key, kind) for kind in kinds if hasattr(key, kind)) for key in keys], context
 
-    return Container(node.flatten_fn, lambda _kind, context, values, *_: node.unflatten_fn(values, context), names)
+    return Container(flatten, lambda _kind, context, values, *_: node.unflatten_fn(values, context))
 
 
 _SEQUENCE = Container(
-    lambda value: (list(value), None),
+    lambda value: (list(value), getattr(value, "_fields", range(len(value))), None),
     lambda kind, _context, values, *_: getattr(kind, "_make", kind)(values),
-    lambda value: getattr(value, "_fields", range(len(value))),
 )
 
 
 # ------------------------------------------------------------------------------------------- objects
 
 
-def _flatten_object(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+def _flatten_object(value: Any) -> tuple[list[Any], tuple[str, ...], tuple[str, ...]]:
     kind: Any = type(value)
     attributes = getattr(value, "__dict__", {})
     if attributes.keys() != _declared_names(kind).keys():
-        attributes = dict(attributes_of(value))
-    return list(attributes.values()), tuple(attributes)
+        attributes = dict(_attributes_of(value))
+    names = tuple(attributes)
+    return list(attributes.values()), names, names
 
 
 def _unflatten_object(kind: type, names: tuple[str, ...], values: Sequence[Any], *_: Any) -> Any:
-    result = _blank(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(result, name, value)
-    return result
+    return _with_attributes(_blank(kind), zip(names, values, strict=True))
 
 
-_OBJECT = Container(_flatten_object, _unflatten_object, lambda value: _flatten_object(value)[1])
+def _with_attributes(value: Any, attributes: Iterable[tuple[str, Any]]) -> Any:
+    for name, item in attributes:
+        object.__setattr__(value, name, item)  # also where a class is frozen
+    return value
 
 
-def _flatten_mapping(value: Any) -> tuple[list[Any], tuple[tuple[Any, ...], tuple[str, ...]]]:
-    attributes = {name: item for name, item in attributes_of(value) if name != "data" or isinstance(value, dict)}
-    return [*value.values(), *attributes.values()], (tuple(value), tuple(attributes))
+_OBJECT = Container(_flatten_object, _unflatten_object)
+
+
+def _flatten_mapping(value: Any) -> tuple[list[Any], Sequence[Any], tuple[tuple[Any, ...], tuple[str, ...]]]:
+    attributes = {name: item for name, item in _attributes_of(value) if name != "data" or isinstance(value, dict)}
+    return [*value.values(), *attributes.values()], [*value, *attributes], (tuple(value), tuple(attributes))
 
 
 def _unflatten_mapping(kind: type, context: tuple[Any, Any], values: Sequence[Any], *_: Any) -> Any:
@@ -147,37 +134,24 @@ def _unflatten_mapping(kind: type, context: tuple[Any, Any], values: Sequence[An
     result = _blank(kind)
     if not issubclass(kind, dict):
         object.__setattr__(result, "data", {})
-    for key, item in zip(keys, items, strict=False):
-        result[key] = item
-    for name, item in zip(names, items, strict=True):
-        object.__setattr__(result, name, item)
-    return result
+    for key in keys:
+        result[key] = next(items)
+    return _with_attributes(result, zip(names, items, strict=True))
 
 
-_MAPPING = Container(
-    _flatten_mapping, _unflatten_mapping, lambda value: [name for names in _flatten_mapping(value)[1] for name in names]
-)
-
-
-def _flatten_pydantic(value: Any) -> tuple[list[Any], tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]]:
-    fields = dict(attributes_of(value)) | (value.__pydantic_extra__ or {})
+def _flatten_pydantic(value: Any) -> tuple[list[Any], Sequence[str], tuple[Any, ...]]:
+    fields = dict(_attributes_of(value)) | (value.__pydantic_extra__ or {})
     private = value.__pydantic_private__ or {}
-    return [*fields.values(), *private.values()], (tuple(fields), tuple(private), frozenset(value.model_fields_set))
+    context = tuple(fields), tuple(private), frozenset(value.model_fields_set)
+    return [*fields.values(), *private.values()], [*fields, *private], context
 
 
-def _unflatten_pydantic(kind: Any, context: tuple[Any, Any, Any], values: Sequence[Any], *_: Any) -> Any:
+def _unflatten_pydantic(kind: Any, context: tuple[Any, ...], values: Sequence[Any], *_: Any) -> Any:
     names, private, fields_set = context
     result = kind.model_construct(set(fields_set), **dict(zip(names, values, strict=False)))
     for name, item in zip(private, values[len(names) :], strict=True):
         setattr(result, name, item)
     return result
-
-
-_PYDANTIC = Container(
-    _flatten_pydantic,
-    _unflatten_pydantic,
-    lambda value: [*_flatten_pydantic(value)[1][0], *value.__private_attributes__],
-)
 
 
 def _is_own_with_tensors(value: Any) -> bool:
@@ -187,25 +161,24 @@ def _is_own_with_tensors(value: Any) -> bool:
         return False
     if is_torchrec(value, *_JAGGED, "KeyedTensor"):
         return False
-    return any(isinstance(one, torch.Tensor) or is_torchrec(one, *_JAGGED) for _, one in attributes_of(value))
+    return any(isinstance(one, torch.Tensor) or is_torchrec(one, *_JAGGED) for _, one in _attributes_of(value))
+
+
+def _base_of(kind: type) -> Any:
+    return next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+
+
+def _can_be_made(kind: type) -> bool:
+    """Whether instances can be made without arguments, which types written in C may want."""
+    return _base_of(kind) in (object, dict, SimpleNamespace)
 
 
 def _blank(kind: type) -> Any:
     """An object without its attributes: `object.__new__` refuses types that are written in C, and their subclasses."""
-    base: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
-    return base.__new__(kind)
+    return _base_of(kind).__new__(kind)
 
 
-@lru_cache(maxsize=1024)
-def _can_be_made(kind: Any) -> bool:
-    try:
-        _blank(kind)
-    except TypeError:
-        return False
-    return True
-
-
-def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Fields, slots and everything in `__dict__`, but for what Python and cached properties keep there."""
     kind: Any = type(value)
     declared = _declared_names(kind)
@@ -238,26 +211,23 @@ def _is_computed(kind: Any, name: str) -> bool:
 
 def is_torchrec(value: object, *names: str) -> bool:
     """Whether it is of one of TorchRec's classes, which can be only if something has imported TorchRec."""
-    return isinstance(value, _torchrec_kinds(*names))
+    kind: Any = type(value)
+    return _is_torchrec(kind, names)
 
 
-def _torchrec_kinds(*names: str) -> tuple[type, ...]:
+@lru_cache(maxsize=1024)
+def _is_torchrec(kind: type, names: tuple[str, ...]) -> bool:
     module = sys.modules.get("torchrec.sparse.jagged_tensor")
-    return tuple(getattr(module, name) for name in names) if module is not None else ()
+    return module is not None and issubclass(kind, tuple(getattr(module, name) for name in names))
 
 
-def is_keyed_jagged_tensor(value: object) -> bool:
-    """Whether it is TorchRec's `KeyedJaggedTensor`."""
-    return is_torchrec(value, "KeyedJaggedTensor")
+def is_lazy_stack(kind: type) -> bool:
+    """Whether values of a type are TensorDicts that are not stacked."""
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and issubclass(kind, tensordict.LazyStackedTensorDict)
 
 
-def is_tensordict(value: object) -> bool:
-    """Whether it is a `TensorDict`, or an instance of a tensorclass."""
-    module = sys.modules.get("tensordict")
-    return module is not None and bool(module.is_tensor_collection(value))
-
-
-def _flatten_tensordict(value: Any) -> tuple[list[Any], Any]:
+def _flatten_tensordict(value: Any) -> tuple[list[Any], Sequence[str], Any]:
     from tensordict import NonTensorData, NonTensorStack
 
     keys, values = tuple(value.keys()), []
@@ -271,7 +241,7 @@ def _flatten_tensordict(value: Any) -> tuple[list[Any], Any]:
     batch_size = tuple(value.batch_size)
     # the first batch dimension is the sample; there may be none
     dims = batch_size[1:] if batch_size else None
-    return values, (keys, dims, tuple(value.names), value.device is not None)
+    return values, keys, (keys, dims, tuple(value.names), value.device is not None)
 
 
 def _unflatten_tensordict(
@@ -292,8 +262,7 @@ def _unflatten_tensordict(
     return kind.from_tensordict(result) if is_tensorclass(kind) else result
 
 
-_TENSORDICT = Container(_flatten_tensordict, _unflatten_tensordict, lambda value: list(value.keys()))
-
+_TENSORDICT = Container(_flatten_tensordict, _unflatten_tensordict)
 
 # ------------------------------------------------------------------------------------------- lists
 
@@ -304,11 +273,18 @@ def is_list_of_objects(values: Sequence[Any]) -> bool | None:
     By what it holds, never by how long it is or which values: so the ranks of a job read it alike in every step.
     A list that holds tensors, however deep, is a container; one that holds lists may be either.
     """
-    if all(map(_is_plain, set(map(type, values)))):
+    kinds = set(map(type, values))
+    if all(map(_is_plain, kinds)):
         return True
-    if hasattr(values, "_fields") or any(map(_holds_tensors, values)):
+    if hasattr(values, "_fields") or torch.Tensor in kinds:
         return False
-    return None if any(map(_is_lists, values)) else True
+    may_be_lists = False
+    for value in values:
+        contents = _contents(value)
+        if contents == "tensors":
+            return False
+        may_be_lists |= contents == "lists"
+    return None if may_be_lists else True
 
 
 @lru_cache(maxsize=1024)
@@ -319,23 +295,19 @@ def _is_plain(kind: Any) -> bool:
     return kind.__dictoffset__ == 0 and not any(base.__dict__.get("__slots__") for base in kind.__mro__)
 
 
-def _values_in(value: Any) -> Sequence[Any]:
-    container = container_of(value)
-    return () if container is None else container.flatten(value)[0]
+def _contents(value: Any) -> str:
+    """What a value is or holds: tensors, else lists, each of which could have one entry for each sample, else objects.
 
-
-def _holds_tensors(value: Any) -> bool:
+    A container is lists if all that it holds is.
+    """
     kind: Any = type(value)
     if _is_plain(kind):
-        return False
-    if isinstance(value, torch.Tensor | np.ndarray) or is_tensordict(value) or is_torchrec(value, *_JAGGED):
-        return True
-    return any(map(_holds_tensors, _values_in(value)))
-
-
-def _is_lists(value: Any) -> bool:
-    """Whether all that it holds, without tensors, is in lists, each of which could have one entry for each sample."""
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return True
-    values = [item for item in _values_in(value) if item is not None]
-    return bool(values) and all(map(_is_lists, values))
+        return "objects"
+    if isinstance(value, torch.Tensor | np.ndarray) or is_torchrec(value, *_JAGGED) or is_lazy_stack(kind):
+        return "tensors"
+    container = container_of(value)
+    contents = {_contents(item) for item in container.flatten(value)[0] if item is not None} if container else set()
+    if "tensors" in contents or container is _TENSORDICT:
+        return "tensors"
+    is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    return "lists" if is_list or contents == {"lists"} else "objects"

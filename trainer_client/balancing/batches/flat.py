@@ -1,163 +1,43 @@
-"""A batch taken apart into tensors whose rows belong to samples, and what batches of one kind have in common."""
+"""A batch taken apart into tensors whose rows belong to samples, and the five kinds of fields that it is made of."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import string_at
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenkeel.partitioning.splits import ALL, FIRST, LAST
 from trainer_client.balancing.batches.containers import Tree
-from trainer_client.balancing.batches.fields import Derived, Field, Shared, SharedValues, describe
-from trainer_client.balancing.batches.spec import BatchError, BatchSpec, Padded
+from trainer_client.balancing.batches.padding import with_padding
+from trainer_client.balancing.batches.schema import Schema
+from trainer_client.balancing.batches.shared import SharedValues, bytes_of, describe
+from trainer_client.balancing.batches.spec import BatchError, BatchSpec, Declarations, MaxLength, Padded
 
-_PARTS = {LAST: "the last part", FIRST: "the first part", ALL: "all parts"}
-_MAX_LINES = 64  # of a state; of further fields only a digest
 _WATCHED_BYTES = 64
 _WATCHED_TENSORS = 4
 PICKLES = "objects"  # label of the bytes of Python objects
 LENGTHS_DTYPE = torch.int32  # on the wire and on devices; flatten() refuses longer samples
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FieldSchema:
-    """One field.
-
-    Attributes:
-        path: Where it is in the batch.
-        dtype: Name of its dtype, such as "int64"; "" for shared values.
-        kind: Rows per sample are fixed (dense), vary (jagged), or there is one value for all samples (shared).
-        shape: Shape of one row or value.
-        rows: Rows per sample of a dense field, 0 otherwise.
-        lengths: Path of what gives the number of rows of each sample of a jagged field, "" otherwise.
-        role: What a jagged field is to a sample in parts: values of an item if it is of the sequence, else with which
-            parts it goes, as in `evenkeel.partitioning.splits`; None where no sequence is declared.
-    """
-
-    path: str
-    dtype: str = ""
-    kind: Literal["dense", "jagged", "shared"] = "dense"
-    shape: tuple[int, ...] = ()
-    rows: int = 0
-    lengths: str = ""
-    role: int | None = None
-
-    def __str__(self) -> str:
-        if self.kind == "shared":
-            return f"{self.path}: shared"
-        rows = f"{self.rows} rows per sample" if self.kind == "dense" else f"jagged by {self.lengths}{self._parts}"
-        return f"{self.path}: {self.dtype}{list(self.shape)}, {rows}"
-
-    @property
-    def _parts(self) -> str:
-        if self.role is None:
-            return ""
-        return f", {self.role} an item of the sequence" if self.role > 0 else f", with {_PARTS[self.role]}"
-
-    @property
-    def constant(self) -> str:
-        """What stays the same from batch to batch, also where rows are padded to the longest of each batch."""
-        if self.kind == "shared":
-            return str(self)
-        text = f"{self.path}: {self.dtype}"
-        if self.shape:
-            text += f", rows of {len(self.shape)} dimension{'s' * (len(self.shape) > 1)}"
-        if self.kind == "jagged":
-            return f"{text}, jagged by {self.lengths}{self._parts}"
-        return text if self.rows == 1 else f"{text}, {self.rows} rows per sample"
-
-
-def remedy(lines: Sequence[str], others: Sequence[str]) -> str:
-    """What to do about two ranks' fields that differ, given as lines of their schemas."""
-    widths = re.compile(r"\[\d+(?=[\],].* rows per sample)")  # the first size of a row of a dense field
-    here = {widths.sub("[", line): line for line in lines if widths.search(line)}
-    for other in others:
-        if other != (line := here.get(widths.sub("[", other), other)):
-            return (
-                f"if {line.rpartition(': ')[0]!r} is padded to the longest sample of its batch, declare it in "
-                "BatchSpec.padded together with what says the lengths; else give all ranks rows of the same shape"
-            )
-    return "give all ranks batches of the same fields and dtypes"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schema:
-    """The fields of a batch, sorted by path: two batches of one schema can exchange samples.
-
-    Containers do not belong to it: ranks may order the keys of their dicts differently.
-    """
-
-    fields: tuple[FieldSchema, ...]
-
-    @cached_property
-    def lines(self) -> tuple[str, ...]:
-        """One readable line per field."""
-        return tuple(str(field) for field in self.fields)
-
-    @cached_property
-    def constant_lines(self) -> tuple[str, ...]:
-        """One readable line per field, of what stays the same from batch to batch, for few KB at most."""
-        lines = tuple(field.constant for field in self.fields)
-        if len(lines) <= _MAX_LINES:
-            return lines
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-        return (*lines[:_MAX_LINES], f"{len(lines) - _MAX_LINES} more fields, all together {digest}")
-
-    @cached_property
-    def hash(self) -> bytes:
-        """16 bytes that name the schema, the same in every process."""
-        return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=16).digest()
-
-    def diff(self, other: Schema, *, own: str = "this batch", others: str = "the other") -> str:
-        """What differs, one line per difference, ready to be shown; "" if nothing does.
-
-        Args:
-            other: The schema to compare with.
-            own: What to call the batch of this schema, for example "rank 0".
-            others: What to call the other batch.
-        """
-        ours, theirs = ({field.path: str(field) for field in schema.fields} for schema in (self, other))
-        return "\n".join(
-            f"{own} has {ours.get(path, f'no {path}')}; {others} has {theirs.get(path, f'no {path}')}"
-            for path in sorted(ours.keys() | theirs.keys())
-            if ours.get(path) != theirs.get(path)
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
-    """One tensor of a batch.
-
-    Attributes:
-        path: Where it is.
-        dtype: Its dtype.
-        shape: Shape of one row.
-        rows: Rows of each sample if fixed, 0 if jagged.
-        columns: The jagged columns whose values lie in it, one after the other; () if rows are fixed.
-        field_paths: Path of each of its fields: one per column, or one.
-        label: What the schema says instead of the dtype; "" for the dtype.
-        on_host: It is in the host's memory wherever the batch is.
-        padding: How it is padded outside of a `FlatBatch`.
-    """
+class Leaf(NamedTuple):
+    """One tensor of a batch."""
 
     path: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    rows: int
-    columns: tuple[int, ...]
-    field_paths: tuple[str, ...]
-    label: str = ""
-    on_host: bool = False
-    padding: Padded | None = None
+    shape: tuple[int, ...]  # of one row
+    rows: int  # of each sample if fixed, 0 if jagged
+    columns: tuple[int, ...]  # jagged columns whose values lie in it, one after the other; () if rows are fixed
+    field_paths: tuple[str, ...]  # of each of its fields: one per column, or one
+    label: str  # what the schema says instead of the dtype; "" for the dtype
+    on_host: bool  # it is in the host's memory wherever the batch is
+    padding: Padded | None  # how it is padded outside of a `FlatBatch`
 
     @property
     def row_bytes(self) -> int:
@@ -165,69 +45,203 @@ class Leaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+# Fields are tuples of different lengths, so that those of two batches are compared without a look at their kinds.
+
+
+class Rows(NamedTuple):
+    """A tensor or array whose rows belong to samples: as many for each, flattened, or padded to the longest sample."""
+
+    leaf: int
+    dtype: np.dtype[Any] | None  # of an array
+    padding: Padded | None
+    column: str  # of its lengths, if it is padded
+
+    def build(self, batch: FlatBatch) -> Any:
+        """The field of another batch."""
+        values = batch.tensors[self.leaf]
+        if self.padding is not None:
+            longest = max(batch.host_lengths_at(self.column), default=0)
+            return with_padding(values, batch.lengths_at((self.column,), torch.int64), longest, self.padding)
+        if self.dtype is None:
+            return values
+        return values.numpy().astype(self.dtype, copy=False)  # in its own byte order
+
+
+class Jagged(NamedTuple):
+    """TorchRec's `JaggedTensor` and `KeyedJaggedTensor`, and torch's nested tensors in jagged layout."""
+
+    columns: tuple[str, ...]  # path of each key's lengths, or of the field
+    values: int  # the leaf
+    weights: int | None  # their leaf
+    dtype: torch.dtype  # of the lengths
+    keys: tuple[str, ...] | None = None
+    is_nested: bool = False
+    alike: str | None = None  # an earlier nested tensor with the same offsets, which torch wants to compute with both
+
+    def build(self, batch: FlatBatch) -> Any:
+        """The field of another batch."""
+        values = batch.tensors[self.values]
+        if self.is_nested:
+            return torch.nested.nested_tensor_from_jagged(values, offsets=batch.offsets_at(self.columns[0], self.alike))
+        from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+        weights = None if self.weights is None else batch.tensors[self.weights]
+        lengths = batch.lengths_at(self.columns, self.dtype)
+        if self.keys is None:
+            return JaggedTensor(values, weights=weights, lengths=lengths)
+        totals = [int(batch.totals[batch.structure.order[path]]) for path in self.columns]
+        empty = None
+        if not batch.num_samples:  # for which TorchRec 1.8's `to_dict` raises an IndexError
+            begin = lengths.new_zeros(1)
+            empty = {key: JaggedTensor(values, weights=weights, lengths=lengths, offsets=begin) for key in self.keys}
+        return KeyedJaggedTensor(
+            list(self.keys),
+            values,
+            weights=weights,
+            lengths=lengths,
+            stride=batch.num_samples,
+            length_per_key=totals,  # else TorchRec would ask the device for them
+            offset_per_key=list(accumulate(totals, initial=0)),
+            jt_dict=empty,
+        )
+
+
+class Objects(NamedTuple):
+    """A list, tuple or array with one Python object for each sample: a jagged field of the bytes of their pickles."""
+
+    path: str
+    leaf: int
+    kind: type[Any]
+    dtype: np.dtype[Any] | None  # of an array
+    shape: tuple[int, ...]  # of each sample in an array
+
+    def build(self, batch: FlatBatch) -> Any:
+        """The field of another batch."""
+        data = batch.tensors[self.leaf].numpy().data
+        ends = accumulate(batch.host_lengths_at(self.path), initial=0)
+        objects = [pickle.loads(data[since:until]) for since, until in pairwise(ends)]
+        if self.dtype is None:
+            return self.kind(objects)
+        if self.dtype == np.object_:
+            array = np.empty((len(objects), *self.shape), dtype=object)
+            for index, one in enumerate(objects):
+                array[index] = one
+            return array
+        dtype = self.dtype
+        if dtype.kind in "US" and objects:  # strings of other ranks may need a wider one
+            widest = np.array(objects, dtype=dtype.kind).dtype
+            dtype = dtype if widest.itemsize <= dtype.itemsize else widest.newbyteorder(dtype.byteorder)
+        return np.array(objects, dtype=dtype).reshape(len(objects), *self.shape)
+
+
+class Shared(NamedTuple):
+    """A value that stays as it is, of the batch that it comes from; or None, which need not be declared."""
+
+    path: str
+    number: int  # among the shared values; -1: it is None
+
+    def build(self, batch: FlatBatch) -> Any:
+        """The field of another batch."""
+        return None if self.number < 0 else _moved(batch.shared[self.number], batch.device)
+
+
+class Derived(NamedTuple):
+    """A value that follows from the batch that is trained: its number of samples, a longest length, or a function."""
+
+    path: str
+    function: Callable[[Any], Any] | MaxLength | None  # None: the number of samples
+    dtype: torch.dtype | None  # of a number of samples that is a tensor
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether it is computed from the other fields."""
+        return self.function is not None and not isinstance(self.function, MaxLength)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A function that cannot be pickled, such as a lambda, is replaced by what says so."""
+        function: Any = self.function
+        try:
+            pickle.dumps(function)
+        except Exception as error:
+            function = _Missing(self.path, str(error))
+        return Derived, (self.path, function, self.dtype)
+
+    def build(self, batch: FlatBatch) -> Any:
+        """The field of another batch."""
+        if isinstance(self.function, MaxLength):
+            return max(batch.host_lengths_at(self.function.path), default=0)
+        if self.function is None and self.dtype is not None:
+            return torch.full((), batch.num_samples, dtype=self.dtype, device=batch.device)
+        return batch.num_samples if self.function is None else None
+
+    def compute(self, batch: Any, spec: BatchSpec | None) -> Any:
+        """Its value, from a batch in which such values are None."""
+        function = self.function
+        if isinstance(function, _Missing) and spec is not None:
+            function = Declarations(spec).at(self.path).get("derived", function)
+        assert callable(function)
+        return function(batch)
+
+
+class _Missing(NamedTuple):
+    path: str
+    why: str
+
+    def __call__(self, _batch: Any) -> Any:
+        raise BatchError(
+            f"the function that gives {self.path!r} did not reach this rank, which has had no batch of its own: "
+            f"{self.why}; declare a function of a module, or a MaxLength, in derived"
+        )
+
+
+Field = Rows | Jagged | Objects | Shared | Derived
+
+
+def _reads_lengths(one: Field) -> bool:
+    if isinstance(one, Derived):
+        return isinstance(one.function, MaxLength)
+    is_padded, shares_offsets = isinstance(one, Rows) and one.padding, isinstance(one, Jagged) and one.alike
+    return bool(isinstance(one, Objects) or is_padded or shares_offsets)
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    """A shared value with its tensors on a device."""
+    if type(value) is dict:
+        return {key: _moved(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device) for item in value)
+    return value.to(device, non_blocking=True) if device and callable(getattr(value, "to", None)) else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """What batches of one kind have in common.
+    """What batches of one kind have in common."""
 
-    Attributes:
-        tree: The containers; None if the batch is a single field.
-        fields: The leaves of the tree.
-        leaves: The tensors.
-        columns: Path of each jagged column, ascending.
-        schema: What other ranks' batches must agree with.
-        shared: What its shared values are.
-        roles: What each jagged column is to a sample in parts, as in `evenkeel.partitioning.splits`; empty where no
-            sequence is declared: then no sample is split.
-        reads_lengths: Building a batch reads its lengths on the host.
-        sources: Where the lengths of a batch are, and of which columns: those of a leaf's values, or of the i-th of
-            `Taken.lengths` as -1 - i, one column after the other.
-        has_empty_lists: Lists that hold nothing are containers, which is so only where there are samples.
-        counts: Leaf and column of each tensor that holds the lengths of a jagged column.
-        on_host: The leaves that are in the host's memory wherever the batch is.
-        padded: The leaves that are padded outside of a `FlatBatch`.
-        pickles: Paths of the jagged columns that are lists of Python objects.
-        derived: The fields that are computed from the others, by their number.
-        order: Number of each column.
-    """
-
-    tree: Tree | None
-    fields: tuple[Field, ...]
-    leaves: tuple[Leaf, ...]
-    columns: tuple[str, ...]
-    schema: Schema
-    shared: SharedValues = ()
-    roles: tuple[int, ...] = ()
-    reads_lengths: bool = False
-    sources: tuple[tuple[int, list[int]], ...] = ()
-    has_empty_lists: bool = False
-    counts: tuple[tuple[int, int], ...] = field(init=False)
-    on_host: tuple[int, ...] = field(init=False)
-    padded: tuple[int, ...] = field(init=False)
-    pickles: frozenset[str] = field(init=False)
-    derived: dict[int, Derived] = field(init=False)
-    order: dict[str, int] = field(init=False)
+    tree: Tree | None  # the containers; None if the batch is a single field
+    fields: tuple[Field, ...]  # the leaves of the tree
+    leaves: tuple[Leaf, ...]  # the tensors
+    columns: tuple[str, ...]  # path of each jagged column, ascending
+    schema: Schema  # what other ranks' batches must agree with
+    roles: tuple[int, ...] = ()  # of columns in parts, see `evenkeel.partitioning.splits`; none without a sequence
+    order: dict[str, int] = field(init=False)  # number of each column
+    counts: dict[int, int] = field(init=False)  # leaf and column of each tensor that holds lengths
+    jagged: tuple[int, ...] = field(init=False)  # leaves with as many rows as lengths say
+    on_host: frozenset[int] = field(init=False)  # leaves that are in the host's memory wherever the batch is
+    reads_lengths: bool = field(init=False)  # building a batch does, on the host
+    derived: dict[int, Derived] = field(init=False)  # fields that are computed from the others, by their number
 
     def __post_init__(self) -> None:
-        leaves = list(enumerate(self.leaves))
         order = {path: column for column, path in enumerate(self.columns)}
         computed = {
             "order": order,
+            "counts": {i: order[leaf.path] for i, leaf in enumerate(self.leaves) if leaf.rows and leaf.path in order},
+            "jagged": tuple(i for i, leaf in enumerate(self.leaves) if not leaf.rows),
+            "on_host": frozenset(i for i, leaf in enumerate(self.leaves) if leaf.on_host),
+            "reads_lengths": any(_reads_lengths(one) for one in self.fields),
             "derived": {i: one for i, one in enumerate(self.fields) if isinstance(one, Derived) and one.needs_batch},
-            "counts": tuple((i, order[leaf.path]) for i, leaf in leaves if leaf.rows and leaf.path in order),
-            "on_host": tuple(i for i, leaf in leaves if leaf.on_host),
-            "padded": tuple(i for i, leaf in leaves if leaf.padding is not None),
-            "pickles": frozenset(leaf.path for leaf in self.leaves if leaf.label == PICKLES),
         }
         for name, value in computed.items():
             object.__setattr__(self, name, value)
-
-    def with_shared(self, values: Sequence[tuple[str, Any]]) -> Structure:
-        """The same with other shared values, given by path in the order of the fields."""
-        if not values:
-            return self
-        rest = iter(values)
-        fields = (Shared(*next(rest)) if isinstance(one, Shared) and one.path else one for one in self.fields)
-        return replace(self, fields=tuple(fields), shared=describe(values))
 
 
 class FlatBatch:
@@ -238,11 +252,13 @@ class FlatBatch:
         tensors: One per leaf; the first dimension counts rows.
         num_samples: Number of samples n.
         totals: (num_jagged,) int64, values of each jagged column over all samples, on the host.
+        shared: The values that all samples share.
+        counts: Host copies of integer tensors (n,) that are on a device, by path, for `lengths_of`.
     """
 
     __slots__ = (
-        "_counts", "_lengths", "_lengths_coming", "_lengths_tensor", "_offsets", "_watched", "num_samples", "structure",
-        "tensors", "totals",
+        "_lengths", "_lengths_coming", "_lengths_tensor", "_offsets", "_watched", "counts", "num_samples", "shared",
+        "structure", "tensors", "totals",
     )  # fmt: skip
 
     def __init__(
@@ -252,6 +268,7 @@ class FlatBatch:
         tensors: Sequence[torch.Tensor],
         num_samples: int,
         totals: NDArray[np.int64],
+        shared: Sequence[Any] = (),
         lengths: NDArray[np.int64] | None = None,
         lengths_tensor: torch.Tensor | None = None,
     ) -> None:
@@ -261,11 +278,12 @@ class FlatBatch:
         self.tensors = tuple(tensors)
         self.num_samples = num_samples
         self.totals = totals
+        self.shared = tuple(shared)
+        self.counts: Mapping[str, NDArray[np.int64]] = {}
         self._lengths = lengths
         self._lengths_tensor = lengths_tensor
         self._lengths_coming: torch.Tensor | None = None  # see `read_back`
         self._watched: tuple[list[int], dict[int, bytes]] | None = None
-        self._counts: Mapping[str, NDArray[np.int64]] = {}  # see `set_counts`
         self._offsets: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
@@ -273,11 +291,8 @@ class FlatBatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles host copies of the tensors as plain bytes: torch's own way fails for some dtypes."""
-        contents = [(tensor.shape, tensor.dtype, _bytes_of(tensor)) for tensor in self.tensors]
-        lengths = self._lengths
-        if lengths is None:
-            lengths = self.lengths_tensor.t().to("cpu", torch.int64).contiguous().numpy()
-        return _unpickled, (self.structure, contents, self.num_samples, self.totals, lengths)
+        tensors = [(bytes_of(tensor), tensor.dtype, tensor.shape) for tensor in self.tensors]
+        return _unpickled, (tensors, self.structure, self.num_samples, self.totals, self.shared, self.lengths)
 
     @property
     def schema(self) -> Schema:
@@ -344,13 +359,13 @@ class FlatBatch:
     @property
     def sizes(self) -> NDArray[np.int64]:
         """(n,) int64, bytes that moving each sample takes."""
-        fixed = 4 * self.num_jagged
-        per_value = [0] * self.num_jagged
+        fixed = LENGTHS_DTYPE.itemsize * self.num_jagged
+        per_value = np.zeros(self.num_jagged, np.int64)
         for leaf in self.structure.leaves:
             fixed += leaf.rows * leaf.row_bytes
             for column in leaf.columns:
                 per_value[column] += leaf.row_bytes
-        return self.lengths @ np.array(per_value, dtype=np.int64) + fixed
+        return self.lengths @ per_value + fixed
 
     def lengths_of(self, path: str) -> NDArray[np.int64]:
         """(n,) int64: lengths of the jagged field at `path`, or the values of an integer tensor (n,) on the host.
@@ -358,23 +373,27 @@ class FlatBatch:
         Raises:
             BatchError: If there is neither at that path.
         """
-        if path in self.structure.columns:
-            if path in self.structure.pickles:
-                raise BatchError(f"{path!r} is a list of Python objects; make it an int32 or int64 tensor (n,)")
+        leaf, tensor = next(
+            (pair for pair in zip(self.structure.leaves, self.tensors, strict=True) if pair[0].path == path),
+            (None, None),
+        )
+        if leaf is not None and leaf.label == PICKLES:
+            raise BatchError(f"{path!r} is a list of Python objects; make it an int32 or int64 tensor (n,)")
+        if path in self.structure.order:
             return self.lengths[:, self.structure.order[path]]
-        if path in self._counts:
-            return self._counts[path]
-        for leaf, tensor in zip(self.structure.leaves, self.tensors, strict=True):
-            if leaf.path == path and leaf.rows == 1 and not leaf.shape and not leaf.dtype.is_floating_point:
-                if tensor.device.type != "cpu":
-                    raise BatchError(f"{path!r} is on {tensor.device}; costs are read from the host's batch")
-                return tensor.numpy().astype(np.int64)
-        jagged = ", ".join(self.structure.columns) or "none"
-        raise BatchError(f"{path!r} is no jagged field nor an integer per sample; jagged fields: {jagged}")
+        if path in self.counts:
+            return self.counts[path]
+        if leaf is None or tensor is None or leaf.rows != 1 or leaf.shape or leaf.dtype.is_floating_point:
+            jagged = ", ".join(self.structure.columns) or "none"
+            raise BatchError(f"{path!r} is no jagged field nor an integer per sample; jagged fields: {jagged}")
+        if tensor.device.type != "cpu":
+            raise BatchError(f"{path!r} is on {tensor.device}; costs are read from the host's batch")
+        return tensor.numpy().astype(np.int64)
 
-    def set_counts(self, counts: Mapping[str, NDArray[np.int64]]) -> None:
-        """Takes the host's copies of integer tensors (n,) that are on a device, by path, for `lengths_of`."""
-        self._counts = counts
+    def describe_shared(self) -> SharedValues:
+        """What the shared values are, by path, for other ranks to compare."""
+        fields = (one for one in self.structure.fields if isinstance(one, Shared) and one.number >= 0)
+        return describe((one.path, self.shared[one.number]) for one in fields)
 
     # ------------------------------------------------------------------------- what fields are built from
 
@@ -411,15 +430,15 @@ class FlatBatch:
                 one: functions in it need no pickling then.
         """
         self._offsets = {}
-        values = [field.build(self) for field in self.structure.fields]
-        batch = self._unflattened(values)
+        values = [one.build(self) for one in self.structure.fields]
+        batch = self._nested(values)
         if not self.structure.derived:
             return batch
         for index, derived in self.structure.derived.items():
             values[index] = derived.compute(batch, spec)
-        return self._unflattened(values)
+        return self._nested(values)
 
-    def _unflattened(self, values: list[Any]) -> Any:
+    def _nested(self, values: list[Any]) -> Any:
         tree = self.structure.tree
         return values[0] if tree is None else tree.unflatten(iter(values), self.num_samples, self.device)
 
@@ -443,6 +462,7 @@ class FlatBatch:
         return self._replaced([tensor.resolve_conj().resolve_neg().contiguous() for tensor in self.tensors])
 
     def _replaced(self, tensors: Sequence[torch.Tensor]) -> FlatBatch:
+        """The same samples in other tensors."""
         on_device = None if self._lengths is not None else self._lengths_tensor
         if on_device is not None and tensors:
             on_device = on_device.to(tensors[0].device, non_blocking=True)
@@ -453,9 +473,8 @@ class FlatBatch:
     @property
     def needs_host(self) -> bool:
         """Whether `unflatten` reads something on the host that a device has: arrays, Python objects, or lengths."""
-        structure = self.structure
-        on_device = any(self.tensors[index].is_cuda for index in structure.on_host)
-        return on_device or (structure.reads_lengths and self._lengths is None)
+        on_device = any(self.tensors[index].is_cuda for index in self.structure.on_host)
+        return on_device or (self.structure.reads_lengths and self._lengths is None)
 
     def read_back(self) -> FlatBatch:
         """The same with what `unflatten` needs on the host on its way there, queued on the current stream.
@@ -465,11 +484,8 @@ class FlatBatch:
         on_host = self.structure.on_host
         result = self.rebuild(
             [_coming(tensor) if index in on_host else tensor for index, tensor in enumerate(self.tensors)],
-            num_samples=self.num_samples,
-            totals=self.totals,
-            lengths=self._lengths,
-            lengths_tensor=self.lengths_tensor,
-        )
+            num_samples=self.num_samples, totals=self.totals, lengths=self._lengths, lengths_tensor=self.lengths_tensor,
+        )  # fmt: skip
         if self._lengths is None:
             result._lengths_coming = _coming(self.lengths_tensor)
         return result
@@ -490,14 +506,8 @@ class FlatBatch:
         return tensors
 
     def rebuild(self, tensors: Sequence[torch.Tensor], **contents: Any) -> FlatBatch:
-        """A batch of the same structure around other samples.
-
-        Args:
-            tensors: One per leaf.
-            contents: As for a batch: number of samples m, totals, (m, num_jagged) lengths on the host, where known, and
-                (num_jagged, m) int32 on the device of the tensors, which may be left out if those are given.
-        """
-        return FlatBatch(structure=self.structure, tensors=tensors, **contents)
+        """A batch of the same structure around other samples, of which `contents` are as for a batch."""
+        return FlatBatch(structure=self.structure, tensors=tensors, shared=self.shared, **contents)
 
     # ------------------------------------------------------------- memory that a loader uses again
 
@@ -557,17 +567,7 @@ def _coming(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return plain.reshape(-1).view(torch.uint8).numpy()
-
-
-def _unpickled(
-    structure: Structure,
-    contents: list[tuple[torch.Size, torch.dtype, NDArray[np.uint8]]],
-    num_samples: int,
-    totals: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-) -> FlatBatch:
-    tensors = [torch.from_numpy(data).view(dtype).view(shape) for shape, dtype, data in contents]
-    return FlatBatch(structure=structure, tensors=tensors, num_samples=num_samples, totals=totals, lengths=lengths)
+def _unpickled(tensors: list[Any], *rest: Any) -> FlatBatch:
+    names = ("structure", "num_samples", "totals", "shared", "lengths")
+    plain = [torch.from_numpy(data).view(dtype).view(shape) for data, dtype, shape in tensors]
+    return FlatBatch(tensors=plain, **dict(zip(names, rest, strict=True)))

@@ -1,111 +1,24 @@
-"""From a user's batch to a `FlatBatch`, or to one field of it by its path.
-
-Another batch of a kind that was flattened before is taken apart without reading the declarations again.
-"""
+"""From a user's batch to a `FlatBatch`, or to one field of it by its path."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_client.balancing.batches.containers import is_torchrec
-from trainer_client.balancing.batches.fields import Taken, jagged_lengths, without_padding
-from trainer_client.balancing.batches.flat import FlatBatch, Leaf, Structure
-from trainer_client.balancing.batches.plan import Plan, problem
+from trainer_client.balancing.batches.containers import container_of, is_torchrec
+from trainer_client.balancing.batches.flat import FlatBatch
+from trainer_client.balancing.batches.padding import without_padding
+from trainer_client.balancing.batches.reading import Parts, jagged_lengths, reader_of
+from trainer_client.balancing.batches.refusals import jagged_refusal
 from trainer_client.balancing.batches.roles import check_items
 from trainer_client.balancing.batches.spec import BatchError, BatchSpec
 
 _MAX_LENGTH = 2**31 - 1
-_MAX_STRUCTURES = 64
 PLAIN = BatchSpec()
-
-
-class Parts(NamedTuple):
-    """A batch that is taken apart, wherever it is.
-
-    Attributes:
-        structure: What it is like.
-        tensors: One per leaf, those that are padded with their padding.
-        lengths: Tensors of lengths, (columns × n,) each, and in which columns of the table they belong.
-        num_samples: Number of samples n.
-    """
-
-    structure: Structure
-    tensors: list[torch.Tensor]
-    lengths: list[tuple[torch.Tensor, list[int]]]
-    num_samples: int
-
-
-# by the identity of the spec, which is kept alive, and the type of the batch: what the last one was like
-_structures: dict[tuple[int, type], tuple[BatchSpec, Structure]] = {}
-
-
-def take_apart(batch: Any, spec: BatchSpec) -> Parts:
-    """A batch like one before, or else by its declarations.
-
-    Raises:
-        BatchError: If a value is not understood, or batch sizes disagree.
-    """
-    parts = _take_again(batch, spec)
-    if parts is not None:
-        return parts
-    plan = Plan(spec, batch)
-    if plan.has_empty_lists and not plan.has_samples:
-        plan = Plan(spec, batch, empty_lists_are_objects=True)
-    structure, num_samples = plan.finish()
-    if len(_structures) >= _MAX_STRUCTURES:
-        _structures.clear()
-    _structures[id(spec), type(batch)] = spec, structure
-    return Parts(structure, plan.taken.tensors, _lengths(plan.taken, structure), num_samples)
-
-
-def _take_again(batch: Any, spec: BatchSpec) -> Parts | None:
-    """A batch like one before; None if it is not like it."""
-    _, structure = _structures.get((id(spec), type(batch)), (spec, None))
-    if structure is None:
-        return None
-    taken, values = Taken(), [] if structure.tree is not None else [batch]
-    if structure.tree is not None and not structure.tree.leaves_of(batch, values):
-        return None
-    for field, value in zip(structure.fields, values, strict=True):
-        if not field.take(value, taken):
-            return None
-    tensors, leaves, lengths = taken.tensors, structure.leaves, _lengths(taken, structure)
-    if not all(map(_is_alike, leaves, tensors)):
-        return None
-    fixed = [(leaf.rows, tensor.shape[0]) for leaf, tensor in zip(leaves, tensors, strict=True) if leaf.rows]
-    num_samples = fixed[0][1] // fixed[0][0] if fixed else lengths[0][0].shape[0] // len(lengths[0][1])
-    if (
-        any(rows != each * num_samples for each, rows in fixed)
-        or any(tensors[index].shape[0] != num_samples for index in structure.padded)
-        or any(tensor.shape != (len(columns) * num_samples,) for tensor, columns in lengths)
-        or any(size != num_samples for size in taken.sizes)
-        or (structure.has_empty_lists and not num_samples)
-    ):
-        return None
-    return Parts(structure.with_shared(taken.shared), tensors, lengths, num_samples)
-
-
-def _lengths(taken: Taken, structure: Structure) -> list[tuple[torch.Tensor, list[int]]]:
-    return [(taken.tensors[at] if at >= 0 else taken.lengths[-1 - at], columns) for at, columns in structure.sources]
-
-
-def _is_alike(leaf: Leaf, tensor: torch.Tensor) -> bool:
-    dims = 1 if leaf.padding is None else 2
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype is leaf.dtype
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.requires_grad
-        and not tensor.is_meta
-        and tensor.shape[dims:] == leaf.shape
-        and tensor.dim() >= dims
-    )
 
 
 def flatten(
@@ -140,7 +53,7 @@ def flatten(
     if isinstance(batch, FlatBatch):
         return batch
     spec = spec if spec is not None else PLAIN
-    parts = take_apart(batch, spec)
+    parts = reader_of(spec).read(batch)
     columns = parts.structure.columns
     if lengths is not None:
         table = np.array(lengths, dtype=np.int64, order="C")
@@ -150,7 +63,6 @@ def flatten(
                 f"{list(columns)}"
             )
         return assemble(parts, table, copy=spec.copy)
-    on_host = []
     for tensor, (first, *_) in parts.lengths:
         if not tensor.is_cpu and not allow_sync:
             raise BatchError(
@@ -159,14 +71,19 @@ def flatten(
                 "redistribute its copy on the device, or flatten it yourself with lengths, or with allow_sync=True to "
                 "wait"
             )
-        on_host.append(tensor.detach().cpu().numpy())
-    return assemble(parts, table_of(parts, on_host), copy=spec.copy)
+    table = table_of(parts, [tensor.detach().cpu().numpy() for tensor, _ in parts.lengths])
+    return assemble(parts, table, copy=spec.copy)
 
 
 def table_of(parts: Parts, lengths: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     """(n, num_jagged) lengths of all columns, from those of `Parts.lengths` on the host."""
     table = np.empty((parts.num_samples, len(parts.structure.columns)), dtype=np.int64)
     for (_, columns), values in zip(parts.lengths, lengths, strict=True):
+        if values.size != len(columns) * parts.num_samples:
+            raise BatchError(
+                f"{parts.structure.columns[columns[0]]!r} has {values.size} lengths for {len(columns)} keys of "
+                f"{parts.num_samples} samples; give one for each key and sample"
+            )
         table[:, columns] = values.reshape(len(columns), parts.num_samples).T
     return table
 
@@ -186,27 +103,24 @@ def assemble(parts: Parts, table: NDArray[np.int64], *, copy: bool) -> FlatBatch
         )
     if structure.roles:
         check_items(table, columns, structure.roles)
-    for index in structure.padded:
-        leaf = structure.leaves[index]
-        assert leaf.padding is not None
-        (column,) = leaf.columns
-        tensors[index] = without_padding(tensors[index], table[:, column], leaf.padding, leaf.path, columns[column])
     totals = table.sum(axis=0)
     values = totals.tolist()
-    for leaf, tensor in zip(structure.leaves, tensors, strict=True):
-        expected = sum([values[column] for column in leaf.columns])
-        if not leaf.rows and tensor.shape[0] != expected:
-            raise BatchError(
-                f"{leaf.path!r} holds {tensor.shape[0]} values, but its lengths add up to {expected}; "
-                + (
-                    "drop the values that belong to no sample"
-                    if tensor.shape[0] > expected
-                    else "values are missing, or the lengths are those of another field: give the lengths of its values"
-                )
-            )
+    for index in structure.jagged:
+        leaf = structure.leaves[index]
+        if leaf.padding is not None:
+            (column,) = leaf.columns
+            tensors[index] = without_padding(tensors[index], table[:, column], leaf.padding, leaf.path, columns[column])
+        rows, expected = tensors[index].shape[0], sum([values[column] for column in leaf.columns])
+        if rows != expected:
+            remedy = "drop the values that belong to no sample"
+            if rows < expected:
+                remedy = "values are missing, or the lengths are those of another field: give the lengths of its values"
+            raise BatchError(f"{leaf.path!r} holds {rows} values, but its lengths add up to {expected}; {remedy}")
     if copy:
         tensors = [tensor.clone() for tensor in tensors]
-    return FlatBatch(structure=structure, tensors=tensors, num_samples=len(table), totals=totals, lengths=table)
+    return FlatBatch(
+        structure=structure, tensors=tensors, num_samples=len(table), totals=totals, shared=parts.shared, lengths=table
+    )
 
 
 # ---------------------------------------------------------------------------------------- by path
@@ -244,7 +158,7 @@ def read_lengths(batch: Any, path: str) -> NDArray[np.int64]:
         return batch.lengths_of(path)
     value = lookup(batch, path)
     if is_torchrec(value, "JaggedTensor") or (isinstance(value, torch.Tensor) and value.is_nested):
-        if reason := problem(value, path):
+        if reason := jagged_refusal(value, path):
             raise BatchError(reason)
         value = jagged_lengths(value)
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
@@ -262,6 +176,9 @@ def read_lengths(batch: Any, path: str) -> NDArray[np.int64]:
 
 def _step(value: Any, path: str) -> tuple[Any, str] | None:
     """One part of the path further; keys may hold dots themselves."""
+    container = None if is_torchrec(value, "KeyedJaggedTensor") else container_of(value)
+    values, names, _ = container.flatten(value) if container is not None else ((), (), None)
+    named = dict(zip(map(str, names), values, strict=True))
     parts = path.split(".")
     for count in range(1, len(parts) + 1):
         name, rest = ".".join(parts[:count]), ".".join(parts[count:])
@@ -269,13 +186,9 @@ def _step(value: Any, path: str) -> tuple[Any, str] | None:
             if name in value.keys():  # noqa: SIM118 - not a dict
                 stride, index = value.stride(), list(value.keys()).index(name)
                 return jagged_lengths(value)[index * stride : (index + 1) * stride], rest
-        elif isinstance(value, Mapping):
-            for key in value.keys():  # noqa: SIM118 - iterating over a TensorDict gives its samples
-                if str(key) == name:
-                    return value[key], rest
-        elif isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
-            return value[int(name)], rest
-        elif not isinstance(value, torch.Tensor) and name.isidentifier() and hasattr(value, name):
+        elif name in named:
+            return named[name], rest
+        elif not isinstance(value, torch.Tensor | Mapping) and name.isidentifier() and hasattr(value, name):
             return getattr(value, name), rest
     return None
 

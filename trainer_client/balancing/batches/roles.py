@@ -22,22 +22,35 @@ def roles_of(leaves: Sequence[Leaf], columns: Sequence[str], declared: Declarati
     """
     if not declared.spec.sequence:
         return ()
-    _check_dense(leaves, columns, declared)
+    for leaf in leaves:
+        if leaf.rows and leaf.path not in columns:
+            _check_dense(leaf, declared)
     return tuple(_role(index, path, leaves, declared) for index, path in enumerate(columns))
+
+
+def _check_dense(leaf: Leaf, declared: Declarations) -> None:
+    for name, remedy in (("sequence", "a field that is cut needs lengths"), ("parts", "leave it out")):
+        if leaf.path in getattr(declared.spec, name):
+            raise BatchError(
+                f"{name} names {leaf.path!r}, which has {leaf.rows} row{'s' * (leaf.rows > 1)} for each sample: "
+                f"all parts get it; {remedy}, or say its lengths in rows_per_sample or padded"
+            )
 
 
 def _role(column: int, path: str, leaves: Sequence[Leaf], declared: Declarations) -> int:
     fields = [
         (leaf, one) for leaf in leaves for one, of in zip(leaf.field_paths, leaf.columns, strict=False) if of == column
     ]
-    paths = dict.fromkeys((path, *(one for _, one in fields)))
-    items = {one: int(value) for one in paths if (value := declared.find("sequence", one)) is not None}
-    parts = {one: _PARTS[value] for one in paths if (value := declared.find("parts", one)) is not None}
-    _check_alike_declared(path, items, "sequence")
-    _check_alike_declared(path, {one: declared.spec.parts.get(one, part) for one, part in parts.items()}, "parts")
+    paths = {one: declared.at(one) for one in (path, *(one for _, one in fields))}
+    items = {one: int(at["sequence"]) for one, at in paths.items() if "sequence" in at}
+    parts = {one: str(at["parts"]) for one, at in paths.items() if "parts" in at}
+    for name, values in (("sequence", items), ("parts", parts)):
+        if len(set(values.values())) > 1:
+            raise BatchError(
+                f"fields with the lengths of {path!r} are declared differently in {name}: {_shown(values)}"
+            )
     # one for each sample, so that it has no positions; or a number, which belongs to no field of its own
     is_object = any(leaf.label == PICKLES or (leaf.padding and leaf.padding.lengths is None) for leaf, _ in fields)
-    is_whole = is_object or not fields
     if items and is_object:
         raise BatchError(
             f"sequence names {next(iter(items))!r}, whose samples have no positions: it is a list of objects, or "
@@ -50,10 +63,15 @@ def _role(column: int, path: str, leaves: Sequence[Leaf], declared: Declarations
         )
     if items:
         return next(iter(items.values()))
-    role = next(iter(parts.values()), ALL if is_whole else LAST)
+    is_whole = is_object or not fields
+    role = next((_PARTS[part] for part in parts.values()), ALL if is_whole else LAST)
     if is_whole and role != ALL:
         raise BatchError(f"parts names {path!r}, which has one entry for each sample; it goes with all parts")
     return role
+
+
+def _shown(declared: Mapping[str, object]) -> str:
+    return ", ".join(f"{path!r}: {value!r}" for path, value in declared.items())
 
 
 def check_items(lengths: NDArray[np.int64], columns: Sequence[str], roles: Sequence[int]) -> None:
@@ -104,22 +122,3 @@ def _field_of(structure: Structure, column: int) -> str:
     """A field with the lengths of a column, as users call it."""
     fields = (pair for leaf in structure.leaves for pair in zip(leaf.field_paths, leaf.columns, strict=False))
     return next((path for path, value in fields if value == column), structure.columns[column])
-
-
-def _check_dense(leaves: Sequence[Leaf], columns: Sequence[str], declared: Declarations) -> None:
-    for leaf in leaves:
-        if not leaf.rows or leaf.path in columns:
-            continue
-        for name in ("sequence", "parts"):
-            if leaf.path in getattr(declared.spec, name):
-                remedy = "leave it out" if name == "parts" else "a field that is cut needs lengths"
-                raise BatchError(
-                    f"{name} names {leaf.path!r}, which has {leaf.rows} row{'s' * (leaf.rows > 1)} for each sample: "
-                    f"all parts get it; {remedy}, or say its lengths in rows_per_sample or padded"
-                )
-
-
-def _check_alike_declared(column: str, declared: Mapping[str, object], name: str) -> None:
-    if len(set(declared.values())) > 1:
-        differing = ", ".join(f"{path!r}: {value!r}" for path, value in declared.items())
-        raise BatchError(f"fields with the lengths of {column!r} are declared differently in {name}: {differing}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from trainer_client.checks import is_whole
@@ -98,6 +99,8 @@ class BatchSpec:
     parts: Mapping[str, Part] = field(default_factory=dict)
     copy: bool = False
 
+    __hash__ = object.__hash__  # by identity: what was read by a spec is remembered with it
+
     def __post_init__(self) -> None:
         for name in _COLLECTIONS:
             if isinstance(getattr(self, name), str):
@@ -125,67 +128,72 @@ _MAPPED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 class Declarations:
-    """The declarations of a spec, looked up by path; remembers which ones were used."""
+    """The declarations of a spec by path, of which the first pattern that matches counts."""
 
     def __init__(self, spec: BatchSpec) -> None:
-        self.spec = spec
         names = dict.fromkeys((*_MAPPED, *_COLLECTIONS))
-        self._declared = [(name, pattern) for name in names for pattern in getattr(spec, name)]
-        self._used: set[tuple[str, str]] = set()
-        self._paths: list[str] = []
+        self.spec = spec
+        self.at = lru_cache(4096)(self._at)
+        self.rows_at = lru_cache(4096)(self._rows_at)
+        self.are_below = lru_cache(4096)(self._are_below)
+        self._patterns = [(name, pattern) for name in names for pattern in getattr(spec, name)]
 
-    def visit(self, path: str, *, is_none: bool = False) -> None:
-        """Takes note of a path; where its value is None, what is declared there or below may be missing."""
-        self._paths.append(path)
-        if is_none:
-            self._used.update(
-                (name, pattern) for name, pattern in self._declared if pattern == path or pattern.startswith(f"{path}.")
-            )
+    def _at(self, path: str) -> dict[str, Any]:
+        """What parameters of the spec declare about a path: its value, of a collection 1."""
+        declared: dict[str, Any] = {}
+        for name, pattern in self._patterns:
+            if name not in declared and _matches(path, pattern):
+                values = getattr(self.spec, name)
+                declared[name] = values[pattern] if isinstance(values, Mapping) else 1
+        if isinstance(lengths := declared.get("padded"), str):
+            declared["padded"] = Padded(lengths=lengths)
+        return declared
 
-    def find(self, name: str, path: str) -> Any:
-        """What one parameter of the spec declares about a path: its value, True in a collection; None for nothing."""
-        declared = getattr(self.spec, name)
-        for pattern in declared:
-            if _matches(path, pattern):
-                self._used.add((name, pattern))
-                return declared[pattern] if isinstance(declared, Mapping) else True
-        return None
+    def _rows_at(self, path: str) -> int | str | None:
+        """`rows_per_sample` of a path; None where it is declared to be something else than rows."""
+        declared = self.at(path)
+        is_rows = declared.keys() <= {"rows_per_sample", "sequence", "parts"}
+        return declared.get("rows_per_sample", 1) if is_rows else None
 
-    def declares_below(self, path: str, count: int) -> bool:
-        """Whether something is declared about the values in the list at a path."""
+    def _are_below(self, path: str, count: int) -> bool:
+        """Whether something is declared about one of the first `count` values in the list at a path."""
         values = [f"{path}.{index}" if path else str(index) for index in range(count)]
         return any(
             (path and pattern.startswith(f"{path}."))
             or any(pattern.startswith(f"{value}.") or _matches(value, pattern) for value in values)
-            for _, pattern in self._declared
+            for _, pattern in self._patterns
         )
 
-    def check_used(self) -> None:
+    def check_used(self, used: Collection[tuple[str, str]], absent: Iterable[str], paths: Sequence[str]) -> None:
         """Refuses declarations of single paths that were not used; patterns may match nothing.
+
+        Args:
+            used: Parameters and paths that were.
+            absent: Paths whose value is None; what is declared there or below may be missing.
+            paths: All paths of the batch.
 
         Raises:
             BatchError: If there is one.
         """
-        for name, path in self._declared:
-            if (name, path) in self._used or _WILDCARDS.intersection(path):
+        may_miss = tuple(f"{path}." for path in absent)
+        for name, path in self._patterns:
+            if (name, path) in used or _WILDCARDS.intersection(path) or f"{path}.".startswith(may_miss):
                 continue
-            for other, pattern in self._declared:
+            for other, pattern in self._patterns:
                 if other != name and _matches(path, pattern):
                     raise BatchError(f"{path!r} is declared in {name} and in {other}; declare it once")
-                around = [one for one in self._paths if path.startswith(f"{one}.") and _matches(one, pattern)]
-                if other in _WHOLE and around:
+                if other in _WHOLE and any(path.startswith(f"{one}.") and _matches(one, pattern) for one in paths):
                     raise BatchError(
                         f"{name} names {path!r}, which is a part of what {other} declares ({pattern!r}); declare one "
                         "of them"
                     )
-            if path in self._paths:
+            if path in paths:
                 raise BatchError(
                     f"{name} names {path!r}, {_WANTED.get(name, 'which is declared otherwise; declare it once')}"
                 )
-            paths = ", ".join(one for one in self._paths if one)
             raise BatchError(
-                f"{name} names {path!r}, which the batch does not have; its paths are: {paths} (a pattern such as "
-                f"'{path}*' may match nothing)"
+                f"{name} names {path!r}, which the batch does not have; its paths are: {', '.join(filter(None, paths))}"
+                f" (a pattern such as '{path}*' may match nothing)"
             )
 
 

@@ -33,29 +33,20 @@ MAX_UNITS = 1 << 31  # of a column: pieces count in 32 bits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldTable:
-    """F fields sorted by path, so that all ranks of one schema agree on the order.
+    """F fields sorted by path, so that all ranks of one schema agree on the order; (F,) int64 each."""
 
-    Attributes:
-        column: (F,) int64, its jagged column; -1, the last one, if rows are fixed.
-        unit_bytes: (F,) int64, bytes of one row if jagged, of one sample if rows are fixed.
-        leaf: (F,) int64, the tensor in which a field lies.
-        position: (F,) int64, its position among the fields in the order in which they lie in memory.
-    """
-
-    column: Ints
-    unit_bytes: Ints
-    leaf: Ints
-    position: Ints
+    column: Ints  # its jagged column; -1, the last one, if rows are fixed
+    unit_bytes: Ints  # bytes of one row if jagged, of one sample if rows are fixed
+    leaf: Ints  # the tensor in which a field lies
+    position: Ints  # among the fields in the order in which they lie in memory
 
     @staticmethod
     @lru_cache(maxsize=64)
     def of(leaves: tuple[Leaf, ...], table_bytes: int = 0) -> FieldTable:
         """The fields of a batch with these leaves.
 
-        Args:
-            leaves: The leaves.
-            table_bytes: Bytes of each sample's row in a table that travels as the last field and lies in a tensor after
-                the leaves; 0: there is none.
+        With `table_bytes` a table with so many bytes for each sample travels as the last field, and lies in a tensor
+        after the leaves.
         """
         entries: list[tuple[str, int, int, int]] = []
         for index, leaf in enumerate(leaves):
@@ -73,10 +64,7 @@ class FieldTable:
 
     def addresses(self, tensors: Sequence[torch.Tensor], totals: Ints) -> Ints:
         """(F,) address of each field's first row in contiguous tensors that hold `totals` values per column."""
-        return self.first_rows(np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64), totals)
-
-    def first_rows(self, begins: Ints, totals: Ints) -> Ints:
-        """The same for tensors that begin at these addresses."""
+        begins = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
         return _first_rows(begins, totals, self.column, self.unit_bytes, self.leaf, self.position)
 
 
@@ -96,22 +84,13 @@ def _first_rows(begins: Ints, totals: Ints, column: Ints, unit_bytes: Ints, leaf
 
 
 class Job(NamedTuple):
-    """Copies of `Copies`: of each field, all pieces of its column.
+    """What one launch copies: of each field, all pieces of its column."""
 
-    Attributes:
-        number: Its row in `Copies.item_begin` and `Copies.first_piece`.
-        items: Pieces, counted once for each field.
-        source: The row of `Copies.addresses` where the first group's fields are copied from.
-        source_step: 1 if each group has a row of its own, 0 if all have the same.
-        target: The row where the first group's fields are copied to.
-        target_step: As `source_step`.
-    """
-
-    number: int
-    items: int
-    source: int
-    source_step: int
-    target: int
+    number: int  # its row in `Copies.item_begin` and `Copies.first_piece`
+    items: int  # pieces, counted once for each field
+    source: int  # the row of `Copies.addresses` where the first group's fields are copied from
+    source_step: int  # 1 if each group has a row of its own, 0 if all have the same
+    target: int  # the row where the first group's fields are copied to
     target_step: int
 
 
@@ -175,9 +154,6 @@ def describe_samples(
         target: (F,) address where each field goes.
         totals: (num_jagged,) values of each column in the chosen samples.
         most: Bytes above which a piece is cut.
-
-    Returns:
-        What to copy, and the job that does.
 
     Raises:
         ValueError: If there are more values than pieces can count.
@@ -294,35 +270,20 @@ def write_items(column: Ints, unit_bytes: Ints, piece_begin: Ints, item_begin: I
 
 
 class Amounts(NamedTuple):
-    """How much a rank sends, keeps and receives; C counts the jagged columns and, last, the samples.
+    """How much a rank sends, keeps and receives; C counts the jagged columns and, last, the samples."""
 
-    Attributes:
-        order: (n,) own samples sorted by (destination, index).
-        begin: (ranks + 1,) where each destination's samples begin in `order`.
-        peers: Destinations that get samples, ascending.
-        sent_units: (ranks, C) units of each column for each destination.
-        source_units: (sources, C) units of each column from each source.
-        sent_bytes: (ranks,) bytes for each destination, padding included; 0 for the rank itself.
-        received_bytes: (ranks,) bytes from each source; 0 for the rank itself.
-        kept_bytes: Bytes of the samples that stay.
-        units: (C,) units of each column of all samples that the rank trains.
-        num_pieces: Pieces of all copies at most.
-        staying: Samples that the slice announces from the rank itself.
-        largest: The largest number of units in a column, or what is out of bounds.
-    """
-
-    order: Ints
-    begin: Ints
-    peers: Ints
-    sent_units: Ints
-    source_units: Ints
-    sent_bytes: Ints
-    received_bytes: Ints
-    kept_bytes: int
-    units: Ints
-    num_pieces: int
-    staying: int
-    largest: int
+    order: Ints  # (n,) own samples sorted by (destination, index)
+    begin: Ints  # (ranks + 1,) where each destination's samples begin in `order`
+    peers: Ints  # destinations that get samples, ascending
+    sent_units: Ints  # (ranks, C) units of each column for each destination
+    source_units: Ints  # (sources, C) units of each column from each source
+    sent_bytes: Ints  # (ranks,) for each destination, padding included; 0 for the rank itself
+    received_bytes: Ints  # (ranks,) from each source; 0 for the rank itself
+    kept_bytes: int  # of the samples that stay
+    units: Ints  # (C,) units of each column of all samples that the rank trains
+    num_pieces: int  # of all copies at most
+    staying: int  # samples that the slice announces from the rank itself
+    largest: int  # number of units in a column, or what is out of bounds
 
     @property
     def num_samples(self) -> int:
@@ -336,14 +297,7 @@ class Amounts(NamedTuple):
 
 
 def measure(piece: Slice, lengths: Ints, fields: FieldTable, world_size: int, most: int) -> Amounts:
-    """The sizes of all buffers.
-
-    Args:
-        piece: The slice.
-        lengths: (n, num_jagged) of the rank's own samples.
-        fields: The fields.
-        world_size: Number of ranks.
-        most: Bytes above which a piece is cut.
+    """The sizes of all buffers, of a rank whose own samples have (n, num_jagged) `lengths`.
 
     Raises:
         ValueError: If the slice's samples that stay are not those that it announces as the rank's own, an amount is
@@ -384,21 +338,10 @@ def describe(
     most: int,
     join: bool,
 ) -> tuple[Copies, Job, Job, Job]:
-    """Describes what to copy.
+    """Writes into `words` what to copy: jobs that pack what is sent, copy what stays, and unpack what is received.
 
-    Args:
-        words: Where to write, of `num_words`.
-        amounts: What `measure` gave for the other arguments.
-        piece: As for `measure`.
-        lengths: As for `measure`.
-        fields: As for `measure`.
-        addresses: (F,) those of its fields, (F,) those of the result's, of the send buffer, and of the receive buffer.
-        most: As for `measure`.
-        join: Copy what stays together with what is sent.
-
-    Returns:
-        What to copy, and the jobs from own samples to the send buffer, from own samples to where they stay (nothing
-        with `join`), and from the receive buffer.
+    `addresses` are (F,) those of the batch's fields, (F,) those of the result's, of the send and of the receive buffer.
+    With `join`, what stays is copied by the first job, and the second has nothing to do.
     """
     # the rows of addresses: here, there, of what goes to each peer, of what comes from each source
     here, there, sent, received = addresses

@@ -156,7 +156,7 @@ def load_on_host() -> None:
     fields = FieldTable.of(())
     amounts = measure(nowhere, table, fields, 1, WHOLE)
     words = np.zeros(num_words(amounts, fields), dtype=np.int64)
-    places = fields.first_rows(nothing, nothing)
+    places = fields.addresses([], nothing)
     describe(words, amounts, nowhere, table, fields, (places, places, 0, 0), most=WHOLE, join=True)
     described = describe_samples(
         nothing, begin, table, begin, fields, np.zeros((1, 0), np.int64), nothing, nothing, most=WHOLE

@@ -37,22 +37,12 @@ class Pending:
         source: FlatBatch | None = None,
         read: FlatBatch | None = None,
     ) -> None:
-        """A redistribution in flight.
-
-        Args:
-            finish: Gives the batch.
-            event: When the device has it; None on the host.
-            home: The stream that was current at the start, if the result's tensors are of its memory.
-            source: The batch as it was, if it is of the device's memory: it is read until the event.
-            read: The result on the device, if parts of it are read back to the host, which then waits for the event.
-        """
         self._finish: Callable[[], FlatBatch] | None = finish
-        self._event = event
-        self._home = home
-        self._source = source
-        self._read = read
+        self._event = event  # when the device has the batch; None on the host
+        self._home = home  # the stream that was current at the start, if the result's tensors are of its memory
+        self._source = source  # the batch as it was, if it is of the device's memory: it is read until the event
+        self._read = read  # the result on the device, if parts of it are read back to the host
         self._result: FlatBatch | None = None
-        self._done: Callable[[], None] | None = None
 
     def __del__(self) -> None:
         if self._result is None and self._event is not None and self._home is not None:
@@ -63,10 +53,6 @@ class Pending:
     def landed(self) -> bool:
         """Whether `wait` has given the batch."""
         return self._result is not None
-
-    def then(self, done: Callable[[], None]) -> None:
-        """Calls `done` once, when `wait` has the batch."""
-        self._done = done
 
     def wait(self) -> FlatBatch:
         """The batch that this rank trains.
@@ -87,9 +73,6 @@ class Pending:
                     self._event.synchronize()
             self._source = self._read = None
             self._result = result
-            done, self._done = self._done, None
-            if done is not None:
-                done()
         return self._result
 
     def _order(self, event: torch.cuda.Event, result: FlatBatch) -> None:
@@ -138,14 +121,8 @@ def exchange(
 ) -> Callable[[], FlatBatch]:
     """Packs and sends; the returned function receives and unpacks. On CUDA neither of the two waits for the device.
 
-    Args:
-        flat: The rank's batch, its tensors contiguous and on the device.
-        piece: Its slice of the plan.
-        group: The ranks of the plan.
-        prepared: By `prepare`.
-        device: Where the batch is.
-        stream: The current stream, on CUDA.
-        after: The stream whose work so far is waited for before the batch is read and the result written.
+    The batch is on the device, its tensors contiguous. On CUDA the current `stream` waits for the work of `after` so
+    far before the batch is read and the result written.
     """
     fields, amounts, tensors = prepared
     lengths, is_host = flat.lengths, device.type == "cpu"

@@ -1,153 +1,140 @@
-"""Taken apart and made again, a batch is the same, however its fields of all kinds are nested."""
+"""Fields of all kinds in containers of all kinds: what is picked from a batch is the batch of the picked samples."""
 
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
-import attrs
 import numpy as np
-import pydantic
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.trainer_client.random_batches import as_bytes
-from trainer_client.balancing.batches import BatchSpec, flatten
+from benchmarks.references.redistribution import select_samples
+from tests.trainer_client.balancing.batches.helpers import select, x
+from tests.trainer_client.nests import CONTAINERS, KINDS, Shape, make, nests, parts, spec_of
+from tests.trainer_client.random_batches import build_batch, plans, spec_for
+from trainer_client.balancing.batches import BatchError, BatchSpec, FlatBatch, flatten
 
-N = 3
-Pair = namedtuple("Pair", "left right")
-
-
-@dataclass(frozen=True)
-class Frozen:
-    left: Any
-    right: Any = None
+samples_lists = st.lists(st.integers(0, 99), max_size=6, unique=True)
 
 
-@dataclass(slots=True)
-class Slotted:
-    left: Any
-    right: Any = None
+def check(shape: Shape, samples: list[int], wanted: list[int]) -> None:
+    batch, spec = make(shape, samples), spec_of(shape)
+    flat = flatten(batch, spec)
+    assert parts(flat.unflatten(spec)) == parts(batch)
+    found = select_samples(pickle.loads(pickle.dumps(flat)), np.array(wanted, dtype=int)).unflatten(spec)
+    assert parts(found) == parts(make(shape, [samples[index] for index in wanted]))
+    empty: FlatBatch = pickle.loads(pickle.dumps(flat.empty()))
+    assert parts(empty.unflatten(spec)) == parts(make(shape, []))
+    assert empty.schema.hash == flat.schema.hash
 
 
-@attrs.define
-class Attributes:
-    left: Any
-    right: Any
-
-
-class Model(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(arbitrary_types_allowed=True, extra="allow")
-    left: Any
-    _right: Any = pydantic.PrivateAttr(default=None)
-
-
-class Bag(dict[str, Any]):
-    """A dict with an attribute."""
-
-
-class Rows(list[Any]):
-    """A list of a type of its own."""
-
-
-class Registered:
-    """A container that its user has registered with torch's pytrees."""
-
-    def __init__(self, *items: Any) -> None:
-        self.items = list(items)
-
-
-torch.utils._pytree.register_pytree_node(Registered, lambda one: (one.items, None), lambda items, _: Registered(*items))
-
-
-def model(left: Any, right: Any) -> Model:
-    made = Model(left=left, more=right)
-    made._right = torch.arange(N)
-    return made
-
-
-def bag(left: Any, right: Any) -> Bag:
-    made = Bag(left=left)
-    made.right = right  # type: ignore[attr-defined]
-    return made
-
-
-CONTAINERS: list[Callable[[Any, Any], Any]] = [
-    lambda a, b: {"b": a, 7: b},
-    lambda a, b: OrderedDict(y=a, x=b),
-    lambda a, b: defaultdict(list, left=a, right=b),
-    lambda a, b: UserDict(left=a, right=b),
-    lambda a, b: SimpleNamespace(left=a, right=b),
-    lambda a, b: [a, {"tensor": torch.arange(N), "right": b}],
-    lambda a, b: (a, torch.arange(N), b),
-    lambda a, b: deque([a, b]),
-    lambda a, b: Rows([a, torch.arange(N), b]),
-    Pair, Registered, Frozen, Slotted, Attributes, model, bag,
-]  # fmt: skip
-LENGTHS = torch.tensor([2, 0, 1], dtype=torch.int32)
-FIELDS: list[Callable[[], Any]] = [
-    lambda: torch.rand(N, 2),
-    lambda: torch.arange(N).to(torch.bfloat16),
-    lambda: np.arange(N, dtype=">i4"),
-    lambda: np.array(["2026-01-01", "NaT", "2026-03-03"], dtype=">M8[D]"),
-    lambda: np.array(["a", "long", ""]),
-    lambda: ["a", None, "c"],
-    lambda: None,
-    lambda: JaggedTensor(torch.rand(3), lengths=LENGTHS, weights=torch.rand(3)),
-    lambda: KeyedJaggedTensor(["z", "a"], torch.arange(5), torch.rand(5), lengths=torch.tensor([1, 0, 1, 0, 1, 2])),
-    lambda: KeyedJaggedTensor(["z", "a"], torch.arange(5), offsets=torch.tensor([0, 1, 1, 2, 2, 3, 5])),
-    lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1), torch.ones(5)], layout=torch.jagged),
-    lambda: TensorDict({"x": torch.rand(N), "inner": TensorDict({"y": torch.rand(N, 2)}, [N, 2])}, [N]),
-]  # fmt: skip
-
-nests = st.recursive(
-    st.sampled_from(FIELDS).map(lambda make: make()),
-    lambda inner: st.tuples(st.sampled_from(CONTAINERS), inner, inner).map(lambda drawn: drawn[0](*drawn[1:])),
-    max_leaves=12,
-)
-
-
-def parts(value: Any) -> Any:
-    """What there is in a value, in plain containers and bytes."""
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            return [value.layout, parts(value.values()), value.offsets().tolist()]
-        return [value.dtype, tuple(value.shape), as_bytes(value)]
-    if isinstance(value, np.ndarray):
-        return [value.dtype, value.shape, value.tobytes()]
-    if isinstance(value, JaggedTensor | KeyedJaggedTensor):
-        keys = value.keys() if isinstance(value, KeyedJaggedTensor) else None
-        weights = value.weights_or_none()
-        return [keys, value.lengths().tolist(), parts(value.values()), None if weights is None else parts(weights)]
-    if isinstance(value, TensorDict):
-        return [value.batch_size, value.names, {key: parts(item) for key, item in value.items()}]
-    found: list[Any] = [type(value)]
-    if isinstance(value, dict | UserDict):
-        found.append([(key, parts(item)) for key, item in value.items()])
-    if isinstance(value, list | tuple | deque):
-        found += map(parts, value)
-    if isinstance(value, pydantic.BaseModel):
-        found += [parts(value.model_extra), parts(value._right)]
-    names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
-    found += [(name, parts(getattr(value, name))) for name in names if name not in ("data", "__weakref__")]
-    return found if len(found) > 1 else [type(value), value]
+def test_each_kind_in_each_container() -> None:
+    shapes = [(container, kind, "floats") for kind in KINDS for container in ("dict", "tuple")]
+    shapes += [(container, "keyed", "counted") for container in CONTAINERS]
+    for shape in shapes:
+        check(shape, [5, 7, 8, 12], [3, 0, 1])
 
 
 @settings(max_examples=60, deadline=None)
-@given(nest=nests)
-def test_a_nest_comes_back_as_it_was(nest: Any) -> None:
-    batch, spec = {"id": torch.arange(N), "nest": nest}, BatchSpec()
-    for _ in range(2):  # by its declarations, and as one like the one before
+@given(shape=nests, samples=samples_lists.filter(bool), data=st.data())
+def test_what_is_picked_is_the_batch_of_the_picked_samples(shape: Shape, samples: list[int], data: Any) -> None:
+    check(shape, samples, data.draw(st.lists(st.sampled_from(range(len(samples))), max_size=6)))
+
+
+def outcome(batch: Any, spec: BatchSpec) -> Any:
+    """Everything that flattening tells, or its error."""
+    try:
         flat = flatten(batch, spec)
-        assert flat.num_samples == N
-        assert parts(flat.unflatten()) == parts(batch)
-    assert parts(pickle.loads(pickle.dumps(flat)).unflatten()) == parts(batch)
-    empty = pickle.loads(pickle.dumps(flat.empty()))
-    assert empty.schema.hash == flat.schema.hash == flatten(empty.unflatten(), BatchSpec()).schema.hash
+    except BatchError as error:
+        return str(error)
+    return flat.structure, flat.num_samples, flat.totals.tolist(), flat.lengths.tolist(), parts(flat.unflatten(spec))
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes=st.tuples(nests, nests), sizes=st.tuples(samples_lists, samples_lists))
+def test_the_batches_before_do_not_matter(shapes: tuple[Shape, Shape], sizes: tuple[list[int], list[int]]) -> None:
+    """One spec for both shapes: where what is declared is not there, both times the error is the same."""
+    for spec in map(spec_of, shapes):
+        for shape, samples in ((shapes[0], sizes[0]), (shapes[1], sizes[1]), (shapes[0], sizes[1])):
+            batch = make(shape, samples)
+            assert outcome(batch, spec) == outcome(batch, replace(spec))
+
+
+@settings(max_examples=40, deadline=None)
+@given(fields=plans, sizes=st.tuples(st.integers(0, 6), st.integers(0, 6)), seed=st.integers(0, 2**32 - 2))
+def test_the_second_batch_of_a_kind_is_its_own(fields: Any, sizes: tuple[int, int], seed: int) -> None:
+    spec = spec_for(fields)
+    outcome(build_batch(fields, sizes[0], seed), spec)
+    second = build_batch(fields, sizes[1], seed + 1)
+    assert outcome(second, spec) == outcome(second, replace(spec))
+    assert [id(one) for one in flatten(second, spec).tensors] == [id(one) for one in flatten(second, spec).tensors]
+
+
+def test_torchrec_s_modules_take_a_batch_without_samples() -> None:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+
+    full = KeyedJaggedTensor(["a", "b"], torch.arange(4), torch.ones(4), lengths=torch.tensor([1, 0, 2, 1]))
+    empty = select({"k": full})["k"].to("cpu")
+    assert {key: part.lengths().tolist() for key, part in empty.to_dict().items()} == {"a": [], "b": []}
+    sizes: dict[str, Any] = {"name": "t", "embedding_dim": 4, "num_embeddings": 9, "feature_names": ["a", "b"]}
+    bags = EmbeddingBagCollection(tables=[EmbeddingBagConfig(**sizes)])
+    rows = EmbeddingCollection(tables=[EmbeddingConfig(**sizes)])
+    assert bags(empty).values().shape == (0, 8)
+    assert rows(empty)["b"].values().shape == (0, 4)
+    sum(part.values().sum() for part in rows(empty).values()).backward()
+
+
+def test_nested_tensors_that_share_their_offsets_do_so_again() -> None:
+    offsets = torch.tensor([0, 2, 2, 5])
+    one, other = (torch.nested.nested_tensor_from_jagged(torch.rand(5), offsets) for _ in range(2))
+    apart = torch.nested.nested_tensor_from_jagged(torch.rand(5), torch.tensor([0, 1, 2, 5]))
+    back = flatten({"one": one, "apart": apart, "other": other}).unflatten()
+    assert torch.equal((back["one"] + back["other"]).values(), (one + other).values())
+    assert back["one"].offsets() is back["other"].offsets() is not back["apart"].offsets()
+
+
+def test_arrays_of_strings_become_as_wide_as_what_arrives() -> None:
+    narrow, wide = flatten({"a": np.array(["a", "b"])}), flatten({"a": np.array(["long", "words"])})
+    mixed = narrow.rebuild(wide.tensors, num_samples=2, totals=wide.totals, lengths=wide.lengths)
+    assert mixed.unflatten()["a"].tolist() == ["long", "words"]
+
+
+def test_what_is_none_in_some_batches_keeps_its_declarations() -> None:
+    spec = BatchSpec(rows_per_sample={"v.n": 2, "w": "n"}, padded={"p": "n"}, objects=["o"], batch_size=["s"])
+    full = {"x": x(), "v": {"n": torch.zeros(6)}, "w": torch.zeros(3), "n": torch.ones(3).long(),
+            "p": torch.zeros(3, 1), "o": [[1]] * 3, "s": 3}  # fmt: skip
+    for batch in (full, {"x": x(), **dict.fromkeys(list(full)[1:])}, full):
+        assert select(batch, 0, spec=spec).keys() == full.keys()
+
+
+def test_derived_values_see_no_values_of_another_batch() -> None:
+    seen: list[Any] = []
+
+    def total(batch: Any) -> int:
+        seen.append((batch["total"], batch["more"][0]))
+        return int(batch["x"].sum())
+
+    spec = BatchSpec(derived={"total": total, "more.0": lambda batch: len(batch["x"])})
+    found = select_samples(flatten({"x": x(), "total": 33, "more": (3, x())}, spec), np.array([1, 2])).unflatten()
+    assert (found["total"], found["more"][0], seen) == (23, 2, [(None, None)])
+
+
+def test_batches_are_copied_where_loaders_use_their_memory_again() -> None:
+    memory, array = x(), np.arange(3)
+    flats = [flatten({"x": memory, "a": array}, BatchSpec(copy=copy)) for copy in (True, False)]
+    memory.zero_()
+    array[:] = 0
+    assert [flat.unflatten()["x"].sum().item() for flat in flats] == [33, 0]
+    assert [flat.unflatten()["a"].sum() for flat in flats] == [3, 0]
+
+
+def test_a_default_device_does_not_matter() -> None:
+    batch, spec = make(("dict", "right", "texts"), [1, 2, 3]), spec_of(("dict", "right", "texts"))
+    expected = parts(make(("dict", "right", "texts"), [2, 3]))
+    with torch.device("meta"):
+        found = select_samples(flatten(batch, spec), np.array([1, 2])).unflatten()
+    assert parts(found) == expected

@@ -1,16 +1,15 @@
-"""Padded tensors travel without their padding; values that follow from the samples are computed again."""
+"""Padded tensors travel without their padding, and are padded to the longest sample of the batch that is trained."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.references.redistribution import gather_samples, select_samples
+from benchmarks.references.redistribution import gather_samples
 from tests.trainer_client.random_batches import DTYPES, as_bytes, random_tensor
 from trainer_client.balancing.batches import BatchSpec, MaxLength, Padded, flatten
 
@@ -43,9 +42,7 @@ def test_samples_are_padded_to_their_own_longest(
             cut = row[: width - length] if side == "left" else row[length:]
             cut.copy_(torch.ones(shape).to(dtype).expand(cut.shape))
         samples.append(own)
-        for _ in range(2):  # the second time it is recalled
-            flat = flatten({"n": torch.from_numpy(lengths), "v": tensor, "longest": 77}, spec)
-        flats.append(flat)
+        flats.append(flatten({"n": torch.from_numpy(lengths), "v": tensor, "longest": 77}, spec))
     picks = [(batch, sample) for batch, own in enumerate(samples) for sample in range(len(own)) if rng.random() < 0.6]
     found = gather_samples(flats, picks).unflatten()
     chosen = [samples[batch][sample] for batch, sample in picks]
@@ -63,58 +60,9 @@ def test_samples_are_padded_to_their_own_longest(
     assert found["longest"] == longest
 
 
-def test_padding_does_not_travel() -> None:
-    batch = {"tokens": torch.tensor([[1, 2, 3], [4, 0, 0]]), "n": torch.tensor([3, 1])}
-    spec = BatchSpec(padded={"tokens": "n"})
-    flat = flatten(batch, spec)
-    assert flat.sizes.tolist() == [3 * 8 + 8 + 4, 8 + 8 + 4]
-    assert select_samples(flat, np.array([1])).unflatten()["tokens"].tolist() == [[4]]
-    assert select_samples(flat, np.array([], dtype=int)).unflatten()["tokens"].shape == (0, 0)
-
-
 def test_widths_do_not_belong_to_the_schema() -> None:
     spec = BatchSpec(padded={"t": Padded(value=-1)})
     one, other = (flatten({"t": torch.full((2, width), width)}, spec) for width in (2, 3))
     assert one.schema.hash == other.schema.hash
     found = gather_samples([one, other], [(0, 0), (1, 0)]).unflatten()["t"]
     assert found.tolist() == [[2, 2, -1], [3, 3, 3]]
-
-
-class Pair(NamedTuple):
-    longest: Any
-    rest: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    x: torch.Tensor
-    total: int
-    pair: Pair
-
-
-def test_derived_values_land_in_every_container() -> None:
-    batch = {
-        "f": Frozen(torch.tensor([1, 5, 3]), 9, Pair(5, [torch.tensor([1, 2, 3]), 6, (3,)])),
-        "n": torch.tensor([3, 1, 2]),
-    }
-    seen: list[Any] = []
-
-    def total(moved: dict[str, Any]) -> int:
-        seen.append((moved["f"].total, moved["f"].pair.longest, moved["f"].pair.rest[1]))
-        return int(moved["f"].x.sum())
-
-    spec = BatchSpec(
-        derived={
-            "f.total": total,
-            "f.pair.longest": lambda moved: moved["f"].x.max(),
-            "f.pair.rest.1": lambda moved: len(moved["n"]),
-            "f.pair.rest.2.0": MaxLength("n"),
-        }
-    )
-    for _ in range(2):
-        found = select_samples(flatten(batch, spec), np.array([1, 2])).unflatten()
-        assert found["f"].total == 8
-        assert found["f"].pair.longest.item() == 5
-        assert found["f"].pair.rest[0].tolist() == [2, 3]
-        assert found["f"].pair.rest[1:] == [2, (2,)]
-    assert seen == [(None, None, None)] * 2, "a function sees no values of another batch"

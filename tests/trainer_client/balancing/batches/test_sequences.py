@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer_client.balancing.batches.picking import picked, x
+from tests.trainer_client.balancing.batches.helpers import select, x
 from trainer_client.balancing.batches import BatchError, BatchSpec, flatten
 from trainer_client.balancing.batches.flat import PICKLES
 
@@ -27,19 +27,20 @@ class Meta:
     tags: Any = None
 
 
+def pickles_of(batch: Any, spec: BatchSpec | None = None) -> set[str]:
+    return {leaf.path for leaf in flatten(batch, spec).structure.leaves if leaf.label == PICKLES}
+
+
 def is_objects(value: Any, samples: int = 3, spec: BatchSpec | None = None) -> bool:
     """Whether `v` of a batch is one object for each sample; read after a batch of another kind, too."""
-    flat = flatten({"x": x(samples), "v": value}, spec)
-    return flat.structure.pickles == {"v"}
+    return pickles_of({"x": x(samples), "v": value}, spec) == {"v"}
 
 
 PER_SAMPLE: dict[str, Any] = {
     "values that are all None": lambda n: [None] * n,
-    "a tuple of them": lambda n: (None,) * n,
     "some None": lambda n: [None if i % 2 else f"c{i}" for i in range(n)],
     "empty dicts": lambda n: [{} for _ in range(n)],
     "dicts": lambda n: [{"id": i, "tags": ["a"] * i} for i in range(n)],
-    "dicts or None": lambda n: [None if i else {"id": i} for i in range(n)],
     "dataclasses": lambda n: [Meta(f"{i}", ["a"]) for i in range(n)],
     "named tuples": lambda n: [Pair(i, "b") for i in range(n)],
     "namespaces": lambda n: [SimpleNamespace(name=str(i)) for i in range(n)],
@@ -55,7 +56,7 @@ def test_lists_without_tensors_hold_one_object_for_each_sample(kind: str, sample
     values = PER_SAMPLE[kind](samples)
     assert is_objects(values, samples)
     if samples:
-        found = picked({"x": x(samples), "v": values}, samples - 1, 0)["v"]
+        found = select({"x": x(samples), "v": values}, samples - 1, 0)["v"]
         assert list(found) == [values[-1], values[0]]
         with pytest.raises(BatchError, match=rf"'x' holds {samples + 1} samples, 'v' {samples}; declare .* objects"):
             flatten({"x": x(samples + 1), "v": values})
@@ -78,14 +79,14 @@ def test_lists_in_lists_must_be_declared(kind: str) -> None:
         with pytest.raises(BatchError, match=r"'v' is a (list|tuple) with lists in it.*objects=\{'v'\}.*'v\.\*'"):
             flatten({"x": x(samples), "v": values})
     if len(values) == 3:
-        assert picked({"x": x(), "v": values}, 2, 0, spec=BatchSpec(objects=["v"]))["v"] == [values[2], values[0]]
+        assert select({"x": x(), "v": values}, 2, 0, spec=BatchSpec(objects=["v"]))["v"] == [values[2], values[0]]
 
 
 def test_lists_in_lists_move_as_they_are_declared() -> None:
     square = [[f"{row}{column}" for column in "abc"] for row in range(3)]
-    rows = picked({"x": x(), "v": square}, 2, 0, spec=BatchSpec(objects=["v"]))["v"]
+    rows = select({"x": x(), "v": square}, 2, 0, spec=BatchSpec(objects=["v"]))["v"]
     assert rows == [["2a", "2b", "2c"], ["0a", "0b", "0c"]]
-    columns = picked({"x": x(), "v": square}, 2, 0, spec=BatchSpec(objects=["v.*"]))["v"]
+    columns = select({"x": x(), "v": square}, 2, 0, spec=BatchSpec(objects=["v.*"]))["v"]
     assert columns == [["0c", "0a"], ["1c", "1a"], ["2c", "2a"]]
 
 
@@ -97,28 +98,9 @@ def test_lists_with_tensors_are_containers_whatever_their_length() -> None:
             "w": (x(samples), ["a"] * samples),
             "arrays": [np.ones(samples)],
         }
-        assert flatten(batch).structure.pickles == {"w.1"}
+        assert pickles_of(batch) == {"w.1"}
     with pytest.raises(BatchError, match=r"'m.0.id' is a int \(1\).*; if 'm' holds one entry .* declare it in objects"):
         flatten({"x": x(), "m": [{"id": 1, "image": torch.zeros(2)}] * 3})
-    assert picked({"x": x(), "pair": (None, None)}, 1, spec=BatchSpec(rows_per_sample={"pair.0": 1}))["pair"] == (
+    assert select({"x": x(), "pair": (None, None)}, 1, spec=BatchSpec(rows_per_sample={"pair.0": 1}))["pair"] == (
         None, None,
     )  # fmt: skip
-
-
-def test_the_batches_before_do_not_matter() -> None:
-    spec = BatchSpec()
-    kinds: list[tuple[Any, set[str]]] = [
-        (["a", "b"], {"v"}), ([x(2), x(2)], set()), ([None, None], {"v"}), ([], set()), ([x(2), None], set()),
-        ([{}, {}], {"v"}),
-    ]  # fmt: skip
-    for value, pickles in (*kinds, *reversed(kinds)):
-        assert flatten({"x": x(2), "v": value}, spec).structure.pickles == pickles
-        assert flatten({"x": x(0), "v": []}, spec).structure.pickles == {"v"}
-    with pytest.raises(BatchError, match="lists in it"):
-        flatten({"x": x(2), "v": [["a"], ["b"]]}, spec)
-
-
-def test_a_list_is_a_batch_of_objects() -> None:
-    batch = [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}]
-    assert picked(batch, 1) == batch[1:]
-    assert flatten(batch).structure.leaves[0].label == PICKLES

@@ -1,78 +1,96 @@
-from __future__ import annotations
+"""What is copied where: picked samples against plain indexing, and the amounts of an exchange."""
 
-from itertools import pairwise
+from __future__ import annotations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenkeel.partitioning.slices import Slice
-from trainer_client.balancing.redistribution.copies import WHOLE, FieldTable, describe_samples, measure
-from trainer_client.balancing.redistribution.copying import copy
+from benchmarks.references.redistribution import gather_samples
+from evenkeel.partitioning.slices import Slice, slice_plan
+from tests.trainer_client.random_batches import Case, assert_same, cases
+from trainer_client.balancing.redistribution import copying
+from trainer_client.balancing.redistribution.copies import WHOLE, Amounts, FieldTable, describe_samples, measure
+from trainer_client.balancing.redistribution.copying import pick
 
 
 def field_table(column: list[int], unit_bytes: list[int]) -> FieldTable:
     """Fields in tensors of their own."""
-    return FieldTable(
-        column=np.array(column), unit_bytes=np.array(unit_bytes), leaf=np.arange(len(column)),
-        position=np.arange(len(column)),
-    )  # fmt: skip
+    each = np.arange(len(column))
+    return FieldTable(column=np.array(column), unit_bytes=np.array(unit_bytes), leaf=each, position=each)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=12),
-    seed=st.integers(0, 10**6),
-    widths=st.tuples(st.integers(0, 5), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3)),
-    most=st.one_of(st.integers(1, 40), st.just(WHOLE)),
-)
-def test_copies_gather_samples_of_two_batches_field_by_field(
-    lengths: list[tuple[int, int]], seed: int, widths: tuple[int, int, int, int], most: int
-) -> None:
-    """Three jagged fields, two of them of one column, and a dense one, whole and in small pieces."""
+@settings(max_examples=150, deadline=None)
+@given(case=cases(), seed=st.integers(0, 2**32), most=st.one_of(st.integers(1, 40), st.just(WHOLE)))
+def test_picked_samples_are_those_of_plain_indexing(case: Case, seed: int, most: int) -> None:
+    """Whole and in small pieces."""
     rng = np.random.default_rng(seed)
-    table = np.array(lengths, dtype=np.int64).reshape(-1, 2)
-    first = np.array([0, rng.integers(0, len(table) + 1), len(table)])
-    fields = field_table([0, 1, -1, 0], list(widths))
-    units = np.column_stack([table, np.ones(len(table), np.int64)])[:, fields.column] * fields.unit_bytes
-    data = [[rng.integers(0, 256, int(units[a:b, f].sum())).astype(np.uint8) for f in range(4)]
-            for a, b in pairwise(first)]  # fmt: skip
-    chosen = [rng.permutation(n)[: rng.integers(0, n + 1)] for n in np.diff(first)]
-    expected = []
-    for f in range(4):
-        for batch, samples in enumerate(chosen):
-            own = units[first[batch] : first[batch + 1], f]
-            starts = np.cumsum(own) - own
-            expected.append([data[batch][f][starts[i] : starts[i] + own[i]] for i in samples])
-    flat = np.concatenate([np.zeros(0, np.uint8), *(part for parts in expected for part in parts)])
-    sizes = np.array([sum(part.size for parts in expected[2 * f : 2 * f + 2] for part in parts) for f in range(4)])
-    target = np.full(flat.size, 77, dtype=np.uint8)
-    copies, job = describe_samples(
-        np.concatenate(chosen), np.cumsum([0, *map(len, chosen)]), table, first, fields,
-        np.array([[part.ctypes.data for part in parts] for parts in data]),
-        target.ctypes.data + np.cumsum(sizes) - sizes,
-        table[np.repeat(first[:-1], list(map(len, chosen))) + np.concatenate(chosen)].sum(axis=0), most=most,
-    )  # fmt: skip
-    copy(copies, job, None)
-    np.testing.assert_array_equal(target, flat)
-    for f in range(4):
-        begin, count = copies.first_piece[0, f], np.diff(copies.item_begin[0])[f]
-        own = copies.pieces[begin : begin + count]
-        assert (own[:, 2] * widths[f] <= max(most, *widths)).all()
-        assert (own[:, 2] * widths[f]).sum() == sizes[f]
+    chosen = [np.flatnonzero(rng.random(batch.num_samples) < 0.5) for batch in case.batches]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "piece_bytes", lambda _: most)
+        found = pick(case.batches, chosen)
+    wanted = [(index, int(sample)) for index, samples in enumerate(chosen) for sample in samples]
+    assert_same(found, gather_samples(case.batches, wanted))
 
 
-def test_samples_that_stay_together_are_one_piece() -> None:
-    lengths = np.full((100, 1), 3, dtype=np.int64)
-    begin = np.array([0, 100])
-    order = np.concatenate([np.arange(20, 60), np.arange(70, 100)])
+@settings(max_examples=20, deadline=None)
+@given(case=cases())
+def test_a_batch_that_is_wanted_whole_is_not_copied(case: Case) -> None:
+    chosen = [np.zeros(0, np.int64) for _ in case.batches]
+    for index, batch in enumerate(case.batches):
+        if batch.num_samples:
+            chosen[index] = np.arange(batch.num_samples)
+            assert pick(case.batches, chosen) is batch
+            return
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=20), seed=st.integers(0, 99), most=st.integers(1, 200))
+def test_pieces_are_as_few_as_neighbours_and_their_size_allow(lengths: list[int], seed: int, most: int) -> None:
+    rng, table = np.random.default_rng(seed), np.array(lengths, np.int64)[:, None]
+    chosen = np.flatnonzero(rng.random(len(lengths)) < 0.7)
+    ends, one = np.array([0, len(lengths)]), np.zeros((1, 1), np.int64)
     copies, job = describe_samples(
-        order, np.array([0, 70]), lengths, begin, field_table([0, 0], [8, 4]), np.zeros((1, 2), np.int64),
-        np.zeros(2, np.int64), np.array([210]), most=WHOLE,
+        chosen, np.array([0, len(chosen)]), table, ends, field_table([0], [4]), one, one[0], table[chosen].sum(axis=0),
+        most=most,
     )  # fmt: skip
-    assert job.items == 4
-    assert copies.pieces[:2].tolist() == [[60, 0, 120, 0], [210, 120, 90, 0]]
+    whole = [table[run].sum() for run in np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1)]
+    units = copies.pieces[: job.items, 2]
+    assert (units <= max(most // 4, 1)).all()
+    assert units.sum() == table[chosen].sum()
+    assert job.items <= sum(-(-int(run) // max(most // 4, 1)) for run in whole)
+
+
+def slices_of(case: Case) -> list[Slice]:
+    lengths = np.concatenate([batch.lengths for batch in case.batches])
+    return list(slice_plan(case.destinations, case.counts, lengths))
+
+
+def amounts_of(case: Case, rank: int, piece: Slice) -> Amounts:
+    batch = case.batches[rank]
+    fields = FieldTable.of(batch.structure.leaves, 4 * batch.num_jagged)
+    return measure(piece, batch.lengths, fields, len(case.batches), WHOLE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_senders_and_receivers_agree_on_every_block(case: Case) -> None:
+    slices = slices_of(case)
+    amounts = [amounts_of(case, rank, piece) for rank, piece in enumerate(slices)]
+    sent = np.stack([each.sent_bytes for each in amounts])
+    received = np.stack([each.received_bytes for each in amounts], axis=1)
+    np.testing.assert_array_equal(sent, received)
+    assert not np.diag(sent).any()
+    assert not (sent % 16).any()
+    for rank, (own, piece, batch) in enumerate(zip(amounts, slices, case.batches, strict=True)):
+        np.testing.assert_array_equal(own.order, np.argsort(piece.destinations, kind="stable"))
+        for peer in range(len(case.batches)):
+            chosen = own.order[own.begin[peer] : own.begin[peer + 1]]
+            np.testing.assert_array_equal(chosen, np.flatnonzero(piece.destinations == peer))
+            np.testing.assert_array_equal(own.sent_units[peer], [*batch.lengths[chosen].sum(axis=0), chosen.size])
+        assert own.num_samples == int((case.destinations == rank).sum())
+        np.testing.assert_array_equal(own.totals, piece.source_totals.sum(axis=0))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +98,7 @@ def test_samples_that_stay_together_are_one_piece() -> None:
     [
         ([1, 1], [2**62, 2**62], f"has {2**62} values"),  # whose sum times four bytes wraps around to nothing
         ([1, 1], [2**40, -(2**40)], "has .* values|negative"),
+        ([1, 1], [2**31, 0], "has 2147483648 values on one rank; a batch may have 2147483647 at most"),
         ([1, -1], [3, 3], "negative number"),
     ],
 )
@@ -90,6 +109,15 @@ def test_a_slice_that_announces_what_cannot_be_is_refused(counts: list[int], tot
     )  # fmt: skip
     with pytest.raises(ValueError, match=words):
         measure(piece, np.zeros((0, 1), np.int64), field_table([0], [4]), 3, 64)
+
+
+def test_a_slice_that_keeps_more_than_it_announces_is_refused() -> None:
+    piece = Slice(
+        rank=0, destinations=np.array([0, 1], np.int32), sources=np.zeros(0, np.int32),
+        source_counts=np.zeros(0, np.int32), source_totals=np.zeros((0, 0), np.int64),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="keeps 1 samples on rank 0, but announces 0"):
+        measure(piece, np.zeros((2, 0), np.int64), FieldTable.of(()), 2, WHOLE)
 
 
 def test_more_values_than_pieces_can_count_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Batches of all kinds through a loader on real ranks."""
+"""What a loader says of padding, of values that follow from samples, and of memory that is used again."""
 
 from __future__ import annotations
 
@@ -10,65 +10,11 @@ import pytest
 import torch
 
 from benchmarks.harness.ranks import run_ranks
-from trainer_client import BalancedLoader, Balancer, BatchSpec, MaxLength, Padded
+from trainer_client import BalancedLoader, Balancer, BatchSpec
 from trainer_client.balancing import SchemaMismatchError
 from trainer_client.balancing.batches import BatchError
 
-WORLD, STEPS = 2, 4
-LENGTHS = {0: [1, 9, 8, 7], 1: [1, 1, 2]}  # rank 0 has what is heavy
-
-
-def _padded_batches(rank: int) -> list[dict[str, Any]]:
-    batches = []
-    for step in range(STEPS - rank):  # rank 1 ends a step earlier
-        lengths = torch.tensor(LENGTHS[rank]) + step
-        ids = 1 + 1000 * step + 100 * rank + torch.arange(len(lengths))
-        tokens = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.int64)
-        for row, (sample, length) in enumerate(zip(ids.tolist(), lengths.tolist(), strict=True)):
-            tokens[row, :length] = sample
-        names = [f"sample {sample}" for sample in ids.tolist()]
-        batches.append(
-            {
-                "id": ids,
-                "n": lengths,
-                "tokens": tokens,
-                "mask": tokens > 0,
-                "name": names,
-                "max_len": int(lengths.max()),
-            }
-        )
-    return batches
-
-
-def _train(rank: int) -> list[dict[str, Any]]:
-    spec = BatchSpec(padded={"tokens": Padded(lengths="n", value=-1), "mask": "n"}, derived={"max_len": MaxLength("n")})
-    with Balancer.embedded() as balancer:
-        loader = BalancedLoader(_padded_batches(rank), balancer, cost=lambda batch: batch["n"], spec=spec)
-        return list(loader)
-
-
-def test_padded_tensors_names_and_longest_lengths_are_those_of_the_batch_that_is_trained() -> None:
-    ranks = run_ranks(WORLD, _train)
-    for step in range(STEPS):
-        batches = [rank[step] for rank in ranks]
-        expected = sorted(
-            sample
-            for rank in range(WORLD)
-            for batch in _padded_batches(rank)[step : step + 1]
-            for sample in batch["name"]
-        )
-        assert sorted(name for batch in batches for name in batch["name"]) == expected
-        if step < STEPS - 1:
-            assert any(batch["id"].div(100).long().remainder(10).unique().numel() > 1 for batch in batches), "moved"
-        for batch in batches:
-            longest = max(batch["n"].tolist(), default=0)
-            assert batch["max_len"] == batch["tokens"].shape[1] == batch["mask"].shape[1] == longest
-            for row, (sample, length, name) in enumerate(
-                zip(batch["id"].tolist(), batch["n"].tolist(), batch["name"], strict=True)
-            ):
-                assert name == f"sample {sample}"
-                assert batch["tokens"][row].tolist() == [sample] * length + [-1] * (longest - length)
-                assert batch["mask"][row].tolist() == [True] * length + [False] * (longest - length)
+WORLD = 2
 
 
 def _train_without_data(rank: int) -> list[tuple[int, list[int]]]:
@@ -87,9 +33,9 @@ def test_a_rank_that_never_had_a_batch_computes_what_follows_from_its_samples() 
 
 
 def _train_undeclared(rank: int) -> None:
+    batch = {"id": torch.arange(3), "tokens": torch.zeros(3, (9, 2)[rank], dtype=torch.int64)}
     with Balancer.embedded() as balancer:
-        batches = [{"id": batch["id"], "tokens": batch["tokens"]} for batch in _padded_batches(rank)]
-        list(BalancedLoader(batches, balancer, cost=lambda batch: batch["id"]))
+        list(BalancedLoader([batch], balancer, cost=lambda batch: batch["id"] + 1))
 
 
 def test_undeclared_padding_is_refused_with_its_remedy() -> None:
@@ -112,7 +58,7 @@ def _reused(kind: str) -> Iterator[dict[str, Any]]:
         yield {"x": tensor if kind == "torch" else array}
 
 
-def _train_reused(_: int, kind: str, copy: bool) -> list[list[int]]:
+def _train_reused(kind: str, copy: bool) -> list[list[int]]:
     with Balancer.off() as balancer:
         spec = BatchSpec(copy=copy)
         loader = BalancedLoader(_reused(kind), balancer, cost=lambda batch: np.ones(len(batch["x"])), spec=spec)
@@ -121,10 +67,9 @@ def _train_reused(_: int, kind: str, copy: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_memory_that_a_loader_uses_again_is_copied_or_refused(kind: str) -> None:
-    expected = [[10 * step + index for index in range(4)] for step in range(6)]
-    assert _train_reused(0, kind, True) == expected
+    assert _train_reused(kind, True) == [[10 * step + index for index in range(4)] for step in range(6)]
     with pytest.raises(BatchError, match=r"'x' of a batch was written to before its samples moved.*copy=True"):
-        _train_reused(0, kind, False)
+        _train_reused(kind, False)
 
 
 def test_batches_that_a_loader_gives_again_are_no_reuse() -> None:

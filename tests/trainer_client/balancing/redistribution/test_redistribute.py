@@ -78,24 +78,12 @@ def simple_case(destinations: list[int]) -> Case:
     return Case(batches=batches, counts=[4, 4], destinations=np.array(destinations, dtype=np.int32))
 
 
-def test_samples_arrive_by_home_and_index(ranks: GlooRanks) -> None:
-    results = run(ranks, simple_case([1, 0, 1, 0, 0, 1, 0, 1]))
-    assert results[0].unflatten()["x"].tolist() == [1, 3, 10, 12]
-    assert results[1].unflatten()["x"].tolist() == [0, 2, 11, 13]
-
-
 def test_many_bytes_that_stay_are_copied_beside_the_all_to_all(ranks: GlooRanks) -> None:
     batches = [flatten({"x": torch.arange(4 * 400_000).view(4, -1) + rank}) for rank in range(2)]
     assert batches[0].sizes[:3].sum() > OVERLAP_BYTES
     case = Case(batches=batches, counts=[4, 4], destinations=np.array([0, 1, 0, 0, 1, 1, 0, 1], dtype=np.int32))
     for found, expected in zip(run(ranks, case), expected_of(case), strict=True):
         assert_same(found, expected)
-
-
-def test_one_rank_may_end_up_with_nothing(ranks: GlooRanks) -> None:
-    results = run(ranks, simple_case([1] * 8))
-    assert results[0].unflatten()["x"].shape == (0,)
-    assert results[1].num_samples == 8
 
 
 def test_lengths_that_the_plan_does_not_announce_are_an_error(ranks: GlooRanks) -> None:
@@ -106,20 +94,17 @@ def test_lengths_that_the_plan_does_not_announce_are_an_error(ranks: GlooRanks) 
     case = Case(batches=batches, counts=[2, 2], destinations=np.array([0, 1, 0, 1], dtype=np.int32))
     pieces = slices_of(case)
     # Both segments are padded to 16 bytes, so the collective itself does not notice.
-    wrong = Slice(
-        rank=1,
-        destinations=pieces[1].destinations,
-        sources=pieces[1].sources,
-        source_counts=pieces[1].source_counts,
-        source_totals=np.array([[2], [1]]),
-    )
+    wrong = changed(pieces[1], source_totals=np.array([[2], [1]]))
     with pytest.raises(RuntimeError, match=r"rank 0 sent rank 1 samples of total lengths \[1\].*\[2\]"):
         ranks.call(move, [(batches[0], pieces[0], 2), (batches[1], wrong, 2)])
 
 
-def home(flat: FlatBatch, **changes: object) -> Slice:
-    piece = slice_plan(np.zeros(flat.num_samples, np.int32), [flat.num_samples], flat.lengths)[0]
+def changed(piece: Slice, **changes: object) -> Slice:
     return Slice(**{name: changes.get(name, getattr(piece, name)) for name in Slice.__slots__})  # type: ignore[arg-type]
+
+
+def home(flat: FlatBatch, **changes: object) -> Slice:
+    return changed(slice_plan(np.zeros(flat.num_samples, np.int32), [flat.num_samples], flat.lengths)[0], **changes)
 
 
 def test_one_rank_needs_no_process_group() -> None:
