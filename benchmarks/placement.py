@@ -16,14 +16,17 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.harness.results import write
-from evenkeel.placement import PlanRequest, Runtime, Sharding, SolverOptions, Step, Table, Topology, Zipf, plan
-from evenkeel.placement.knapsack import Knapsack, solve_knapsack
+from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, SolverOptions, Step, Table, Topology, Zipf, plan
+from evenkeel.placement.layouts import ROW_WISE
+from evenkeel.placement.limits import Watch
+from evenkeel.placement.problem import Group, Module, Problem
+from evenkeel.placement.search import solve
 
 COUNTS = (26, 100, 1000)
 LIMIT_S = {26: 10.0, 100: 10.0, 1000: 30.0}
 
 
-def knapsack(tables: int, options: int, seed: int) -> Knapsack:
+def knapsack(tables: int, options: int, seed: int) -> Problem:
     """Tables of log-normal sizes with half CACHING-like and half HYBRID-like options and both budgets tight."""
     draw = np.random.default_rng(seed)
     size = draw.lognormal(6, 2, tables)[:, None]
@@ -37,7 +40,9 @@ def knapsack(tables: int, options: int, seed: int) -> Knapsack:
     uses = np.stack([np.concatenate([hbm, hbm], axis=1), np.concatenate([cached_host, split_host], axis=1)])
     low, high = hbm.min(axis=1).sum(), hbm.max(axis=1).sum()
     limit = np.floor(low + (high - low) * (0.05, 0.3, 0.5)[seed % 3])
-    return Knapsack(cost, uses, np.array([limit, np.floor(size.sum() - 0.7 * limit)]))
+    modules = tuple(Module(ROW_WISE, Mode.CACHING, float(number)) for number in range(options))
+    group = Group(tuple(range(tables)), modules, cost, uses[0], uses[1], np.ones((3, options)))
+    return Problem((group,), np.array([limit, np.floor(size.sum() - 0.7 * limit)]))
 
 
 def random_tables(count: int, seed: int, sharding: tuple[Sharding, ...] = (Sharding.ROW_WISE,)) -> tuple[Table, ...]:
@@ -96,7 +101,7 @@ def measured(counts: tuple[int, ...]) -> dict[str, Any]:
         for seed in range(3):
             problem = knapsack(count, 20, seed)
             begin = time.process_time()
-            result = solve_knapsack(problem, gap=1e-4 if count > 50 else 0.0)
+            result = solve(problem, Watch(), gap=1e-4 if count > 50 else 0.0)
             seconds.append(time.process_time() - begin)
             gaps.append(1 - result.bound / result.cost)
         found[f"knapsack {count} x 20"] = {"cpu_seconds": max(seconds), "gap": max(gaps)}

@@ -48,8 +48,8 @@ from benchmarks.key_files import numbered, read_keys
 from benchmarks.peers.checkouts import load_torcheasyrec
 from evenkeel.key_statistics import KeySampler, with_statistics
 from evenkeel.placement import Eviction, MissCurve, Optimizer, PlanRequest, Runtime, Step, Table, Topology, plan
+from evenkeel.placement.access import step_keys
 from evenkeel.placement.hardware import HardwareProfile, builtin_profiles, parse_profile
-from evenkeel.placement.hit_rates import step_keys
 from trainer_client.planning import sharding_plan
 from trainer_client.planning.clock import contenders, process_group, run_race
 from trainer_client.planning.trials import Batch, DenseWork, TableModel, Trial

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import evenkeel.placement
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest, SolverOptions, Status
-from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 
 _PREFIX, _SUFFIX, _UNFINISHED = "evenkeel-", ".plan", ".part"

@@ -10,10 +10,8 @@ from decimal import Decimal
 from typing import Any
 
 from evenkeel.placement import InvalidInputError, PlanRequest, SolverOptions, Step, Table, Topology, parse_topology
-from evenkeel.placement.bounds import hints
-from evenkeel.placement.codec import decode, encode
-from evenkeel.placement.measured_plans import MeasuredPlan, corrected_profile
-from evenkeel.placement.plan_file import FORMAT
+from evenkeel.placement.fields import decode, encode, hints
+from evenkeel.placement.plan_file import FORMAT, MeasuredPlan, corrected_profile
 
 DEFAULT_RESERVE = 0.15
 """Part of the HBM of a topology given by name that is left for the model, as TorchRec's planner leaves it."""

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from evenkeel.credentials import Credentials
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest, plan
-from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.fields import decode, encode
 from evenkeel.plan_cache import PlanCache
 
 _UNKNOWN_AUTHORITY = frozenset({18, 19, 20, 21})  # OpenSSL's codes

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from scipy.special import gammainc
 
 from evenkeel.key_statistics.trace import KeyTrace
-from evenkeel.placement.access import MissCurve
-from evenkeel.placement.hit_rates import Eviction
+from evenkeel.placement.access import Eviction, MissCurve
 from evenkeel.placement.invalid_input import require
 from evenkeel.placement.model import Runtime
 

@@ -1,9 +1,15 @@
-"""How often the keys of a table are looked up: a Zipf law, a histogram, or a measured miss-ratio curve."""
+"""How often the keys of a table are looked up, how many differ in a step, and what caches of them miss.
+
+With `p_i` the popularity of key `i` and `n` lookups a step, a step touches key `i` with the chance
+`q_i = 1 - (1 - p_i) ** n`. A cache works on the unique keys of a step, so rates are among unique keys.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, ClassVar
@@ -11,7 +17,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.bounds import Length, Range, Share, check_bounds
+from evenkeel.placement.fields import Length, Range, Share, check_fields
 from evenkeel.placement.invalid_input import require
 
 FloatArray = npt.NDArray[np.float64]
@@ -31,7 +37,7 @@ class Zipf:
     exponent: Annotated[float, Range(0, 10)] = 1.05
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +58,7 @@ class Histogram:
     def __post_init__(self) -> None:
         same = len(self.keys) == len(self.lookups)
         require(same, "lookups", len(self.lookups), f"has not the {len(self.keys)} bins of keys", "give one per bin")
-        check_bounds(self)
+        check_fields(self)
         require(sum(self.lookups) >= 1e-9, "lookups", 0, "has no lookup at all", "observe at least one batch")
 
 
@@ -72,7 +78,7 @@ class MissCurve:
     unique_fraction: Annotated[float, Range(0, 1, above=True)]
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
         same = len(self.cache_fractions) == len(self.miss_rates)
         require(same, "miss_rates", len(self.miss_rates), "has not as many points as cache_fractions", "give one each")
         for index, (last, fraction) in enumerate(pairwise(self.cache_fractions), start=1):
@@ -140,3 +146,140 @@ def _observed(access: Histogram, rows: int) -> Popularity:
     seen = (room > 0) & (lookups > 0)
     keys, lookups = room[seen], (lookups * room / keys)[seen]
     return Popularity(keys, lookups / lookups.sum() / keys)
+
+
+class Eviction(StrEnum):
+    """Which row a full cache gives up."""
+
+    LRU = "lru"
+    LFU = "lfu"
+
+
+@dataclass(frozen=True, slots=True)
+class StepKeys:
+    """What a step asks of one table, over all ranks.
+
+    Attributes:
+        lookups: Lookups of a step.
+        unique: Expected number of different keys among them.
+        cached: Cache sizes in rows, ascending, at which `miss_rate` is tabulated.
+        miss_rate: Fraction of a step's unique keys that are not in a cache of that size.
+    """
+
+    lookups: float
+    unique: float
+    cached: FloatArray
+    miss_rate: FloatArray
+
+    def misses(self, cache_rows: FloatArray) -> FloatArray:
+        """Miss rate among unique keys for caches of `cache_rows` rows (all ranks together)."""
+        return np.clip(np.interp(cache_rows, self.cached, self.miss_rate, left=1.0), 0.0, 1.0)
+
+
+def unique_keys(keys: Popularity, lookups: float) -> float:
+    """Expected number of different keys among `lookups` independent lookups."""
+    return float(keys.keys @ _touched(keys, lookups))
+
+
+def che_curve(keys: Popularity, lookups: float, points: int = 160) -> tuple[FloatArray, FloatArray]:
+    """Cache sizes and LRU miss rates among unique keys of a step, by Che's approximation.
+
+    A cache of `K` rows holds what was touched in the last `T` steps, where `T` solves
+    `sum(1 - (1 - q_i) ** T) = K`; the step then hits `sum(q_i * (1 - (1 - q_i) ** T))` rows. Both sides are
+    tabulated over `T`, which is what makes one table of a curve as cheap as one point.
+
+    Source: Che, Tung and Wang 2002; Fricker, Robert and Roberts, arXiv 1202.3974.
+    """
+    touched = _touched(keys, lookups)
+    unique = float(keys.keys @ touched)
+    with np.errstate(divide="ignore"):
+        log_missed = lookups * np.log1p(-np.minimum(keys.probability, 1 - 1e-16))
+        longest = -np.log(1e-9) / max(float(np.min(np.abs(log_missed))), 1e-200)
+    steps = np.geomspace(1e-3, min(max(1.0, longest), 1e200), points)
+    held, hits = np.empty(points), np.empty(points)
+    at_once = max(1, _BLOCK // len(touched))
+    with np.errstate(under="ignore", over="ignore"):
+        for first in range(0, points, at_once):
+            part = slice(first, first + at_once)
+            present = -np.expm1(steps[part, None] * log_missed[None, :])
+            held[part] = present @ keys.keys
+            hits[part] = present @ (keys.keys * touched)
+    return np.concatenate([[0.0], held]), np.concatenate([[1.0], np.clip(1 - hits / unique, 0.0, 1.0)])
+
+
+def lfu_curve(keys: Popularity, lookups: float) -> tuple[FloatArray, FloatArray]:
+    """Cache sizes and miss rates among unique keys when the cache holds the most popular keys."""
+    touched = keys.keys * _touched(keys, lookups)
+    held = np.concatenate([[0.0], np.cumsum(keys.keys)])
+    return held, np.clip(1 - np.concatenate([[0.0], np.cumsum(touched)]) / touched.sum(), 0.0, 1.0)
+
+
+_LEAST_LOOKUPS = 1e-9
+_BLOCK = 1 << 20
+
+
+@lru_cache(maxsize=8192)
+def step_keys(access: Access, rows: int, lookups: float, eviction: Eviction) -> StepKeys:
+    """What a step of `lookups` lookups (all ranks) asks of a table of `rows` rows."""
+    if lookups < _LEAST_LOOKUPS:
+        return StepKeys(0.0, 0.0, np.array([0.0]), np.array([0.0]))
+    if isinstance(access, MissCurve):
+        sizes = np.concatenate([[0.0], np.array(access.cache_fractions) * rows])
+        rates = np.concatenate([[1.0], np.array(access.miss_rates)])
+        unique = min(access.unique_fraction * lookups, float(rows))
+        return StepKeys(lookups, unique, sizes, np.minimum.accumulate(rates))
+    keys = popularity(access, rows)
+    held, missed = (che_curve if eviction is Eviction.LRU else lfu_curve)(keys, lookups)
+    return StepKeys(lookups, unique_keys(keys, lookups), held, missed)
+
+
+@lru_cache(maxsize=8192)
+def different_share(access: Access, rows: int, lookups: float, among: float) -> float:
+    """Expected share of different keys among `among` lookups that follow each other in a step of `lookups`.
+
+    A miss curve says how many keys of a whole step differ, and nothing of fewer lookups: those are taken to be of the
+    Zipf law under which as many differ.
+    """
+    among = min(among, lookups)
+    if among <= 1:
+        return 1.0
+    return unique_keys(_popularity(access, rows, lookups), among) / among
+
+
+@lru_cache(maxsize=8192)
+def fullest_rank(access: Access, rows: int, lookups: float, ranks: int) -> float:
+    """Expected lookups of the rank that gets most of a step, over the mean, where keys are on ranks by chance.
+
+    The most popular keys are put on ranks some times, and the others count as even. A miss curve says nothing of single
+    keys: they are taken to be of the Zipf law under which as many differ.
+    """
+    if ranks == 1 or lookups < _LEAST_LOOKUPS:
+        return 1.0
+    keys = _popularity(access, rows, lookups)
+    single = np.repeat(keys.probability, np.minimum(keys.keys, _HEAD).astype(np.int64))[:_HEAD]
+    draw = np.random.default_rng(0).random((_DRAWS, len(single)))
+    places = (draw * ranks).astype(np.int64)
+    fullest = [np.bincount(place, weights=single).max(initial=0.0) for place in places]
+    return float(ranks * np.mean(fullest) + max(0.0, 1.0 - float(single.sum())))
+
+
+_HEAD, _DRAWS = 512, 16
+
+
+def _popularity(access: Access, rows: int, lookups: float) -> Popularity:
+    """How popular keys are; of a miss curve, by the Zipf law under which as many keys of a step differ."""
+    if isinstance(access, MissCurve):
+        wanted = access.unique_fraction * lookups
+        at = bisect(_EXPONENTS, -wanted, key=lambda e: -unique_keys(popularity(Zipf(exponent=e), rows), lookups))
+        access = Zipf(exponent=_EXPONENTS[min(at, len(_EXPONENTS) - 1)])
+    return popularity(access, rows)
+
+
+_EXPONENTS = tuple(step / 16 for step in range(49))
+
+
+def _touched(keys: Popularity, lookups: float) -> FloatArray:
+    """The chance `q_i` that a step touches one key of each bin."""
+    with np.errstate(divide="ignore"):
+        chance: FloatArray = -np.expm1(lookups * np.log1p(-np.minimum(keys.probability, 1 - 1e-16)))
+    return chance

@@ -1,23 +1,44 @@
-"""From raw measurements of a machine to its hardware profile."""
+"""From raw measurements of a machine to its hardware profile: constants of runtimes fitted to measured steps."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
 
 from evenkeel.placement.access import Access, power_law
-from evenkeel.placement.fitted_costs import Measurement, fit_costs, predict_seconds
+from evenkeel.placement.fields import decode
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts
-from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.invalid_input import require
 from evenkeel.placement.model import Mode, Optimizer, Runtime, Step, Table, Topology
 from evenkeel.placement.options import rank_load
 from evenkeel.placement.planner import plan
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.step_samples import EXPONENT, StepSample, request_of
-from evenkeel.placement.whole_step import MEASURED, MEASURED_ONE_RANK, fit_step_costs, seconds_of, step_work
+from evenkeel.placement.timing import RankLoad, fixed_seconds, mode_seconds
+from evenkeel.placement.whole_step import (
+    EXPONENT,
+    MEASURED,
+    MEASURED_ONE_RANK,
+    StepSample,
+    fit_step_costs,
+    request_of,
+    seconds_of,
+    step_work,
+)
+
+T = TypeVar("T")
+FloatArray = npt.NDArray[np.float64]
+
+PRIOR = RuntimeCosts(
+    hbm_fixed_s=1e-3, caching_fixed_s=2e-3, host_fixed_s=2e-3, miss_factor=1.5, contention_rows=3.0, hybrid_hit=0.1
+)
+"""Where a fit starts, and what it keeps of what the measurements do not tell: round figures, a cache or host memory
+launching about twice what HBM alone does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +85,13 @@ class FitError:
     predicted_s: float
 
 
-def measured_steps(records: Sequence[dict[str, Any]]) -> tuple[MeasuredStep, ...]:
+def measured_steps(records: Sequence[Any]) -> tuple[MeasuredStep, ...]:
     """Steps from raw records, whose other fields are ignored.
 
     Raises:
         InvalidInputError: If a field is missing or wrong.
     """
-    from evenkeel.placement.codec import decode
-
-    known = MeasuredStep.__dataclass_fields__
-    steps = []
-    for index, record in enumerate(records):
-        require(isinstance(record, dict), f"steps[{index}]", record, "is no object", "give the fields of a step")
-        try:
-            steps.append(decode(MeasuredStep, {name: value for name, value in record.items() if name in known}))
-        except InvalidInputError as error:
-            raise error.under(f"steps[{index}]") from None
-    return tuple(steps)
+    return tuple(_read(MeasuredStep, record, f"steps[{index}]") for index, record in enumerate(records))
 
 
 def measured_samples(records: Sequence[Any]) -> tuple[StepSample, ...]:
@@ -89,21 +100,18 @@ def measured_samples(records: Sequence[Any]) -> tuple[StepSample, ...]:
     Raises:
         InvalidInputError: If a field is missing or wrong.
     """
-    from evenkeel.placement.codec import decode
+    samples = tuple(_read(StepSample, record, f"whole_steps[{index}]") for index, record in enumerate(records))
+    for index, sample in enumerate(samples):
+        for name, value in (("seconds", sample.seconds), ("ranks", sample.ranks)):
+            field = f"whole_steps[{index}].{name}"
+            require(value > 0, field, value, "is none", "give a positive number")
+    return samples
 
-    known = StepSample.__dataclass_fields__
-    samples = []
-    for index, record in enumerate(records):
-        where = f"whole_steps[{index}]"
-        require(isinstance(record, dict), where, record, "is no object", "give the fields of a step")
-        try:
-            sample = decode(StepSample, {name: value for name, value in record.items() if name in known})
-        except InvalidInputError as error:
-            raise error.under(where) from None
-        require(sample.seconds > 0, f"{where}.seconds", sample.seconds, "is no time", "give a positive number")
-        require(sample.ranks > 0, f"{where}.ranks", sample.ranks, "is no number of ranks", "give a positive number")
-        samples.append(sample)
-    return tuple(samples)
+
+def _read(kind: type[T], record: Any, where: str) -> T:
+    require(isinstance(record, dict), where, record, "is no object", "give the fields of a step")
+    known = {field.name for field in fields(cast(Any, kind))}
+    return decode(kind, {name: value for name, value in record.items() if name in known}, where)
 
 
 def with_whole_steps(
@@ -178,6 +186,93 @@ def _reached(
     widest, most = max((width, rate) for width, rate in measured)
     scale = most / np.interp(widest, widths, rates)
     return tuple((float(width), float(max(rate, scale * np.interp(width, widths, rates)))) for width, rate in measured)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """The steady-state time of a step of one module.
+
+    Attributes:
+        mode: Mode of the module.
+        ratio: Fraction of the rows in HBM.
+        seconds: Forward and backward of one step.
+        loads: What the step asks of each table of the module on this rank.
+        cache_rows: Rows of each table that HBM holds.
+    """
+
+    mode: Mode
+    ratio: float
+    seconds: float
+    loads: tuple[RankLoad, ...]
+    cache_rows: tuple[float, ...]
+
+
+def predict_seconds(profile: HardwareProfile, costs: RuntimeCosts, measurement: Measurement) -> float:
+    """What the model says of the step that `measurement` measured."""
+    total = fixed_seconds(costs, measurement.mode)
+    ratio = np.array([measurement.ratio])
+    for load, rows in zip(measurement.loads, measurement.cache_rows, strict=True):
+        total += float(mode_seconds(profile, costs, load, measurement.mode, ratio, np.array([rows]))[0])
+    return total
+
+
+def fit_costs(
+    profile: HardwareProfile,
+    measurements: Sequence[Measurement],
+    prior: RuntimeCosts = PRIOR,
+    *,
+    scale_host: bool = False,
+    weight: float = 0.15,
+) -> RuntimeCosts:
+    """The constants that predict `measurements` best, by relative error, none of them far from `prior` for nothing.
+
+    Modes share launches and index, so what is expected beforehand are ratios: the fixed costs of CACHING and of tables
+    in host memory over that of HBM_ONLY as in `prior`, and the factors of a row as they are there. Each costs the fit
+    what it is off by, `weight` times as much as a measurement that is off by the same factor: measurements decide
+    where they tell anything, and the rest follows. What no measurement bears on keeps its ratio to the others.
+
+    Args:
+        profile: The machine.
+        measurements: Measured steps.
+        prior: What is expected.
+        scale_host: Whether tables in host memory cost a factor on their rows instead of a fixed time of their own.
+        weight: Weight of what is expected.
+
+    Raises:
+        InvalidInputError: If there is no measurement, or one is not positive.
+    """
+    require(len(measurements) > 0, "measurements", 0, "are none", "measure at least one mode")
+    for index, measurement in enumerate(measurements):
+        ok = math.isfinite(measurement.seconds) and measurement.seconds > 0
+        require(ok, f"measurements[{index}].seconds", measurement.seconds, "is no time", "give a positive number")
+    factors = ["miss_factor", "contention_rows", "hybrid_hit", *(["host_factor"] if scale_host else [])]
+    ratios = ["caching_fixed_s", *([] if scale_host else ["host_fixed_s"])]
+    launch = max(prior.hbm_fixed_s, 1e-9)
+    expected = np.log([launch, *(max(getattr(prior, n), 1e-9) / launch for n in ratios)])
+    expected = np.append(expected, np.log([max(getattr(prior, name), 1e-9) for name in factors]))
+    # How fast the machine launches is what the measurements are for.
+    weights = np.array([0.1 * weight] + [weight] * (len(expected) - 1))
+
+    def costs_of(logs: FloatArray) -> RuntimeCosts:
+        fixed, *others = np.exp(logs).tolist()
+        values = {"hbm_fixed_s": fixed}
+        values |= {name: fixed * value for name, value in zip(ratios, others, strict=False)}
+        values |= dict(zip(factors, others[len(ratios) :], strict=True))
+        if scale_host:
+            values["host_fixed_s"] = fixed
+        return replace(prior, **values)
+
+    def residuals(logs: FloatArray) -> FloatArray:
+        costs = costs_of(logs)
+        errors = [math.log(predict_seconds(profile, costs, m) / m.seconds) for m in measurements]
+        return np.concatenate([errors, weights * (logs - expected)])
+
+    upper = np.log([10.0, *([1e3] * len(ratios)), *(1.0 if name == "hybrid_hit" else 1e3 for name in factors)])
+    lower = np.full(len(expected), np.log(1e-9))
+    lower[1 : 1 + len(ratios)] = 0.0  # nothing launches less than HBM alone: few keys are no reason to leave it
+    start = np.clip(expected, lower + 1e-6, upper - 1e-6)
+    fit = least_squares(residuals, start, bounds=(lower, upper), x_scale=1.0)
+    return costs_of(fit.x)
 
 
 def fit_runtime(

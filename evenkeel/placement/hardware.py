@@ -11,8 +11,7 @@ from typing import Annotated, TypeAlias
 
 import numpy as np
 
-from evenkeel.placement.bounds import Length, OneOf, Range, Share, check_bounds
-from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.fields import Length, OneOf, Range, Share, check_fields, decode, encode
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.model import Bytes, Runtime
 
@@ -51,7 +50,7 @@ class StepCosts:
     copies: Factor = 0.0
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +107,7 @@ class RuntimeCosts:
     step_one_rank: StepCosts | None = None
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
         _check_widths(self)
 
 
@@ -152,7 +151,7 @@ class HardwareProfile:
     version: Annotated[int, OneOf((PROFILE_VERSION,))] = PROFILE_VERSION
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
         _check_widths(self)
         for key in self.runtimes:
             known = [runtime.value for runtime in Runtime]

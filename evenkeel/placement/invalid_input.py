@@ -32,6 +32,10 @@ class InvalidInputError(ValueError):
         return InvalidInputError(f"{prefix}{joint}{self.field}", self.value, self.problem, self.remedy)
 
 
+class TimeIsUpError(InvalidInputError):
+    """The time limit was over before there was anything to answer."""
+
+
 def require(condition: bool, field: str, value: object, problem: str, remedy: str) -> None:
     """Raise `InvalidInputError` unless `condition` holds."""
     if not condition:

@@ -42,16 +42,12 @@ class Watch:
         """Whether the caller wants the search to stop."""
         return self._should_stop is not None and self._should_stop()
 
-    def check(self) -> None:
-        """Raises `SolveCancelledError` once the caller wants the search to stop."""
-        if self.is_cancelled():
-            raise SolveCancelledError
-
     def is_over(self) -> bool:
         """Whether the time is up.
 
         Raises:
             SolveCancelledError: If the caller wants the search to stop.
         """
-        self.check()
+        if self.is_cancelled():
+            raise SolveCancelledError
         return self.left() <= 0

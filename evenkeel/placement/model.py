@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, TypeAlias
 
-from evenkeel.placement.access import Access, Zipf
-from evenkeel.placement.bounds import Length, OneOf, Range, Share, check_bounds
-from evenkeel.placement.hit_rates import Eviction
+from evenkeel.placement.access import Access, Eviction, Zipf
+from evenkeel.placement.fields import Length, OneOf, Range, Share, check_fields
 from evenkeel.placement.invalid_input import require
 
 MAX_ROWS = 10**12
@@ -123,7 +122,7 @@ class Table:
     ratio: Share | None = None
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
         doubles = len(set(self.shardings)) < len(self.shardings)
         given = [sharding.value for sharding in self.shardings]
         require(not doubles, "sharding", given, "has doubles", "name each way once")
@@ -193,7 +192,7 @@ class Topology:
     host_reserved_bytes: Bytes = 0
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
         remedy = f"give a divisor of ranks={self.ranks}"
         fits = self.ranks % self.local_ranks == 0
         require(fits, "ranks_per_host", self.ranks_per_host, "does not divide the ranks evenly", remedy)
@@ -234,4 +233,4 @@ class Step:
     dense_ms: Annotated[float, Range(0, 1e6)] | None = None
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)

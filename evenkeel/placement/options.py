@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.access import different_share, fullest_rank, step_keys
 from evenkeel.placement.collectives import Exchange, exchange_seconds
 from evenkeel.placement.hardware import NARROW
-from evenkeel.placement.hit_rates import different_share, fullest_rank, step_keys
 from evenkeel.placement.layouts import ROW_WISE, Layout, layouts
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.storage import Footprint, dynamicemb_footprint, round_up, row_bytes
-from evenkeel.placement.storage_torchrec import state_bytes, torchrec_footprint
+from evenkeel.placement.storage import (
+    Footprint,
+    dynamicemb_footprint,
+    round_up,
+    row_bytes,
+    state_bytes,
+    torchrec_footprint,
+)
 from evenkeel.placement.timing import RankLoad, buffer_bytes, mode_seconds
 
 FloatArray = npt.NDArray[np.float64]
@@ -26,37 +31,28 @@ _OUTPUT_BYTES = 4
 """Of an element of an output row: float32 in both runtimes, whatever the type of the table."""
 
 
-@dataclass(frozen=True, slots=True)
-class TableOptions:
-    """Placements of one table.
+class Option(NamedTuple):
+    """A placement of a table.
 
     Attributes:
-        layouts: Layout of each option.
-        modes: Mode of each option.
-        dims: Width of its shards.
-        ratios: Fraction of the rows that HBM holds.
+        layout: How it is spread.
+        mode: Its mode.
+        ratio: Fraction of the rows that HBM holds.
+        dim: Width of its shards.
         seconds: Kernel time of a step on the average rank; where the table is everywhere, on the fullest.
         hbm: Bytes of HBM on the average rank; of a table that is everywhere, on the fullest.
         host: Bytes of memory on the average host; of a table that is everywhere, on the fullest.
         slot_bytes: HBM on the average rank for each element by which the cache that it shares is wider than its shards.
     """
 
-    layouts: tuple[Layout, ...]
-    modes: tuple[Mode, ...]
-    dims: npt.NDArray[np.int64]
-    ratios: FloatArray
-    seconds: FloatArray
-    hbm: FloatArray
-    host: FloatArray
-    slot_bytes: FloatArray
-
-    @classmethod
-    def joined(cls, parts: Sequence[TableOptions]) -> TableOptions:
-        """All of some of them."""
-        layouts = tuple(layout for part in parts for layout in part.layouts)
-        modes = tuple(mode for part in parts for mode in part.modes)
-        names = ("dims", "ratios", "seconds", "hbm", "host", "slot_bytes")
-        return cls(layouts, modes, *(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    layout: Layout
+    mode: Mode
+    ratio: float
+    dim: int
+    seconds: float
+    hbm: float
+    host: float
+    slot_bytes: float
 
 
 def ratio_grid(num_tables: int, steps: int = 0) -> FloatArray:
@@ -131,7 +127,7 @@ def rank_load(request: PlanRequest, table: Table, layout: Layout | None = None) 
     )
 
 
-def table_options(request: PlanRequest, table: Table, grid: FloatArray, layout: Layout | None = None) -> TableOptions:
+def table_options(request: PlanRequest, table: Table, grid: FloatArray, layout: Layout | None = None) -> list[Option]:
     """Every placement of `table` in one layout, its first if none is given, on the ratios of `grid` or its pinned one.
 
     Raises:
@@ -143,38 +139,22 @@ def table_options(request: PlanRequest, table: Table, grid: FloatArray, layout: 
     shared = _shared_seconds(request, table, layout)
     gradients = _gradient_bytes(request, table, layout)
     mean, dim = layout.mean(topology), layout.shard(table, topology).dim
-    parts: list[TableOptions] = []
+    found: list[Option] = []
     for mode in allowed_modes(request, table, layout):
         ratios = _ratios_of(mode, table, grid)
-        if not len(ratios):
-            continue
         footprint = footprint_of(request, table, layout, mode, ratios)
         rows = footprint.cache_rows.astype(np.float64)
-        seconds = mode_seconds(profile, costs, load, mode, ratios, rows)
+        seconds = (mode_seconds(profile, costs, load, mode, ratios, rows) + shared) * mean
         buffers = round_up(int(buffer_bytes(costs, load, mode, topology.ranks)) + gradients, PAGE)
-        hbm = (footprint.hbm + buffers).astype(np.float64)
-        host = footprint.host.astype(np.float64)
-        fits = np.ones(len(ratios), dtype=bool)
-        if mode is Mode.CACHING and not _spills(request):
-            fits = rows >= load.unique * load.prefetch_depth
+        hbm, host = (footprint.hbm + buffers).astype(np.float64), footprint.host.astype(np.float64)
         if topology.hbm_bytes == 0:
             hbm, host = hbm * 0, host + hbm
-        number = int(fits.sum())
-        option = TableOptions(
-            layouts=(layout,) * number,
-            modes=(mode,) * number,
-            dims=np.full(number, dim),
-            ratios=ratios[fits],
-            seconds=((seconds + shared) * mean)[fits],
-            hbm=(hbm * mean)[fits],
-            host=(host * mean * topology.local_ranks)[fits],
-            slot_bytes=(rows * table.value_bytes * mean)[fits] if mode is Mode.CACHING else np.zeros(number),
-        )
-        parts.append(option)
-    return TableOptions.joined(parts or [_NO_OPTIONS])
-
-
-_NO_OPTIONS = TableOptions((), (), np.zeros(0, dtype=np.int64), *(np.zeros(0),) * 5)
+        slots = rows * table.value_bytes if mode is Mode.CACHING else np.zeros(len(rows))
+        needs = load.unique * load.prefetch_depth if mode is Mode.CACHING and not _spills(request) else 0.0
+        columns = (ratios, seconds, hbm * mean, host * mean * topology.local_ranks, slots * mean)
+        for ratio, *figures in np.stack(columns, axis=1)[rows >= needs].tolist():
+            found.append(Option(layout, mode, ratio, dim, *figures))
+    return found
 
 
 def _spills(request: PlanRequest) -> bool:

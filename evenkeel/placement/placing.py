@@ -1,15 +1,15 @@
 """From choices for the average rank to a placement: shards that are not on all ranks are put on some.
 
 The average rank bounds every placement from below. Shards go to ranks table by table, longest first, each onto the
-least loaded ranks with room; then tables of the slowest rank are put elsewhere, take another option, or change places
-with others, while that makes it faster.
+least loaded ranks with room. Then some tables of the slowest rank and of others are taken off, and each is put back
+with the option and places that make the slowest rank fastest, again and again.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,29 +18,28 @@ import numpy.typing as npt
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Topology
-from evenkeel.placement.problem import SLACK, Group, Problem
-from evenkeel.placement.search import Choice, Solution, is_agreed, solve
+from evenkeel.placement.problem import SLACK, Choice, Problem
+from evenkeel.placement.search import Solution, solve
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-Places = dict[int, tuple[int, ...]]
 
-_TIGHTER = (0.97, 0.9, 0.8)
-"""Parts of the budgets that the average rank may use: what is left lets shards fit on whole ranks."""
-_KICKS, _KICKED, _KICKING = 300, 4, 0.8
-"""Times that tables are taken off, how many of them at most, and the share of the time that is left."""
-_HALVINGS = 5
-_CLOSE = 0.003
-"""Relative distance of two times of the slowest shard that are not worth another search between them."""
 _SHARE = 0.3
 """Of the time that is left, for a search that others follow."""
-_OPTIONS = 24
-"""Options of a table that are tried in a move."""
-_RECHOSEN = 60
-"""Options of each table of a rank that are chosen from together."""
-_MOST_OPTIONS = 2_000
-"""Those that are tried where a table fits nowhere."""
+_TIGHTER = (0.97, 0.9, 0.8)
+"""Parts of the budgets for the average rank where its choice fits on no ranks."""
+_HALVINGS, _CLOSE = 5, 0.003
+"""Times that the largest shard is limited, between the bound and what is known, and what these searches prove."""
+_KICKS, _KICKED = 3_000, 6
+"""Times that tables are taken off, and how many of them at most."""
+_WORSE = 0.01
+"""Relative time by which the next placement may be slower at first; less and less of it later."""
+_WEIGHTS = (0.1, 0.5, 1.0)
+"""Of what an option costs all ranks, beside what it makes of the slowest one: one of them each time."""
+_TRIED, _MOST_OPTIONS = 40, 2_000
+"""Options of a table that are tried where it is put back, and where it fits nowhere."""
 _FASTER = 1 - 1e-9
+_NOWHERE = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,13 @@ class Placed:
     """
 
     choice: Choice
-    places: Places
+    places: dict[int, tuple[int, ...]]
     seconds: float
     use: FloatArray
 
 
 def solve_and_place(
-    problem: Problem, topology: Topology, watch: Watch, *, gap: float = 0.0, starts: Sequence[Choice] = ()
+    problem: Problem, topology: Topology, watch: Watch, *, gap: float = 0.0, starts: Iterable[Placed] = ()
 ) -> tuple[Placed | None, Solution]:
     """Solve for the average rank, then find ranks for shards that are not on all of them.
 
@@ -70,423 +69,350 @@ def solve_and_place(
         topology: The machines.
         watch: Once its time is up, the best found is returned.
         gap: Relative gap to prove.
-        starts: Choices that are candidates.
+        starts: Placements that are candidates.
 
     Returns:
         The placement, `None` where none was found, and the solution, whose bound no placement is below.
     """
-    best: Placed | None = None
-    prices: FloatArray | None = None
+    best = min(starts, key=lambda placed: placed.seconds, default=None)
+    if not problem.has_shards:
+        solution = solve(problem, watch, gap=gap, start=None if best is None else best.choice)
+        return None if solution.choice is None else place(problem, topology, solution.choice), solution
+    solution = solve(problem, watch.part(_SHARE), gap=gap)
+    if solution.choice is None and solution.proved:
+        return None, solution
+    bound = max(solution.bound, problem.limited().least_shard(0))
 
-    def offer(choice: Choice | None) -> None:
+    def offer(found: Solution) -> None:
         nonlocal best
-        placed = None if choice is None else place(problem, topology, choice, watch, prices=prices)
+        placed = None if found.choice is None else place(problem, topology, found.choice, solution.prices)
         if placed is not None and (best is None or placed.seconds < best.seconds):
             best = placed
 
-    for start in starts:
-        offer(start)
-    first = best.choice if best is not None and not problem.has_shards else None
-    share = _SHARE if problem.has_shards else 1.0
-    solution = solve(problem, watch.part(share), gap=gap, start=first)
-    if solution.choice is None and solution.proved:
-        return None, solution
-    prices = solution.prices
-    offer(solution.choice)
-    if not problem.has_shards:
-        return best, solution
-    bound = max(solution.bound, problem.limited().least_shard(0))
-
-    def is_near() -> bool:
-        return best is not None and best.seconds <= bound * (1 + gap)
-
+    offer(solution)
     for part in _TIGHTER:
-        if is_near() or watch.is_over():
-            break
-        found = solve(problem.with_budget(*(part * problem.budget)), watch.part(_SHARE), gap=_CLOSE)
-        offer(found.choice)
-    if best is not None and not is_near():
-        best = _kicked(problem, topology, best, solution.prices, watch.part(_KICKING), bound * (1 + gap))
-    low, high = bound, math.inf if best is None else best.seconds
+        if best is None and not watch.is_over():
+            offer(solve(problem.with_budget(*(part * problem.budget)), watch.part(_SHARE), gap=_CLOSE))
+    if best is None:
+        return None, replace(solution, proved=False)
+    low, high = bound, best.seconds
     for _ in range(_HALVINGS):
-        if is_near() or watch.is_over() or high <= low * (1 + _CLOSE) or not math.isfinite(high):
+        if watch.is_over() or best.seconds <= bound * (1 + gap) or high <= low * (1 + _CLOSE):
             break
         most = math.sqrt(low * high)
         found = solve(problem.limited(most), watch.part(_SHARE), gap=_CLOSE)
-        offer(found.choice)
+        offer(found)
         if found.bound > most:  # of plans whose shards all take at most that none is as fast, and no other one either
             low = bound = most
         else:
             high = most
-    least = math.inf if best is None else best.seconds
-    return best, replace(solution, bound=min(bound, least), proved=solution.proved and best is not None)
+    best = _improved(problem, topology, best, solution.prices, watch, bound * (1 + gap))
+    return best, replace(solution, bound=min(bound, best.seconds))
 
 
-def _kicked(
+def _improved(
     problem: Problem, topology: Topology, start: Placed, prices: FloatArray, watch: Watch, enough: float
 ) -> Placed:
-    """The best of placements in which some tables are taken off and put elsewhere, again and again."""
-    draw = np.random.default_rng(0)
-    best = start
-    for _ in range(_KICKS):
-        if watch.is_over() or best.seconds <= enough:
+    """The best of placements in which some tables are taken off and put back, again and again."""
+    board, draw = _Board(problem, topology, start.choice, prices), np.random.default_rng(0)
+    board.put_all(start.places)
+    best = here = board.saved()
+    seconds = now = start.seconds
+    for number in range(_KICKS):
+        if watch.is_over() or seconds <= enough:
             break
-        placing = _Placing.of(problem, topology, best, prices)
-        placing.kick(draw)
-        if placing.ranks.fits():
-            placing.improve(watch)
-            placed = placing.placed()
-            best = placed if placed.seconds <= best.seconds else best
-    return best
-
-
-class _Ranks:
-    """What ranks and hosts have, and where else something would go."""
-
-    def __init__(self, topology: Topology, budget: FloatArray) -> None:
-        self.topology, self.budget = topology, budget + SLACK
-        self.local = topology.local_ranks
-        self.seconds, self.hbm = np.zeros((2, topology.ranks))
-        self.host = np.zeros(topology.ranks // self.local)
-
-    def add(self, layout: Layout, shard: FloatArray, places: IntArray, sign: float = 1.0) -> None:
-        """Adds (3,) time, HBM and memory of a shard at each of some places, or takes them away."""
-        seconds, hbm, host = sign * shard
-        if layout.scope is Scope.EVERYWHERE:
-            self.seconds += seconds
-            self.hbm += hbm
-            self.host += host
-        elif layout.scope is Scope.RANK:
-            np.add.at(self.seconds, places, seconds)
-            np.add.at(self.hbm, places, hbm)
-            np.add.at(self.host, places // self.local, host)
+        board.kick(draw)
+        while board.swap():
+            pass
+        then = float(board.seconds.max())
+        if then <= now * (1 + _WORSE * (1 - number / _KICKS) * draw.random()) and board.fits():
+            here, now = board.saved(), then
+            if now < seconds:
+                best, seconds = here, now
         else:
-            ranks = (places[:, None] * self.local + np.arange(self.local)).ravel()
-            np.add.at(self.seconds, ranks, seconds)
-            np.add.at(self.hbm, ranks, hbm)
-            np.add.at(self.host, places, host)
-
-    def on(self, layout: Layout, places: IntArray) -> FloatArray:
-        """Times of the ranks that some places are of."""
-        if layout.scope is Scope.EVERYWHERE:
-            return self.seconds
-        if layout.scope is Scope.HOST:
-            return self.seconds.reshape(-1, self.local)[places].ravel()
-        return self.seconds[places]
-
-    def fits(self) -> bool:
-        """Whether all budgets are kept."""
-        return bool((self.hbm <= self.budget[0]).all() and (self.host <= self.budget[1]).all())
-
-    def spots(self, layout: Layout, shard: FloatArray) -> IntArray | None:
-        """The least loaded places with room for the pieces of a table, apart from each other while there are enough."""
-        if layout.scope is Scope.EVERYWHERE:
-            room = (self.hbm.max() + shard[1] <= self.budget[0]) and (self.host.max() + shard[2] <= self.budget[1])
-            return np.zeros(0, dtype=np.int64) if room else None
-        shape = (-1, self.local) if layout.scope is Scope.HOST else (-1, 1)
-        seconds, hbm = self.seconds.reshape(shape).max(axis=1), self.hbm.reshape(shape).max(axis=1)
-        on_host = np.arange(len(seconds)) // (1 if layout.scope is Scope.HOST else self.local)
-        rounds = -(-layout.pieces // len(seconds))
-        each = np.floor((self.budget[0] - hbm) / max(shard[1], 1e-12))
-        each = np.minimum(each, rounds)
-        order = np.lexsort((hbm, seconds))
-        found = np.concatenate([order[each[order] > turn] for turn in range(rounds)])
-        if np.isfinite(self.budget[1]) and shard[2] > 0:
-            most = np.floor((self.budget[1] - self.host) / shard[2])
-            hosts = on_host[found]
-            by_host = np.argsort(hosts, kind="stable")
-            first = np.searchsorted(hosts[by_host], hosts[by_host])
-            number = np.empty(len(found), dtype=np.int64)
-            number[by_host] = np.arange(len(found)) - first
-            found = found[number < most[hosts]]
-        return found[: layout.pieces] if len(found) >= layout.pieces else None
+            board.restore(here)
+    board.restore(best)
+    return board.placed()
 
 
-def place(
-    problem: Problem, topology: Topology, choice: Choice, watch: Watch, *, prices: FloatArray | None = None
-) -> Placed | None:
+def place(problem: Problem, topology: Topology, choice: Choice, prices: FloatArray | None = None) -> Placed | None:
     """Ranks for the shards of a choice; `None` where they do not fit.
 
     Args:
         problem: What the choice is of.
         topology: The machines.
         choice: A module for each table.
-        watch: Once its time is up, shards stay where they are.
-        prices: (2,) prices of the budgets, by which tables take other options; without, they keep theirs.
+        prices: (2,) prices of the budgets, by which tables that fit nowhere take other options; without, they keep
+            theirs.
     """
-    if not is_agreed(problem, choice):
+    if not problem.is_agreed(choice):
         return None
-    best: Placed | None = None
-    for measure in (0, 1):
-        placing = _Placing(problem, topology, choice, prices)
-        if not placing.has_shards:
-            return placing.placed() if placing.ranks.fits() else None
-        if placing.fill(measure):
-            placing.improve(watch)
-            placed = placing.placed()
-            best = placed if best is None or placed.seconds < best.seconds else best
-            if prices is None:
-                break
-    return best
+    found = []
+    for measure in (0, 1) if problem.has_shards else (0,):
+        board = _Board(problem, topology, choice, prices)
+        if board.fill(measure):
+            found.append(board.placed())
+    return min(found, key=lambda placed: placed.seconds, default=None)
 
 
-def rate(problem: Problem, topology: Topology, choice: Choice, places: Places) -> Placed:
-    """What a choice of modules and places comes to, whether it keeps the budgets or not."""
-    unrated = Placed(choice, places, math.inf, np.zeros(2))
-    return _Placing.of(problem, topology, unrated, np.zeros(2)).placed()
+class _Options:
+    """What a table may choose from, cheapest first: shards by (time, HBM, host memory; option)."""
+
+    def __init__(self, columns: IntArray, layouts: list[Layout], shards: FloatArray, price: FloatArray) -> None:
+        self.columns, self.layouts, self.shards, self.price = columns, layouts, shards, price
+        self.seconds = shards[0]
+        self.scope = np.array([layout.scope.value for layout in layouts])
+        self.pieces = np.array([layout.pieces for layout in layouts])
+
+    def at(self, index: int) -> tuple[Layout, FloatArray]:
+        """Layout and shard of an option."""
+        return self.layouts[index], self.shards[:, index]
 
 
-class _Placing:
-    """Tables on ranks."""
+class _Board:
+    """Options and places of all tables, and what ranks and hosts have of them."""
 
     def __init__(self, problem: Problem, topology: Topology, choice: Choice, prices: FloatArray | None) -> None:
-        self.problem, self.topology, self.prices = problem, topology, prices
+        """Nothing is on a rank yet."""
+        self.problem, self.topology, self.budget = problem, topology, problem.budget + SLACK
         self.rows = [(group, row) for group in problem.groups for row in range(len(group.tables))]
-        self.module = np.concatenate(choice) if choice else np.zeros(0, dtype=np.int64)
-        self.places: list[IntArray] = []
-        self.has_shards = any(self._layout(number).scope is not Scope.EVERYWHERE for number in range(len(self.rows)))
-        self.opened: Counter[Hashable] = Counter()
+        self.prices = prices
+        self.options: dict[int, _Options] = {}
+        self.module = np.concatenate(choice) if choice else _NOWHERE
+        self.places: list[IntArray] = [_NOWHERE] * len(self.rows)
+        self.seconds, self.hbm = np.zeros((2, topology.ranks))
+        self.host = np.zeros(topology.ranks // topology.local_ranks)
+        self.holders: Counter[Hashable] = Counter()
         self.agreed: dict[Hashable, Hashable] = {}
-        self.orders: dict[int, list[int]] = {}
         for number in range(len(self.rows)):
             self._agree(number, 1)
-        self.reset()
 
-    @classmethod
-    def of(cls, problem: Problem, topology: Topology, placed: Placed, prices: FloatArray) -> _Placing:
-        """A placement, to be changed."""
-        placing = cls(problem, topology, placed.choice, prices)
-        for number, (group, row) in enumerate(placing.rows):
-            places = np.array(placed.places.get(group.tables[row], ()), dtype=np.int64)
-            if len(places):
-                placing.places[number] = places
-                placing.ranks.add(placing._layout(number), placing._shard(number), places)
-        return placing
+    def saved(self) -> tuple[object, ...]:
+        """The state as it is, for `restore`."""
+        arrays = (self.module.copy(), self.seconds.copy(), self.hbm.copy(), self.host.copy())
+        return (*arrays, self.places.copy(), self.holders.copy(), self.agreed.copy())
 
-    def kick(self, draw: np.random.Generator) -> None:
-        """Takes some tables off, and puts each back with the option and places that make the slowest rank fastest."""
-        slow = int(self.ranks.seconds.argmax())
-        every = draw.permutation(len(self.rows))
-        near = [n for n in every.tolist() if self._is_on(n, slow)]
-        taken = list(dict.fromkeys([*near[:1], *every.tolist()]))[: int(draw.integers(2, _KICKED + 1))]
-        for number in taken:
-            self._take(number)
-        for number in draw.permutation(taken).tolist():
-            self._insert(number)
+    def restore(self, state: tuple[object, ...]) -> None:
+        """Takes a state that was saved."""
+        module, seconds, hbm, host, places, holders, agreed = state
+        for mine, kept in ((self.module, module), (self.seconds, seconds), (self.hbm, hbm), (self.host, host)):
+            mine[:] = kept  # type: ignore[call-overload]
+        self.places, self.holders, self.agreed = places.copy(), holders.copy(), agreed.copy()  # type: ignore[attr-defined]
 
-    def _insert(self, number: int) -> None:
-        """The option and places of a table that is on no rank, by the slowest rank and then by price."""
-        group, row = self.rows[number]
-        before = int(self.module[number]), self.places[number]
-        best: tuple[float, int, IntArray] | None = None
-        for module in self._options(number, _OPTIONS):
-            self.module[number] = module
-            shard = self._shard(number)
-            spots = self.ranks.spots(self._layout(number), shard)
-            if spots is None:
-                continue
-            loads = self.ranks.on(self._layout(number), spots)
-            peak = max(float(self.ranks.seconds.max()), float(loads.max()) + float(shard[0]))
-            value = peak + 0.5 / self.topology.ranks * self._price(group, row, module)
-            if best is None or value < best[0]:
-                best = value, module, spots
-        if best is None:
-            self.module[number] = before[0]
-            self._give(number, before[1])
-            return
-        self.module[number] = best[1]
-        self._give(number, best[2])
+    def placed(self) -> Placed:
+        """What it comes to."""
+        ends = np.cumsum([len(group.tables) for group in self.problem.groups])[:-1]
+        places = {
+            group.tables[row]: tuple(sorted(self.places[number].tolist()))
+            for number, (group, row) in enumerate(self.rows)
+            if len(self.places[number])
+        }
+        use = np.array([self.hbm.max(initial=0.0), self.host.max(initial=0.0)])
+        choice = tuple(np.split(self.module.copy(), ends)) if self.problem.groups else ()
+        return Placed(choice, places, float(self.seconds.max(initial=0.0)), use)
 
-    def _price(self, group: Group, row: int, module: int) -> float:
-        prices = np.zeros(2) if self.prices is None else self.prices
-        return float(
-            group.seconds[row, module] + prices[0] * group.hbm[row, module] + prices[1] * group.host[row, module]
-        )
+    def fits(self) -> bool:
+        """Whether all budgets are kept."""
+        return bool((self.hbm <= self.budget[0]).all() and (self.host <= self.budget[1]).all())
 
-    def reset(self) -> None:
-        """Everything that is on all ranks, and nothing else."""
-        self.ranks = _Ranks(self.topology, self.problem.budget)
-        self.places = [np.zeros(0, dtype=np.int64)] * len(self.rows)
-        common = np.zeros(3)
-        for number in range(len(self.rows)):
-            if self._layout(number).scope is Scope.EVERYWHERE:
-                common += self._shard(number)
-        self.ranks.seconds += common[0]
-        self.ranks.hbm += common[1]
-        self.ranks.host += common[2]
-
-    def _layout(self, number: int) -> Layout:
-        group, _ = self.rows[number]
-        return group.modules[int(self.module[number])].layout
-
-    def _shard(self, number: int) -> FloatArray:
-        group, row = self.rows[number]
-        return group.shard(row, int(self.module[number]))
-
-    def _agreements(self, number: int) -> tuple[tuple[Hashable, Hashable], ...]:
-        group, _ = self.rows[number]
-        return group.modules[int(self.module[number])].agreements
+    def put_all(self, places: dict[int, tuple[int, ...]]) -> None:
+        """Puts every table where it is said to be."""
+        for number, (group, row) in enumerate(self.rows):
+            self._put(number, np.array(places.get(group.tables[row], ()), dtype=np.int64))
 
     def fill(self, measure: int) -> bool:
         """Puts all shards on ranks, those that are largest by time (0) or HBM (1) first; whether all fit.
 
         With prices, a table that fits nowhere takes the cheapest option that does.
         """
-        self.reset()
-        if not self.ranks.fits():
-            return False
-        single = [n for n in range(len(self.rows)) if self._layout(n).scope is not Scope.EVERYWHERE]
-        single.sort(key=lambda n: (self._layout(n).scope is not Scope.HOST, -self._shard(n)[measure]))
-        for number in single:
-            self._agree(number, -1)
-            for module in self._options(number, _MOST_OPTIONS):
-                self.module[number] = module
-                spots = self.ranks.spots(self._layout(number), self._shard(number))
-                if spots is not None:
-                    self._give(number, spots)
-                    break
+        apart = []
+        for number in range(len(self.rows)):
+            if self._layout(number).scope is Scope.EVERYWHERE:
+                self._put(number, _NOWHERE)
             else:
-                return False
-        return True
-
-    def placed(self) -> Placed:
-        """What it comes to."""
-        sizes = np.cumsum([len(group.tables) for group in self.problem.groups])
-        ranks = self.ranks
-        places = {
-            group.tables[row]: tuple(sorted(self.places[number].tolist()))
-            for number, (group, row) in enumerate(self.rows)
-            if len(self.places[number])
-        }
-        use = np.array([ranks.hbm.max(initial=0.0), ranks.host.max(initial=0.0)])
-        choice = tuple(np.split(self.module, sizes[:-1])) if len(sizes) else ()
-        return Placed(choice, places, float(ranks.seconds.max(initial=0.0)), use)
-
-    def improve(self, watch: Watch) -> None:
-        """Moves tables of the slowest rank, and changes options there, while that makes it faster."""
-        for _ in range(20 * len(self.rows)):
-            slow = int(self.ranks.seconds.argmax())
-            mine = [number for number in range(len(self.rows)) if self._is_on(number, slow)]
-            mine.sort(key=lambda number: (self._layout(number).scope is Scope.EVERYWHERE, -self._shard(number)[0]))
-            if self._rechoose(slow, mine, watch):
-                continue
-            if not any(not watch.is_over() and self._move(number, slow) for number in mine) and not any(
-                not watch.is_over() and self._swap(number, slow) for number in mine
-            ):
-                return
-
-    def _rechoose(self, rank: int, mine: list[int], watch: Watch) -> bool:
-        """The fastest options of the whole tables of a rank, where they are; whether that makes it faster."""
-        mine = [n for n in mine if self._layout(n).scope is Scope.RANK and self._layout(n).pieces == 1]
-        if self.prices is None or len(mine) < 2 or watch.is_over():
+                apart.append(number)
+        if not self.fits():
             return False
-        groups, now = [], np.zeros(3)
-        for number in mine:
-            self._agree(number, -1)
-        for number in mine:
-            group, row = self.rows[number]
-            columns = self._options(number, _RECHOSEN, self._layout(number))
-            shards = np.stack([group.shard(row, module) for module in columns], axis=1)[:, None, :]
-            modules = tuple(replace(group.modules[m], ratio=float(m)) for m in columns)
-            groups.append(Group((number,), modules, shards[0], shards[1], shards[2], np.ones((3, len(columns)))))
-            now += self._shard(number)
-        for number in mine:
-            self._agree(number, 1)
-        room = np.array([self.ranks.hbm[rank], self.ranks.host[rank // self.topology.local_ranks]]) - now[1:]
-        found = solve(Problem(tuple(groups), self.ranks.budget - room - SLACK), watch.part(_SHARE), gap=1e-3)
-        if found.choice is None or not found.cost < now[0] * (1 - 1e-6):
-            return False
-        for number, group, chosen in zip(mine, groups, found.choice, strict=True):
-            places = self.places[number]
+        apart.sort(key=lambda n: (self._layout(n).scope is not Scope.HOST, -self._shard(n)[measure]))
+        return all(self._put_somewhere(number) for number in apart)
+
+    def _put_somewhere(self, number: int) -> bool:
+        """With its own option, or with prices the cheapest other one that fits."""
+        others = [] if self.prices is None else self._options(number).columns[:_MOST_OPTIONS].tolist()
+        for module in (int(self.module[number]), *others):
+            if self._is_open(number, module):
+                self._choose(number, module)
+                spots = self._spots(self._layout(number), self._shard(number))
+                if spots is not None:
+                    self._put(number, spots)
+                    return True
+        return False
+
+    def kick(self, draw: np.random.Generator) -> None:
+        """Takes some tables off, one of the slowest rank among them, and puts each back where that is fastest."""
+        slow = int(self.seconds.argmax())
+        every = draw.permutation(len(self.rows)).tolist()
+        near = next(number for number in every if self._is_on(number, slow))
+        taken = list(dict.fromkeys([near, *every[:_KICKED]]))[: int(draw.integers(2, _KICKED + 1))]
+        for number in taken:
             self._take(number)
-            self.module[number] = int(group.modules[int(chosen[0])].ratio)
-            self._give(number, places)
+        weight = float(draw.choice(_WEIGHTS))
+        for number in draw.permutation(taken).tolist():
+            self._insert(number, weight)
+
+    def _insert(self, number: int, weight: float) -> None:
+        """Puts a table back where it costs the slowest rank least, and all ranks by its price.
+
+        Options are tried in the order of what they would come to on the least loaded ranks, full or not.
+        """
+        options, slowest = self._options(number), float(self.seconds.max())
+        hosts = self.seconds.reshape(-1, self.topology.local_ranks).max(axis=1)
+        value = np.full(len(options.seconds), slowest)
+        for scope, loads in ((Scope.RANK, self.seconds), (Scope.HOST, hosts)):
+            mine = options.scope == scope
+            if mine.any():
+                value[mine] = np.sort(loads)[np.minimum(options.pieces[mine], len(loads)) - 1]
+        price = weight * options.price
+        value = np.maximum(value + options.seconds, slowest) + price
+        best: tuple[float, int, IntArray] = (math.inf, int(self.module[number]), self.places[number])
+        tried = 0
+        for index in np.argsort(value, kind="stable").tolist():
+            if value[index] >= best[0] or tried > _TRIED:
+                break
+            if not self._is_open(number, int(options.columns[index])):
+                continue
+            tried += 1
+            layout, shard = options.at(index)
+            spots = self._spots(layout, shard)
+            if spots is not None:
+                peak = max(slowest, float(self._loads(layout, spots).max() + shard[0])) + float(price[index])
+                best = min(best, (peak, int(options.columns[index]), spots), key=lambda each: each[0])
+        self._choose(number, best[1])
+        self._put(number, best[2])
+
+    def swap(self) -> bool:
+        """Lets a piece of the slowest rank change places with one of another rank, if that makes both faster."""
+        slow = int(self.seconds.argmax())
+        whole = [n for n in range(len(self.rows)) if self._layout(n).scope is Scope.RANK]
+        mine = [n for n in whole if slow in self.places[n]]
+        others = [(n, rank) for n in whole if slow not in self.places[n] for rank in self.places[n].tolist()]
+        if not mine or not others:
+            return False
+        where = np.array([rank for _, rank in others])
+        theirs = np.stack([self._shard(n) for n, _ in others])
+        local, peak = self.topology.local_ranks, float(self.seconds[slow])
+        best: tuple[float, int, int] = (peak * _FASTER, -1, -1)
+        for number in mine:
+            more = self._shard(number) - theirs
+            after = np.maximum(peak - more[:, 0], self.seconds[where] + more[:, 0])
+            fits = self.hbm[where] + more[:, 1] <= self.budget[0]
+            fits &= self.hbm[slow] - more[:, 1] <= self.budget[0]
+            apart = where // local != slow // local
+            fits &= ~apart | (self.host[where // local] + more[:, 2] <= self.budget[1])
+            fits &= ~apart | (self.host[slow // local] - more[:, 2] <= self.budget[1])
+            fits &= ~np.isin(where, self.places[number])
+            after = np.where(fits, after, np.inf)
+            index = int(after.argmin())
+            best = min(best, (float(after[index]), number, index))
+        if best[1] < 0:
+            return False
+        (other, rank), number = others[best[2]], best[1]
+        for table, old, new in ((number, slow, rank), (other, rank, slow)):
+            self._take(table)
+            self._put(table, np.where(self.places[table] == old, new, self.places[table]))
         return True
+
+    def _layout(self, number: int) -> Layout:
+        return self.rows[number][0].modules[int(self.module[number])].layout
+
+    def _shard(self, number: int) -> FloatArray:
+        group, row = self.rows[number]
+        return group.shard(row, int(self.module[number]))
 
     def _is_on(self, number: int, rank: int) -> bool:
         scope = self._layout(number).scope
-        place = rank // self.topology.local_ranks if scope is Scope.HOST else rank
-        return scope is Scope.EVERYWHERE or place in self.places[number]
+        spot = rank // self.topology.local_ranks if scope is Scope.HOST else rank
+        return scope is Scope.EVERYWHERE or spot in self.places[number]
 
-    def _move(self, number: int, slow: int) -> bool:
-        """Another place or option for a table, if that makes the ranks that it changes faster than the slowest is."""
-        before, peak = (int(self.module[number]), self.places[number]), float(self.ranks.seconds[slow])
-        self._take(number)
-        for module in self._options(number, _OPTIONS):
-            self.module[number] = module
-            spots = self.ranks.spots(self._layout(number), self._shard(number))
-            if spots is None:
-                continue
-            self._give(number, spots)
-            if self.ranks.seconds[slow] < peak * _FASTER and self._peak(number) < peak * _FASTER:
-                return True
-            self._take(number)
-        self.module[number] = before[0]
-        self._give(number, before[1])
-        return False
-
-    def _peak(self, number: int) -> float:
-        """The slowest of the ranks that a table is on."""
-        return float(self.ranks.on(self._layout(number), self.places[number]).max())
+    def _put(self, number: int, places: IntArray) -> None:
+        self.places[number] = places
+        self._add(number, 1.0)
 
     def _take(self, number: int) -> None:
-        self.ranks.add(self._layout(number), self._shard(number), self.places[number], -1.0)
-        self._agree(number, -1)
+        self._add(number, -1.0)
 
-    def _give(self, number: int, places: IntArray) -> None:
-        self.places[number] = places
-        self.ranks.add(self._layout(number), self._shard(number), places)
-        self._agree(number, 1)
+    def _add(self, number: int, sign: float) -> None:
+        """Adds time, HBM and memory of a table at its places, or takes them away."""
+        layout, places, local = self._layout(number), self.places[number], self.topology.local_ranks
+        seconds, hbm, host = sign * self._shard(number)
+        ranks: IntArray | slice = slice(None)
+        hosts: IntArray | slice = slice(None)
+        if layout.scope is Scope.RANK:
+            ranks, hosts = places, places // local
+        elif layout.scope is Scope.HOST:
+            ranks, hosts = (places[:, None] * local + np.arange(local)).ravel(), places
+        np.add.at(self.seconds, ranks, seconds)
+        np.add.at(self.hbm, ranks, hbm)
+        np.add.at(self.host, hosts, host)
+
+    def _loads(self, layout: Layout, places: IntArray) -> FloatArray:
+        """Times of the ranks that some places are of."""
+        if layout.scope is Scope.HOST:
+            return self.seconds.reshape(-1, self.topology.local_ranks)[places].ravel()
+        return self.seconds if layout.scope is Scope.EVERYWHERE else self.seconds[places]
+
+    def _spots(self, layout: Layout, shard: FloatArray) -> IntArray | None:
+        """The least loaded places with room for the pieces of a table, apart from each other while there are enough."""
+        if layout.scope is Scope.EVERYWHERE:
+            room = (self.hbm.max() + shard[1] <= self.budget[0]) and (self.host.max() + shard[2] <= self.budget[1])
+            return _NOWHERE if room else None
+        local = self.topology.local_ranks
+        shape = (-1, local) if layout.scope is Scope.HOST else (-1, 1)
+        seconds, hbm = self.seconds.reshape(shape).max(axis=1), self.hbm.reshape(shape).max(axis=1)
+        rounds = -(-layout.pieces // len(seconds))
+        each = np.minimum(np.floor((self.budget[0] - hbm) / max(shard[1], 1e-12)), rounds)
+        order = np.lexsort((hbm, seconds))
+        found = np.concatenate([order[each[order] > number] for number in range(rounds)])
+        if np.isfinite(self.budget[1]) and shard[2] > 0:
+            most = np.floor((self.budget[1] - self.host) / shard[2])
+            hosts = found if layout.scope is Scope.HOST else found // local
+            by_host = np.argsort(hosts, kind="stable")
+            first = np.searchsorted(hosts[by_host], hosts[by_host])
+            number_on_host = np.empty(len(found), dtype=np.int64)
+            number_on_host[by_host] = np.arange(len(found)) - first
+            found = found[number_on_host < most[hosts]]
+        return found[: layout.pieces] if len(found) >= layout.pieces else None
 
     def _agree(self, number: int, tables: int) -> None:
         """Counts a table among those that hold its agreements, or no longer."""
-        for what, choice in self._agreements(number):
-            self.opened[what] += tables
+        group, _ = self.rows[number]
+        for what, choice in group.modules[int(self.module[number])].agreements:
+            self.holders[what] += tables
             self.agreed[what] = choice
 
-    def _options(self, number: int, most: int, layout: Layout | None = None) -> list[int]:
-        """The option of a table, and the cheapest others, of a layout if one is given, that fit what is agreed on."""
-        found = [int(self.module[number])]
-        if self.prices is None:
-            return found
-        group, row = self.rows[number]
-        if number not in self.orders:
-            priced = group.seconds[row] + self.prices[0] * group.hbm[row] + self.prices[1] * group.host[row]
-            self.orders[number] = np.argsort(priced, kind="stable")[: np.isfinite(priced).sum()].tolist()
-        for column in self.orders[number]:
-            if len(found) > most:
-                break
-            module = group.modules[column]
-            if (layout is None or module.layout == layout) and all(
-                not self.opened[what] or self.agreed[what] == choice for what, choice in module.agreements
-            ):
-                found.append(column)
-        return found
+    def _choose(self, number: int, module: int) -> None:
+        self._agree(number, -1)
+        self.module[number] = module
+        self._agree(number, 1)
 
-    def _swap(self, number: int, slow: int) -> bool:
-        """Lets a table of one piece change places with one of another rank, if that makes both ranks faster."""
-        if self._layout(number).scope is not Scope.RANK or len(self.places[number]) != 1:
-            return False
-        ranks, local, mine = self.ranks, self.topology.local_ranks, self._shard(number)
-        others = [n for n in range(len(self.rows)) if self._layout(n).scope is Scope.RANK and len(self.places[n]) == 1]
-        others = [n for n in others if int(self.places[n][0]) != slow]
-        if not others:
-            return False
-        where = np.array([int(self.places[n][0]) for n in others])
-        more = mine - np.stack([self._shard(n) for n in others])
-        peak = ranks.seconds[slow]
-        after = np.maximum(peak - more[:, 0], ranks.seconds[where] + more[:, 0])
-        fits = (ranks.hbm[where] + more[:, 1] <= ranks.budget[0]) & (ranks.hbm[slow] - more[:, 1] <= ranks.budget[0])
-        apart = where // local != slow // local
-        fits &= ~apart | (ranks.host[where // local] + more[:, 2] <= ranks.budget[1])
-        fits &= ~apart | (ranks.host[slow // local] - more[:, 2] <= ranks.budget[1])
-        after = np.where(fits, after, np.inf)
-        best = int(after.argmin())
-        if not after[best] < peak * _FASTER:
-            return False
-        other, there = others[best], self.places[others[best]]
-        for table in (number, other):
-            self._take(table)
-        self._give(number, there)
-        self._give(other, np.array([slow]))
-        return True
+    def _is_open(self, number: int, module: int) -> bool:
+        """Whether a module fits what other tables agree on."""
+        group, _ = self.rows[number]
+        mine = {what for what, _ in group.modules[int(self.module[number])].agreements}
+        return all(
+            self.holders[what] == (what in mine) or self.agreed[what] == choice
+            for what, choice in group.modules[module].agreements
+        )
+
+    def _options(self, number: int) -> _Options:
+        if number not in self.options:
+            group, row = self.rows[number]
+            prices = np.zeros(2) if self.prices is None else self.prices
+            price = group.seconds[row] + prices[0] * group.hbm[row] + prices[1] * group.host[row]
+            columns = np.argsort(price, kind="stable")[: np.isfinite(price).sum()]
+            shards = (
+                np.stack([group.seconds[row], group.hbm[row], group.host[row]])[:, columns] * group.scale[:, columns]
+            )
+            layouts = [group.modules[column].layout for column in columns.tolist()]
+            self.options[number] = _Options(columns, layouts, shards, price[columns])
+        return self.options[number]

@@ -1,18 +1,121 @@
-"""Plans as text: a request and its plan in one versioned JSON document, lossless both ways."""
+"""Plan files: a request, its plan and what plans took when they were run; and what that says of a machine's profile."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from evenkeel.placement.codec import decode, encode
+import numpy as np
+
+from evenkeel.placement.fields import Length, Range, check_fields, decode, encode
+from evenkeel.placement.hardware import Gather, HardwareProfile
 from evenkeel.placement.invalid_input import InvalidInputError, require
-from evenkeel.placement.measured_plans import MeasuredPlan
+from evenkeel.placement.model import Mode, Runtime
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.request import PlanRequest
 
 FORMAT = "evenkeel-plan"
 VERSION = 1
+_MOST = 64
+_PRIOR = 0.3
+"""Weight, beside a measured plan, of the expectation that the profile is right."""
+_FARTHEST = 10.0
+"""A correction is at most this factor either way: a figure that is further off was taken of something else."""
+
+Time = Annotated[float, Range(0, 3600)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPlan:
+    """A plan that was trained for some steps.
+
+    Attributes:
+        name: What it is: `plan`, or one of the plans that it was compared with.
+        step_s: Median time of a step on the slowest rank, beside `dense_ms` of other work.
+        kernels_s: Time of its kernels on the slowest rank, exchanges apart; None where there is no GPU.
+        dense_ms: Time of the work that the GPU did beside the tables.
+        predicted: Predicted seconds of its tables by mode.
+        chosen: Whether it was the quickest.
+    """
+
+    name: Annotated[str, Length(1, 512)]
+    step_s: Time
+    kernels_s: Time | None = None
+    dense_ms: Annotated[float, Range(0, 3.6e6)] = 0.0
+    predicted: dict[str, float] = field(default_factory=dict)
+    chosen: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def seconds_by_mode(plan: Plan) -> dict[str, float]:
+    """Predicted seconds of the tables of a step, by their mode."""
+    found: dict[str, float] = {}
+    for part in plan.placements:
+        found[part.mode.value] = found.get(part.mode.value, 0.0) + part.seconds
+    return found
+
+
+def measured_line(measured: MeasuredPlan) -> str:
+    """What the clock says of a plan, in a line."""
+    kernels = "" if measured.kernels_s is None else f", kernels {measured.kernels_s * 1e3:.3f}"
+    mark = "*" if measured.chosen else " "
+    return f"{mark} {measured.name:22} {measured.step_s * 1e3:8.3f} ms a step{kernels}"
+
+
+def correction_factors(measured: Sequence[MeasuredPlan]) -> dict[str, float]:
+    """By mode, what the profile's seconds are to be multiplied by.
+
+    Least squares over the logarithms of the factors: each measured plan should take what it took, and each factor
+    should be one. Plans without kernels' time count by their whole step only where nothing else was measured.
+
+    Args:
+        measured: Plans that were run on the machine of the profile.
+    """
+    timed = [(m, m.kernels_s) for m in measured if m.kernels_s] or [(m, m.step_s) for m in measured if m.step_s]
+    modes = sorted({mode for m, _ in timed for mode, seconds in m.predicted.items() if seconds > 0})
+    if not modes:
+        return {}
+    parts = np.array([[m.predicted.get(mode, 0.0) for mode in modes] for m, _ in timed])
+    kept = parts.sum(axis=1) > 0
+    parts, times = parts[kept], np.array([seconds for _, seconds in timed])[kept]
+    logs = np.zeros(len(modes))
+    for _ in range(30):  # Gauss-Newton: the sum of corrected parts is smooth in the logarithms
+        corrected = parts * np.exp(logs)
+        total = corrected.sum(axis=1)
+        slope = np.vstack([corrected / total[:, None], _PRIOR * np.eye(len(modes))])
+        off = np.concatenate([np.log(times / total), -_PRIOR * logs])
+        logs = np.clip(logs + np.linalg.lstsq(slope, off, rcond=None)[0], -np.log(_FARTHEST), np.log(_FARTHEST))
+    return dict(zip(modes, np.exp(logs).tolist(), strict=True))
+
+
+def corrected_profile(profile: HardwareProfile, runtime: Runtime, measured: Sequence[MeasuredPlan]) -> HardwareProfile:
+    """The profile with the constants of a runtime corrected by plans that were run on its machine.
+
+    Args:
+        profile: The profile that the plans were predicted with.
+        runtime: Their runtime.
+        measured: What they took.
+    """
+    factors = correction_factors(measured[:_MOST])
+    if not factors:
+        return profile
+    costs = profile.costs(runtime)
+    hbm, host, cached = (factors.get(mode.value, 1.0) for mode in (Mode.HBM_ONLY, Mode.HOST_ONLY, Mode.CACHING))
+    costs = replace(
+        costs,
+        hbm_gather=_slower(costs.hbm_gather or profile.hbm_gather, hbm),
+        host_factor=costs.host_factor * host,
+        miss_factor=costs.miss_factor * cached,
+    )
+    return replace(profile, runtimes={**profile.runtimes, runtime.value: costs})
+
+
+def _slower(gather: Gather, factor: float) -> Gather:
+    return tuple((width, rate / factor) for width, rate in gather)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,12 +112,7 @@ def _report_parts(report: Report) -> Iterable[RenderableType]:
     for spread in report.imbalance:
         if spread.max_over_mean > 1.0005:
             what = {"seconds": "time of ranks", "hbm_bytes": "HBM of ranks"}.get(spread.of, "memory of hosts")
-            yield Text(
-                f"imbalance, {what}: max/mean {spread.max_over_mean:.3f}, "
-                f"total variation {spread.total_variation:.3f}, total distance {spread.total_distance:.3f}, "
-                f"chi divergence {spread.chi_divergence:.3f}, "
-                f"KL divergence {spread.kl_divergence:.3f}"
-            )
+            yield Text(f"imbalance, {what}: max/mean {spread.max_over_mean:.3f}")
 
 
 def _rank_row(entry: RankParts) -> Iterable[str]:

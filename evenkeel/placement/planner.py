@@ -6,11 +6,11 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from evenkeel.placement.invalid_input import InvalidInputError
 from evenkeel.placement.layouts import Layout, Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Table
@@ -19,12 +19,11 @@ from evenkeel.placement.placing import Placed, solve_and_place
 from evenkeel.placement.plan import Budget, FusedModule, Placement, Plan, Status, TrivialPlan
 from evenkeel.placement.problem import UNIT, Module, Problem, budgets, build_problem, modes_of
 from evenkeel.placement.request import PlanRequest
+from evenkeel.placement.search import PricedGroup
 from evenkeel.placement.shortage import explain_shortage
 from evenkeel.placement.storage import BUCKET_ROWS, round_up, row_bytes
 from evenkeel.placement.timing import fixed_seconds
-from evenkeel.placement.trivial import trivial_plans
-
-FloatArray = npt.NDArray[np.float64]
+from evenkeel.placement.trivial import trivial_placements
 
 EXACT_TABLES = 50
 """Up to as many tables on all ranks the optimum on the grid of ratios is proved, whatever the gap."""
@@ -49,74 +48,86 @@ def plan(
         clock: Seconds, for the time limit.
 
     Raises:
-        InvalidInputError: If a table has no placement that can run.
+        InvalidInputError: If a table has no placement that can run, or what tables are pinned to cannot be agreed on.
         SolveCancelledError: If `should_stop` answered true.
     """
     watch = Watch(request.solver.time_limit_s, should_stop=should_stop, clock=clock)
     problem = build_problem(request, watch=watch)
-    trivial = trivial_plans(request, problem, watch)
-    exact = len(request.tables) <= EXACT_TABLES and not problem.has_shards
-    gap = 0.0 if exact else request.solver.gap
-    starts = [known.placed.choice for known in trivial if known.placed is not None]
+    _check_pins(request, problem)
+    trivial = trivial_placements(request, problem, watch)
+    gap = 0.0 if len(request.tables) <= EXACT_TABLES and not problem.has_shards else request.solver.gap
+    starts = [placed for placed in trivial.values() if placed is not None]
     placed, solution = solve_and_place(problem, request.topology, watch.part(_SEARCH_SHARE), gap=gap, starts=starts)
-    base = Plan(
-        status=Status.UNKNOWN,
-        runtime=request.runtime,
-        seconds=None,
-        bound_seconds=None,
-        gap=None,
-        placements=(),
-        modules=(),
-        hbm=_budget(request, 0, 0.0, 0.0),
-        host=_budget(request, 1, 0.0, 0.0),
-        workspace_bytes=_workspace(request),
-        hardware=request.profile.name,
-    )
     if placed is None:
-        if not solution.proved:
-            return base
-        left = Watch(max(_MOMENT_S, watch.left()), should_stop=should_stop, clock=clock)
-        return replace(base, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
+        found = _empty(request)
+        if solution.proved:
+            left = Watch(max(_MOMENT_S, watch.left()), should_stop=should_stop, clock=clock)
+            found = replace(found, status=Status.INFEASIBLE, shortage=explain_shortage(request, problem, left))
+        return found
     bound = min(solution.bound, placed.seconds)
-    placed, objective = _step(request, problem, placed, bound, watch, gap)
-    closed = objective.cost <= objective.bound * (1 + _NO_GAP)
-    gap = 0.0 if closed else 1 - objective.bound / objective.cost
-    modules = _modules(request, problem, placed)
-    good = gap <= max(request.solver.gap, _NO_GAP) * 1.001
+    cost, least = placed.seconds, bound
+    if request.step.dense_ms is not None:
+        placed, cost, least = _shortest_step(request, problem, placed, bound, watch, gap)
+    gap = 0.0 if cost <= least * (1 + _NO_GAP) else 1 - least / cost
+    found = _plan_of(request, problem, placed)
     return replace(
-        base,
-        status=Status.OPTIMAL if good else Status.FEASIBLE,
-        seconds=placed.seconds,
+        found,
+        status=Status.OPTIMAL if gap <= max(request.solver.gap, _NO_GAP) * 1.001 else Status.FEASIBLE,
         bound_seconds=bound,
         gap=gap,
-        placements=_placements(request, problem, placed, modules),
-        modules=tuple({module.name: module for module in modules.values()}.values()),
-        hbm=_budget(request, 0, float(placed.use[0]), float(solution.prices[0])),
-        host=_budget(request, 1, float(placed.use[1]), float(solution.prices[1])),
-        host_seconds=_host_seconds(modules),
-        step_seconds=None if request.step.dense_ms is None else objective.cost,
+        hbm=replace(found.hbm, seconds_per_gib=float(solution.prices[0]) * 1024),
+        host=replace(found.host, seconds_per_gib=float(solution.prices[1]) * 1024),
         trivial=tuple(
-            TrivialPlan(name=known.name, seconds=None if known.placed is None else known.placed.seconds)
-            for known in trivial
+            TrivialPlan(name=name, seconds=None if known is None else known.seconds) for name, known in trivial.items()
         ),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Objective:
-    """What is made fast, and a bound on it."""
+def trivial_plans(request: PlanRequest) -> dict[str, Plan]:
+    """The plans that anybody writes in a minute, by name: those that fit. They have no bound.
 
-    cost: float
-    bound: float
+    Raises:
+        InvalidInputError: If a table has no placement that can run.
+    """
+    watch = Watch(request.solver.time_limit_s)
+    problem = build_problem(request, watch=watch)
+    placements = trivial_placements(request, problem, watch).items()
+    return {name: _plan_of(request, problem, placed) for name, placed in placements if placed is not None}
 
 
-def _step(
+def _check_pins(request: PlanRequest, problem: Problem) -> None:
+    """Fused tables that are pinned to what cannot be agreed on are named."""
+    for group in problem.groups:
+        pinned = [request.tables[i].modes or request.tables[i].ratio is not None for i in group.tables]
+        priced = PricedGroup(group)
+        if not any(pinned) or math.isfinite(priced.price(np.zeros(2))[0]):
+            continue
+        low, high = 0, len(pinned)  # the fewest first tables that cannot agree
+        while low + 1 < high:
+            middle = (low + high) // 2
+            agree = math.isfinite(priced.price(np.zeros(2), slice(middle))[0])
+            low, high = (middle, high) if agree else (low, middle)
+        index = group.tables[low]
+        table = request.tables[index]
+        others = (request.tables[i] for i, pin in zip(group.tables[:low], pinned, strict=False) if pin)
+        what = f"contradicts {', '.join(map(_pins, others))}: {table.name!r} fuses with them, and fused tables share "
+        remedy = "pin them alike, leave one open, or give one another group"
+        given = [mode.value for mode in table.modes] if table.ratio is None else table.ratio
+        field = f"tables[{index}].{'modes' if table.ratio is None else 'ratio'}"
+        raise InvalidInputError(field, given, f"{what}their modes and ratios", remedy)
+
+
+def _pins(table: Table) -> str:
+    modes = [f"modes {'|'.join(mode.value for mode in table.modes)}"] if table.modes else []
+    ratio = [] if table.ratio is None else [f"ratio {table.ratio:g}"]
+    return f"{table.name!r} ({' '.join(modes + ratio)})"
+
+
+def _shortest_step(
     request: PlanRequest, problem: Problem, placed: Placed, bound: float, watch: Watch, gap: float
-) -> tuple[Placed, _Objective]:
-    """The placement with the shortest step: where the host binds, fewer modules may be worth slower kernels."""
-    if request.step.dense_ms is None:
-        return placed, _Objective(placed.seconds, bound)
-    dense = request.step.dense_ms / 1e3
+) -> tuple[Placed, float, float]:
+    """The placement with the shortest step, its time and a bound: where the host binds, fewer modules may be better."""
+    dense = (request.step.dense_ms or 0.0) / 1e3
 
     def seconds(candidate: Placed) -> float:
         return max(_host_seconds(_modules(request, problem, candidate)), dense + candidate.seconds)
@@ -126,46 +137,53 @@ def _step(
     for table in request.tables:
         able = [fixed_seconds(costs, mode) for mode in modes_of(replace(request, tables=(table,)))]
         fused.setdefault(table.fuse_key, []).append(min(able))
-    least = max(sum(max(own) for own in fused.values()), dense + bound)
+    least = max(sum(map(max, fused.values())), dense + bound)
     best, kinds = placed, sorted(modes_of(request))
-    for size in range(1, len(kinds)):
-        for allowed in itertools.combinations(kinds, size):
-            if seconds(best) <= least * (1 + request.solver.gap) or watch.is_over():
-                break
-            fewer = _only(problem, set(allowed))
-            found, _ = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
-            if found is not None and seconds(found) < seconds(best):
-                best = found
-    return best, _Objective(seconds(best), least)
+    for allowed in itertools.chain.from_iterable(itertools.combinations(kinds, size) for size in range(1, len(kinds))):
+        if seconds(best) <= least * (1 + request.solver.gap) or watch.is_over():
+            break
+        fewer = problem.without(lambda module, allowed=allowed: module.mode not in allowed)  # type: ignore[misc]
+        found, _ = solve_and_place(fewer, request.topology, watch.part(0.5), gap=gap)
+        if found is not None and seconds(found) < seconds(best):
+            best = found
+    return best, seconds(best), least
 
 
-def _only(problem: Problem, modes: set[Mode]) -> Problem:
-    groups = []
-    for group in problem.groups:
-        closed = np.array([module.mode not in modes for module in group.modules])
-        groups.append(replace(group, seconds=np.where(closed[None, :], np.inf, group.seconds)))
-    return Problem(tuple(groups), problem.budget)
-
-
-def _workspace(request: PlanRequest) -> int:
+def _empty(request: PlanRequest) -> Plan:
+    """A plan of nothing."""
+    limits = [int(limit * UNIT) if math.isfinite(limit) else None for limit in budgets(request).tolist()]
+    hbm, host = (Budget(limit_bytes=limit, used_bytes=0, seconds_per_gib=0.0) for limit in limits)
     has_gpu = request.topology.hbm_bytes > 0 and len(request.tables) > 0
-    return request.profile.costs(request.runtime).workspace_bytes if has_gpu else 0
-
-
-def _budget(request: PlanRequest, resource: int, use: float, price: float) -> Budget:
-    limit = float(budgets(request)[resource])
-    return Budget(
-        limit_bytes=int(limit * UNIT) if math.isfinite(limit) else None,
-        used_bytes=round(use * UNIT),
-        seconds_per_gib=price * 1024,
+    return Plan(
+        status=Status.UNKNOWN,
+        runtime=request.runtime,
+        seconds=None,
+        bound_seconds=None,
+        gap=None,
+        placements=(),
+        modules=(),
+        hbm=hbm,
+        host=host,
+        workspace_bytes=request.profile.costs(request.runtime).workspace_bytes if has_gpu else 0,
+        hardware=request.profile.name,
     )
 
 
-def _opening(module: Module) -> tuple[object, ...]:
-    """Equal for tables that run as one: row-wise ones share a ratio, those of a rank or host only their mode."""
-    if module.layout.scope is Scope.EVERYWHERE:
-        return (module.layout, module.mode, module.ratio)
-    return (module.layout.scope, module.mode)
+def _plan_of(request: PlanRequest, problem: Problem, placed: Placed) -> Plan:
+    """A placement in full, of which nothing is proved."""
+    modules, empty = _modules(request, problem, placed), _empty(request)
+    host_seconds, dense_ms = _host_seconds(modules), request.step.dense_ms
+    return replace(
+        empty,
+        status=Status.FEASIBLE,
+        seconds=placed.seconds,
+        placements=_placements(request, problem, placed, modules),
+        modules=tuple({module.name: module for module in modules.values()}.values()),
+        hbm=replace(empty.hbm, used_bytes=round(float(placed.use[0]) * UNIT)),
+        host=replace(empty.host, used_bytes=round(float(placed.use[1]) * UNIT)),
+        host_seconds=host_seconds,
+        step_seconds=None if dense_ms is None else max(host_seconds, dense_ms / 1e3 + placed.seconds),
+    )
 
 
 def _chosen(problem: Problem, placed: Placed) -> dict[int, tuple[int, int, int]]:
@@ -183,28 +201,33 @@ def _host_seconds(modules: dict[int, FusedModule]) -> float:
 
 
 def _modules(request: PlanRequest, problem: Problem, placed: Placed) -> dict[int, FusedModule]:
-    """The fused module of each table; tables in one have the same one."""
+    """The fused module of each table; tables in one have the same one.
+
+    Row-wise tables share a ratio, those of a rank or host only their mode.
+    """
     costs = request.profile.costs(request.runtime)
-    members: dict[tuple[object, ...], list[int]] = {}
-    chosen = _chosen(problem, placed)
-    for index, table in enumerate(request.tables):
-        number, _, module = chosen[index]
-        members.setdefault((table.fuse_key, _opening(problem.groups[number].modules[module])), []).append(index)
+    members: dict[tuple[object, ...], dict[int, Module]] = {}
+    for table, (number, _, column) in sorted(_chosen(problem, placed).items()):
+        module = problem.groups[number].modules[column]
+        alike: tuple[object, ...] = (module.layout.scope, module.mode)
+        if module.layout.scope is Scope.EVERYWHERE:
+            alike = (module.layout, module.mode, module.ratio)
+        members.setdefault((request.tables[table].fuse_key, alike), {})[table] = module
     found: dict[int, FusedModule] = {}
     used: set[str] = set()
-    for indices in members.values():
-        own = [problem.groups[number].modules[module] for number, _, module in (chosen[i] for i in indices)]
-        stem = f"{request.tables[indices[0]].group}/{own[0].mode.value.lower()}".lstrip("/")
+    for mine in members.values():
+        first, module = next(iter(mine.items()))
+        stem = f"{request.tables[first].group}/{module.mode.value.lower()}".lstrip("/")
         name = next(n for n in itertools.chain([stem], (f"{stem}-{k}" for k in itertools.count(2))) if n not in used)
         used.add(name)
         fused = FusedModule(
             name=name,
-            mode=own[0].mode,
-            ratio=own[0].ratio if len({each.ratio for each in own}) == 1 else None,
-            tables=tuple(request.tables[index].name for index in indices),
-            fixed_seconds=fixed_seconds(costs, own[0].mode),
+            mode=module.mode,
+            ratio=module.ratio if len({each.ratio for each in mine.values()}) == 1 else None,
+            tables=tuple(request.tables[index].name for index in mine),
+            fixed_seconds=fixed_seconds(costs, module.mode),
         )
-        found |= dict.fromkeys(indices, fused)
+        found |= dict.fromkeys(mine, fused)
     return found
 
 
@@ -212,10 +235,9 @@ def _placements(
     request: PlanRequest, problem: Problem, placed: Placed, modules: dict[int, FusedModule]
 ) -> tuple[Placement, ...]:
     found = []
-    chosen = _chosen(problem, placed)
-    for index, table in enumerate(request.tables):
-        number, row, column = chosen[index]
-        group = problem.groups[number]
+    local = request.topology.local_ranks
+    for index, (number, row, column) in sorted(_chosen(problem, placed).items()):
+        table, group = request.tables[index], problem.groups[number]
         module = group.modules[column]
         seconds, hbm, host = group.shard(row, column).tolist()
         load = rank_load(request, table, module.layout)
@@ -223,33 +245,33 @@ def _placements(
         more = (group.hbm[row] * group.scale[1] - hbm) / 1024
         saved = seconds - group.seconds[row] * group.scale[0]
         helps = (more > 0) & (saved > 0)
+        if module.mode is Mode.CACHING:
+            miss_rate = float(load.keys.misses(np.array([float(rows * load.shards)]))[0])
+        else:
+            hit = request.profile.costs(request.runtime).hybrid_hit
+            miss_rate = {Mode.HBM_ONLY: 0.0, Mode.HOST_ONLY: 1.0}.get(module.mode, 1 - hit * module.ratio)
+        places = placed.places.get(index, ())
+        if module.layout.scope is Scope.HOST:
+            places = tuple(host * local + rank for host in places for rank in range(local))
         entry = Placement(
             table=table.name,
             mode=module.mode,
             ratio=module.ratio,
             sharding=module.layout.sharding,
             column_shards=module.layout.pieces,
-            ranks=_ranks(request, module.layout, placed.places.get(index, ())),
+            ranks=places,
             module=modules[index].name,
             hbm_bytes=round(hbm * UNIT),
             host_bytes=round(host * UNIT),
-            hbm_value_bytes=_value_bytes(request, table, module.layout, module.mode, module.ratio),
+            hbm_value_bytes=_value_bytes(request, table, module, rows),
             cache_rows=rows,
             seconds=seconds,
             unique_keys=load.unique,
-            miss_rate=_miss_rate(request, table, module.layout, module.mode, module.ratio, rows),
+            miss_rate=miss_rate,
             seconds_per_gib=float((saved[helps] / more[helps]).max()) if helps.any() else 0.0,
         )
         found.append(entry)
     return tuple(found)
-
-
-def _ranks(request: PlanRequest, layout: Layout, places: tuple[int, ...]) -> tuple[int, ...]:
-    """Ranks of each piece of a table one after the other."""
-    local = request.topology.local_ranks
-    if layout.scope is Scope.HOST:
-        return tuple(host * local + rank for host in places for rank in range(local))
-    return places
 
 
 def _cache_rows(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float) -> int:
@@ -262,20 +284,11 @@ def _cache_rows(request: PlanRequest, table: Table, layout: Layout, mode: Mode, 
     return rows if mode is Mode.HBM_ONLY else max(1, int(rows * ratio))
 
 
-def _value_bytes(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float) -> int:
-    rows = _cache_rows(request, table, layout, mode, ratio)
+def _value_bytes(request: PlanRequest, table: Table, module: Module, rows: int) -> int:
     if request.runtime is not Runtime.DYNAMICEMB:
-        return rows * layout.shard(table, request.topology).dim * table.value_bytes
+        return rows * module.layout.shard(table, request.topology).dim * table.value_bytes
     row = row_bytes(table, training=request.step.training)
-    if mode not in (Mode.CACHING, Mode.HYBRID):
+    if module.mode not in (Mode.CACHING, Mode.HYBRID):
         return rows * row
     # DynamicEmb adds up the bytes of fused tables and takes their ratio: whole rows would make it a little too small.
-    return math.ceil(_cache_rows(request, table, layout, Mode.HBM_ONLY, 1.0) * ratio * row)
-
-
-def _miss_rate(request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float, rows: int) -> float:
-    if mode is Mode.CACHING:
-        load = rank_load(request, table, layout)
-        return float(load.keys.misses(np.array([float(rows * load.shards)]))[0])
-    hit = request.profile.costs(request.runtime).hybrid_hit
-    return {Mode.HBM_ONLY: 0.0, Mode.HOST_ONLY: 1.0}.get(mode, 1 - hit * ratio)
+    return math.ceil(_cache_rows(request, table, module.layout, Mode.HBM_ONLY, 1.0) * module.ratio * row)

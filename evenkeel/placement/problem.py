@@ -8,25 +8,26 @@ sequence tables of one collection have one width.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from evenkeel.placement.invalid_input import InvalidInputError, require
+from evenkeel.placement.invalid_input import InvalidInputError, TimeIsUpError, require
 from evenkeel.placement.layouts import ROW_WISE, Layout, Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode, Runtime, Sharding, Table
-from evenkeel.placement.options import PAGE, TableOptions, allowed_modes, ratio_grid, table_layouts, table_options
+from evenkeel.placement.options import PAGE, Option, allowed_modes, ratio_grid, table_layouts, table_options
 from evenkeel.placement.request import PlanRequest
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 Agreement = tuple[Hashable, Hashable]
 """What is agreed on, and what it would be."""
+Choice = tuple[IntArray, ...]
+"""For each group, the module of each of its tables."""
 
 UNIT = float(1 << 20)
 """Bytes in a unit of the solver: sizes are multiples of a page, so units of 1 MiB are exact in floating point."""
@@ -74,11 +75,6 @@ class Group:
     host: FloatArray
     scale: FloatArray
 
-    @property
-    def is_spread(self) -> BoolArray:
-        """(modules,) whether a table is on all ranks alike."""
-        return np.array([module.layout.scope is Scope.EVERYWHERE for module in self.modules], dtype=bool)
-
     def shard(self, row: int, module: int) -> FloatArray:
         """(3,) time, HBM and host memory of a shard of a table."""
         mean = np.array([self.seconds[row, module], self.hbm[row, module], self.host[row, module]])
@@ -117,13 +113,42 @@ class Problem:
         """The problem without shards that fit on no rank or host, or that take a rank longer than `most`."""
         groups = []
         for group in self.groups:
-            finite = np.isfinite(group.seconds)
-            seconds = np.where(finite, group.seconds, 0.0) * group.scale[0]
-            fits = finite & (seconds <= most)
+            fits = group.seconds * group.scale[0] <= most
             fits &= group.hbm * group.scale[1] <= self.budget[0] + SLACK
             fits &= group.host * group.scale[2] <= self.budget[1] + SLACK
             groups.append(replace(group, seconds=np.where(fits, group.seconds, np.inf)))
         return Problem(tuple(groups), self.budget)
+
+    def without(self, closed: Callable[[Module], bool]) -> Problem:
+        """The problem without some modules."""
+        groups = []
+        for group in self.groups:
+            away = np.array([closed(module) for module in group.modules])
+            groups.append(replace(group, seconds=np.where(away[None, :], np.inf, group.seconds)))
+        return Problem(tuple(groups), self.budget)
+
+    def cost(self, choice: Choice) -> float:
+        """The cost of a choice on the average rank."""
+        pairs = zip(self.groups, choice, strict=True)
+        return float(sum(group.seconds[np.arange(len(mine)), mine].sum() for group, mine in pairs))
+
+    def usage(self, choice: Choice) -> FloatArray:
+        """(2,) HBM and host memory of a choice on the average rank and host, in units."""
+        use = np.zeros(2)
+        for group, mine in zip(self.groups, choice, strict=True):
+            rows = np.arange(len(mine))
+            use += [group.hbm[rows, mine].sum(), group.host[rows, mine].sum()]
+        return use
+
+    def is_agreed(self, choice: Choice) -> bool:
+        """Whether tables agree on what they must agree on."""
+        agreed: dict[Hashable, Hashable] = {}
+        for group, mine in zip(self.groups, choice, strict=True):
+            for module in np.unique(mine).tolist():
+                for what, chosen in group.modules[module].agreements:
+                    if agreed.setdefault(what, chosen) != chosen:
+                        return False
+        return True
 
     @property
     def num_tables(self) -> int:
@@ -133,7 +158,7 @@ class Problem:
     @property
     def has_shards(self) -> bool:
         """Whether a table may have shards that are not on all ranks."""
-        return any(not group.is_spread.all() for group in self.groups)
+        return any(m.layout.scope is not Scope.EVERYWHERE for group in self.groups for m in group.modules)
 
     def least_shard(self, resource: int) -> float:
         """The largest shard that some rank must hold: time (0), HBM (1) or host memory (2) of no plan is less."""
@@ -164,82 +189,74 @@ def build_problem(request: PlanRequest, grid: FloatArray | None = None, *, watch
         watch: Asked before each table.
 
     Raises:
-        InvalidInputError: If a table has nothing to choose from, if what tables are pinned to cannot be agreed on, or
-            if time is up.
+        InvalidInputError: If a table has nothing to choose from, or if time is up.
         SolveCancelledError: If `watch` says so.
     """
     grid = ratio_grid(len(request.tables), request.solver.ratio_steps) if grid is None else grid
+    _check_columns(request)
     fused: dict[object, list[int]] = {}
     for index, table in enumerate(request.tables):
         fused.setdefault(table.fuse_key, []).append(index)
-    together = [tuple(indices) for indices in fused.values() if len(indices) > 1]
-    alone = tuple(indices[0] for indices in fused.values() if len(indices) == 1)
-    groups = [_group(request, indices, grid, watch, is_fused=True) for indices in together]
-    if alone:
-        groups.append(_group(request, alone, grid, watch, is_fused=False))
-    _check_columns(request)
-    return Problem(tuple(groups), budgets(request))
+    groups = [_group(request, indices, grid, watch) for indices in fused.values() if len(indices) > 1]
+    alone = [indices[0] for indices in fused.values() if len(indices) == 1]
+    return Problem((*groups, *([_group(request, alone, grid, watch)] if alone else [])), budgets(request))
 
 
-def _group(
-    request: PlanRequest, indices: tuple[int, ...], grid: FloatArray, watch: Watch | None, *, is_fused: bool
-) -> Group:
+def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Watch | None) -> Group:
+    """Tables with one fuse key, or all that have no other to fuse with."""
+    is_fused = len({request.tables[index].fuse_key for index in indices}) < len(indices)
     pins = [t.ratio for t in (request.tables[index] for index in indices) if t.ratio and t.ratio < 1]
     fine, coarse = (np.unique([*ratios, *pins]) for ratios in (grid, _thinned(grid, len(request.tables))))
     options = [_options(request, index, fine, coarse, watch) for index in indices]
-    widths: dict[Sharding, set[int]] = {}
-    for option in options:
-        for layout, mode, dim in zip(option.layouts, option.modes, option.dims.tolist(), strict=True):
-            if mode is Mode.CACHING:
-                widths.setdefault(layout.sharding, set()).add(dim)
-    columns: dict[Module, int] = {}
+    shares_caches = is_fused and request.runtime is Runtime.TORCHREC
+    cached = {(each.layout.sharding, each.dim) for own in options for each in own if each.mode is Mode.CACHING}
+    modules: dict[Module, int] = {}
     cells: list[tuple[int, int, float, float, float]] = []
-    for row, (index, option) in enumerate(zip(indices, options, strict=True)):
+    for row, (index, own) in enumerate(zip(indices, options, strict=True)):
         table = request.tables[index]
-        for number, (layout, mode, ratio) in enumerate(zip(option.layouts, option.modes, option.ratios, strict=True)):
-            dim = int(option.dims[number])
-            shared = is_fused and mode is Mode.CACHING and request.runtime is Runtime.TORCHREC
-            for width in sorted(w for w in widths[layout.sharding] if w >= dim) if shared else [dim]:
-                agreed = _agreements(request, table, layout, mode, float(ratio), width if shared else 0, is_fused)
-                column = columns.setdefault(Module(layout, mode, float(ratio), agreed), len(columns))
-                hbm = option.hbm[number] + (width - dim) * option.slot_bytes[number]
-                cells.append((row, column, option.seconds[number], hbm / UNIT, option.host[number] / UNIT))
-    modules = tuple(columns)
+        for each in own:
+            widths = [each.dim]
+            if shares_caches and each.mode is Mode.CACHING:
+                widths = [dim for sharding, dim in cached if sharding is each.layout.sharding and dim >= each.dim]
+            for width in widths:
+                agreements = _agreements(request, table, each, width) if is_fused else ()
+                agreements += _column_width(request, table, each.layout)
+                module = Module(each.layout, each.mode, each.ratio, agreements)
+                hbm = each.hbm + (width - each.dim) * each.slot_bytes
+                cells.append((row, modules.setdefault(module, len(modules)), each.seconds, hbm, each.host))
     values = np.array(cells)
-    rows, places = values[:, 0].astype(np.int64), values[:, 1].astype(np.int64)
+    rows, columns = values[:, 0].astype(np.int64), values[:, 1].astype(np.int64)
     seconds = np.full((len(indices), len(modules)), np.inf)
     hbm, host = np.zeros(seconds.shape), np.zeros(seconds.shape)
-    seconds[rows, places], hbm[rows, places], host[rows, places] = values[:, 2:].T
+    seconds[rows, columns], hbm[rows, columns], host[rows, columns] = values[:, 2], *(values[:, 3:].T / UNIT)
     scale = np.array([whole_shards(request, module.layout) for module in modules]).T
-    group = Group(indices, modules, seconds, hbm, host, scale)
-    if is_fused and any(request.tables[i].modes or request.tables[i].ratio is not None for i in indices):
-        _check_pins(request, group)
-    return group
+    return Group(tuple(indices), tuple(modules), seconds, hbm, host, scale)
 
 
 def _options(
     request: PlanRequest, index: int, fine: FloatArray, coarse: FloatArray, watch: Watch | None
-) -> TableOptions:
+) -> list[Option]:
     """All placements of one table."""
     table = request.tables[index]
     if watch is not None and watch.is_over():
         what = f"is over before the placements of {len(request.tables)} tables are priced"
         remedy = "give more time, fewer tables or fewer ratio_steps"
-        raise InvalidInputError("solver.time_limit_s", request.solver.time_limit_s, what, remedy)
+        raise TimeIsUpError("solver.time_limit_s", request.solver.time_limit_s, what, remedy)
+    layouts = table_layouts(request, table)
     try:
-        parts = [
-            table_options(request, table, fine if layout == ROW_WISE else coarse, layout)
-            for layout in table_layouts(request, table)
+        found = [
+            option
+            for layout in layouts
+            for option in table_options(request, table, fine if layout == ROW_WISE else coarse, layout)
         ]
     except OverflowError:
         what = "asks for more bytes or lookups than can be counted"
         remedy = "lower ids_per_sample, features or step.samples_per_rank, or plan for fewer ranks"
         raise InvalidInputError(f"tables[{index}].ids_per_sample", table.ids_per_sample, what, remedy) from None
-    found = TableOptions.joined(parts)
     remedy = "allow another mode or ratio, or lower samples_per_rank or prefetch_depth"
     given = [mode.value for mode in table.modes] if table.modes else table.ratio
     field = f"tables[{index}].{'modes' if table.modes else 'ratio'}"
-    require(len(found.modes) > 0, field, given, "leaves the table no placement that can run", remedy)
+    require(len(found) > 0, field, given, "leaves the table no placement that can run", remedy)
     return found
 
 
@@ -248,86 +265,28 @@ def _thinned(grid: FloatArray, tables: int) -> FloatArray:
     return grid if len(grid) <= most else grid[np.unique(np.linspace(0, len(grid) - 1, most).round().astype(np.int64))]
 
 
-def _agreements(
-    request: PlanRequest, table: Table, layout: Layout, mode: Mode, ratio: float, width: int, is_fused: bool
-) -> tuple[Agreement, ...]:
-    found: list[Agreement] = []
-    if is_fused and request.runtime is Runtime.DYNAMICEMB:
-        found.append((("ratio", table.fuse_key, mode is Mode.CACHING), (mode, ratio)))
-    elif is_fused and mode is Mode.CACHING:
-        choice = (ratio, width) if layout == ROW_WISE else width
-        found.append((("cache", table.fuse_key, layout.sharding), choice))
-    if request.runtime is Runtime.TORCHREC and layout.sharding is Sharding.COLUMN_WISE and not table.pooled:
-        # Widths that are given and differ are refused where the plan is applied.
-        alike = len(_given_widths(request, table.group)) < 2
-        found += [(("columns", table.group), table.dim // layout.pieces)] if alike else []
-    return tuple(found)
+def _agreements(request: PlanRequest, table: Table, option: Option, width: int) -> tuple[Agreement, ...]:
+    """What fused tables agree on: ratios, and in TorchRec the width of the cache that they share."""
+    cached = option.mode is Mode.CACHING
+    if request.runtime is Runtime.DYNAMICEMB:
+        return ((("ratio", table.fuse_key, cached), (option.mode, option.ratio)),)
+    choice = (option.ratio, width) if option.layout == ROW_WISE else width
+    return ((("cache", table.fuse_key, option.layout.sharding), choice),) if cached else ()
+
+
+def _column_width(request: PlanRequest, table: Table, layout: Layout) -> tuple[Agreement, ...]:
+    """Sequence tables of a TorchRec collection are cut at one width, unless those that are given differ."""
+    is_cut = request.runtime is Runtime.TORCHREC and layout.sharding is Sharding.COLUMN_WISE and not table.pooled
+    if not is_cut or len(_given_widths(request, table.group)) > 1:  # which is refused where the plan is applied
+        return ()
+    return ((("columns", table.group), table.dim // layout.pieces),)
 
 
 @lru_cache(maxsize=64)
 def _given_widths(request: PlanRequest, group: str) -> frozenset[int]:
     """Widths of column shards that the sequence tables of a collection are given."""
-    own = (t for t in request.tables if t.group == group and not t.pooled and Sharding.COLUMN_WISE in t.shardings)
-    return frozenset(table.dim // table.column_shards for table in own if table.column_shards)
-
-
-def whole_shards(request: PlanRequest, layout: Layout) -> FloatArray:
-    """(3,) what the time, HBM and memory of the average rank and host are multiplied by to be those of one shard.
-
-    Time and HBM are those of the rank, or of each rank of the host, that the shard is on; memory is that of its host.
-    """
-    if layout.scope is Scope.EVERYWHERE:
-        return np.ones(3)
-    places = layout.places(request.topology) / layout.pieces
-    hosts = request.topology.ranks // request.topology.local_ranks / layout.pieces
-    return np.array([places, places, hosts])
-
-
-def _check_pins(request: PlanRequest, group: Group) -> None:
-    """Fused tables that are pinned to what cannot be agreed on are named."""
-    axes: dict[Hashable, dict[Hashable, BoolArray]] = {}
-    free = np.zeros(len(group.tables), dtype=bool)
-    can = np.isfinite(group.seconds)
-    for column, module in enumerate(group.modules):
-        agreed = [a for a in module.agreements if isinstance(a[0], tuple) and a[0][0] != "columns"]
-        if not agreed:
-            free |= can[:, column]
-        for what, choice in agreed:
-            axis = axes.setdefault(what, {None: np.zeros(len(free), dtype=bool)})
-            axis[choice] = axis.get(choice, False) | can[:, column]
-    if len(axes) > 2:
-        return
-    sides = [np.stack(list(axis.values()), axis=1) for axis in axes.values()]
-    sides += [np.zeros((len(free), 1), dtype=bool)] * (2 - len(sides))
-    named: list[int] = []
-    while True:
-        allowed = np.ones((sides[0].shape[1], sides[1].shape[1]), dtype=bool)
-        for row in named:
-            allowed &= free[row] | sides[0][row][:, None] | sides[1][row][None, :]
-        if named and not allowed.any():
-            raise _contradiction(request, [group.tables[row] for row in sorted(named)])
-        for row in range(len(free)):
-            allowed &= free[row] | sides[0][row][:, None] | sides[1][row][None, :]
-            if not allowed.any():
-                named.append(row)
-                break
-        else:
-            return
-
-
-def _contradiction(request: PlanRequest, indices: list[int]) -> InvalidInputError:
-    index, table = indices[-1], request.tables[indices[-1]]
-    others = ", ".join(_pins(request.tables[i]) for i in indices[:-1])
-    what = f"contradicts {others}: {table.name!r} fuses with them, and fused tables share their modes and ratios"
-    remedy = "pin them alike, leave one open, or give one another group"
-    given = [mode.value for mode in table.modes] if table.ratio is None else table.ratio
-    return InvalidInputError(f"tables[{index}].{'modes' if table.ratio is None else 'ratio'}", given, what, remedy)
-
-
-def _pins(table: Table) -> str:
-    ratio = "" if table.ratio is None else f" ratio {table.ratio:g}"
-    modes = "" if not table.modes else f" modes {'|'.join(mode.value for mode in table.modes)}"
-    return f"{table.name!r} ({(modes + ratio).strip() or 'open'})"
+    mine = (t for t in request.tables if t.group == group and not t.pooled and Sharding.COLUMN_WISE in t.shardings)
+    return frozenset(table.dim // table.column_shards for table in mine if table.column_shards)
 
 
 def _check_columns(request: PlanRequest) -> None:
@@ -346,6 +305,18 @@ def _check_columns(request: PlanRequest) -> None:
         remedy = "TorchRec exchanges sequences of one width: allow row_wise, or make their widths multiples of one"
         given = [sharding.value for sharding in table.shardings]
         require(bool(known & widths), f"tables[{index}].sharding", given, what, remedy)
+
+
+def whole_shards(request: PlanRequest, layout: Layout) -> FloatArray:
+    """(3,) what the time, HBM and memory of the average rank and host are multiplied by to be those of one shard.
+
+    Time and HBM are those of the rank, or of each rank of the host, that the shard is on; memory is that of its host.
+    """
+    if layout.scope is Scope.EVERYWHERE:
+        return np.ones(3)
+    places = layout.places(request.topology) / layout.pieces
+    hosts = request.topology.ranks // request.topology.local_ranks / layout.pieces
+    return np.array([places, places, hosts])
 
 
 def modes_of(request: PlanRequest) -> set[Mode]:

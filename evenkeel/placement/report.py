@@ -6,10 +6,10 @@ backward pass, what a cache adds to a table in HBM is the fetching of missed row
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from evenkeel.placement.request import PlanRequest
 from evenkeel.placement.timing import mode_seconds
 
 FloatArray = npt.NDArray[np.float64]
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,23 +103,15 @@ class HostParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imbalance:
-    """How far shares are from equal, as TorchRec's planner measures it: 0 is even, 1 is all in one place.
+    """How far shares are from equal.
 
     Attributes:
         of: What is shared: `seconds` and `hbm_bytes` over ranks, `host_bytes` over hosts.
         max_over_mean: The largest over the mean.
-        total_variation: Largest distance of a share from the even one.
-        total_distance: Sum of these distances; up to 2.
-        chi_divergence: Chi-squared divergence from even shares, over the largest there is.
-        kl_divergence: Kullback-Leibler divergence from even shares, over the largest there is.
     """
 
     of: str
     max_over_mean: float
-    total_variation: float
-    total_distance: float
-    chi_divergence: float
-    kl_divergence: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,86 +131,70 @@ class Report:
     imbalance: tuple[Imbalance, ...]
 
 
-class _Parts(NamedTuple):
-    forward: float
-    backward: float
-    communication: float
-    prefetch: float
-
-
 def make_report(request: PlanRequest, plan: Plan) -> Report | None:
     """The report of a plan; `None` where the plan has no placements."""
     if not plan.placements:
         return None
     ranks, local = request.topology.ranks, request.topology.local_ranks
-    tables = {table.name: table for table in request.tables}
-    parts = tuple(_table_parts(request, tables[placed.table], placed) for placed in plan.placements)
-    everywhere = [entry for entry in parts if not entry.ranks]
-    figures = np.zeros((6, ranks)) + _sums(everywhere)[:, None]
-    host_bytes = np.zeros(ranks // local) + sum(entry.host_bytes for entry in everywhere)
-    on_host = np.zeros(ranks // local, dtype=np.int64) + sum(entry.host_bytes > 0 for entry in everywhere)
-    common = Counter(entry.sharding.value for entry in everywhere)
-    held: list[list[TableParts]] = [[] for _ in range(ranks)]
-    for entry in parts:
+    tables = tuple(_table_parts(request, *each) for each in zip(request.tables, plan.placements, strict=True))
+    figures = np.zeros((5, ranks))  # HBM and the four parts of time
+    host_bytes, on_host = np.zeros((2, ranks // local), dtype=np.int64)
+    everywhere: Counter[str] = Counter()
+    on_rank: list[list[TableParts]] = [[] for _ in range(ranks)]
+    for entry in tables:
+        times = (entry.forward_seconds, entry.backward_seconds, entry.communication_seconds, entry.prefetch_seconds)
+        share = np.array([entry.hbm_bytes, *times])[:, None]
         if not entry.ranks:
-            continue
-        share = _sums([entry])
-        for rank in entry.ranks:
-            figures[:, rank] += share
-            held[rank].append(entry)
-        for host in _hosts(entry, local):
-            shards = sum(rank // local == host for rank in entry.ranks)
+            everywhere[entry.sharding.value] += 1
+            figures += share
+            shards = np.ones(len(host_bytes), dtype=np.int64)
+        else:
+            for rank in entry.ranks:
+                on_rank[rank].append(entry)
+            held = np.bincount(entry.ranks, minlength=ranks)
+            figures += share * held
             whole_host = Layout(entry.sharding).scope is Scope.HOST
-            host_bytes[host] += entry.host_bytes * (shards // local if whole_host else shards)
-            on_host[host] += entry.host_bytes > 0
-    figures[5] += sum(module.fixed_seconds for module in plan.modules)
+            shards = held.reshape(-1, local).sum(axis=1) // (local if whole_host else 1)
+        host_bytes += entry.host_bytes * shards
+        on_host += (shards > 0) & (entry.host_bytes > 0)
+    spread = {"seconds": figures[1:].sum(axis=0), "hbm_bytes": figures[0], "host_bytes": host_bytes.astype(np.float64)}
     return Report(
-        ranks=_ranks(figures, held, common, len(everywhere)),
-        hosts=_host_entries(host_bytes, on_host, local),
-        tables=parts,
+        ranks=_ranks(figures, on_rank, everywhere, sum(module.fixed_seconds for module in plan.modules)),
+        hosts=tuple(
+            HostParts(hosts=tuple(hosts), ranks=local, tables=number, host_bytes=used)
+            for (used, number), hosts in _alike(zip(host_bytes.tolist(), on_host.tolist(), strict=True)).items()
+        ),
+        tables=tables,
         imbalance=tuple(
-            _imbalance(name, values)
-            for name, values in (
-                ("seconds", figures[1:5].sum(axis=0)),
-                ("hbm_bytes", figures[0]),
-                ("host_bytes", host_bytes),
-            )
+            Imbalance(of=name, max_over_mean=float(values.max() / values.mean()))
+            for name, values in spread.items()
             if values.sum() > 0
         ),
     )
 
 
-def _sums(entries: list[TableParts]) -> FloatArray:
-    """(6,) HBM, the four parts of time, and no fixed time."""
-    rows = [
-        (e.hbm_bytes, e.forward_seconds, e.backward_seconds, e.communication_seconds, e.prefetch_seconds, 0.0)
-        for e in entries
-    ]
-    total: FloatArray = np.array(rows, dtype=np.float64).reshape(-1, 6).sum(axis=0)
-    return total
-
-
-def _hosts(entry: TableParts, local: int) -> set[int]:
-    return {rank // local for rank in entry.ranks}
+def _alike(keys: Iterable[K]) -> dict[K, list[int]]:
+    """Numbers of the places that have each key, by the first of them."""
+    found: dict[K, list[int]] = {}
+    for number, key in enumerate(keys):
+        found.setdefault(key, []).append(number)
+    return found
 
 
 def _ranks(
-    figures: FloatArray, held: list[list[TableParts]], common: Counter[str], everywhere: int
+    figures: FloatArray, on_rank: list[list[TableParts]], everywhere: Counter[str], fixed: float
 ) -> tuple[RankParts, ...]:
-    alike: dict[object, list[int]] = {}
-    for rank, entries in enumerate(held):
+    keys = []
+    for rank, entries in enumerate(on_rank):
         kinds = Counter(entry.sharding.value for entry in entries)
-        names = frozenset(entry.table for entry in entries)
-        alike.setdefault((figures[:, rank].tobytes(), len(names), tuple(sorted(kinds.items()))), []).append(rank)
+        keys.append((figures[:, rank].tobytes(), len({e.table for e in entries}), tuple(sorted(kinds.items()))))
     found = []
-    for ranks in alike.values():
-        first = ranks[0]
-        hbm, forward, backward, communication, prefetch, fixed = figures[:, first].tolist()
-        shards = common + Counter(entry.sharding.value for entry in held[first])
+    for (_, tables, kinds), ranks in _alike(keys).items():
+        hbm, forward, backward, communication, prefetch = figures[:, ranks[0]].tolist()
         entry = RankParts(
             ranks=tuple(ranks),
-            tables=everywhere + len({entry.table for entry in held[first]}),
-            shards=dict(sorted(shards.items())),
+            tables=everywhere.total() + tables,
+            shards=dict(sorted((everywhere + Counter(dict(kinds))).items())),
             hbm_bytes=round(hbm),
             forward_seconds=forward,
             backward_seconds=backward,
@@ -230,18 +207,25 @@ def _ranks(
     return tuple(found)
 
 
-def _host_entries(host_bytes: FloatArray, tables: npt.NDArray[np.int64], local: int) -> tuple[HostParts, ...]:
-    alike: dict[tuple[int, int], list[int]] = {}
-    for host, (used, number) in enumerate(zip(host_bytes.tolist(), tables.tolist(), strict=True)):
-        alike.setdefault((round(used), number), []).append(host)
-    return tuple(
-        HostParts(hosts=tuple(hosts), ranks=local, tables=number, host_bytes=used)
-        for (used, number), hosts in alike.items()
-    )
-
-
 def _table_parts(request: PlanRequest, table: Table, placed: Placement) -> TableParts:
-    parts = _parts(request, table, placed)
+    """Parts that sum up to the placement's time, whatever the model leaves out or rounds."""
+    profile, layout = request.profile, Layout(placed.sharding, placed.column_shards)
+    load = rank_load(request, table, layout)
+
+    def seconds(mode: Mode, **changes: Any) -> float:
+        ratios, rows = np.array([placed.ratio]), np.array([float(placed.cache_rows)])
+        costs, changed = profile.costs(request.runtime), replace(load, **changes)
+        return float(mode_seconds(profile, costs, changed, mode, ratios, rows)[0])
+
+    cached = placed.mode is Mode.CACHING
+    mode = Mode.HBM_ONLY if cached else placed.mode
+    prefetch = 0.0
+    if cached:
+        prefetch = seconds(Mode.CACHING, uncached_state_bytes=0) - seconds(mode, uncached_state_bytes=0)
+    known = np.maximum(0.0, [seconds(mode, training=False), communication_seconds(request, table, layout), prefetch])
+    if known.sum() > 0 and (not load.training or known.sum() > placed.seconds):
+        known *= placed.seconds / known.sum()
+    forward, communication, prefetch = known.tolist()
     return TableParts(
         table=placed.table,
         mode=placed.mode,
@@ -249,54 +233,8 @@ def _table_parts(request: PlanRequest, table: Table, placed: Placement) -> Table
         ranks=placed.ranks,
         hbm_bytes=placed.hbm_bytes,
         host_bytes=placed.host_bytes,
-        forward_seconds=parts.forward,
-        backward_seconds=parts.backward,
-        communication_seconds=parts.communication,
-        prefetch_seconds=parts.prefetch,
-    )
-
-
-def _parts(request: PlanRequest, table: Table, placed: Placement) -> _Parts:
-    """Parts that sum up to the placement's time, whatever the model leaves out or rounds."""
-    profile = request.profile
-    costs = profile.costs(request.runtime)
-    layout = Layout(placed.sharding, placed.column_shards)
-    load = rank_load(request, table, layout)
-
-    def seconds(mode: Mode, *, training: bool) -> float:
-        ratios, rows = np.array([placed.ratio]), np.array([float(placed.cache_rows)])
-        return float(mode_seconds(profile, costs, replace(load, training=training), mode, ratios, rows)[0])
-
-    cached = placed.mode is Mode.CACHING
-    mode = Mode.HBM_ONLY if cached else placed.mode
-    forward = seconds(mode, training=False)
-    prefetch = 0.0
-    if cached:
-        values = replace(load, uncached_state_bytes=0)
-        ratios, rows = np.array([placed.ratio]), np.array([float(placed.cache_rows)])
-        times = [mode_seconds(profile, costs, values, each, ratios, rows)[0] for each in (mode, Mode.CACHING)]
-        prefetch = float(times[1] - times[0])
-    communication = communication_seconds(request, table, layout)
-    parts = [max(0.0, part) for part in (forward, communication, prefetch)]
-    if not load.training or sum(parts) > placed.seconds:
-        scale = placed.seconds / sum(parts) if sum(parts) else 0.0
-        parts = [part * scale for part in parts]
-    backward = max(0.0, placed.seconds - sum(parts)) if load.training else 0.0
-    return _Parts(parts[0], backward, parts[1], parts[2])
-
-
-def _imbalance(of: str, values: FloatArray) -> Imbalance:
-    share, number = values / values.sum(), len(values)
-    even = 1 / number
-    apart = np.abs(share - even)
-    held = share[share > 0]
-    most_chi = (1 - even) ** 2 * number + (number - 1) * even
-    kl = float((held * np.log(number * held)).sum()) / math.log(number) if number > 1 else 0.0
-    return Imbalance(
-        of=of,
-        max_over_mean=float(values.max() / values.mean()),
-        total_variation=float(apart.max()),
-        total_distance=float(apart.sum()),
-        chi_divergence=float((apart**2 * number).sum()) / most_chi if number > 1 else 0.0,
-        kl_divergence=max(0.0, kl),
+        forward_seconds=forward,
+        backward_seconds=max(0.0, placed.seconds - float(known.sum())) if load.training else 0.0,
+        communication_seconds=communication,
+        prefetch_seconds=prefetch,
     )

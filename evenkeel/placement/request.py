@@ -6,10 +6,9 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from evenkeel.placement.access import Histogram
-from evenkeel.placement.bounds import Length, Range, Share, check_bounds
+from evenkeel.placement.access import Eviction, Histogram
+from evenkeel.placement.fields import Length, Range, Share, check_fields
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
-from evenkeel.placement.hit_rates import Eviction
 from evenkeel.placement.invalid_input import InvalidInputError, require
 from evenkeel.placement.layouts import WIDTH_UNIT
 from evenkeel.placement.model import DataType, Mode, Runtime, Sharding, Step, Table, Topology
@@ -37,7 +36,7 @@ class SolverOptions:
     time_limit_s: Annotated[float, Range(0.01, 3600)] = 30.0
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,7 @@ class PlanRequest:
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
         seen: set[str] = set()
         for index, table in enumerate(self.tables):
             field_name = f"tables[{index}].name"

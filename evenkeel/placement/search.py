@@ -11,27 +11,26 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import highspy
 import numpy as np
 import numpy.typing as npt
-import scipy.sparse as sp
 
-from evenkeel.placement.dual import DualPoint, maximise_dual
 from evenkeel.placement.limits import Watch
-from evenkeel.placement.milp import MOST_COLUMNS, solve_milp
-from evenkeel.placement.problem import SLACK, Group, Problem
+from evenkeel.placement.problem import SLACK, Choice, Group, Problem
+from evenkeel.placement.program import MOST_COLUMNS, Highs, solve_core
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
-Choice = tuple[IntArray, ...]
-"""For each group, the module of each of its tables."""
 
 _MOST_PAIRS = 1 << 16
 _BLOCK = 1 << 20
 _ITERATIONS = 40
-_BISECTIONS = 8
+_TOLERANCE = 1e-7
+_MOST_PRICE = 1e5
+"""In units of (all of the cost) per (all of a budget): far above any that an optimum needs."""
 _STEEP = 1e4
-"""Prices at which hardly anything but memory counts."""
+"""Prices in the same units at which hardly anything but memory counts."""
+_BISECTIONS = 8
 _FIRST_CORE = 1_500
 _SHARE = 0.4
 """Of the time that is left, for a core that a larger one follows."""
@@ -56,33 +55,6 @@ class Solution:
     prices: FloatArray
 
 
-def cost_of(problem: Problem, choice: Choice) -> float:
-    """The cost of a choice on the average rank."""
-    return float(
-        sum(g.seconds[np.arange(len(mine)), mine].sum() for g, mine in zip(problem.groups, choice, strict=True))
-    )
-
-
-def usage(problem: Problem, choice: Choice) -> FloatArray:
-    """(2,) HBM and host memory of a choice on the average rank and host, in units."""
-    use = np.zeros(2)
-    for group, mine in zip(problem.groups, choice, strict=True):
-        rows = np.arange(len(mine))
-        use += [group.hbm[rows, mine].sum(), group.host[rows, mine].sum()]
-    return use
-
-
-def is_agreed(problem: Problem, choice: Choice) -> bool:
-    """Whether tables agree on what they must agree on."""
-    agreed: dict[Hashable, Hashable] = {}
-    for group, mine in zip(problem.groups, choice, strict=True):
-        for module in np.unique(mine).tolist():
-            for what, chosen in group.modules[module].agreements:
-                if agreed.setdefault(what, chosen) != chosen:
-                    return False
-    return True
-
-
 def solve(problem: Problem, watch: Watch, *, gap: float = 0.0, start: Choice | None = None) -> Solution:
     """The cheapest choice within both budgets on the average rank.
 
@@ -98,14 +70,14 @@ def solve(problem: Problem, watch: Watch, *, gap: float = 0.0, start: Choice | N
     return _Search(problem.limited(), watch, gap).run(start)
 
 
-class _PricedGroup:
+class PricedGroup:
     """A group under prices. Of what its tables agree on, at most two things are gone through; others are relaxed."""
 
     def __init__(self, group: Group) -> None:
+        """Finds the two things with most choices that no module has both of."""
         self.group = group
         axes: dict[Hashable, dict[Hashable, list[int]]] = {}
-        usable = np.isfinite(group.seconds).any(axis=0)
-        for column in np.flatnonzero(usable).tolist():
+        for column in np.flatnonzero(np.isfinite(group.seconds).any(axis=0)).tolist():
             for what, choice in group.modules[column].agreements:
                 axes.setdefault(what, {}).setdefault(choice, []).append(column)
         self.sides: list[IntArray] = []
@@ -117,150 +89,184 @@ class _PricedGroup:
             if len(choices) > 1 and len(self.sides) < 2 and not columns & taken and pairs * size <= _MOST_PAIRS:
                 pairs *= size
                 taken |= columns
-                most = max(map(len, choices.values()))
-                side = np.full((size, most), len(group.modules), dtype=np.int64)
+                side = np.full((size, max(map(len, choices.values()))), len(group.modules), dtype=np.int64)
                 for number, members in enumerate(choices.values()):
                     side[number, : len(members)] = members
                 self.sides.append(side)
+        self.sides += [np.full((1, 1), len(group.modules), dtype=np.int64)] * (2 - len(self.sides))
         self.free = np.array([m for m in range(len(group.modules)) if m not in taken], dtype=np.int64)
 
-    def price(self, prices: FloatArray) -> tuple[float, IntArray, FloatArray]:
-        """Least priced cost, the modules that have it, and (tables, modules) the least with each of them chosen."""
-        group = self.group
-        priced = group.seconds + prices[0] * group.hbm + prices[1] * group.host
-        padded = np.concatenate([priced, np.full((len(priced), 1), np.inf)], axis=1)
-        rows = np.arange(len(priced))
-        if not self.sides:
-            chosen = priced.argmin(axis=1)
-            least = priced[rows, chosen]
-            value = float(least.sum())
-            return value, chosen, value + (priced - least[:, None] if np.isfinite(value) else priced)
-        free = padded[:, self.free].min(axis=1) if len(self.free) else np.full(len(priced), np.inf)
-        by = [padded[:, side].min(axis=2) for side in self.sides]
-        floors = np.full(priced.shape, np.inf)
-        if len(by) == 1:
-            low = np.minimum(free[:, None], by[0])
-            totals = low.sum(axis=0)
-            best = (int(totals.argmin()),)
-            value = float(totals[best])
-            rest = np.where(np.isfinite(totals), totals - np.where(np.isfinite(low), low, 0.0), np.inf)
-            floors[:, self.free] = priced[:, self.free] + rest.min(axis=1)[:, None]
-            for number, members in enumerate(self.sides[0][:-1]):
-                own = members[members < len(group.modules)]
-                floors[:, own] = priced[:, own] + rest[:, number : number + 1]
-        else:
-            pairs = self._pairs(free, *by)
-            best = np.unravel_index(int(pairs.argmin()), pairs.shape)  # type: ignore[assignment]
-            value = float(pairs[best])
-            floors[:, self.free] = value
-            for side, lows in zip(self.sides, (pairs.min(axis=1), pairs.min(axis=0)), strict=True):
-                for number, members in enumerate(side[:-1]):
-                    floors[:, members[members < len(group.modules)]] = lows[number]
-            floors[~np.isfinite(priced)] = np.inf
+    def price(self, prices: FloatArray, rows: slice = slice(None)) -> tuple[float, IntArray]:
+        """Least priced cost of some of the tables, infinite where they cannot agree, and the modules that have it."""
+        priced = self._priced(prices)[rows]
+        first, second = self._sides_of(priced)
+        totals = self._totals(first, second)
+        best = np.unravel_index(int(totals.argmin()), totals.shape)
         opened = np.concatenate([self.free, *(side[number] for side, number in zip(self.sides, best, strict=True))])
-        chosen = opened[padded[:, opened].argmin(axis=1)]
-        return value, np.minimum(chosen, len(group.modules) - 1), floors
+        chosen = opened[priced[:, opened].argmin(axis=1)]
+        return float(totals[best]), np.minimum(chosen, len(self.group.modules) - 1)
 
-    def _pairs(self, free: FloatArray, first: FloatArray, second: FloatArray) -> FloatArray:
-        """(first, second) sums over tables of the least of what is open."""
-        total = np.zeros((first.shape[1], second.shape[1]))
-        first = np.minimum(first, free[:, None])
-        step = max(1, _BLOCK // total.size)
-        for row in range(0, len(free), step):
-            part = slice(row, row + step)
-            total += np.minimum(first[part, :, None], second[part, None, :]).sum(axis=0)
-        return total
+    def floors(self, prices: FloatArray) -> FloatArray:
+        """(tables, modules) no choice of the group with that module for that table has a lower priced cost."""
+        priced = self._priced(prices)
+        first, second = self._sides_of(priced)
+        totals = self._totals(first, second)
+        floors = np.full(priced.shape, np.inf)
+        for part in self._blocks(len(priced)):
+            own = np.minimum(first[part, :, None], second[part, None, :])
+            others = totals - np.where(np.isfinite(own), own, 0.0)  # least cost of all other tables
+            floors[part, self.free] = others.min(axis=(1, 2))[:, None]
+            for side, least in zip(self.sides, (others.min(axis=2), others.min(axis=1)), strict=True):
+                for number, members in enumerate(side[:-1]):
+                    floors[part, members] = least[:, number : number + 1]
+        return (floors + priced)[:, :-1]
+
+    def _priced(self, prices: FloatArray) -> FloatArray:
+        """(tables, modules + 1) priced costs; the last is infinite, for what is not there."""
+        priced = self.group.seconds + prices[0] * self.group.hbm + prices[1] * self.group.host
+        return np.concatenate([priced, np.full((len(priced), 1), np.inf)], axis=1)
+
+    def _sides_of(self, priced: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """(tables, choices) least of each table by the choice of either side; in the first also of what is free."""
+        free = priced[:, [*self.free, -1]].min(axis=1)
+        first, second = (priced[:, side].min(axis=2) for side in self.sides)
+        return np.minimum(first, free[:, None]), second
+
+    def _totals(self, first: FloatArray, second: FloatArray) -> FloatArray:
+        """(first, second) sums over tables for each pair of choices."""
+        totals = np.zeros((first.shape[1], second.shape[1]))
+        for part in self._blocks(len(first)):
+            totals += np.minimum(first[part, :, None], second[part, None, :]).sum(axis=0)
+        return totals
+
+    def _blocks(self, rows: int) -> list[slice]:
+        step = max(1, _BLOCK // (len(self.sides[0]) * len(self.sides[1])))
+        return [slice(first, first + step) for first in range(0, rows, step)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """The dual at some prices: a bound on every cost that keeps the budgets, and use less budget, its supergradient."""
+
+    prices: FloatArray
+    value: float
+    excess: FloatArray
 
 
 class _Search:
     """State of one search."""
 
     def __init__(self, problem: Problem, watch: Watch, gap: float) -> None:
-        self.problem, self.watch = problem, watch
-        self.gap = gap
-        self.priced = [_PricedGroup(group) for group in problem.groups]
-        self.floors = [np.full(group.seconds.shape, -np.inf) for group in problem.groups]
+        self.problem, self.watch, self.gap = problem, watch, gap
+        self.groups = [PricedGroup(group) for group in problem.groups]
         self.limited = np.isfinite(problem.budget)
         finite = [np.where(np.isfinite(group.seconds), group.seconds, 0.0) for group in problem.groups]
         self.dearest = float(sum(seconds.max(axis=1).sum() for seconds in finite)) * (1 + 1e-9) + 1e-12
+        self.scale = np.where(self.limited, self.dearest / np.maximum(problem.budget, 1.0), 0.0)
         self.best: Choice | None = None
         self.cost = np.inf
 
     def run(self, start: Choice | None) -> Solution:
         """Prices, then cores."""
+        none = Solution(None, np.inf, np.inf, True, np.zeros(2))
         if any(not np.isfinite(group.seconds).any(axis=1).all() for group in self.problem.groups):
-            return Solution(None, np.inf, np.inf, True, np.zeros(2))
+            return none
+        self.watch.is_over()
         if start is not None:
             self._offer(start)
-        scale = np.where(self.limited, self.dearest / np.maximum(self.problem.budget, 1.0), 0.0)
-        steep = _STEEP * scale
-        self.watch.check()
-        frugal = self._evaluate(np.zeros(2))
-        if self.best is None and np.any(frugal.excess > 0):
-            frugal = self._evaluate(steep)
-        dual = maximise_dual(
-            self._evaluate, scale, iterations=_ITERATIONS, cutoff=self.dearest, is_over=self.watch.is_over
-        )
-        prices, bound = dual.best.prices, dual.best.value
-        if max(bound, frugal.value) > self.dearest:
-            return Solution(None, np.inf, np.inf, True, prices)
-        if self.cost > bound * (1 + self.gap):
-            self._towards(prices, steep)
-        bound, proved = self._cores(bound)
+        points = self._best_prices()
+        best = max(points, key=lambda point: point.value)
+        if best.value > self.dearest:
+            return none
+        if self.cost > best.value * (1 + self.gap):
+            self._towards(best.prices)
+        bound, proved = self._cores(best)
         if self.best is None:
-            return Solution(None, np.inf, np.inf if proved else bound, proved, prices)
-        return Solution(self.best, self.cost, min(bound, self.cost), proved, prices)
+            bound = np.inf if proved else bound
+        return Solution(self.best, self.cost, min(bound, self.cost), proved, best.prices)
 
-    def _evaluate(self, prices: FloatArray) -> DualPoint:
-        """The dual at some prices; floors and the best choice follow."""
-        found = [group.price(prices) for group in self.priced]
-        values = np.array([value for value, _, _ in found])
-        limited = self.limited
-        value = float(values.sum()) - float(prices[limited] @ (self.problem.budget[limited] + SLACK))
+    def _evaluate(self, prices: FloatArray) -> _Point:
+        """The dual at some prices."""
+        found = [group.price(prices) for group in self.groups]
+        value = sum(least for least, _ in found) - self._worth(prices)
         if not np.isfinite(value):
-            return DualPoint(prices, np.inf, np.zeros(2))
-        for floor, own, (_, _, mine) in zip(self.floors, values, found, strict=True):
-            np.maximum(floor, mine + (value - own), out=floor)
-        choice = tuple(chosen for _, chosen, _ in found)
-        excess = np.where(limited, usage(self.problem, choice) - self.problem.budget - SLACK, -1.0)
+            return _Point(prices, np.inf, np.zeros(2))
+        choice = tuple(chosen for _, chosen in found)
+        excess = np.where(self.limited, self.problem.usage(choice) - self.problem.budget - SLACK, -1.0)
         if np.all(excess <= 0):
             self._offer(choice)
-        return DualPoint(prices, value, excess)
+        return _Point(prices, value, excess)
+
+    def _worth(self, prices: FloatArray) -> float:
+        """What the budgets cost at some prices."""
+        return float(prices[self.limited] @ (self.problem.budget[self.limited] + SLACK))
+
+    def _floors(self, prices: FloatArray) -> list[FloatArray]:
+        """(tables, modules) of each group: no choice with that module for that table costs less."""
+        least = [group.price(prices)[0] for group in self.groups]
+        rest = sum(least) - self._worth(prices)
+        return [group.floors(prices) + (rest - own) for group, own in zip(self.groups, least, strict=True)]
+
+    def _best_prices(self) -> list[_Point]:
+        """The dual at more and more prices, by cutting planes: it is concave and piecewise linear in two prices."""
+        points = [self._evaluate(np.zeros(2))]
+        if np.all(points[0].excess <= 0):
+            return points
+        if self.best is None:
+            points.append(self._evaluate(_STEEP * self.scale))
+        model, infinity = Highs(output_flag=False), highspy.kHighsInf
+        nothing = (0, np.zeros(0, dtype=np.int32), np.zeros(0))
+        model.addCol(-1.0, -infinity, infinity, *nothing)
+        for _ in range(2):
+            model.addCol(0.0, 0.0, _MOST_PRICE, *nothing)
+        added = 0
+        while len(points) < _ITERATIONS and not self.watch.is_over():
+            for point in points[added:]:  # the dual <= value + excess . (prices - here), with prices in their scale
+                row = np.array([1.0, *(-point.excess * self.scale)])
+                side = point.value - float(point.excess @ point.prices)
+                model.addRow(-infinity, side, 3, np.arange(3, dtype=np.int32), row)
+            added = len(points)
+            model.run()
+            upper, *prices = model.getSolution().col_value
+            best = max(point.value for point in points)
+            if upper - best <= _TOLERANCE * max(abs(best), abs(upper), 1e-12) or best > self.dearest:
+                break
+            points.append(self._evaluate(np.maximum(0.0, np.array(prices)) * self.scale))
+        return points
 
     def _offer(self, choice: Choice) -> bool:
         """Takes a choice that keeps the budgets and is agreed on, if it is the best so far; whether it is allowed."""
-        cost = cost_of(self.problem, choice)
-        fits = np.all(usage(self.problem, choice) <= self.problem.budget + SLACK)
-        if not fits or not np.isfinite(cost) or not is_agreed(self.problem, choice):
+        cost = self.problem.cost(choice)
+        fits = bool(np.all(self.problem.usage(choice) <= self.problem.budget + SLACK))
+        if not fits or not np.isfinite(cost) or not self.problem.is_agreed(choice):
             return False
         if cost < self.cost:
             self.best, self.cost = choice, cost
         return True
 
-    def _towards(self, prices: FloatArray, steep: FloatArray) -> None:
+    def _towards(self, prices: FloatArray) -> None:
         """Looks for a choice that fits at prices a little above those of the optimum."""
         low, high = 0.0, 1.0
         for _ in range(_BISECTIONS):
             if self.watch.is_over():
                 return
             middle = 1e-6 if low == 0 and high == 1 else float(np.sqrt(max(low, 1e-9) * high))
-            point = self._evaluate(prices + middle * (steep - prices))
+            point = self._evaluate(prices + middle * (_STEEP * self.scale - prices))
             low, high = (low, middle) if np.all(point.excess <= 0) else (middle, high)
 
-    def _cores(self, bound: float) -> tuple[float, bool]:
+    def _cores(self, best: _Point) -> tuple[float, bool]:
         """Programs over more and more options; the bound that they prove, and whether that settles the search."""
-        finite = np.sort(np.concatenate([floor[np.isfinite(floor)] for floor in self.floors] or [np.zeros(1)]))
+        bound, floors = best.value, self._floors(best.prices)
+        finite = np.sort(np.concatenate([floor[np.isfinite(floor)] for floor in floors] or [np.zeros(1)]))
         size = _FIRST_CORE + 3 * self.problem.num_tables
         while True:
             cutoff = self.dearest * (1 + 1e-6) if self.best is None else self.cost * (1 - self.gap)
             if bound >= cutoff:
                 return bound, True
-            if self.watch.is_over():
-                return bound, False
-            reach = min(cutoff, float(finite[min(size, len(finite) - 1)]) if size < len(finite) else np.inf)
-            kept = [floor < reach for floor in self.floors]
+            reach = min(cutoff, float(finite[size]) if size < len(finite) else np.inf)
+            kept = [floor < reach for floor in floors]
             is_all = reach >= cutoff
-            if sum(int(mask.sum()) for mask in kept) > MOST_COLUMNS:
+            if self.watch.is_over() or sum(int(mask.sum()) for mask in kept) > MOST_COLUMNS:
                 return bound, False
             watch = self.watch.part(1.0 if is_all else _SHARE)
             core = solve_core(self.problem, kept, gap=self.gap / 2, start=self.best, watch=watch)
@@ -269,136 +275,5 @@ class _Search:
                 # What is outside of the core costs at least `reach`.
                 bound = max(bound, min(core.bound, reach))
             if is_all:
-                if core.choice is None and self.best is None and core.proved:
-                    return np.inf, True
-                return min(bound, self.cost), core.proved and allowed
+                return bound, core.proved and allowed
             size *= 4
-
-
-@dataclass(frozen=True, slots=True)
-class Core:
-    """Outcome of a program over some options.
-
-    Attributes:
-        choice: The modules; `None` where none was found.
-        bound: No choice among the options costs less; infinite where there is none.
-        proved: Whether the program was solved to its gap, or proved to have no solution.
-    """
-
-    choice: Choice | None
-    bound: float
-    proved: bool
-
-
-def solve_core(problem: Problem, kept: list[BoolArray], *, gap: float, start: Choice | None, watch: Watch) -> Core:
-    """The cheapest choice among (tables, modules) kept options of each group, in HiGHS."""
-    if not all(mask.any(axis=1).all() for mask in kept):
-        return Core(None, np.inf, True)
-    program = _Program(problem, kept)
-    scale = 1.0 / max(float(np.abs(program.costs).max(initial=0.0)), 1e-300)
-    matrix, low, high = program.constraints()
-    columns = len(program.costs)
-    result = solve_milp(
-        program.costs * scale,
-        matrix,
-        low,
-        high,
-        np.ones(columns, dtype=bool),
-        np.ones(columns),
-        gap=gap,
-        start=None if start is None else program.values(start),
-        watch=watch,
-    )
-    bound = result.bound / scale if np.isfinite(result.bound) else result.bound
-    return Core(None if result.values is None else program.choice(result.values), bound, result.proved)
-
-
-class _Program:
-    """Columns say which option a table takes, and which of its choices each agreement is; the budgets come last."""
-
-    def __init__(self, problem: Problem, kept: list[BoolArray]) -> None:
-        self.problem = problem
-        self.cells = [np.nonzero(mask) for mask in kept]
-        self.firsts = np.cumsum([0, *(len(rows) for rows, _ in self.cells)]).tolist()
-        choices: dict[Hashable, dict[Hashable, int]] = {}
-        for group, (_, modules) in zip(problem.groups, self.cells, strict=True):
-            for module in np.unique(modules).tolist():
-                for what, choice in group.modules[module].agreements:
-                    choices.setdefault(what, {}).setdefault(choice, 0)
-        self.agreed: dict[tuple[Hashable, Hashable], int] = {}
-        self._rows = 0
-        self._entries: list[tuple[IntArray, IntArray, FloatArray]] = []
-        self._sides: list[tuple[FloatArray, FloatArray]] = []
-        costs = [g.seconds[cells] for g, cells in zip(problem.groups, self.cells, strict=True)]
-        for what, names in choices.items():
-            if len(names) > 1:
-                first = self.firsts[-1] + len(self.agreed)
-                self.agreed |= {(what, choice): first + number for number, choice in enumerate(names)}
-                self._add(np.zeros(len(names), dtype=np.int64), first + np.arange(len(names)), 1.0, -np.inf, 1.0)
-        self.costs = np.concatenate([*costs, np.zeros(len(self.agreed))])
-        for number, group in enumerate(problem.groups):
-            self._add_group(number, group)
-
-    def _add_group(self, number: int, group: Group) -> None:
-        rows, modules = self.cells[number]
-        columns = self.firsts[number] + np.arange(len(rows))
-        self._add(rows, columns, 1.0, 1.0, 1.0)
-        for slot in range(max((len(module.agreements) for module in group.modules), default=0)):
-            slots = [m.agreements[slot] if slot < len(m.agreements) else None for m in group.modules]
-            column_of = np.array([-1 if a is None else self.agreed.get(a, -1) for a in slots], dtype=np.int64)[modules]
-            linked = np.flatnonzero(column_of >= 0)
-            if not len(linked):
-                continue
-            pairs, link = np.unique(np.stack([rows[linked], column_of[linked]]), axis=1, return_inverse=True)
-            link = link.ravel()
-            where = np.concatenate([link, np.arange(pairs.shape[1])])
-            values = np.concatenate([np.ones(len(link)), -np.ones(pairs.shape[1])])
-            self._add(where, np.concatenate([columns[linked], pairs[1]]), values, -np.inf, 0.0)
-
-    def _add(self, row: IntArray, column: IntArray, value: FloatArray | float, low: float, high: float) -> None:
-        number = int(row.max()) + 1
-        self._entries.append((row + self._rows, column, np.broadcast_to(np.asarray(value, dtype=float), row.shape)))
-        self._sides.append((np.full(number, low), np.full(number, high)))
-        self._rows += number
-
-    def constraints(self) -> tuple[sp.csr_matrix, FloatArray, FloatArray]:
-        """The matrix, and the lower and upper side of each of its rows."""
-        row, column, value = (np.concatenate(part) for part in zip(*self._entries, strict=True))
-        low, high = (np.concatenate(part) for part in zip(*self._sides, strict=True))
-        matrix = sp.csr_matrix((value, (row, column)), shape=(self._rows, len(self.costs)))
-        pairs = list(zip(self.problem.groups, self.cells, strict=True))
-        none = np.zeros(len(self.agreed))
-        uses = [
-            np.concatenate([*(g.hbm[c] for g, c in pairs), none]),
-            np.concatenate([*(g.host[c] for g, c in pairs), none]),
-        ]
-        limited = [b for b in range(2) if np.isfinite(self.problem.budget[b])]
-        stacked = sp.vstack([matrix, *(sp.csr_matrix(uses[b][None, :]) for b in limited)]).tocsr()
-        budget = self.problem.budget[limited] + SLACK / 2
-        return stacked, np.concatenate([low, np.full(len(limited), -np.inf)]), np.concatenate([high, budget])
-
-    def values(self, choice: Choice) -> FloatArray | None:
-        """(columns,) the values that stand for a choice; `None` where a column for it is missing."""
-        values = np.zeros(len(self.costs))
-        for number, (group, (rows, modules), mine) in enumerate(
-            zip(self.problem.groups, self.cells, choice, strict=True)
-        ):
-            taken = mine[rows] == modules
-            if taken.sum() < len(group.tables):
-                return None
-            values[self.firsts[number] : self.firsts[number + 1]] = taken
-            for module in np.unique(mine).tolist():
-                for agreement in group.modules[module].agreements:
-                    if agreement in self.agreed:
-                        values[self.agreed[agreement]] = 1.0
-        return values
-
-    def choice(self, values: FloatArray) -> Choice:
-        """For each group, the module of each of its tables."""
-        found = []
-        for number, (group, (rows, modules)) in enumerate(zip(self.problem.groups, self.cells, strict=True)):
-            taken = values[self.firsts[number] : self.firsts[number + 1]] > 0.5
-            mine = np.zeros(len(group.tables), dtype=np.int64)
-            mine[rows[taken]] = modules[taken]
-            found.append(mine)
-        return tuple(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,44 +11,28 @@ from evenkeel.placement.layouts import Scope
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.placing import place, solve_and_place
 from evenkeel.placement.plan import Shortage
-from evenkeel.placement.problem import SLACK, UNIT, Problem, budgets
+from evenkeel.placement.problem import SLACK, UNIT, Choice, Problem, budgets
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.search import Solution, solve
+from evenkeel.placement.search import solve
 
 _PAGE = 4096
-_GROWTH = (1.0, 1.003, 1.01, 1.03, 1.07, 1.15, 1.3, 1.6, 2.2)
 _SHARES = (0.1, 0.1, 0.5, 1.0)
 """Of the time that is left: for the least use of each budget by itself, and beside the other as it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """What is needed of one budget, the other being what it is, in units.
-
-    Attributes:
-        least: Nothing below this does; infinite where nothing does.
-        enough: Known to do; infinite where nothing is known to.
-    """
-
-    least: float
-    enough: float
 
 
 def explain_shortage(request: PlanRequest, problem: Problem, watch: Watch) -> Shortage:
     """What keeps every plan of a request from fitting, and the least that would change it."""
     roomy = problem.with_budget(np.inf, np.inf)
-    alone = [solve(roomy.minimising(b), watch.part(share)) for b, share in zip((0, 1), _SHARES, strict=False)]
+    alone = [solve(roomy.minimising(b), watch.part(_SHARES[b])) for b in range(2)]
     needs_more = [alone[b].bound > problem.budget[b] + SLACK for b in range(2)]
     binding = ("hbm" if needs_more[0] else "host") if needs_more[0] != needs_more[1] else "both"
     needs = [_need(request, problem, b, watch.part(_SHARES[2 + b])) for b in range(2)]
-    enough = [_size(request, b, need.enough) for b, need in enumerate(needs)]
-    least = [_size(request, b, need.least) for b, need in enumerate(needs)]
+    least, enough = ([_size(request, b, need[number]) for b, need in enumerate(needs)] for number in range(2))
     now = (request.topology.hbm_bytes, request.topology.host_bytes or 0)
     short = [None if value is None else max(0, value - have) for value, have in zip(enough, now, strict=True)]
     resource = 1 if binding == "host" else 0
-    tables = _largest(request, problem, alone[resource], resource)
     homeless = [request.tables[index].name for index in _without_rank(problem)]
-    tables = (*homeless, *(name for name in tables if name not in homeless))
+    tables = dict.fromkeys([*homeless, *_largest(request, problem, alone[resource].choice, resource)])
     return Shortage(
         binding=binding,
         hbm_shortfall_bytes=short[0],
@@ -57,8 +41,8 @@ def explain_shortage(request: PlanRequest, problem: Problem, watch: Watch) -> Sh
         smallest_host_bytes=enough[1],
         least_hbm_bytes=least[0],
         least_host_bytes=least[1],
-        tables=tables[: max(5, len(homeless))],
-        explanation=_explain(request, binding, enough, least, tables, homeless=homeless),
+        tables=tuple(tables)[: max(5, len(homeless))],
+        explanation=_explain(request, binding, enough, least, list(tables), homeless),
     )
 
 
@@ -73,38 +57,23 @@ def _without_rank(problem: Problem) -> list[int]:
     return found
 
 
-def _need(request: PlanRequest, problem: Problem, resource: int, watch: Watch) -> _Need:
+def _need(request: PlanRequest, problem: Problem, resource: int, watch: Watch) -> tuple[float, float]:
+    """Units of a budget, the other being what it is: nothing below the first does, the second is known to do."""
     if not np.isfinite(problem.budget[resource]):  # there is all that there could be
-        return _Need(np.inf, np.inf)
+        return np.inf, np.inf
     lifted = problem.minimising(resource)
     found = solve(lifted, watch.part(0.5 if problem.has_shards else 1.0))
     if not problem.has_shards:
         exact = found.proved and found.bound >= found.cost * (1 - 1e-12)
-        return _Need(found.cost if exact else found.bound, found.cost)
+        return found.cost if exact else found.bound, found.cost
     if not np.isfinite(found.bound):
-        return _Need(np.inf, np.inf)
-    larger = problem.with_budget(*(np.inf if b == resource else float(problem.budget[b]) for b in range(2))).limited()
-    least = max(found.bound, larger.least_shard(1 + resource))
-    if resource:
-        return _Need(least, _known_to_place(request, problem, resource, least, watch))
-    # With HBM in the place of time, the fullest rank is the slowest one.
-    placed, _ = solve_and_place(lifted, request.topology, watch)
-    return _Need(least, np.inf if placed is None else max(least, float(placed.use[0])))
-
-
-def _known_to_place(request: PlanRequest, problem: Problem, resource: int, least: float, watch: Watch) -> float:
-    """A budget under which shards were put on ranks; infinite where none was found."""
-    for number, growth in enumerate(_GROWTH):
-        if watch.is_over():
-            break
-        budget = problem.budget.copy()
-        budget[resource] = math.ceil(least * growth * UNIT / _PAGE) * _PAGE / UNIT
-        larger = problem.with_budget(float(budget[0]), float(budget[1]))
-        found = solve(larger, watch.part(1 / (len(_GROWTH) - number)), gap=0.01)
-        placed = None if found.choice is None else place(larger, request.topology, found.choice, watch)
-        if placed is not None:
-            return float(placed.use[resource])
-    return np.inf
+        return np.inf, np.inf
+    least = max(found.bound, lifted.limited().least_shard(1 + resource))
+    if resource == 0:  # with HBM in the place of time, the fullest rank is the slowest one
+        placed, _ = solve_and_place(lifted, request.topology, watch)
+    else:
+        placed = None if found.choice is None else place(lifted, request.topology, found.choice)
+    return least, np.inf if placed is None else max(least, float(placed.use[resource]))
 
 
 def _size(request: PlanRequest, resource: int, units: float) -> int | None:
@@ -134,17 +103,13 @@ def smallest_bytes(request: PlanRequest, resource: int, units: float) -> int:
     return min(total, 2**53)
 
 
-def _largest(
-    request: PlanRequest, problem: Problem, solution: Solution, resource: int, count: int = 5
-) -> tuple[str, ...]:
-    if solution.choice is None:
-        return ()
+def _largest(request: PlanRequest, problem: Problem, choice: Choice | None, resource: int) -> list[str]:
+    """Names of the tables that take most of a budget in a choice, the largest five."""
     sizes: list[tuple[float, str]] = []
-    for group, chosen in zip(problem.groups, solution.choice, strict=True):
+    for group, mine in zip(problem.groups, choice or (), strict=choice is not None):
         use = group.host if resource else group.hbm
-        for row, table in enumerate(group.tables):
-            sizes.append((-float(use[row, chosen[row]]), request.tables[table].name))
-    return tuple(name for _, name in sorted(sizes)[:count])
+        sizes += [(-float(use[row, mine[row]]), request.tables[table].name) for row, table in enumerate(group.tables)]
+    return [name for _, name in sorted(sizes)[:5]]
 
 
 def _explain(
@@ -152,8 +117,7 @@ def _explain(
     binding: str,
     enough: list[int | None],
     least: list[int | None],
-    tables: tuple[str, ...],
-    *,
+    tables: list[str],
     homeless: list[str],
 ) -> str:
     what = {
@@ -166,16 +130,14 @@ def _explain(
         named = ", ".join(homeless[:5])
         what = f"there {are} of which no shard fits on a rank ({named}): more column shards, or row_wise, are smaller"
     machines = request.topology
-    reserved = (
-        machines.hbm_reserved_bytes or machines.hbm_reserved_fraction,
-        machines.host_reserved_bytes or machines.host_reserved_fraction,
+    places = (
+        ("of HBM on every rank", machines.hbm_reserved_bytes or machines.hbm_reserved_fraction),
+        ("of memory on every host", machines.host_reserved_bytes or machines.host_reserved_fraction),
     )
-    names = ("of HBM on every rank", "of memory on every host")
-    places = [
-        f"{name} (with what is reserved of it)" if own else name for name, own in zip(names, reserved, strict=True)
-    ]
     remedies = [
-        f"{_between(most, fewest)} {place}" for most, fewest, place in zip(enough, least, places, strict=True) if fewest
+        f"{_between(most, fewest)} {place}{' (with what is reserved of it)' if reserved else ''}"
+        for most, fewest, (place, reserved) in zip(enough, least, places, strict=True)
+        if fewest
     ]
     if remedies:
         cure = f"what would do, all else equal: {' or '.join(remedies)}"
@@ -191,11 +153,9 @@ def _between(enough: int | None, least: int) -> str:
     below = f"{math.floor(least / 2**30 * 100) / 100:.2f} GiB"
     if enough is None:
         return f"no less than {below} (that less is not enough is proved, that as much is, is not)"
-    if enough == least:
-        return f"{in_gib(enough)} (proved the smallest)"
-    return f"{in_gib(enough)} (less than {below} is proved not to be enough)"
-
-
-def in_gib(size: int) -> str:
-    """A size of which so much is needed, in words: rounded up, as less would not do."""
-    return f"{math.ceil(size / 2**30 * 100) / 100:.2f} GiB"
+    shown = f"{math.ceil(enough / 2**30 * 100) / 100:.2f} GiB"  # rounded up, as less would not do
+    return (
+        f"{shown} (proved the smallest)"
+        if enough == least
+        else f"{shown} (less than {below} is proved not to be enough)"
+    )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from evenkeel.placement.access import StepKeys
 from evenkeel.placement.hardware import HardwareProfile, RuntimeCosts
-from evenkeel.placement.hit_rates import StepKeys
 from evenkeel.placement.model import Mode
 
 FloatArray = npt.NDArray[np.float64]

@@ -3,80 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from evenkeel.placement.layouts import Layout
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.model import Mode
 from evenkeel.placement.options import table_layouts
 from evenkeel.placement.placing import Placed, place
-from evenkeel.placement.problem import SLACK, Problem
+from evenkeel.placement.problem import SLACK, Choice, Problem
 from evenkeel.placement.request import PlanRequest
-from evenkeel.placement.search import Choice, cost_of, is_agreed, usage
 
-IntArray = npt.NDArray[np.int64]
-
-ALL_HBM, ALL_HOST, ALL_CACHED, BY_DENSITY = (
-    "all in HBM",
-    "all in host memory",
-    "all cached alike",
-    "by lookups per byte",
-)
-_MOST_HBM = (Mode.HBM_ONLY, 1.0)
-_ALL_HOST = (Mode.HOST_ONLY, 0.0)
+_Kind = tuple[Mode, float]
+_ALL_HBM: _Kind = (Mode.HBM_ONLY, 1.0)
+_ALL_HOST: _Kind = (Mode.HOST_ONLY, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Trivial:
-    """A trivial plan.
+def trivial_placements(request: PlanRequest, problem: Problem, watch: Watch) -> dict[str, Placed | None]:
+    """Trivial plans by name; `None` where one does not fit, or tables cannot be in it.
 
-    Attributes:
-        name: What it is called.
-        placed: Its choice on ranks; `None` where it does not fit, or tables cannot be in it.
+    All tables in HBM, in host memory, cached at the same ratio, and those in HBM with most lookups by the byte. Each
+    table has the first layout that it allows.
     """
+    number = len(request.tables)
+    if not number:
+        return {}
+    first = _FirstLayouts(request, problem)
+    density = first.by_density()
+    ratios = sorted({m.ratio for group in problem.groups for m in group.modules if m.mode is Mode.CACHING})
 
-    name: str
-    placed: Placed | None
+    def densest(count: int, others: _Kind) -> Choice | None:
+        kinds = dict.fromkeys(range(number), others) | dict.fromkeys(density[:count], _ALL_HBM)
+        return first.choice([kinds[index] for index in range(number)])
 
-
-def trivial_plans(request: PlanRequest, problem: Problem, watch: Watch) -> tuple[Trivial, ...]:
-    """All tables in HBM, in host memory, cached at the same ratio, and those in HBM with most lookups by the byte.
-
-    Each table has the first layout that it allows.
-    """
-    if not request.tables:
-        return ()
-    first = _Layouts(request, problem)
-    density = _density(request, problem, first)
-
-    def densest(count: int, others: tuple[Mode, float]) -> Choice | None:
-        kinds = [others] * len(request.tables)
-        for index in density[:count]:
-            kinds[index] = _MOST_HBM
-        return first.choice(kinds)
-
-    def by_density(others: tuple[Mode, float]) -> Choice | None:
-        return _largest(problem, every + 1, lambda number: densest(number, others), watch)
-
-    ratios = first.ratios
-    every = len(request.tables)
     # Those that are not in HBM: in host memory, or with caches where fused tables are either in HBM or cached.
     rest = [_ALL_HOST, *((Mode.CACHING, ratio) for ratio in ratios[:: max(1, len(ratios) // 4)])]
-    dense = [choice for choice in map(by_density, rest) if choice is not None]
-    found = {
-        ALL_HBM: first.choice([_MOST_HBM] * every),
-        ALL_HOST: first.choice([_ALL_HOST] * every),
-        ALL_CACHED: _largest(problem, len(ratios), lambda n: first.choice([(Mode.CACHING, ratios[n])] * every), watch),
-        BY_DENSITY: min(dense, key=lambda choice: cost_of(problem, choice), default=None),
+    dense = [_largest(problem, number + 1, lambda n, others=others: densest(n, others), watch) for others in rest]  # type: ignore[misc]
+    choices = {
+        "all in HBM": first.choice([_ALL_HBM] * number),
+        "all in host memory": first.choice([_ALL_HOST] * number),
+        "all cached alike": _largest(
+            problem, len(ratios), lambda n: first.choice([(Mode.CACHING, ratios[n])] * number), watch
+        ),
+        "by lookups per byte": min((each for each in dense if each is not None), key=problem.cost, default=None),
     }
-    topology = request.topology
-    return tuple(
-        Trivial(name, None if choice is None else place(problem, topology, choice, watch))
-        for name, choice in found.items()
-    )
+    return {
+        name: None if choice is None else place(problem, request.topology, choice) for name, choice in choices.items()
+    }
 
 
 def _largest(problem: Problem, number: int, make: Callable[[int], Choice | None], watch: Watch) -> Choice | None:
@@ -85,69 +59,61 @@ def _largest(problem: Problem, number: int, make: Callable[[int], Choice | None]
     while low <= high and not watch.is_over():
         middle = (low + high) // 2
         choice = make(middle)
-        if choice is not None and np.all(usage(problem, choice) <= problem.budget + SLACK):
+        if choice is not None and np.all(problem.usage(choice) <= problem.budget + SLACK):
             best, low = choice, middle + 1
         else:
             high = middle - 1
     return best
 
 
-class _Layouts:
+class _FirstLayouts:
     """The modules of each table in the first layout that it allows."""
 
     def __init__(self, request: PlanRequest, problem: Problem) -> None:
-        self.problem = problem
-        layouts = [table_layouts(request, table)[0] for table in request.tables]
+        self.request, self.problem = request, problem
+        self.layouts = [table_layouts(request, table)[0] for table in request.tables]
         self.columns: list[dict[tuple[Layout, Mode, float], list[int]]] = []
-        ratios: set[float] = set()
         for group in problem.groups:
-            columns: dict[tuple[Layout, Mode, float], list[int]] = {}
+            self.columns.append({})
             for column, module in enumerate(group.modules):
-                columns.setdefault((module.layout, module.mode, module.ratio), []).append(column)
-            self.columns.append(columns)
-            ratios |= {module.ratio for module in group.modules if module.mode is Mode.CACHING}
-        self.ratios = sorted(ratios)
-        self.layouts = layouts
+                self.columns[-1].setdefault((module.layout, module.mode, module.ratio), []).append(column)
 
-    def choice(self, kinds: list[tuple[Mode, float]]) -> Choice | None:
+    def _able(self, number: int, row: int, kind: _Kind) -> list[int]:
+        group = self.problem.groups[number]
+        columns = self.columns[number].get((self.layouts[group.tables[row]], *kind), ())
+        return [column for column in columns if np.isfinite(group.seconds[row, column])]
+
+    def choice(self, kinds: list[_Kind]) -> Choice | None:
         """Each table in a mode at a ratio; `None` where one cannot be, or tables cannot agree."""
-        agreed: dict[Hashable, Hashable] = {}
-        rows: list[list[list[int]]] = []
-        for group, columns in zip(self.problem.groups, self.columns, strict=True):
-            mine = []
-            for row, table in enumerate(group.tables):
-                able = [
-                    column
-                    for column in columns.get((self.layouts[table], *kinds[table]), ())
-                    if np.isfinite(group.seconds[row, column])
-                ]
-                if not able:
-                    return None
-                mine.append(able)
-                # A shared cache is as wide as its widest table: of the widths that each can have, the largest least.
-                for what, least in group.modules[able[0]].agreements:
-                    agreed[what] = max(agreed.get(what, least), least)  # type: ignore[call-overload]
-            rows.append(mine)
+        groups = self.problem.groups
+        able = [
+            [self._able(number, row, kinds[table]) for row, table in enumerate(group.tables)]
+            for number, group in enumerate(groups)
+        ]
+        if not all(columns for own in able for columns in own):
+            return None
+        # A shared cache is as wide as its widest table: of the widths that each can have, the largest least.
+        agreed: dict[Hashable, Any] = {}
+        for group, own in zip(groups, able, strict=True):
+            for columns in own:
+                for what, least in group.modules[columns[0]].agreements:
+                    agreed[what] = max(agreed.get(what, least), least)
         found = []
-        for group, mine in zip(self.problem.groups, rows, strict=True):
-            taken = [
-                next((c for c in able if all(agreed[w] == a for w, a in group.modules[c].agreements)), -1)
-                for able in mine
+        for group, own in zip(groups, able, strict=True):
+            fitting = [
+                [c for c in columns if dict(group.modules[c].agreements).items() <= agreed.items()] for columns in own
             ]
-            if -1 in taken:
+            if not all(fitting):
                 return None
-            found.append(np.array(taken, dtype=np.int64))
-        choice = tuple(found)
-        return choice if is_agreed(self.problem, choice) else None
+            found.append(np.array([columns[0] for columns in fitting], dtype=np.int64))
+        return tuple(found)
 
-
-def _density(request: PlanRequest, problem: Problem, first: _Layouts) -> list[int]:
-    """Tables by lookups for each byte of HBM that they take whole, most first."""
-    size = np.full(len(request.tables), np.inf)
-    for group, columns in zip(problem.groups, first.columns, strict=True):
-        for row, table in enumerate(group.tables):
-            for column in columns.get((first.layouts[table], *_MOST_HBM), ()):
-                size[table] = max(1e-9, float(group.hbm[row, column]))
-    lookups = np.array([table.ids_per_sample for table in request.tables])
-    order: list[int] = np.argsort(-lookups / size, kind="stable").tolist()
-    return order
+    def by_density(self) -> list[int]:
+        """Tables by lookups for each byte of HBM that they take whole, most first."""
+        density = np.zeros(len(self.layouts))
+        for number, group in enumerate(self.problem.groups):
+            for row, table in enumerate(group.tables):
+                for column in self._able(number, row, _ALL_HBM):
+                    density[table] = self.request.tables[table].ids_per_sample / max(1e-9, group.hbm[row, column])
+        order: list[int] = np.argsort(-density, kind="stable").tolist()
+        return order

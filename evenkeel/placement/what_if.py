@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -9,15 +10,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evenkeel.placement.invalid_input import require
+from evenkeel.placement.invalid_input import TimeIsUpError, require
 from evenkeel.placement.limits import Watch
+from evenkeel.placement.model import Topology
 from evenkeel.placement.options import ratio_grid
-from evenkeel.placement.placing import Placed, solve_and_place
+from evenkeel.placement.placing import solve_and_place
 from evenkeel.placement.plan import Plan
 from evenkeel.placement.planner import plan
 from evenkeel.placement.problem import Problem, budgets, build_problem
 from evenkeel.placement.request import PlanRequest, with_time
-from evenkeel.placement.search import solve, usage
 from evenkeel.placement.shortage import smallest_bytes
 
 MAX_POINTS = 256
@@ -109,32 +110,33 @@ def what_if(
         require(0 <= size <= 2**53, f"hbm_bytes[{index}]", size, "is no HBM size", "give a number of bytes")
     watch = Watch(request.solver.time_limit_s, should_stop=should_stop, clock=clock)
     base = plan(with_time(request, _SHARE * watch.left()), should_stop=should_stop, clock=clock)
-    # A curve needs no fine grid, but the ratios of the plan itself, so that it passes through it.
-    ratios = [p.ratio for p in base.placements if 0 < p.ratio < 1]
-    steps = min(_CURVE_STEPS, request.solver.ratio_steps or _CURVE_STEPS)
-    grid = np.unique(np.concatenate([ratio_grid(len(request.tables), steps), ratios]))
-    problem = build_problem(request, grid, watch=watch)
-    saves = [None if base.seconds is None else _next(request, b, base.seconds, watch.part(0.2)) for b in range(2)]
-    now = (request.topology.hbm_bytes, request.topology.host_bytes)
-    sizes = [(size, now[1]) for size in sorted(set(hbm_bytes or _hbm_sizes(request, problem, watch.part(0.1), points)))]
-    on_hbm = len(sizes)
-    sizes += [(now[0], size) for size in _host_sizes(request, problem, watch.part(0.1), host_points)]
-    found: dict[int, CurvePoint] = {}
-    for done, number in enumerate(_evenly(len(sizes))):
-        if watch.is_over():
-            break
-        found[number] = _point(request, problem, *sizes[number], watch.part(2 / (1 + len(sizes) - done)))
-    curve = [found[number] for number in sorted(found)]
-    hbm_points = sum(number < on_hbm for number in found)
+    saves: list[float | None] = [None, None]
+    curves: dict[int, list[CurvePoint]] = {0: [], 1: []}
+    with contextlib.suppress(TimeIsUpError):
+        # A curve needs no fine grid, but the ratios of the plan itself, so that it passes through it.
+        ratios = [p.ratio for p in base.placements if 0 < p.ratio < 1]
+        steps = min(_CURVE_STEPS, request.solver.ratio_steps or _CURVE_STEPS)
+        grid = np.unique(np.concatenate([ratio_grid(len(request.tables), steps), ratios]))
+        problem = build_problem(request, grid, watch=watch)
+        if base.seconds is not None:
+            saves = [_next(request, b, base.seconds, watch.part(0.2)) for b in range(2)]
+        on_hbm = sorted(set(hbm_bytes)) or _sizes(request, problem, 0, points, watch.part(0.1))
+        sizes = [(0, size) for size in on_hbm]
+        sizes += [(1, size) for size in _sizes(request, problem, 1, host_points, watch.part(0.1))]
+        for done, number in enumerate(_evenly(len(sizes))):
+            if watch.is_over():
+                break
+            resource, size = sizes[number]
+            part = watch.part(2 / (1 + len(sizes) - done))
+            curves[resource].append(_point(request, problem, resource, size, part))
     values = [TableValue(table=p.table, seconds_per_gib=p.seconds_per_gib) for p in base.placements]
-    values.sort(key=lambda value: -value.seconds_per_gib)
     return WhatIf(
         plan=base,
-        curve=_monotone(curve[:hbm_points]),
-        host_curve=_monotone(curve[hbm_points:]),
+        curve=_monotone(sorted(curves[0], key=lambda point: point.hbm_bytes)),
+        host_curve=_monotone(sorted(curves[1], key=lambda point: point.host_bytes or 0)),
         next_hbm_gib_saves_seconds=saves[0],
         next_host_gib_saves_seconds=saves[1],
-        tables=tuple(value for value in values if value.seconds_per_gib > 0),
+        tables=tuple(v for v in sorted(values, key=lambda v: -v.seconds_per_gib) if v.seconds_per_gib > 0),
     )
 
 
@@ -144,41 +146,34 @@ def _evenly(number: int) -> Iterable[int]:
     return sorted(range(number), key=lambda n: int(f"{n:0{bits}b}"[::-1], 2))
 
 
-def _hbm_sizes(request: PlanRequest, problem: Problem, watch: Watch, points: int) -> tuple[int, ...]:
-    """HBM sizes between the least that works and the most that tables can take, more of them where they are small."""
-    if not request.tables or not points or request.topology.hbm_bytes == 0:
-        return (request.topology.hbm_bytes,) if points else ()
-    placed, found = solve_and_place(problem.minimising(0), request.topology, watch, gap=_CURVE_GAP)
-    if placed is None or found.choice is None:
-        return ()
-    groups = [np.where(np.isfinite(group.seconds), group.hbm, 0.0) for group in problem.groups]
-    roomy = problem.with_budget(np.inf, float(problem.budget[1]))
-    most = max(sum(float(hbm.max(axis=1).sum()) for hbm in groups), roomy.least_shard(1))
-    least = max(float(placed.use[0]), 1.0)
-    return tuple(smallest_bytes(request, 0, math.ceil(u)) for u in np.geomspace(least, max(most, least), points))
+def _sizes(request: PlanRequest, problem: Problem, resource: int, points: int, watch: Watch) -> list[int]:
+    """Sizes of HBM (0) or of a host's memory (1) between the least that works and what the best plan of all takes."""
+    if points and not resource and not (request.tables and request.topology.hbm_bytes):
+        return [request.topology.hbm_bytes]
+    if not points or not request.tables:
+        return []
+    budget = [np.inf if b == resource else float(problem.budget[b]) for b in range(2)]
+    frugal, _ = solve_and_place(problem.minimising(resource), request.topology, watch.part(0.5), gap=_CURVE_GAP)
+    best, _ = solve_and_place(problem.with_budget(*budget), request.topology, watch, gap=_CURVE_GAP)
+    if frugal is None or best is None:
+        return []
+    least = max(1.0, float(frugal.use[resource]))
+    units = np.geomspace(least, max(least, float(best.use[resource])), points)
+    return sorted({smallest_bytes(request, resource, math.ceil(unit)) for unit in units})
 
 
-def _host_sizes(request: PlanRequest, problem: Problem, watch: Watch, points: int) -> tuple[int, ...]:
-    """Sizes of a host's memory between the least that works and what the best plan without a limit takes."""
-    if not request.tables or not points:
-        return ()
-    fewest = solve(problem.minimising(1), watch.part(0.5), gap=_CURVE_GAP)
-    best = solve(problem.with_budget(float(problem.budget[0]), np.inf), watch, gap=_CURVE_GAP)
-    if fewest.choice is None or best.choice is None:
-        return ()
-    most = float(usage(problem, best.choice)[1])
-    units = np.linspace(fewest.cost, max(most, fewest.cost), points)
-    return tuple(sorted({smallest_bytes(request, 1, math.ceil(unit)) for unit in units}))
+def _with_memory(request: PlanRequest, resource: int, size: int) -> Topology:
+    return replace(request.topology, **{("hbm_bytes", "host_bytes")[resource]: size})
 
 
-def _point(request: PlanRequest, problem: Problem, hbm_bytes: int, host_bytes: int | None, watch: Watch) -> CurvePoint:
-    topology = replace(request.topology, hbm_bytes=hbm_bytes, host_bytes=host_bytes)
+def _point(request: PlanRequest, problem: Problem, resource: int, size: int, watch: Watch) -> CurvePoint:
+    topology = _with_memory(request, resource, size)
     budget = budgets(replace(request, topology=topology))
     gap = max(_CURVE_GAP, request.solver.gap)
     placed, found = solve_and_place(problem.with_budget(*map(float, budget)), topology, watch, gap=gap)
     return CurvePoint(
-        hbm_bytes=hbm_bytes,
-        host_bytes=host_bytes,
+        hbm_bytes=topology.hbm_bytes,
+        host_bytes=topology.host_bytes,
         seconds=None if placed is None else placed.seconds,
         bound_seconds=None if placed is None else min(found.bound, placed.seconds),
     )
@@ -198,10 +193,10 @@ def _next(request: PlanRequest, resource: int, seconds: float, watch: Watch) -> 
     budget = budgets(request)
     if not np.isfinite(budget[resource]):
         return None
-    topology, more = request.topology, float(budget[resource] + _GIB_UNITS)
+    topology = request.topology
     if resource or topology.hbm_bytes:
-        name = ("hbm_bytes", "host_bytes")[resource]
-        topology = replace(topology, **{name: smallest_bytes(request, resource, more)})
+        more = float(budget[resource] + _GIB_UNITS)
+        topology = _with_memory(request, resource, smallest_bytes(request, resource, more))
     problem = build_problem(replace(request, topology=topology), watch=watch)
-    found: tuple[Placed | None, object] = solve_and_place(problem, topology, watch, gap=request.solver.gap)
-    return 0.0 if found[0] is None else max(0.0, seconds - found[0].seconds)
+    placed, _ = solve_and_place(problem, topology, watch, gap=request.solver.gap)
+    return 0.0 if placed is None else max(0.0, seconds - placed.seconds)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from evenkeel.placement import Plan, PlanRequest, Table, Topology, plan, what_if
-from evenkeel.placement.codec import encode
-from evenkeel.placement.hit_rates import step_keys
-from evenkeel.placement.pasted_lines import lines_to_paste
+from evenkeel.placement.access import step_keys
+from evenkeel.placement.application import lines_to_paste
+from evenkeel.placement.fields import encode
 from evenkeel.placement.report import make_report
 from evenkeel.placement.request import with_time
 from evenkeel.plan_cache import PlanCache

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from evenkeel.placement import InvalidInputError, PlanRequest, WhatIf, builtin_profiles
-from evenkeel.placement.codec import encode
+from evenkeel.placement.fields import encode
 from evenkeel.placement.hardware import HardwareProfile, builtin_profile
 from services.planner.json_schema import add_schema
 from services.planner.pool import ClientGoneError, Pool

@@ -1,4 +1,4 @@
-"""JSON schemas of dataclasses, from their annotations, as `evenkeel.placement.codec.decode` reads them."""
+"""JSON schemas of dataclasses, from their annotations, as `evenkeel.placement.fields.decode` reads them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from evenkeel.placement.bounds import Length, OneOf, Range, hints
-from evenkeel.placement.codec import encode
+from evenkeel.placement.fields import Length, OneOf, Range, encode, hints
 
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _ENTRY = re.compile(r"^    (\w+): (.*)$")

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from evenkeel.placement import InvalidInputError
-from evenkeel.placement.codec import encode
+from evenkeel.placement.fields import encode
 
 MEDIA_TYPE = "application/problem+json"
 _SHOWN = 80

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from evenkeel.placement import InvalidInputError, Plan, PlanRequest
-from evenkeel.placement.access import Access, Zipf
-from evenkeel.placement.bounds import Length, Range, check_bounds
-from evenkeel.placement.codec import decode
-from evenkeel.placement.hit_rates import Eviction
+from evenkeel.placement.access import Access, Eviction, Zipf
+from evenkeel.placement.fields import Length, Range, check_fields, decode
 from evenkeel.placement.model import MAX_ROWS, Bytes, Rows
 from evenkeel.placement.report import Report
 from evenkeel.placement.what_if import MAX_POINTS
@@ -55,7 +53,7 @@ class HitRatesRequest:
     cache_rows: Annotated[tuple[Rows, ...], Length(1, 10_000)]
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

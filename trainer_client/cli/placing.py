@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from evenkeel.placement import InvalidInputError, PlanRequest
-from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.fields import decode, encode
 from evenkeel.placement.hardware import parse_profile
 from evenkeel.placement.model import MAX_BYTES
 from evenkeel.placement.plan_file import PlanFile, dumps, loads

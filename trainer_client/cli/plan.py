@@ -118,8 +118,8 @@ def plan(
 
 
 def _texts(content: PlanFile, sharding_plan: Path | None) -> dict[str, str]:
-    from evenkeel.placement.codec import encode
-    from evenkeel.placement.pasted_lines import sharding_plan_module
+    from evenkeel.placement.fields import encode
+    from evenkeel.placement.application import sharding_plan_module
     from evenkeel.placement.plan_file import dumps
     from evenkeel.placement.report import make_report
 
@@ -131,7 +131,7 @@ def _texts(content: PlanFile, sharding_plan: Path | None) -> dict[str, str]:
 
 
 def _show_code(content: PlanFile) -> None:
-    from evenkeel.placement.pasted_lines import lines_to_paste
+    from evenkeel.placement.application import lines_to_paste
     from evenkeel.placement.plan_text import PlanText
 
     typer.echo(lines_to_paste(content.request, content.plan), nl=False)
@@ -141,7 +141,7 @@ def _show_code(content: PlanFile) -> None:
 
 def _show(content: PlanFile, curves: Mapping[str, MeasuredCurve]) -> None:
     from evenkeel.placement import Runtime, whole_step_seconds
-    from evenkeel.placement.measured_plans import measured_line
+    from evenkeel.placement.plan_file import measured_line
     from evenkeel.placement.plan_text import PlanText
     from evenkeel.placement.report import make_report
 

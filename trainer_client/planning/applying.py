@@ -16,9 +16,9 @@ from evenkeel.placement.application import (
     dynamicemb_options,
     torchrec_options,
 )
+from evenkeel.placement.layouts import shards
 from evenkeel.placement.plan import Placement
 from evenkeel.placement.plan_file import loads
-from evenkeel.placement.shards import shards
 from trainer_client.planning.describe import check_same, embedding_modules, module_configs
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def dynamicemb_constraints(request: PlanRequest, plan: Plan, **options: Any) -> 
     """`DynamicEmbParameterConstraints` by table name, to give to DynamicEmb's planner.
 
     Without DynamicEmb installed, use `evenkeel.placement.application.dynamicemb_options` for the bare values, or
-    `evenkeel.placement.pasted_lines.lines_to_paste` for source lines.
+    `evenkeel.placement.application.lines_to_paste` for source lines.
 
     Args:
         request: The request.

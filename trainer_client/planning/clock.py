@@ -10,7 +10,7 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from evenkeel.key_statistics import KeyTrace, loads, merge
-from evenkeel.placement import InvalidInputError, Mode, Plan, PlanRequest, Runtime, RuntimeCosts, Sharding, plan
-from evenkeel.placement.codec import encode
-from evenkeel.placement.measured_plans import MeasuredPlan, seconds_by_mode
-from evenkeel.placement.plan_file import PlanFile, dumps
+from evenkeel.placement import InvalidInputError, Mode, Plan, PlanRequest, Runtime, Sharding, plan
+from evenkeel.placement.fields import encode
+from evenkeel.placement.plan_file import MeasuredPlan, PlanFile, dumps, seconds_by_mode
 from evenkeel.placement.plan_file import loads as loads_plan
+from evenkeel.placement.planner import trivial_plans
 from evenkeel.placement.request import with_time
 from trainer_client.planning.collective import from_first, join_group
 from trainer_client.planning.machine import host_bytes
@@ -31,8 +31,8 @@ from trainer_client.planning.trials import Batch, DenseWork, TableModel, Timing,
 
 _SEARCH_S = 2.0
 """Time limit of the search for each of the plans to compare with."""
-_RATIOS = 10
-"""Steps of the bisection for the largest cache that all tables can have alike."""
+_MISSES = {2.0: "misses twice as slow", 0.5: "misses half as slow"}
+"""Plans for other costs: what is best if the profile is off."""
 _BATCHES = 64
 _NOISE, _CLOSE = 1.01, 1.03
 _KERNELS = {"fused": Mode.HBM_ONLY, "dense": Mode.HBM_ONLY, "fused_uvm": Mode.HOST_ONLY}
@@ -56,85 +56,27 @@ class Race:
 
 def contenders(request: PlanRequest, first: Plan, torchrecs: Mapping[str, Any] | None = None) -> dict[str, Plan]:
     """The plan, those that are best if the profile is somewhat wrong, and what one writes by hand in a minute."""
-    found = {"plan": first}
-    seen = {_choices(first)}
-
-    def add(name: str, made: Plan | None) -> None:
-        if made is not None and made.placements and _choices(made) not in seen:
-            seen.add(_choices(made))
-            found[name] = made
-
-    for name, change in _DOUBTS.items():
-        costs = change(request.profile.costs(request.runtime))
-        runtimes = {**request.profile.runtimes, request.runtime.value: costs}
-        add(name, _planned(replace(request, hardware=replace(request.profile, runtimes=runtimes))))
-    names = [table.name for table in request.tables]
-    add("all cached alike", _all_cached(request))
-    add("all in HBM", _pinned(request, dict.fromkeys(names, (Mode.HBM_ONLY, 1.0))))
-    add("all in host memory", _pinned(request, dict.fromkeys(names, (Mode.HOST_ONLY, 0.0))))
-    add("by density", _by_density(request))
+    made: dict[str, Plan | None] = {"plan": first}
+    for factor, name in _MISSES.items():
+        costs = request.profile.costs(request.runtime)
+        runtimes = {request.runtime.value: replace(costs, miss_factor=factor * costs.miss_factor)}
+        made[name] = _planned(replace(request, hardware=replace(request.profile, runtimes=runtimes)))
+    made |= trivial_plans(with_time(request, _SEARCH_S))
     if torchrecs:
-        add("TorchRec's planner", _as_cut(request, torchrecs))
-    return found
-
-
-_DOUBTS: dict[str, Callable[[RuntimeCosts], RuntimeCosts]] = {
-    "launches for nothing": lambda c: replace(c, hbm_fixed_s=0.0, caching_fixed_s=0.0, host_fixed_s=0.0),
-    "misses twice as slow": lambda c: replace(c, miss_factor=2 * c.miss_factor),
-    "misses half as slow": lambda c: replace(c, miss_factor=0.5 * c.miss_factor),
-}
-"""Plans for other costs: what is best if the profile is off."""
-
-
-def _choices(made: Plan) -> tuple[Any, ...]:
-    return tuple((p.mode, round(p.ratio, 4), p.sharding, p.column_shards, p.ranks) for p in made.placements)
+        made["TorchRec's planner"] = _as_cut(request, torchrecs)
+    different: dict[tuple[Any, ...], tuple[str, Plan]] = {}
+    for name, each in made.items():
+        if each is not None and each.placements:
+            choices = tuple((p.mode, p.ratio, p.sharding, p.column_shards, p.ranks) for p in each.placements)
+            different.setdefault(choices, (name, each))
+    return dict(different.values())
 
 
 def _planned(request: PlanRequest) -> Plan | None:
     try:
-        found = plan(with_time(request, min(_SEARCH_S, request.solver.time_limit_s)))
-    except InvalidInputError:  # a table may have no such mode
+        return plan(with_time(request, min(_SEARCH_S, request.solver.time_limit_s)))
+    except InvalidInputError:  # a table may have no such mode or sharding
         return None
-    return found if found.placements else None
-
-
-def _pinned(request: PlanRequest, wanted: Mapping[str, tuple[Mode, float]]) -> Plan | None:
-    """The plan where each table has a given mode and ratio; None where that does not fit."""
-    tables = []
-    for table in request.tables:
-        mode, ratio = wanted[table.name]
-        if table.modes and mode not in table.modes:
-            return None
-        tables.append(replace(table, modes=(mode,), ratio=ratio if mode in (Mode.CACHING, Mode.HYBRID) else None))
-    return _planned(replace(request, tables=tuple(tables)))
-
-
-def _all_cached(request: PlanRequest) -> Plan | None:
-    """All tables in host memory, with caches of the largest equal share of their rows that fits."""
-    low, high, best = 0.0, 1.0, None
-    for _ in range(_RATIOS):
-        ratio = (low + high) / 2
-        made = _pinned(request, {table.name: (Mode.CACHING, ratio) for table in request.tables})
-        if made is None:
-            high = ratio
-        else:
-            low, best = ratio, made
-    return best
-
-
-def _by_density(request: PlanRequest) -> Plan | None:
-    """Tables in HBM in the order of lookups a byte, as many as fit; the others in host memory."""
-    order = sorted(request.tables, key=lambda t: -t.ids_per_sample / (t.rows * t.dim))
-    low, high, best = 0, len(order), None
-    while low < high:
-        count = (low + high + 1) // 2
-        wanted = {t.name: (Mode.HBM_ONLY, 1.0) if at < count else (Mode.HOST_ONLY, 0.0) for at, t in enumerate(order)}
-        made = _pinned(request, wanted)
-        if made is None:
-            high = count - 1
-        else:
-            low, best = count, made
-    return best
 
 
 def _as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:
@@ -142,26 +84,20 @@ def _as_cut(request: PlanRequest, parameters: Mapping[str, Any]) -> Plan | None:
     tables = []
     for table in request.tables:
         given = parameters.get(table.name)
-        known = {sharding.value for sharding in Sharding}
-        if given is None or given.sharding_type not in known or given.compute_kernel not in _KERNELS:
+        if given is None or given.sharding_type not in set(Sharding) or given.compute_kernel not in _KERNELS:
             return None
         mode = _KERNELS[given.compute_kernel]
         factor = getattr(given.cache_params, "load_factor", None) or _DEFAULT_LOAD_FACTOR
         blocks = {shard.shard_offsets[1] for shard in given.sharding_spec.shards} if given.sharding_spec else {0}
-        sharding = Sharding(given.sharding_type)
-        tables.append(
-            replace(
-                table,
-                modes=(mode,),
-                ratio=factor if mode is Mode.CACHING else None,
-                sharding=sharding,
-                column_shards=len(blocks) if len(blocks) > 1 else table.column_shards,
-            )
+        cut = replace(
+            table,
+            modes=(mode,),
+            ratio=factor if mode is Mode.CACHING else None,
+            sharding=Sharding(given.sharding_type),
+            column_shards=len(blocks) if len(blocks) > 1 else table.column_shards,
         )
-    try:
-        return _planned(replace(request, tables=tuple(tables)))
-    except InvalidInputError:
-        return None
+        tables.append(cut)
+    return _planned(replace(request, tables=tuple(tables)))
 
 
 def torchrecs_parameters(request: PlanRequest, device: torch.device) -> dict[str, Any]:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from evenkeel.placement import Mode, Sharding, plan
-from evenkeel.placement.codec import encode
-from evenkeel.placement.step_samples import StepSample, TablePart, request_of
+from evenkeel.placement.fields import encode
+from evenkeel.placement.whole_step import StepSample, TablePart, request_of
 from trainer_client.planning.clock import process_group
 from trainer_client.planning.collective import join_group, run_on_ranks
 from trainer_client.planning.trials import DenseWork, Trial, drawn_batches, wait

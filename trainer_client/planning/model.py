@@ -28,8 +28,7 @@ from evenkeel.placement import (
 )
 from evenkeel.placement.access import Access
 from evenkeel.placement.invalid_input import require
-from evenkeel.placement.measured_plans import MeasuredPlan, measured_line
-from evenkeel.placement.plan_file import PlanFile, dumps
+from evenkeel.placement.plan_file import MeasuredPlan, PlanFile, dumps, measured_line
 from evenkeel.placement.plan_text import PlanText
 from evenkeel.placement.report import Report, make_report
 from evenkeel.planner_client import PlannerClient

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,9 @@ class KeyStatistics:
         for index, names in enumerate(features.values()):
             for name in names:
                 self._tables.setdefault(name, []).append(index)
-        self._queue: queue.Queue[tuple[list[_Features], int]] = queue.Queue(_AHEAD)
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._reader = ThreadPoolExecutor(1, "evenkeel-key-statistics")
+        self._reading: deque[Future[None]] = deque()
+        self._failure: Exception | None = None
 
     def observe(self, *batches: Any) -> None:
         """Take the keys of one step.
@@ -89,16 +89,10 @@ class KeyStatistics:
         Raises:
             RuntimeError: If an earlier batch could not be read, or the thread that reads them is stuck.
         """
-        self._raise_failure()
+        self._wait(_AHEAD)
         step = [_on_the_way(batch) for batch in batches]
         samples = max((int(batch.stride()) for batch in batches), default=0)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="evenkeel-key-statistics", daemon=True)
-            self._thread.start()
-        try:
-            self._queue.put((step, samples), timeout=_PATIENCE)
-        except queue.Full:
-            raise RuntimeError(f"key statistics: no batch was read for {_PATIENCE:g} s") from None
+        self._reading.append(self._reader.submit(self._read, step, samples))
 
     def traces(self) -> dict[str, KeyTrace]:
         """What this rank saw, by name of the table; waits for batches that are still being read.
@@ -163,25 +157,18 @@ class KeyStatistics:
         self._wait()
         return {name for name, features in self._features.items() if not self._seen.isdisjoint(features)}
 
-    def _wait(self) -> None:
-        self._queue.join()
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
+    def _wait(self, ahead: int = 0) -> None:
+        """Waits until no more than so many steps are still to be read."""
+        try:
+            while self._failure is None and len(self._reading) > ahead:
+                self._reading[0].result(_PATIENCE)
+                self._reading.popleft()
+        except TimeoutError:
+            raise RuntimeError(f"key statistics: no batch was read for {_PATIENCE:g} s") from None
+        except Exception as error:
+            self._failure = error
         if self._failure is not None:
             raise RuntimeError(f"key statistics: a batch could not be read: {self._failure}") from self._failure
-
-    def _work(self) -> None:
-        while True:
-            step, samples = self._queue.get()
-            try:
-                if self._failure is None:
-                    self._read(step, samples)
-            except BaseException as error:
-                self._failure = error
-            finally:
-                del step
-                self._queue.task_done()
 
     def _read(self, step: list[_Features], samples: int) -> None:
         batches = []

@@ -1,5 +1,5 @@
 // Ranks and hosts as a table: what is on each, and how evenly; those that are alike are one line.
-import { bytes, html, percent, seconds, show } from "./drawing.js";
+import { bytes, html, seconds, show } from "./drawing.js";
 import { spans } from "./loads.js";
 
 const MOST = 64;
@@ -11,9 +11,6 @@ const RANKS = [
 ];
 const HOSTS = [["hosts", (entry) => spans(entry.hosts)], ["ranks of one", (entry) => entry.ranks], ["tables", (entry) => entry.tables], ["memory", (entry) => bytes(entry.host_bytes)]];
 const WHAT = { seconds: "time over ranks", hbm_bytes: "HBM over ranks", host_bytes: "memory over hosts" };
-const SPREAD = [["most over mean", "max_over_mean", (value) => value.toFixed(3)], ["total variation", "total_variation", percent], ["total distance", "total_distance", percent],
-  ["χ² divergence", "chi_divergence", percent], ["KL divergence", "kl_divergence", percent]];
-
 const table = (columns, rows) => html("table", {}, html("thead", {}, html("tr", {}, ...columns.map(([name]) => html("th", { scope: "col" }, name)))),
   html("tbody", {}, ...rows.slice(0, MOST).map((row) => html("tr", {}, ...columns.map(([, text], at) => html(at ? "td" : "th", { scope: at ? undefined : "row" }, String(text(row))))))));
 
@@ -22,6 +19,6 @@ export function drawRanks(node, report) {
   const more = report.ranks.length > MOST ? html("p", { class: "hint" }, `${MOST} of ${report.ranks.length} kinds of ranks; plan.json tells the ranks of all tables.`) : null;
   show(node, table(RANKS, report.ranks), more, table(HOSTS, report.hosts));
   if (report.ranks.length > 1 || report.hosts.length > 1) {
-    node.append(html("h3", {}, "How evenly"), table([["", (entry) => WHAT[entry.of] ?? entry.of], ...SPREAD.map(([name, field, words]) => [name, (entry) => words(entry[field])])], report.imbalance));
+    node.append(html("h3", {}, "How evenly"), table([["", (entry) => WHAT[entry.of] ?? entry.of], ["most over mean", (entry) => entry.max_over_mean.toFixed(3)]], report.imbalance));
   }
 }

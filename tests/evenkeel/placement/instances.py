@@ -5,13 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-import scipy.sparse as sp
 
 from evenkeel.placement import Mode, PlanRequest, Runtime, Sharding, Step, Table, Topology, Zipf
-from evenkeel.placement.knapsack import Knapsack
 from evenkeel.placement.layouts import ROW_WISE, Scope
-from evenkeel.placement.milp import MilpResult, solve_milp
-from evenkeel.placement.options import TableOptions, ratio_grid, table_layouts, table_options
+from evenkeel.placement.options import Option, ratio_grid, table_layouts, table_options
 from evenkeel.placement.problem import SLACK, UNIT, budgets, whole_shards
 
 
@@ -41,47 +38,6 @@ def request(
     runtime = Runtime(str(fields.pop("runtime", "dynamicemb")))
     step = Step(samples_per_rank=2048)
     return PlanRequest(tables=tables, topology=topology, runtime=runtime, step=step, **fields)  # type: ignore[arg-type]
-
-
-def random_knapsack(items: int, options: int, seed: int, tightness: float) -> Knapsack:
-    draw = np.random.default_rng(seed)
-    size = np.ceil(draw.lognormal(5, 1.5, items))[:, None]
-    held = np.linspace(0, 1, options)[None, :]
-    hbm = np.ceil(size * held)
-    host = np.where(held < 1, np.ceil(size * (1 - held * draw.integers(0, 2, (items, 1)))), 0.0)
-    cost = size**0.6 * (1 - held) ** draw.uniform(0.5, 3, (items, 1)) * draw.uniform(0.9, 1.1, (items, options))
-    low = np.array([hbm.min(axis=1).sum(), host.min(axis=1).sum()])
-    high = np.array([hbm.max(axis=1).sum(), host.max(axis=1).sum()])
-    return Knapsack(
-        cost, np.stack([hbm, host]), np.floor(low + (high - low) * np.array([tightness, 1 - tightness / 2]))
-    )
-
-
-def brute_force_knapsack(problem: Knapsack) -> float:
-    items = np.arange(len(problem.cost))
-    best = np.inf
-    for choice in itertools.product(range(problem.cost.shape[1]), repeat=len(items)):
-        picked = np.array(choice)
-        if np.all(problem.use[:, items, picked].sum(axis=1) <= problem.budget):
-            best = min(best, float(problem.cost[items, picked].sum()))
-    return best
-
-
-def solve_by_highs(problem: Knapsack, gap: float = 0.0) -> MilpResult:
-    """The program as it is, without any of the planner's own search."""
-    items, options = problem.cost.shape
-    rows = [sp.kron(sp.eye(items), np.ones((1, options)))]
-    rows += [sp.csr_matrix(problem.use[b].reshape(1, -1)) for b in range(2)]
-    ones = np.ones(items)
-    return solve_milp(
-        problem.cost.ravel(),
-        sp.vstack(rows).tocsr(),
-        np.concatenate([ones, [-np.inf, -np.inf]]),
-        np.concatenate([ones, problem.budget]),
-        np.ones(items * options, dtype=bool),
-        np.ones(items * options),
-        gap=gap,
-    )
 
 
 def mixed_request(seed: int) -> PlanRequest:
@@ -119,12 +75,7 @@ def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = Non
     """Kernel time of the best of all choices of options and of places for every piece, cached widths as they come."""
     grid = ratio_grid(len(request.tables), request.solver.ratio_steps) if grid is None else grid
     every = [
-        [
-            (option, number)
-            for layout in table_layouts(request, table)
-            for option in [table_options(request, table, grid, layout)]
-            for number in range(len(option.modes))
-        ]
+        [option for layout in table_layouts(request, table) for option in table_options(request, table, grid, layout)]
         for table in request.tables
     ]
     budget, best = budgets(request), np.inf
@@ -132,21 +83,16 @@ def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = Non
         if not _is_agreed(request, choice):
             continue
         widths: dict[object, int] = {}
-        for table, (option, number) in zip(request.tables, choice, strict=True):
-            if option.modes[number] is Mode.CACHING:
-                cache = (table.fuse_key, option.layouts[number].sharding)
-                widths[cache] = max(widths.get(cache, 0), int(option.dims[number]))
-        loads = [np.zeros((1, 3, request.topology.ranks))]
-        for table, (option, number) in zip(request.tables, choice, strict=True):
-            layout = option.layouts[number]
-            wider = 0.0
-            if option.modes[number] is Mode.CACHING and request.runtime is Runtime.TORCHREC:
-                wider = widths[table.fuse_key, layout.sharding] - float(option.dims[number])
-            hbm = (option.hbm[number] + wider * option.slot_bytes[number]) / UNIT
-            shard = np.array([option.seconds[number], hbm, option.host[number] / UNIT]) * whole_shards(request, layout)
-            loads.append(_ways(request, layout.scope, layout.pieces, shard))
-        total = loads[0]
-        for load in loads[1:]:
+        for table, option in zip(request.tables, choice, strict=True):
+            if option.mode is Mode.CACHING and request.runtime is Runtime.TORCHREC:
+                cache = (table.fuse_key, option.layout.sharding)
+                widths[cache] = max(widths.get(cache, 0), option.dim)
+        total = np.zeros((1, 3, request.topology.ranks))
+        for table, option in zip(request.tables, choice, strict=True):
+            width = widths.get((table.fuse_key, option.layout.sharding), option.dim)  # slots are those of caches
+            hbm = (option.hbm + (width - option.dim) * option.slot_bytes) / UNIT
+            shard = np.array([option.seconds, hbm, option.host / UNIT]) * whole_shards(request, option.layout)
+            load = _ways(request, option.layout.scope, option.layout.pieces, shard)
             total = (total[:, None] + load[None]).reshape(-1, 3, request.topology.ranks)
         hosts = total[:, 2].reshape(len(total), -1, request.topology.local_ranks).sum(axis=2)
         fits = (total[:, 1].max(axis=1) <= budget[0] + SLACK) & (hosts.max(axis=1) <= budget[1] + SLACK)
@@ -154,17 +100,17 @@ def brute_force(request: PlanRequest, grid: npt.NDArray[np.float64] | None = Non
     return best
 
 
-def _is_agreed(request: PlanRequest, choice: tuple[tuple[TableOptions, int], ...]) -> bool:
+def _is_agreed(request: PlanRequest, choice: tuple[Option, ...]) -> bool:
     ratios: dict[object, set[object]] = {}
     widths: dict[object, set[object]] = {}
-    for table, (option, number) in zip(request.tables, choice, strict=True):
-        mode, ratio, layout = option.modes[number], float(option.ratios[number]), option.layouts[number]
+    for table, option in zip(request.tables, choice, strict=True):
+        cached = option.mode is Mode.CACHING
         if request.runtime is Runtime.DYNAMICEMB:
-            ratios.setdefault((table.fuse_key, mode is Mode.CACHING), set()).add((mode, ratio))
-        elif mode is Mode.CACHING and layout == ROW_WISE:
-            ratios.setdefault(table.fuse_key, set()).add(ratio)
-        if layout.sharding is Sharding.COLUMN_WISE and not table.pooled:
-            widths.setdefault(table.group, set()).add(table.dim // layout.pieces)
+            ratios.setdefault((table.fuse_key, cached), set()).add((option.mode, option.ratio))
+        elif cached and option.layout == ROW_WISE:
+            ratios.setdefault(table.fuse_key, set()).add(option.ratio)
+        if option.layout.sharding is Sharding.COLUMN_WISE and not table.pooled:
+            widths.setdefault(table.group, set()).add(option.dim)
     return all(len(own) == 1 for own in (*ratios.values(), *widths.values()))
 
 

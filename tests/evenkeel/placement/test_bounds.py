@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evenkeel.placement import InvalidInputError, PlanRequest, builtin_profile
-from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.fields import decode, encode
 
 TABLE: dict[str, Any] = {"name": "item", "rows": 1000, "dim": 8}
 

@@ -17,7 +17,7 @@ from evenkeel.placement import (
     builtin_profile,
     builtin_profiles,
 )
-from evenkeel.placement.fitted_costs import fit_costs, predict_seconds
+from evenkeel.placement.calibration import fit_costs, predict_seconds
 from evenkeel.placement.hardware import parse_profile, profile_json
 from evenkeel.placement.options import rank_load, ratio_grid, table_options
 from evenkeel.placement.timing import mode_seconds
@@ -104,9 +104,8 @@ def test_only_caches_that_need_not_hold_a_step_may_be_smaller_than_one() -> None
         ("prefetching", replace(request, step=replace(request.step, prefetch_depth=2))),
         ("dynamicemb", replace(request, runtime=Runtime.DYNAMICEMB)),
     ):
-        options = table_options(asked, table, grid)
-        ratios = [r for r, mode in zip(options.ratios, options.modes, strict=True) if mode is Mode.CACHING]
-        smallest[name] = min(ratios) * table.rows
+        cached = [option.ratio for option in table_options(asked, table, grid) if option.mode is Mode.CACHING]
+        smallest[name] = min(cached) * table.rows
     assert smallest["torchrec"] < 0.1 * unique
     assert unique <= smallest["dynamicemb"] < 1.3 * unique
     assert 2 * unique <= smallest["prefetching"] < 2.3 * unique

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from evenkeel.placement import Eviction, Histogram, InvalidInputError, MissCurve, Zipf
-from evenkeel.placement.access import popularity
-from evenkeel.placement.hit_rates import different_share, fullest_rank, step_keys, unique_keys
+from evenkeel.placement.access import different_share, fullest_rank, popularity, step_keys, unique_keys
 
 ROWS, LOOKUPS = 20_000, 1_024
 

@@ -20,7 +20,7 @@ from evenkeel.placement import (
     plan,
 )
 from evenkeel.placement.access import power_law
-from evenkeel.placement.codec import decode, encode
+from evenkeel.placement.fields import decode, encode
 from tests.evenkeel.placement.instances import random_tables, request
 
 

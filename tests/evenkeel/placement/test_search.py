@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -27,7 +30,9 @@ from evenkeel.placement import (
 from evenkeel.placement.limits import Watch
 from evenkeel.placement.options import ratio_grid
 from evenkeel.placement.problem import build_problem
-from evenkeel.placement.search import cost_of, is_agreed, solve, usage
+from evenkeel.placement.program import solve_core
+from evenkeel.placement.search import solve
+from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
 from tests.evenkeel.placement.instances import brute_force, fewer_choices, mixed_request, random_tables, request
 
 GRID = np.array([0.05, 0.3])
@@ -50,9 +55,27 @@ def test_small_instances_are_solved_like_brute_force(seed: int) -> None:
     assert found.choice is not None
     assert found.cost == pytest.approx(expected, rel=1e-7)
     assert found.bound <= expected * (1 + 1e-9)
-    assert cost_of(problem, found.choice) == pytest.approx(found.cost)
-    assert is_agreed(problem, found.choice)
-    assert np.all(usage(problem, found.choice) <= problem.budget + 1e-6)
+    assert problem.cost(found.choice) == pytest.approx(found.cost)
+    assert problem.is_agreed(found.choice)
+    assert np.all(problem.usage(found.choice) <= problem.budget + 1e-6)
+    limited = problem.limited()
+    everything = [np.isfinite(group.seconds) for group in limited.groups]
+    alone = solve_core(limited, everything, gap=0.0, start=None, watch=Watch(20))
+    assert alone.bound == pytest.approx(expected, rel=1e-7), "without prices, starts and what they rule out"
+
+
+@given(st.integers(0, 10_000_000), st.floats(0, 0.02))
+@settings(max_examples=30, deadline=None)
+def test_no_choice_is_missed_just_above_the_least_memory(seed: int, above: float) -> None:
+    try:
+        problem = build_problem(mixed_request(seed), GRID)
+    except InvalidInputError:
+        return
+    least = solve(problem.minimising(0), Watch(20)).cost
+    if np.isfinite(least):
+        host = float(problem.budget[1])
+        assert solve(problem.with_budget(least * (1 + above), host), Watch(20)).choice is not None
+        assert solve(problem.with_budget(least * (1 - 1e-4) - 1e-4, host), Watch(20)).choice is None
 
 
 @given(st.integers(0, 10_000_000))
@@ -97,6 +120,46 @@ def test_the_gap_of_many_tables_is_as_asked(runtime: str) -> None:
     assert 0 <= found.cost - found.bound <= 1.0001e-3 * found.cost
 
 
+def test_solvers_print_nothing_and_run_beside_others_that_use_more_threads() -> None:
+    program = """
+import highspy
+import numpy as np
+from evenkeel.placement.limits import Watch
+from evenkeel.placement.problem import build_problem
+from evenkeel.placement.program import solve_core
+from tests.evenkeel.placement.hostile import LIMIT_S, MEMORY_BYTES, REQUESTS
+from tests.evenkeel.placement.instances import random_tables, request
+
+def with_threads(threads):
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", threads)
+    solver.addVariable(0.0, 1.0)
+    solver.changeColIntegrality(0, highspy.HighsVarType.kInteger)
+    return solver.run()
+
+assert with_threads(2) == highspy.HighsStatus.kOk
+assert with_threads(1) == highspy.HighsStatus.kError, "HiGHS takes another number of threads now"
+problem = build_problem(request(random_tables(6, 1), hbm_gib=1.5), np.array([0.1, 0.5]))
+kept = [np.isfinite(group.seconds) for group in problem.groups]
+assert solve_core(problem, kept, gap=0.0, start=None, watch=Watch()).choice is not None
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_small_requests_keep_their_time_limit_and_take_little_memory() -> None:
+    command = [sys.executable, "-m", "tests.evenkeel.placement.hostile"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    outcomes = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [outcome["request"] for outcome in outcomes] == list(REQUESTS)
+    for outcome in outcomes:
+        assert outcome["seconds"] < LIMIT_S + 1, outcome
+        assert outcome["peak_bytes"] < MEMORY_BYTES, outcome
+    assert outcomes[0]["outcome"] == "INFEASIBLE"
+
+
 def test_a_search_that_is_cancelled_ends_at_once() -> None:
     with pytest.raises(SolveCancelledError):
         plan(request(random_tables(12, 4), hbm_gib=3), should_stop=lambda: True)
@@ -128,3 +191,36 @@ def test_a_dense_part_that_hides_the_kernels_leaves_the_host_to_bind() -> None:
     assert short.seconds is not None
     assert short.step_seconds == pytest.approx(max(short.host_seconds, short.seconds))
     assert short.step_seconds <= max(free.host_seconds, free.seconds) * (1 + 1e-9)
+
+
+SOLVER = SolverOptions(ratio_steps=10, time_limit_s=20)
+
+
+@given(
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.integers(0, 5_000),
+    st.sampled_from(["dynamicemb", "torchrec"]),
+    st.lists(st.floats(0, 1), min_size=2, max_size=2),
+    st.lists(st.floats(0.3, 1.3), min_size=2, max_size=2),
+)
+@settings(max_examples=8, deadline=None)
+def test_row_wise_plans_never_get_slower(
+    count: int, groups: int, seed: int, runtime: str, hbm: list[float], host: list[float]
+) -> None:
+    drawn = random_tables(count, seed)
+    tables = tuple(replace(table, group=f"m{index % groups}") for index, table in enumerate(drawn))
+    size = sum(table.rows * table.dim * 12 for table in tables) / 2**30
+    small, large = (
+        plan(
+            request(tables, hbm_gib=1.2 + part * size / 8, host_gib=rest * size, runtime=runtime, solver=SOLVER),
+            clock=time.process_time,
+        )
+        for part, rest in zip(sorted(hbm), sorted(host), strict=True)
+    )
+    if small.seconds is not None:
+        assert small.status is Status.OPTIMAL
+        assert large.seconds is not None
+        assert large.seconds <= small.seconds * (1 + 1e-9)
+        assert large.bound_seconds is not None
+        assert large.bound_seconds <= small.seconds * (1 + 1e-9)

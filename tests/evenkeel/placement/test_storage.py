@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from evenkeel.placement import Mode, Optimizer, PlanRequest, Runtime, Step, Table, Topology, plan
-from evenkeel.placement.storage import dynamicemb_footprint, index_bytes, row_bytes
-from evenkeel.placement.storage_torchrec import torchrec_footprint
+from evenkeel.placement.storage import dynamicemb_footprint, index_bytes, row_bytes, torchrec_footprint
 
 MIB = 1 << 20
 SMALL = 1 << 15

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -94,3 +95,12 @@ def test_the_next_gib_saves_what_planning_again_with_it_saves(sharding: Sharding
     assert answer.next_hbm_gib_saves_seconds == pytest.approx(now - then)
     assert answer.plan.placements[0].seconds_per_gib > 0
     assert [value.table for value in answer.tables] == ["t"]
+
+
+def test_many_sizes_keep_the_time_limit_and_the_plan_is_answered_whatever_it_is() -> None:
+    for limit in (0.5, 2.0):
+        asked = request(random_tables(50, 1), hbm_gib=4, host_gib=400, solver=SolverOptions(time_limit_s=limit))
+        begin = time.process_time()
+        answer = what_if(asked, points=256, host_points=256, clock=time.process_time)
+        assert time.process_time() - begin < limit + 1
+        assert answer.plan.seconds is not None

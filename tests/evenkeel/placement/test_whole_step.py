@@ -20,13 +20,15 @@ from evenkeel.placement import (
 )
 from evenkeel.placement.calibration import measured_samples, with_whole_steps
 from evenkeel.placement.hardware import StepCosts, parse_profile, profile_json
-from evenkeel.placement.step_samples import StepSample, TablePart, request_of
 from evenkeel.placement.whole_step import (
     MEASURED,
     MEASURED_ONE_RANK,
+    StepSample,
     StepWork,
+    TablePart,
     fit_step_costs,
     host_seconds,
+    request_of,
     seconds_of,
     step_work,
 )

@@ -22,7 +22,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from evenkeel.placement import PlanRequest, SolverOptions, Table, Topology
-from evenkeel.placement.codec import encode
+from evenkeel.placement.fields import encode
 
 GIB = 1 << 30
 SMALL = PlanRequest(

@@ -12,7 +12,7 @@ from benchmarks.references.dynamicemb_steps import MEASURED, ROWS
 from evenkeel.placement import Mode, Optimizer, Runtime, Table, builtin_profile
 from evenkeel.placement.calibration import calibrated_profile, fit_runtime, measured_steps
 from evenkeel.placement.hardware import parse_profile
-from evenkeel.placement.storage_torchrec import torchrec_footprint
+from evenkeel.placement.storage import torchrec_footprint
 from tests.trainer_client.cli.conftest import Run
 from trainer_client.planning.measuring import measure
 

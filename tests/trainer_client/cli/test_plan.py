@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.harness.authorities import write_certificate
-from evenkeel.placement.codec import decode
+from evenkeel.placement.fields import decode
 from evenkeel.placement.plan_file import loads
 from evenkeel.placement.report import Report
 from evenkeel.placement.request import PlanRequest

@@ -12,8 +12,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, Runtime, Step, Table, Topology, plan
-from evenkeel.placement.measured_plans import MeasuredPlan, correction_factors
-from evenkeel.placement.plan_file import loads
+from evenkeel.placement.plan_file import MeasuredPlan, correction_factors, loads
 from evenkeel.plan_requests import unpacked, with_measured
 from tests.trainer_client.planning.test_model import Model, batches, keys_of
 from trainer_client.planning import load_sharding_plan, plan_model
@@ -52,14 +51,14 @@ def test_contenders_are_those_of_a_minute_and_all_of_them_fit() -> None:
     first = plan(request)
     found = contenders(request, first)
     assert found["plan"] is first
-    assert {"all cached alike", "all in host memory", "by density"} <= found.keys()
+    assert {"all cached alike", "all in host memory", "by lookups per byte"} <= found.keys()
     assert "all in HBM" not in found
     for made in found.values():
         assert made.hbm.used_bytes <= request.topology.hbm_budget
     alike = found["all cached alike"].placements
     assert {placed.mode for placed in alike} == {Mode.CACHING}
     assert max(placed.ratio for placed in alike) - min(placed.ratio for placed in alike) < 1e-6
-    dense = [placed.mode for placed in found["by density"].placements]
+    dense = [placed.mode for placed in found["by lookups per byte"].placements]
     assert set(dense) == {Mode.HBM_ONLY, Mode.HOST_ONLY}
     roomy = _request(1 << 30)
     assert {placed.mode for placed in contenders(roomy, plan(roomy))["plan"].placements} == {Mode.HBM_ONLY}

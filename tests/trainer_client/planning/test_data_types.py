@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import InvalidInputError, Mode, Optimizer, PlanRequest, Runtime, Topology, plan
 from evenkeel.placement.options import rank_load
-from evenkeel.placement.storage_torchrec import torchrec_footprint
+from evenkeel.placement.storage import torchrec_footprint
 from trainer_client.planning import describe_model, plan_model, sharding_plan
 
 ROWS, DIM, LENGTH, SAMPLES = 640, 16, 3, 4

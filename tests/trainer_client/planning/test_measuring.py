@@ -12,7 +12,7 @@ import torch
 from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import Mode, Optimizer, Sharding
 from evenkeel.placement.calibration import measured_samples
-from evenkeel.placement.step_samples import StepSample, TablePart
+from evenkeel.placement.whole_step import StepSample, TablePart
 from trainer_client.planning.measuring import KERNELS, STEPS, measure_on_ranks, measure_steps, scaled
 
 MIXED = StepSample(

@@ -34,7 +34,7 @@ from evenkeel.placement import (
     Topology,
     plan,
 )
-from evenkeel.placement.pasted_lines import lines_to_paste, sharding_plan_module
+from evenkeel.placement.application import lines_to_paste, sharding_plan_module
 from evenkeel.placement.plan_file import PlanFile, dumps
 from tests.evenkeel.placement.instances import random_tables
 from trainer_client.planning import load_sharding_plan, parameter_constraints, sharding_plan

@@ -9,23 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner
-from torchrec.distributed.planner import Topology as TorchRecTopology
-from torchrec.distributed.types import CacheStatistics, ShardingEnv
+from torchrec.distributed.types import CacheStatistics
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.harness.ranks import run_ranks
 from evenkeel.placement import (
     Eviction,
     InvalidInputError,
-    Mode,
     Optimizer,
     PlanRequest,
     Runtime,
@@ -36,8 +28,7 @@ from evenkeel.placement import (
     Zipf,
     plan,
 )
-from evenkeel.placement.application import dynamicemb_options, torchrec_options
-from evenkeel.placement.pasted_lines import lines_to_paste
+from evenkeel.placement.application import dynamicemb_options, lines_to_paste, torchrec_options
 from evenkeel.placement.plan_file import PlanFile, dumps, loads
 from tests.services.planner.serving import served
 from trainer_client.planning import (
@@ -48,7 +39,6 @@ from trainer_client.planning import (
     dynamicemb_constraints,
     fused_params,
     miss_curve,
-    parameter_constraints,
     sharding_plan,
 )
 
@@ -73,15 +63,6 @@ def _request(tables: tuple[Table, ...], ranks: int = 2, **topology: Any) -> Plan
     return PlanRequest(tables=tables, topology=machines, runtime=Runtime.TORCHREC, step=Step(samples_per_rank=8))
 
 
-def _mixed(tables: tuple[Table, ...]) -> tuple[Table, ...]:
-    kinds = {
-        "bag_0": {"sharding": Sharding.TABLE_WISE},
-        "bag_1": {"sharding": Sharding.COLUMN_WISE, "column_shards": 2},
-        "bag_2": {"sharding": Sharding.DATA_PARALLEL},
-    }
-    return tuple(replace(table, **kinds.get(table.name, {})) for table in tables)  # type: ignore[arg-type]
-
-
 def test_a_model_is_described_with_its_modules_as_groups() -> None:
     lookups, access = {"seq": 50.0}, {"bag_1": Zipf(exponent=2)}
     tables = describe_model(_Model(), optimizer=Optimizer.SGD, ids_per_sample=lookups, access=access)
@@ -101,62 +82,6 @@ def test_unknown_tables_and_types_are_refused() -> None:
         describe_configs([config])
     with pytest.raises(InvalidInputError, match="is no table"):
         describe_model(_Model(), access={"nobody": Zipf()})
-
-
-def _train(rank: int, mixed: bool) -> None:
-    model = _Model()
-    tables = describe_model(model)
-    request = _request(_mixed(tables) if mixed else tables)
-    placed = sharding_plan(model, request, plan(request), device="cpu")
-    sharders: Any = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-    env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
-    parallel = DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=placed, sharders=sharders)
-    lengths = torch.tensor([1, 2] * 3)
-    bags = KeyedJaggedTensor(keys=["f0", "f1", "f2"], values=torch.arange(9) * 11, lengths=lengths)
-    rows = KeyedJaggedTensor(keys=["s"], values=torch.tensor([1, 50, 3]), lengths=torch.tensor([2, 1]))
-    loss = parallel(bags, rows)
-    loss.backward()
-    assert torch.isfinite(loss)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_distributed_model_parallel_trains_with_the_plan(mixed: bool) -> None:
-    run_ranks(2, _train, mixed)
-
-
-def test_the_whole_table_is_in_the_shards() -> None:
-    model = _Model()
-    request = _request(_mixed(describe_model(model)), ranks=4, ranks_per_host=2)
-    placed = sharding_plan(model, request, plan(request))
-    for path, parameters in placed.plan.items():
-        for name, parameter in parameters.items():
-            config = next(t for t in describe_model(model) if t.name == name)
-            assert path == config.group
-            if parameter.sharding_spec is None:
-                assert parameter.ranks == [0, 1, 2, 3]
-                continue
-            shards = parameter.sharding_spec.shards
-            assert sum(s.shard_sizes[0] * s.shard_sizes[1] for s in shards) == config.rows * config.dim
-            for rank, shard in zip(parameter.ranks, shards, strict=True):
-                assert str(shard.placement) == f"rank:{rank}/cuda:{rank % 2}"
-
-
-def test_caches_carry_their_load_factor_and_constraints_steer_torchrecs_planner() -> None:
-    model = _Model()
-    tables = tuple(replace(t, modes=(Mode.CACHING,), ratio=0.3, ids_per_sample=0.1) for t in describe_model(model))
-    request = _request(tables)
-    found = plan(request)
-    constraints = parameter_constraints(request, found)
-    assert constraints["bag_0"].cache_params.load_factor == 0.3
-    assert constraints["bag_0"].compute_kernels == ["fused_uvm_caching"]
-    parameter = sharding_plan(model, request, found).plan["bags"]["bag_0"]
-    assert parameter.cache_params.load_factor == 0.3
-    planner = EmbeddingShardingPlanner(
-        topology=TorchRecTopology(world_size=2, compute_device="cuda", hbm_cap=2**32), constraints=constraints
-    )
-    sharders: Any = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-    theirs = planner.plan(model, sharders)
-    assert theirs.plan["bags"]["bag_0"].compute_kernel == "fused_uvm_caching"
 
 
 def test_a_plan_for_another_runtime_or_model_is_refused() -> None:
@@ -262,15 +187,6 @@ def test_what_a_runtime_cannot_do_is_refused(runtime: Runtime, changes: dict[str
     with pytest.raises(InvalidInputError) as caught:
         replace(asked, tables=(*others, replace(first, **changes)))
     assert caught.value.field == f"tables[3].{field}"
-
-
-def test_pasted_torchrec_lines_are_the_constraints() -> None:
-    tables = tuple(replace(t, modes=(Mode.CACHING,), ratio=0.3, ids_per_sample=0.1) for t in describe_model(_Model()))
-    request = _request(tables)
-    found = plan(request)
-    pasted: dict[str, Any] = {}
-    exec(lines_to_paste(request, found), pasted)
-    assert pasted["constraints"] == parameter_constraints(request, found)
 
 
 def test_plan_files_are_lossless_and_versioned() -> None:
