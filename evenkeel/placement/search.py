@@ -163,6 +163,7 @@ class _Search:
         finite = [np.where(np.isfinite(group.seconds), group.seconds, 0.0) for group in problem.groups]
         self.dearest = float(sum(seconds.max(axis=1).sum() for seconds in finite)) * (1 + 1e-9) + 1e-12
         self.scale = np.where(self.limited, self.dearest / np.maximum(problem.budget, 1.0), 0.0)
+        self.points: list[_Point] = []
         self.best: Choice | None = None
         self.cost = np.inf
 
@@ -174,13 +175,13 @@ class _Search:
         self.watch.is_over()
         if start is not None:
             self._offer(start)
-        points = self._best_prices()
-        best = max(points, key=lambda point: point.value)
+        self._find_prices()
+        best = max(self.points, key=lambda point: point.value)
         if best.value > self.dearest:
             return none
         if self.cost > best.value * (1 + self.gap):
             self._towards(best.prices)
-        bound, proved = self._cores(best)
+        bound, proved = self._cores(best.value)
         if self.best is None:
             bound = np.inf if proved else bound
         return Solution(self.best, self.cost, min(bound, self.cost), proved, best.prices)
@@ -190,49 +191,57 @@ class _Search:
         found = [group.price(prices) for group in self.groups]
         value = sum(least for least, _ in found) - self._worth(prices)
         if not np.isfinite(value):
-            return _Point(prices, np.inf, np.zeros(2))
+            self.points.append(_Point(prices, np.inf, np.zeros(2)))
+            return self.points[-1]
         choice = tuple(chosen for _, chosen in found)
         excess = np.where(self.limited, self.problem.usage(choice) - self.problem.budget - SLACK, -1.0)
         if np.all(excess <= 0):
             self._offer(choice)
-        return _Point(prices, value, excess)
+        self.points.append(_Point(prices, value, excess))
+        return self.points[-1]
 
     def _worth(self, prices: FloatArray) -> float:
         """What the budgets cost at some prices."""
         return float(prices[self.limited] @ (self.problem.budget[self.limited] + SLACK))
 
-    def _floors(self, prices: FloatArray) -> list[FloatArray]:
-        """(tables, modules) of each group: no choice with that module for that table costs less."""
-        least = [group.price(prices)[0] for group in self.groups]
-        rest = sum(least) - self._worth(prices)
-        return [group.floors(prices) + (rest - own) for group, own in zip(self.groups, least, strict=True)]
+    def _floors(self) -> list[FloatArray]:
+        """(tables, modules) of each group: no choice with that module for that table costs less, by any prices."""
+        floors = [np.full(group.seconds.shape, -np.inf) for group in self.problem.groups]
+        for point in sorted(self.points, key=lambda point: -point.value):
+            if not np.isfinite(point.value) or self.watch.is_over():
+                continue
+            least = [group.price(point.prices)[0] for group in self.groups]
+            rest = sum(least) - self._worth(point.prices)
+            for floor, group, own in zip(floors, self.groups, least, strict=True):
+                np.maximum(floor, group.floors(point.prices) + (rest - own), out=floor)
+        return floors
 
-    def _best_prices(self) -> list[_Point]:
+    def _find_prices(self) -> None:
         """The dual at more and more prices, by cutting planes: it is concave and piecewise linear in two prices."""
-        points = [self._evaluate(np.zeros(2))]
-        if np.all(points[0].excess <= 0):
-            return points
+        if np.all(self._evaluate(np.zeros(2)).excess <= 0):
+            return
         if self.best is None:
-            points.append(self._evaluate(_STEEP * self.scale))
+            self._evaluate(_STEEP * self.scale)
         model, infinity = Highs(output_flag=False), highspy.kHighsInf
         nothing = (0, np.zeros(0, dtype=np.int32), np.zeros(0))
         model.addCol(-1.0, -infinity, infinity, *nothing)
         for _ in range(2):
             model.addCol(0.0, 0.0, _MOST_PRICE, *nothing)
         added = 0
-        while len(points) < _ITERATIONS and not self.watch.is_over():
-            for point in points[added:]:  # the dual <= value + excess . (prices - here), with prices in their scale
+        while len(self.points) < _ITERATIONS and not self.watch.is_over():
+            for point in self.points[
+                added:
+            ]:  # the dual <= value + excess . (prices - here)
                 row = np.array([1.0, *(-point.excess * self.scale)])
                 side = point.value - float(point.excess @ point.prices)
                 model.addRow(-infinity, side, 3, np.arange(3, dtype=np.int32), row)
-            added = len(points)
+            added = len(self.points)
             model.run()
             upper, *prices = model.getSolution().col_value
-            best = max(point.value for point in points)
+            best = max(point.value for point in self.points)
             if upper - best <= _TOLERANCE * max(abs(best), abs(upper), 1e-12) or best > self.dearest:
                 break
-            points.append(self._evaluate(np.maximum(0.0, np.array(prices)) * self.scale))
-        return points
+            self._evaluate(np.maximum(0.0, np.array(prices)) * self.scale)
 
     def _offer(self, choice: Choice) -> bool:
         """Takes a choice that keeps the budgets and is agreed on, if it is the best so far; whether it is allowed."""
@@ -254,9 +263,9 @@ class _Search:
             point = self._evaluate(prices + middle * (_STEEP * self.scale - prices))
             low, high = (low, middle) if np.all(point.excess <= 0) else (middle, high)
 
-    def _cores(self, best: _Point) -> tuple[float, bool]:
+    def _cores(self, bound: float) -> tuple[float, bool]:
         """Programs over more and more options; the bound that they prove, and whether that settles the search."""
-        bound, floors = best.value, self._floors(best.prices)
+        floors = self._floors()
         finite = np.sort(np.concatenate([floor[np.isfinite(floor)] for floor in floors] or [np.zeros(1)]))
         size = _FIRST_CORE + 3 * self.problem.num_tables
         while True:

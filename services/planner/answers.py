@@ -11,11 +11,10 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from evenkeel.placement import Plan, PlanRequest, Table, Topology, plan, what_if
+from evenkeel.placement import PlanRequest, Table, Topology, plan, what_if
 from evenkeel.placement.access import step_keys
 from evenkeel.placement.application import lines_to_paste
 from evenkeel.placement.fields import encode
@@ -49,21 +48,6 @@ class Answer:
     plan_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A request for a worker.
-
-    Attributes:
-        request: The request.
-        deadline: When its time is over, by the monotonic clock of the machine.
-        plan_cache: Folder of plans that were made before.
-    """
-
-    request: AnyRequest
-    deadline: float
-    plan_cache: Path | None = None
-
-
 def begin_worker(memory_bytes: int) -> None:
     """Prepares a worker: it ends with its service, gives way to it, and takes so much more memory at most."""
     for number in (signal.SIGINT, signal.SIGHUP):  # those of a terminal reach all processes
@@ -85,36 +69,32 @@ def ready() -> None:
     """Does nothing: who can do that can work."""
 
 
-def answer(job: Job) -> Answer:
-    """The answer to a request."""
-    match job.request:
-        case HitRatesRequest():
-            return _written(_hit_rates(job.request))
-        case WhatIfRequest(points=points, curve_hbm_bytes=sizes, host_points=host_points):
-            return _written(what_if(_timed(job), points=points, hbm_bytes=sizes, host_points=host_points))
-        case request:
-            return _plan(job, request)
+def answer(request: AnyRequest, deadline: float, plan_cache: Path | None = None) -> Answer:
+    """The answer to a request.
+
+    Args:
+        request: The request.
+        deadline: When its time is over, by the monotonic clock of the machine.
+        plan_cache: Folder of plans that were made before.
+    """
+    if isinstance(request, HitRatesRequest):
+        return Answer(document=_written(_hit_rates(request)))
+    timed = with_time(request, deadline - time.monotonic())
+    if isinstance(timed, WhatIfRequest):
+        found = what_if(timed, points=timed.points, hbm_bytes=timed.curve_hbm_bytes, host_points=timed.host_points)
+        return Answer(document=_written(found))
+    return _plan(request, timed, plan_cache)
 
 
-def _timed(job: Job) -> Any:
-    """The request, to be answered in what is left of its time."""
-    assert isinstance(job.request, PlanRequest)
-    return with_time(job.request, job.deadline - time.monotonic())
-
-
-def _plan(job: Job, request: PlanRequest) -> Answer:
+def _plan(request: PlanRequest, timed: PlanRequest, plan_cache: Path | None) -> Answer:
     begin = time.monotonic()
-
-    def search() -> Plan:
-        return plan(_timed(job))
-
-    found = search() if job.plan_cache is None else PlanCache(folder=job.plan_cache).plan(request, search)
-    answer = PlanAnswer(plan=found, code=lines_to_paste(request, found), report=make_report(request, found))
+    made = plan(timed) if plan_cache is None else PlanCache(folder=plan_cache).plan(request, lambda: plan(timed))
+    answer = PlanAnswer(plan=made, code=lines_to_paste(request, made), report=make_report(request, made))
     return Answer(
-        document=_written(answer).document,
-        plan_status=found.status.value,
-        gap=found.gap,
-        binding=None if found.shortage is None else found.shortage.binding,
+        document=_written(answer),
+        plan_status=made.status.value,
+        gap=made.gap,
+        binding=None if made.shortage is None else made.shortage.binding,
         plan_seconds=time.monotonic() - begin,
     )
 
@@ -125,5 +105,5 @@ def _hit_rates(request: HitRatesRequest) -> HitRates:
     return HitRates(unique_keys=keys.unique, miss_rates=tuple(rates.tolist()))
 
 
-def _written(value: object) -> Answer:
-    return Answer(document=json.dumps(encode(value)).encode())
+def _written(value: object) -> bytes:
+    return json.dumps(encode(value)).encode()

@@ -17,7 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from evenkeel.placement import InvalidInputError, PlanRequest
 from services.planner import answers
-from services.planner.answers import Answer, Job
+from services.planner.answers import Answer
 from services.planner.metrics import Metrics
 from services.planner.problems import FieldProblem, ServiceError
 from services.planner.requests import AnyRequest
@@ -124,13 +124,11 @@ class Pool:
 
     async def _solve(self, request: AnyRequest, limit: float, spent: float, gone: asyncio.Future[None]) -> Answer:
         began = time.monotonic() - spent
-        job = Job(request=request, deadline=began + limit, plan_cache=self._settings.plan_cache)
-        try:
-            working = asyncio.wrap_future(self._processes.schedule(answers.answer, args=[job]))
-        except RuntimeError as error:  # its processes ended, and could not be replaced
-            log.error("planner pool ended", error=repr(error))
+        arguments = [request, began + limit, self._settings.plan_cache]
+        if not self._processes.active:  # its processes ended, and could not be replaced
+            log.error("planner pool ended")
             self._processes = self._new_processes()
-            working = asyncio.wrap_future(self._processes.schedule(answers.answer, args=[job]))
+        working = asyncio.wrap_future(self._processes.schedule(answers.answer, args=arguments))
         try:
             waited: set[asyncio.Future[Any]] = {working, gone}
             await asyncio.wait(waited, timeout=limit + _GRACE_SECONDS - spent, return_when=asyncio.FIRST_COMPLETED)

@@ -36,14 +36,14 @@ def on_all(make: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
         made = make()
     except Exception as error:
         failure = error
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (made, None if failure is None else _told(failure)), group=group)
-    for rank, (_, what) in enumerate(told):
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, (made, None if failure is None else _shared(failure)), group=group)
+    for rank, (_, what) in enumerate(every):
         if what is not None:
             if failure is not None and rank == dist.get_rank(group):
                 raise failure
             raise _raised(what, rank) from failure
-    return [one for one, _ in told]
+    return [one for one, _ in every]
 
 
 def all_or_none(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
@@ -64,7 +64,7 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
             box = [(make(),)]
         except Exception as error:
             failure = error
-            box = [_told(error)]
+            box = [_shared(error)]
     dist.broadcast_object_list(box, group=group, group_src=0)
     if failure is not None:
         raise failure
@@ -74,13 +74,13 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return made
 
 
-def _told(error: Exception) -> InvalidInputError | str:
-    """An error as other ranks are told of it."""
+def _shared(error: Exception) -> InvalidInputError | str:
+    """An error as it is sent to other ranks."""
     return error if isinstance(error, InvalidInputError) else f"{type(error).__name__}: {error}"
 
 
-def _raised(told: InvalidInputError | str, rank: int) -> Exception:
-    return told if isinstance(told, InvalidInputError) else RuntimeError(f"planning failed on rank {rank}: {told}")
+def _raised(what: InvalidInputError | str, rank: int) -> Exception:
+    return what if isinstance(what, InvalidInputError) else RuntimeError(f"planning failed on rank {rank}: {what}")
 
 
 def run_on_ranks(module: str, ranks: int, *arguments: object, limit_s: float | None = None) -> None:
