@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -99,7 +99,7 @@ def check_fields(value: Any) -> None:
     Raises:
         InvalidInputError: If a field has a value that it may not have.
     """
-    for name, hint in hints(type(value)).items():
+    for name, hint in hints(cast(Any, type(value))).items():
         if name in value.__dataclass_fields__ and typing.get_origin(hint) is not typing.ClassVar:
             object.__setattr__(value, name, _value(hint, getattr(value, name), name))
 
@@ -126,16 +126,18 @@ def decode(cls: type[T], value: object, path: str = "") -> T:
         InvalidInputError: If a field is unknown, missing, of the wrong type or refused by the dataclass.
     """
     require(isinstance(value, Mapping), path or "request", value, "is no object", "give its fields by name")
-    given = dict(typing.cast(Mapping[str, object], value))
+    given = dict(cast(Mapping[str, object], value))
     if getattr(cls, "kind", None) is not None:
         given.pop("kind", None)
-    known = {field.name: field for field in dataclasses.fields(typing.cast(Any, cls))}
+    known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
     for name, item in given.items():
         require(name in known, _join(path, name), item, "is unknown", f"use one of: {', '.join(known)}")
     for name, field in known.items():
         missing = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         require(name in given or not missing, _join(path, name), None, "is missing", "give it")
-    arguments = {name: _value(hints(cls)[name], given[name], _join(path, name)) for name in known if name in given}
+    arguments = {
+        name: _value(hints(cast(Any, cls))[name], given[name], _join(path, name)) for name in known if name in given
+    }
     try:
         return cls(**arguments)
     except InvalidInputError as error:
@@ -163,7 +165,7 @@ def _value(hint: Any, value: Any, path: str) -> Any:
         require(isinstance(value, Mapping), path, value, "is no object", "give its fields by name")
         return {key: _value(arguments[1], item, _join(path, key)) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
-        return value if isinstance(value, typing.cast(type, hint)) else decode(typing.cast(type, hint), value, path)
+        return value if isinstance(value, cast(type, hint)) else decode(cast(type, hint), value, path)
     if isinstance(hint, type) and issubclass(hint, Enum):
         choices = [str(member.value) for member in hint]
         known = isinstance(value, str) and value in choices

@@ -345,11 +345,13 @@ class _Board:
         """Adds time, HBM and memory of a table at its places, or takes them away."""
         layout, places, local = self._layout(number), self.places[number], self.topology.local_ranks
         seconds, hbm, host = sign * self._shard(number)
-        ranks: IntArray | slice = slice(None)
-        hosts: IntArray | slice = slice(None)
-        if layout.scope is Scope.RANK:
-            ranks, hosts = places, places // local
-        elif layout.scope is Scope.HOST:
+        if layout.scope is Scope.EVERYWHERE:
+            self.seconds += seconds
+            self.hbm += hbm
+            self.host += host
+            return
+        ranks, hosts = places, places // local
+        if layout.scope is Scope.HOST:
             ranks, hosts = (places[:, None] * local + np.arange(local)).ravel(), places
         np.add.at(self.seconds, ranks, seconds)
         np.add.at(self.hbm, ranks, hbm)

@@ -222,8 +222,8 @@ def _group(request: PlanRequest, indices: list[int], grid: FloatArray, watch: Wa
                 agreements = _agreements(request, table, each, width) if is_fused else ()
                 agreements += _column_width(request, table, each.layout)
                 module = Module(each.layout, each.mode, each.ratio, agreements)
-                hbm = each.hbm + (width - each.dim) * each.slot_bytes
-                cells.append((row, modules.setdefault(module, len(modules)), each.seconds, hbm, each.host))
+                size = each.hbm + (width - each.dim) * each.slot_bytes
+                cells.append((row, modules.setdefault(module, len(modules)), each.seconds, size, each.host))
     values = np.array(cells)
     rows, columns = values[:, 0].astype(np.int64), values[:, 1].astype(np.int64)
     seconds = np.full((len(indices), len(modules)), np.inf)

@@ -189,12 +189,12 @@ def _ranks(
         kinds = Counter(entry.sharding.value for entry in entries)
         keys.append((figures[:, rank].tobytes(), len({e.table for e in entries}), tuple(sorted(kinds.items()))))
     found = []
-    for (_, tables, kinds), ranks in _alike(keys).items():
+    for (_, tables, shards), ranks in _alike(keys).items():
         hbm, forward, backward, communication, prefetch = figures[:, ranks[0]].tolist()
         entry = RankParts(
             ranks=tuple(ranks),
             tables=everywhere.total() + tables,
-            shards=dict(sorted((everywhere + Counter(dict(kinds))).items())),
+            shards=dict(sorted((everywhere + Counter(dict(shards))).items())),
             hbm_bytes=round(hbm),
             forward_seconds=forward,
             backward_seconds=backward,

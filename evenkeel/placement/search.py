@@ -31,7 +31,8 @@ _MOST_PRICE = 1e5
 _STEEP = 1e4
 """Prices in the same units at which hardly anything but memory counts."""
 _BISECTIONS = 8
-_FIRST_CORE = 1_500
+_FIRST_CORE, _FIRST_GAP = 1_500, 1e-3
+"""Options of the first core, and what it proves: it gives a choice by which the last one is small."""
 _SHARE = 0.4
 """Of the time that is left, for a core that a larger one follows."""
 
@@ -229,9 +230,7 @@ class _Search:
             model.addCol(0.0, 0.0, _MOST_PRICE, *nothing)
         added = 0
         while len(self.points) < _ITERATIONS and not self.watch.is_over():
-            for point in self.points[
-                added:
-            ]:  # the dual <= value + excess . (prices - here)
+            for point in self.points[added:]:  # the dual <= value + excess . (prices - here)
                 row = np.array([1.0, *(-point.excess * self.scale)])
                 side = point.value - float(point.excess @ point.prices)
                 model.addRow(-infinity, side, 3, np.arange(3, dtype=np.int32), row)
@@ -278,7 +277,8 @@ class _Search:
             if self.watch.is_over() or sum(int(mask.sum()) for mask in kept) > MOST_COLUMNS:
                 return bound, False
             watch = self.watch.part(1.0 if is_all else _SHARE)
-            core = solve_core(self.problem, kept, gap=self.gap / 2, start=self.best, watch=watch)
+            gap = self.gap / 2 if is_all else max(self.gap / 2, _FIRST_GAP)
+            core = solve_core(self.problem, kept, gap=gap, start=self.best, watch=watch)
             allowed = core.choice is None or self._offer(core.choice)
             if allowed:
                 # What is outside of the core costs at least `reach`.

@@ -12,7 +12,7 @@ from tests.evenkeel.placement.instances import random_tables, request
 @pytest.mark.parametrize("runtime", ["dynamicemb", "torchrec"])
 def test_what_does_not_fit_names_budgets_that_do(runtime: str) -> None:
     patient = SolverOptions(time_limit_s=200)
-    asked = request(random_tables(20, 2), hbm_gib=1.2, host_gib=8, runtime=runtime, solver=patient)
+    asked = request(random_tables(10, 2), hbm_gib=1.1, host_gib=4, runtime=runtime, solver=patient)
     found = plan(asked)
     assert found.status is Status.INFEASIBLE
     shortage = found.shortage
