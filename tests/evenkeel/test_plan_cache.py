@@ -72,7 +72,7 @@ def test_whatever_a_plan_follows_from_makes_another_one(tmp_path: Path, monkeypa
     assert counted.plans == len(different) + 1
 
 
-@pytest.mark.parametrize("changed", ["milp.py", "profiles/h200.json"])
+@pytest.mark.parametrize("changed", ["program.py", "profiles/h200.json"])
 def test_other_code_and_other_profiles_are_another_version(tmp_path: Path, changed: str) -> None:
     folder = tmp_path / "placement"
     shutil.copytree(Path(str(evenkeel.placement.__file__)).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -90,7 +90,7 @@ from evenkeel.placement import PlanRequest, Table, Topology, plan
 from evenkeel.plan_cache import PlanCache
 request = PlanRequest(tables=(Table(name="t", rows=9, dim=8),), topology=Topology(ranks=1, hbm_bytes=1 << 30))
 if sys.argv[1] == "replaced":
-    with open("evenkeel/placement/milp.py", "a") as code:
+    with open("evenkeel/placement/program.py", "a") as code:
         code.write("# a newer one")
 PlanCache(folder=Path("plans")).plan(request, lambda: plan(request))
 """
