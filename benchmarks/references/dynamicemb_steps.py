@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evenkeel.placement.access import power_law
-from evenkeel.placement.fitted_costs import Measurement
+from evenkeel.placement.calibration import Measurement
 from evenkeel.placement.model import Mode, Optimizer, Step, Table, Topology
 from evenkeel.placement.options import rank_load, table_options
 from evenkeel.placement.request import PlanRequest
@@ -64,5 +64,5 @@ def predicted_mib(request: PlanRequest, row: Row) -> float:
     total = float(request.profile.costs(request.runtime).workspace_bytes)
     for table in request.tables:
         options = table_options(request, replace(table, ratio=row.ratio, modes=(row.mode,)), np.array([0.5]))
-        total += float(options.hbm[0])
+        total += options[0].hbm
     return total / 2**20

@@ -30,12 +30,12 @@ _TIGHTER = (0.97, 0.9, 0.8)
 """Parts of the budgets for the average rank where its choice fits on no ranks."""
 _HALVINGS, _CLOSE = 5, 0.003
 """Times that the largest shard is limited, between the bound and what is known, and what these searches prove."""
-_KICKS, _KICKED = 3_000, 6
-"""Times that tables are taken off, and how many of them at most."""
+_KICKS, _KICKS_A_TABLE, _KICKED = 3_000, 100, 6
+"""Times that tables are taken off, at most and for each table, and how many of them at once."""
 _WORSE = 0.01
 """Relative time by which the next placement may be slower at first; less and less of it later."""
-_WEIGHTS = (0.1, 0.5, 1.0)
-"""Of what an option costs all ranks, beside what it makes of the slowest one: one of them each time."""
+_WEIGHTS = (0.1, 0.5, 1.0, 10.0)
+"""Of what an option costs all ranks, beside what it makes of the slowest one: one of them for each table."""
 _TRIED, _MOST_OPTIONS = 40, 2_000
 """Options of a table that are tried where it is put back, and where it fits nowhere."""
 _FASTER = 1 - 1e-9
@@ -118,14 +118,15 @@ def _improved(
     board.put_all(start.places)
     best = here = board.saved()
     seconds = now = start.seconds
-    for number in range(_KICKS):
+    kicks = min(_KICKS, _KICKS_A_TABLE * problem.num_tables)
+    for number in range(kicks):
         if watch.is_over() or seconds <= enough:
             break
         board.kick(draw)
         while board.swap():
             pass
         then = float(board.seconds.max())
-        if then <= now * (1 + _WORSE * (1 - number / _KICKS) * draw.random()) and board.fits():
+        if then <= now * (1 + _WORSE * (1 - number / kicks) * draw.random()) and board.fits():
             here, now = board.saved(), then
             if now < seconds:
                 best, seconds = here, now
@@ -256,9 +257,8 @@ class _Board:
         taken = list(dict.fromkeys([near, *every[:_KICKED]]))[: int(draw.integers(2, _KICKED + 1))]
         for number in taken:
             self._take(number)
-        weight = float(draw.choice(_WEIGHTS))
         for number in draw.permutation(taken).tolist():
-            self._insert(number, weight)
+            self._insert(number, float(draw.choice(_WEIGHTS)))
 
     def _insert(self, number: int, weight: float) -> None:
         """Puts a table back where it costs the slowest rank least, and all ranks by its price.
