@@ -36,12 +36,11 @@ def knapsack(tables: int, options: int, seed: int) -> Problem:
     caching[:, -1] = hybrid[:, -1] = 0.05 * use[:, 0]
     hbm = np.ceil(size * held)
     cached_host, split_host = np.where(held < 1, np.ceil(size), 0), np.ceil(size * (1 - held))
-    cost = np.concatenate([caching, hybrid], axis=1)
-    uses = np.stack([np.concatenate([hbm, hbm], axis=1), np.concatenate([cached_host, split_host], axis=1)])
     low, high = hbm.min(axis=1).sum(), hbm.max(axis=1).sum()
     limit = np.floor(low + (high - low) * (0.05, 0.3, 0.5)[seed % 3])
     modules = tuple(Module(ROW_WISE, Mode.CACHING, float(number)) for number in range(options))
-    group = Group(tuple(range(tables)), modules, cost, uses[0], uses[1], np.ones((3, options)))
+    figures = (np.concatenate(pair, axis=1) for pair in ((caching, hybrid), (hbm, hbm), (cached_host, split_host)))
+    group = Group(tuple(range(tables)), modules, *figures, np.ones((3, options)))
     return Problem((group,), np.array([limit, np.floor(size.sum() - 0.7 * limit)]))
 
 
@@ -90,21 +89,17 @@ def measured(counts: tuple[int, ...]) -> dict[str, Any]:
     plan(request(random_tables(3, 0), 2, Runtime.DYNAMICEMB))
     found: dict[str, Any] = {}
     for name, asked in cases(counts).items():
-        begin = time.process_time()
-        answer = plan(asked)
+        begin, answer = time.process_time(), plan(asked)
         found[name] = {
             "cpu_seconds": time.process_time() - begin, "status": answer.status.value, "gap": answer.gap,
             "step_ms": None if answer.seconds is None else answer.seconds * 1e3,
         }  # fmt: skip
     for count in counts:
-        seconds, gaps = [], []
-        for seed in range(3):
-            problem = knapsack(count, 20, seed)
-            begin = time.process_time()
-            result = solve(problem, Watch(), gap=1e-4 if count > 50 else 0.0)
-            seconds.append(time.process_time() - begin)
-            gaps.append(1 - result.bound / result.cost)
-        found[f"knapsack {count} x 20"] = {"cpu_seconds": max(seconds), "gap": max(gaps)}
+        problems = [knapsack(count, 20, seed) for seed in range(3)]
+        begin = time.process_time()
+        results = [solve(problem, Watch(), gap=1e-4 if count > 50 else 0.0) for problem in problems]
+        mean, gap = (time.process_time() - begin) / len(problems), max(1 - each.bound / each.cost for each in results)
+        found[f"knapsack {count} x 20"] = {"cpu_seconds": mean, "gap": gap}
     return found
 
 
