@@ -118,8 +118,8 @@ def plan(
 
 
 def _texts(content: PlanFile, sharding_plan: Path | None) -> dict[str, str]:
-    from evenkeel.placement.fields import encode
     from evenkeel.placement.application import sharding_plan_module
+    from evenkeel.placement.fields import encode
     from evenkeel.placement.plan_file import dumps
     from evenkeel.placement.report import make_report
 
