@@ -39,8 +39,10 @@ def knapsack(tables: int, options: int, seed: int) -> Problem:
     low, high = hbm.min(axis=1).sum(), hbm.max(axis=1).sum()
     limit = np.floor(low + (high - low) * (0.05, 0.3, 0.5)[seed % 3])
     modules = tuple(Module(ROW_WISE, Mode.CACHING, float(number)) for number in range(options))
-    figures = (np.concatenate(pair, axis=1) for pair in ((caching, hybrid), (hbm, hbm), (cached_host, split_host)))
-    group = Group(tuple(range(tables)), modules, *figures, np.ones((3, options)))
+    cost, taken, host = (
+        np.concatenate(pair, axis=1) for pair in ((caching, hybrid), (hbm, hbm), (cached_host, split_host))
+    )
+    group = Group(tuple(range(tables)), modules, cost, taken, host, np.ones((3, options)))
     return Problem((group,), np.array([limit, np.floor(size.sum() - 0.7 * limit)]))
 
 
