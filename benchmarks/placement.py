@@ -39,9 +39,8 @@ def knapsack(tables: int, options: int, seed: int) -> Problem:
     low, high = hbm.min(axis=1).sum(), hbm.max(axis=1).sum()
     limit = np.floor(low + (high - low) * (0.05, 0.3, 0.5)[seed % 3])
     modules = tuple(Module(ROW_WISE, Mode.CACHING, float(number)) for number in range(options))
-    cost, taken, host = (
-        np.concatenate(pair, axis=1) for pair in ((caching, hybrid), (hbm, hbm), (cached_host, split_host))
-    )
+    pairs = (caching, hybrid), (hbm, hbm), (cached_host, split_host)
+    cost, taken, host = (np.concatenate(pair, axis=1) for pair in pairs)
     group = Group(tuple(range(tables)), modules, cost, taken, host, np.ones((3, options)))
     return Problem((group,), np.array([limit, np.floor(size.sum() - 0.7 * limit)]))
 
@@ -97,8 +96,7 @@ def measured(counts: tuple[int, ...]) -> dict[str, Any]:
             "step_ms": None if answer.seconds is None else answer.seconds * 1e3,
         }  # fmt: skip
     for count in counts:
-        problems = [knapsack(count, 20, seed) for seed in range(3)]
-        begin = time.process_time()
+        problems, begin = [knapsack(count, 20, seed) for seed in range(3)], time.process_time()
         results = [solve(problem, Watch(), gap=1e-4 if count > 50 else 0.0) for problem in problems]
         mean, gap = (time.process_time() - begin) / len(problems), max(1 - each.bound / each.cost for each in results)
         found[f"knapsack {count} x 20"] = {"cpu_seconds": mean, "gap": gap}
