@@ -70,7 +70,7 @@ ROOMS = {
     "speeds": Room(
         files=(f"{_BALANCING}/learned_speeds.py",),
         lines={f"{_BALANCING}/stages.py": ("SpeedLearner",)},
-        words=r"learned?_speeds|SpeedLearner|slow_ranks|stragglers",
+        words=r"learn(ed)?_speeds|SpeedLearner|slow_ranks|stragglers",
         tests=("tests/trainer_client/balancing",),
     ),
     "caps": Room(
