@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import trustme
@@ -34,11 +35,23 @@ def write_certificate(
     return files
 
 
+class _Token(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Sends a token in plaintext."""
+
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        """See gRPC."""
+        return continuation(details._replace(metadata=[*(details.metadata or ()), self._header]), request)
+
+
 def channel(address: str, ca: Path | None, client: Files | None = None, token: str | None = None) -> grpc.Channel:
     """A channel over TLS (plaintext without `ca`), with a client certificate and a token if given."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
     if ca is None:
-        return grpc.insecure_channel(address, options=options)
+        plain = grpc.insecure_channel(address, options=options)
+        return plain if token is None else grpc.intercept_channel(plain, _Token(token))
     credentials = grpc.ssl_channel_credentials(
         ca.read_bytes(),
         None if client is None else client.key.read_bytes(),

@@ -64,7 +64,7 @@ def test_no_budget_is_named_where_none_that_there_may_be_does(reserved: float) -
 
 def test_smallest_budgets_are_proved_or_given_as_an_interval() -> None:
     tables = tuple(replace(table, group=f"m{i % 4}") for i, table in enumerate(random_tables(12, 0)))
-    asked = request(tables, hbm_gib=2, host_gib=18.8, solver=SolverOptions(time_limit_s=2.5))
+    asked = request(tables, hbm_gib=2, host_gib=18.8, solver=SolverOptions(time_limit_s=6))
     shortage = plan(asked, clock=time.process_time).shortage
     assert shortage is not None
     assert shortage.least_host_bytes is not None

@@ -190,7 +190,7 @@ def test_names_are_as_good_as_members_and_others_are_refused() -> None:
     assert (named.request, named.plan.placements) == (same.request, same.plan.placements)
     for field in ("optimizer", "eviction", "sharding", "modes", "runtime"):
         with pytest.raises(InvalidInputError, match=r"is unknown \(got 'lamb'\); use one of"):
-            plan_model(Model(), topology="h200x2", **{field: "lamb"})
+            plan_model(Model(), topology="h200x2", **{field: ["lamb"] if field == "modes" else "lamb"})
 
 
 def test_memory_of_the_host_is_that_of_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
