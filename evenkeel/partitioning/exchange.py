@@ -305,6 +305,58 @@ def _cheapest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_take
 
 
 @step
+def _fullest(arrays: Arrays, rows: Rows, giver: int, takers: Integers, num_takers: int) -> tuple[int, int, int]:
+    """Where nothing fits: with each taker the exchange that fills it most, of these the one that moves least for it."""
+    g, num_g = rows.start[giver], rows.length[giver]
+    best_place, best_i, best_j, best_rate = -1, -1, -1, np.inf
+    for place in range(num_takers):
+        taker = takers[place]
+        slack = arrays.limits[taker] - rows.load[taker]
+        if slack <= 0:
+            continue
+        t, num_t = rows.start[taker], rows.length[taker]
+        may_move = _may_take(arrays, rows, giver, taker)
+        # What an exchange moves is only looked up where two fill equally, and for the one that is left.
+        most, most_a, most_b, most_i, most_j, least = 0, NONE, NONE, -1, -1, np.inf
+        looked_up = False
+        first = 0  # the taker's lightest that it must give for the giver's sample, lest it go beyond its limit
+        last, hopeless = NONE, False  # the cost that was looked at last, and whether every exchange with it fills less
+        for i in range(num_g):
+            a, cost_a = int(rows.item[g + i]), rows.cost[g + i]
+            if hopeless and cost_a == last:
+                continue
+            last, hopeless = cost_a, True
+            while first < num_t and rows.cost[t + first] < cost_a - slack:
+                first += 1
+            for j in range(first - 1, first + 1):  # `first - 1` stands for none
+                if j == num_t or (j < first and not may_move):
+                    continue
+                b = int(rows.item[t + j]) if j >= first else NONE
+                delta = cost_a - rows.cost[t + j] if j >= first else cost_a
+                if delta < max(most, 1) or delta > slack:
+                    continue
+                hopeless = False
+                if not _fits_memory(arrays, rows, giver, a, taker, b):
+                    continue
+                if delta == most:
+                    if not looked_up:
+                        looked_up, least = True, _moves(arrays, giver, most_a, taker, most_b)
+                    moved = _moves(arrays, giver, a, taker, b)
+                    if moved >= least:
+                        continue
+                    least = moved
+                else:
+                    looked_up = False
+                most, most_a, most_b, most_i, most_j = delta, a, b, i, -1 if b < 0 else j
+        if most > 0:
+            if not looked_up:
+                least = _moves(arrays, giver, most_a, taker, most_b)
+            if least / most < best_rate:
+                best_place, best_i, best_j, best_rate = place, most_i, most_j, least / most
+    return best_place, best_i, best_j
+
+
+@step
 def _evenest(
     arrays: Arrays, rows: Rows, giver: int, taker: int, most: float, barred: Integers, now: int
 ) -> tuple[int, int, float, float]:
@@ -384,6 +436,8 @@ def pass_plainly(arrays: Arrays, rows: Rows, ranks: Integers, choices: int, slac
         num_aside = 0
         while rows.load[giver] > arrays.limits[giver] and num_aside < TAKERS and size > 0 and slack[takers[0]] > 0:
             place, i, j = _cheapest(arrays, rows, giver, takers, min(choices, size))
+            if place < 0:
+                place, i, j = _fullest(arrays, rows, giver, takers, min(choices, size))
             if place >= 0:
                 taker = takers[place]
                 _exchange(arrays, rows, giver, i, taker, j)
