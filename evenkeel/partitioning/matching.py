@@ -12,6 +12,50 @@ EXACT = 96  # ranks up to which the best matching is found; beyond, a greedy one
 
 
 @kernel
+def heaviest_assignment(weights: Floats) -> Ranks:
+    """(n,) int32 column of each row of the (n, n) `weights`, so that their sum is greatest.
+
+    Shortest augmenting paths with dual prices (Kuhn 1955, Jonker and Volgenant 1987), O(n^3).
+    SciPy's would make the balancer's image much larger.
+    """
+    n = weights.shape[0]
+    row_price, column_price = np.zeros(n + 1), np.zeros(n + 1)
+    row_of = np.zeros(n + 1, np.int64)  # of each column, counted from 1; 0 is free
+    before = np.zeros(n + 1, np.int64)
+    for row in range(1, n + 1):
+        row_of[0] = row
+        column = 0
+        distance = np.full(n + 1, np.inf)
+        done = np.zeros(n + 1, np.bool_)
+        while row_of[column] != 0:
+            done[column] = True
+            current, nearest, next_column = row_of[column], np.inf, 0
+            for j in range(1, n + 1):
+                if not done[j]:
+                    reduced = -weights[current - 1, j - 1] - row_price[current] - column_price[j]
+                    if reduced < distance[j]:
+                        distance[j] = reduced
+                        before[j] = column
+                    if distance[j] < nearest:
+                        nearest = distance[j]
+                        next_column = j
+            for j in range(n + 1):
+                if done[j]:
+                    row_price[row_of[j]] += nearest
+                    column_price[j] -= nearest
+                else:
+                    distance[j] -= nearest
+            column = next_column
+        while column != 0:
+            row_of[column] = row_of[before[column]]
+            column = before[column]
+    columns = np.empty(n, np.int32)
+    for j in range(1, n + 1):
+        columns[row_of[j] - 1] = j - 1
+    return columns
+
+
+@kernel
 def match_greedily(
     sets: Ranks, places: Integers, sizes: Floats, set_kinds: Ranks, place_kinds: Ranks, room: Integers
 ) -> Ranks:
@@ -55,7 +99,7 @@ def _saved(problem: Problem, sets: Ranks, kinds: Ranks, set_kinds: Ranks) -> Flo
             of_node[:, node] += (ACROSS - 1.0) * saved[:, rank]
         saved = saved + of_node[:, arrays.nodes]
     saved[set_kinds[:, None] != kinds[None, :]] = barred
-    return saved
+    return np.ascontiguousarray(saved)
 
 
 def kinds_of_ranks(problem: Problem) -> Ranks:
@@ -72,10 +116,7 @@ def match_home(problem: Problem, sets: Ranks, kinds: Ranks, set_kinds: Ranks) ->
     """(n,) int32 rank of each sample, if sets go to ranks of their kind where most stays home, or in its node."""
     arrays, num_ranks = problem.arrays, problem.num_ranks
     if num_ranks <= EXACT:
-        from scipy.optimize import linear_sum_assignment  # half a second, which only these strategies need
-
-        ranks = linear_sum_assignment(_saved(problem, sets, kinds, set_kinds), maximize=True)[1]
-        return np.asarray(ranks[sets], np.int32)
+        return heaviest_assignment(_saved(problem, sets, kinds, set_kinds))[sets]
     if problem.num_nodes > 1:  # first the node: its ranks of a kind are one place
         own, num_kinds = arrays.nodes.astype(np.int64), int(kinds.max()) + 1
         distinct, places, room = np.unique(own * num_kinds + kinds, return_inverse=True, return_counts=True)
